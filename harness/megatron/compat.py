@@ -371,41 +371,52 @@ def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> A
     def open_hashed(path: str, mode: str) -> io.BufferedWriter:
         return io.BufferedWriter(_HashedFile(path, mode, pipe))
 
-    # This process waits for its own children to report; one that is killed never does. One that ends before its process
-    # is known is seen at the next look.
+    # This process waits for its own children to report; one that is killed, or cannot start a thread to report, never
+    # does. One that ends before its process is known is seen at the next look.
+    seen: list[str] = []
+
+    def look(*_: object) -> None:
+        # Both signals may be pending: the second must not end what the first has begun.
+        if not seen and (lost := _find_lost_writer()):
+            seen.append(lost)
+            raise _LostWriterError(lost)
+
     for signum in (signal.SIGCHLD, signal.SIGALRM):
-        signal.signal(signum, _raise_if_killed)
+        signal.signal(signum, look)
     signal.setitimer(signal.ITIMER_REAL, 1, 1)
     with mock.patch.object(filesystem_async, "open", open_hashed, create=True):
         try:
             return write(*arguments, **options)
-        except _KilledError as error:
+        except _LostWriterError as error:
             results = filesystem_async._results_queue
             assert results is not None
             results.put(RuntimeError(str(error)))
             return None
         finally:
+            seen.append("")  # nobody waits any more
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-class _KilledError(Exception):
-    """A process that writes a part of a checkpoint was killed."""
+class _LostWriterError(Exception):
+    """A process that writes a part of a checkpoint ended without a report."""
 
 
-def _raise_if_killed(*_: object) -> None:
+def _find_lost_writer() -> str | None:
+    """Return how a process that this one has started ended without a report; None for none."""
     # The list of children loses those that have ended when another one starts; this set has all.
     for child in list(process._dangling):  # type: ignore[attr-defined]
         if child._parent_pid != os.getpid() or child._popen is None:
             continue
-        signum = -(child._popen.returncode or 0)
+        code = child._popen.returncode or 0
         with suppress(ChildProcessError):
             # Left to be waited for by those who started it.
             ended = os.waitid(os.P_PID, child._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
-                signum = ended.si_status
-        if signum > 0:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            raise _KilledError(f"a process that writes it was killed by signal {signum}")
+            if ended is not None:
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if code:
+            how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+            return f"a process that writes it {how}"
+    return None
 
 
 class _HashedFile(io.FileIO):

@@ -409,7 +409,7 @@ class CheckpointWriter:
         # Megatron's words for a process that left no result.
         reason = reason.replace("results_queue should not be empty", "the process that writes it was killed")
         fix = "make room or name another disk with runs= or run_dir=; the checkpoints before it are whole"
-        if "killed" in reason:
+        if "process that writes it" in reason:
             fix = "look for the cause in the system's log (most often memory ran out), then continue with resume=true"
         return CheckpointError(
             f"the checkpoint of step {self._writing.step} cannot be written: {reason}",

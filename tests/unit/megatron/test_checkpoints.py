@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,9 +182,9 @@ def test_what_torch_raises_on_a_full_disk_is_said_in_words(place: Any, words: st
     assert re.fullmatch(reason, checkpoints._reason(worker))
 
 
-@pytest.mark.parametrize("at", ["its work", "its start", "its start, before another's"])
-def test_a_killed_writer_process_is_an_error_and_no_wait_without_end(at, monkeypatch) -> None:
-    """Megatron's writer waits for a report of each process that it starts, and a killed one sends none."""
+@pytest.mark.parametrize("at", ["its work", "its start", "its start, before another's", "its own will"])
+def test_a_writer_process_that_ends_early_is_an_error_and_no_wait_without_end(at, monkeypatch) -> None:
+    """Megatron's writer waits for a report of each process that it starts, and one that ends early sends none."""
     start = ForkProcess._Popen
 
     def start_and_wait(child: Any) -> Any:
@@ -200,8 +201,9 @@ def test_a_killed_writer_process_is_an_error_and_no_wait_without_end(at, monkeyp
         reports.put(0)
         if at != "its work":
             monkeypatch.setattr(ForkProcess, "_Popen", staticmethod(start_and_wait))
-        killed = forking.Process(target=lambda: os.kill(os.getpid(), signal.SIGKILL))
-        killed.start()
+        kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        ended = forking.Process(target=partial(os._exit, 3) if at == "its own will" else kill)
+        ended.start()
         if at == "its start, before another's":
             forking.Process(target=lambda: None).start()  # Waits for those in the list that have ended.
         reports.join()
@@ -213,6 +215,7 @@ def test_a_killed_writer_process_is_an_error_and_no_wait_without_end(at, monkeyp
     writer.join()
     assert writer.exitcode == 0
     result = filesystem_async._results_queue.get_nowait()
-    assert str(result) == "a process that writes it was killed by signal 9"
+    how = "ended with exit code 3" if at == "its own will" else "was killed by signal 9"
+    assert str(result) == f"a process that writes it {how}"
     for descriptor in (reading, writing):
         os.close(descriptor)
