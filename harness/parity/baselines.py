@@ -18,7 +18,7 @@ from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import Recorded, recorded_run
 from harness.parity.result import CellResult, Check, ParityReport, open_document
 from harness.storage import write_atomically
-from harness.train import StepDigests, StepMetrics, from_json, read_digests, to_json
+from harness.train import StepDigests, StepMetrics, from_json, parse_metrics, read_digests, to_json
 
 SCHEMA = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -129,7 +129,7 @@ def read_baseline(path: Path) -> Baseline:
         return Baseline(
             **{key: values[key] for key in ("name", "created", "environment", "settings")},
             tolerances=Tolerances(**values["tolerances"]),
-            steps=[StepMetrics(**step["metrics"]) for step in values["steps"]],
+            steps=[parse_metrics(step["metrics"]) for step in values["steps"]],
             digests=[from_json(step["data"]) for step in values["steps"]],
         )
 

@@ -85,6 +85,10 @@ class StepMetrics:
     stragglers: list[dict[str, Any]] = field(default_factory=list)
 
 
+# A number that is not finite is null in a line.
+_FLOATS = [setting.key for setting in explain_settings(StepMetrics) if setting.type == "float"]
+
+
 def step_metrics(
     record: StepRecord, times: Sequence[RankTimes] = (), stragglers: Sequence[Straggler] = ()
 ) -> StepMetrics:
@@ -190,18 +194,17 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Return the steps of a `metrics.jsonl` in order; raise FormatError for a line that is not one."""
+    return read_lines(path, parse_metrics, "metrics", remedy=DAMAGED_FIX)
 
-    not_finite = {setting.key: math.nan for setting in explain_settings(StepMetrics) if setting.type == "float"}
 
-    def parse(values: dict[str, Any]) -> StepMetrics:
-        given = {**values, **{name: nan for name, nan in not_finite.items() if values[name] is None}}
-        slow = [asdict(Straggler(**one)) for one in given.pop("stragglers", [])]
-        for read, schema in ((given, StepMetrics), *((one, Straggler) for one in slow)):
-            if odd := find_odd(read, schema):
-                raise ValueError(odd)
-        return StepMetrics(**given, stragglers=slow)
-
-    return read_lines(path, parse, "metrics", remedy=DAMAGED_FIX)
+def parse_metrics(values: dict[str, Any]) -> StepMetrics:
+    """Return a step from the values of its line; raise ValueError, TypeError or KeyError for others."""
+    given = {**values, **{name: math.nan for name in _FLOATS if values[name] is None}}
+    slow = [asdict(Straggler(**one)) for one in given.pop("stragglers", [])]
+    for read, schema in ((given, StepMetrics), *((one, Straggler) for one in slow)):
+        if odd := find_odd(read, schema):
+            raise ValueError(odd)
+    return StepMetrics(**given, stragglers=slow)
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, remedy: str) -> list[T]:

@@ -98,10 +98,16 @@ def test_a_baseline_that_is_missing_or_damaged_fails(kept, data, tmp_path) -> No
     assert "there is no baseline nothing" in output
     assert "harness parity record nothing" in output
     path = kept / "small.json"
-    path.write_text(path.read_text()[:-200])
-    report = against("small", run, kept, command="")
-    assert report.cells[-1].status == "failed"
-    assert "this is not a baseline" in report.cells[-1].reason
+    whole = path.read_text()
+    for damaged in (
+        whole[:-200],
+        whole.replace('"step_s": 0.0', '"step_s": "x"'),
+        whole.replace('"experts": {}', '"experts": 1'),
+    ):
+        path.write_text(damaged)
+        report = against("small", run, kept, command="")
+        assert report.cells[-1].status == "failed"
+        assert "this is not a baseline" in report.cells[-1].reason
     path.write_text(json.dumps({"schema": 99}))
     with pytest.raises(FormatError, match="schema 99"):
         read_baseline(path)
