@@ -456,13 +456,13 @@ def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.de
             where="parallel.cuda_graphs",
             fix="megatron-core 0.19, Transformer Engine 2.19, or parallel.cuda_graphs=false",
         )
-    if (
-        "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        and (registers := os.environ.get("NCCL_GRAPH_REGISTER", "1")) != "0"
-    ):
+    # Torch reads both names.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    grows = next((name for name in names if "expandable_segments:True" in os.environ.get(name, "")), None)
+    if grows is not None and (registers := os.environ.get("NCCL_GRAPH_REGISTER", "1")) != "0":
         raise ConfigError(
-            f"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, and NCCL_GRAPH_REGISTER is {registers}: replayed "
-            "exchanges would use memory that has moved",
+            f"{grows} has expandable_segments:True, and NCCL_GRAPH_REGISTER is {registers}: replayed exchanges would "
+            "use memory that has moved",
             where="environment, NCCL_GRAPH_REGISTER",
             fix="NCCL_GRAPH_REGISTER=0",
         )

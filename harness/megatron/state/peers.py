@@ -131,6 +131,9 @@ class PeerCopy:
                 reason = f"no answer for {self._timeout_s:g} s"
             of = f", {error.filename}" if error.filename else ""
             self.problems.append(f"{socket.gethostname()}: {reason}{of}")
+        # A copy without a problem counts as whole.
+        except Exception as error:
+            self.problems.append(f"{socket.gethostname()}: {type(error).__name__} {error}".rstrip())
 
     def _send(self, rank: int, files: Sequence[StoredFile], place: tuple[str, int]) -> None:
         if not files:

@@ -45,7 +45,7 @@ class Peers:
         self.listeners = [Listener("127.0.0.1") for _ in range(3)]
         self.copies: list[PeerCopy] = []
 
-    def start(self, rank: int, *, timeout_s: float = 20) -> PeerCopy:
+    def start(self, rank: int, *, timeout_s: float = 300) -> PeerCopy:
         copy = PeerCopy(
             rank,
             self.folders[rank],
@@ -118,6 +118,12 @@ def test_closing_ends_a_copy_whose_peers_never_come(peers: Peers) -> None:
     copy.close()
     assert copy.is_done
     assert copy.problems
+
+
+def test_a_receiver_without_memory_has_no_copy(peers: Peers, monkeypatch) -> None:
+    monkeypatch.setattr("harness.megatron.state.peers._PIECE_BYTES", 1 << 60)
+    peers.start(2, timeout_s=1)
+    assert any("MemoryError" in problem for problem in peers.problems()[0])
 
 
 def test_this_node_is_found_by_the_way_to_another() -> None:

@@ -222,9 +222,11 @@ def test_runs_without_a_graph_are_refused_before_they_start(monkeypatch) -> None
     with pytest.raises(ConfigError, match=r"cuda_graphs is true, and the run is on a cpu"):
         build()
     monkeypatch.setattr(gpt, "_has_graphs", lambda _: True)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with pytest.raises(ConfigError, match="NCCL_GRAPH_REGISTER is 1"):
-        build()
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "expandable_segments:True")
+            with pytest.raises(ConfigError, match=f"{name} has expandable_segments:True, and NCCL_GRAPH_REGISTER is 1"):
+                build()
     monkeypatch.setattr(gpt, "engine_layers", lambda *_: True)
     monkeypatch.setattr(gpt.compat, "engine_compares_bounds", lambda: True)
     with pytest.raises(ConfigError, match="cannot tell this version of Transformer Engine that rows are padded"):
