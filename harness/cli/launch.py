@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,7 +118,13 @@ def plan(
     if options.show:
         print(render_settings(settings) + render_settings(config), end="")
         return
-    _refuse_unused(settings, searches=searches, has_local_checkpoints=bool(config.trainer.local_checkpoints))
+    assumes_data = searches and settings.packs is None and _names_no_data(config)
+    _refuse_unused(
+        settings,
+        searches=searches,
+        reads_data=settings.packs is None and not assumes_data,
+        has_local_checkpoints=bool(config.trainer.local_checkpoints),
+    )
     machine = Machine(
         peak_flops=settings.peak_tflops * 1e12,
         node_bytes_per_s=settings.node_gb_s * 1e9,
@@ -127,7 +134,7 @@ def plan(
     gpu_bytes = None if settings.gpu_gib is None else settings.gpu_gib * 2**30
     num_packs = settings.packs
     notes: tuple[str, ...] = ()
-    if searches and num_packs is None and _names_no_data(config):
+    if assumes_data:
         num_packs = _ASSUMED_PACKS
         notes = (
             f"packs of {settings.data.pack_size:,} tokens in conversations of {settings.sequence_tokens:,}; "
@@ -161,18 +168,22 @@ def plan(
     raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)
 
 
-def _refuse_unused(settings: PlanSettings, *, searches: bool, has_local_checkpoints: bool) -> None:
+def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool, has_local_checkpoints: bool) -> None:
     """Raise ConfigError for a setting that this plan would not use."""
     names = ("mfu", "rehearse", "file_system_gb_s", "disk_gb_s") if searches else ("top",)
     reasons = dict.fromkeys(names, "`harness plan auto` lists layouts" if searches else "one layout is planned")
     if not has_local_checkpoints:
         reasons.setdefault("disk_gb_s", "trainer.local_checkpoints is empty")
+    if reads_data:
+        names = ("sequence_tokens", "data.pack_size")
+        reasons |= dict.fromkeys(names, "packs is not set: the sequences of the dataset are planned")
     default = PlanSettings()
     for name, reason in reasons.items():
-        if getattr(settings, name) != getattr(default, name):
+        value, usual = (attrgetter(name)(one) for one in (settings, default))
+        if value != usual:
             raise ConfigError(
                 f"{reason}, and {name} would have no effect",
-                where=f"{name}={getattr(settings, name)}",
+                where=f"{name}={value}",
                 fix="leave it out",
             )
 

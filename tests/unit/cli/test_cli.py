@@ -249,6 +249,7 @@ def test_a_search_without_data_assumes_some_and_says_so(harness, tmp_path, monke
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["sft", "sequence_tokens=64", "packs=null"], "of the dataset are planned, and sequence_tokens would have no"),
         (["auto", "mfu=0.4"], "`harness plan auto` lists layouts, and mfu would have no effect"),
         (["sft", "top=3"], "one layout is planned, and top would have no effect"),
         (["sft", "disk_gb_s=2"], "trainer.local_checkpoints is empty, and disk_gb_s would have no effect"),
@@ -256,7 +257,7 @@ def test_a_search_without_data_assumes_some_and_says_so(harness, tmp_path, monke
     ],
 )
 def test_a_plan_refuses_what_it_would_not_use_and_what_would_not_run(harness, arguments, words):
-    code, _, message = harness("plan", *arguments, "packs=100", "model.vocab_size=512")
+    code, _, message = harness("plan", arguments[0], "packs=100", *arguments[1:], "model.vocab_size=512")
     assert (code, words in message) == (2, True)
 
 
