@@ -175,8 +175,8 @@ def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool, 
     if not has_local_checkpoints:
         reasons.setdefault("disk_gb_s", "trainer.local_checkpoints is empty")
     if reads_data:
-        names = ("sequence_tokens", "data.pack_size")
-        reasons |= dict.fromkeys(names, "packs is not set: the sequences of the dataset are planned")
+        why = "packs is not set: the sequences of the dataset are planned"
+        reasons |= {"sequence_tokens": why, "data.pack_size": why}
     default = PlanSettings()
     for name, reason in reasons.items():
         value, usual = (attrgetter(name)(one) for one in (settings, default))
