@@ -245,8 +245,6 @@ class _Parser:
 
     def _check_content(self, checksum: str, values: dict[str, Any]) -> None:
         unknown = values.keys() - {field.name for field in fields(Manifest)}
-        if not checksum and "checksum" in values:
-            raise self._error("has an empty checksum: it was damaged or edited")
         if not checksum and unknown:
             # A damaged name would otherwise turn a manifest with a checksum into one without.
             raise self._error(f"has the unknown key {min(unknown)[:40]!r} and no checksum")

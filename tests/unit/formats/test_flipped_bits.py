@@ -174,14 +174,9 @@ def test_a_manifest_of_a_later_version_with_more_keys_opens_if_its_checksum_hold
     values = json.loads((path / "manifest.json").read_text()) | {"later": [{"key": 1}]}
     (path / "manifest.json").write_text(json.dumps({**values, "checksum": content_checksum(values)}))
     assert list(open_dataset(path)) == PACKS
-    for damaged, words in (
-        ({"chEcksum": content_checksum(values)}, "has the unknown key 'chEcksum' and no checksum"),
-        ({"checksum": ""}, "has an empty checksum"),
-    ):
-        without = {name: value for name, value in values.items() if name not in ("checksum", "later")}
-        (path / "manifest.json").write_text(json.dumps(without | damaged))
-        with pytest.raises(FormatError, match=words):
-            open_dataset(path)
+    (path / "manifest.json").write_text(json.dumps({**values, "chEcksum": content_checksum(values), "checksum": ""}))
+    with pytest.raises(FormatError, match="has the unknown key 'chEcksum' and no checksum"):
+        open_dataset(path)
 
 
 def test_a_manifest_from_before_there_were_checksums_opens_and_verify_says_so(tmp_path: Path) -> None:
