@@ -407,13 +407,13 @@ def plan_stage_memory(
         logits = max(once, last + logits) - max(once, last)
     return Memory(
         stage=stage,
-        logits=math.ceil(logits * max_tokens_per_rank),
         weights=item * (weights + adapters),
         gradients=gradient * trained,
         optimizer=own_bytes(state),
         host=own_bytes(moved),
         activations=math.ceil(kept * max_tokens_per_rank),
         fp8=0 if model.fp8 == "off" else 2 * (weights - words * ((stage == 0) + (stage == stages - 1))),
+        logits=math.ceil(logits * max_tokens_per_rank),
         dispatch=dispatch_bytes(
             model,
             parallel,
