@@ -24,6 +24,7 @@ from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout, Sources
 from harness.megatron import compat
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
+from harness.megatron.drift import check_drift
 from harness.megatron.model import (
     build_model,
     expert_metrics,
@@ -271,6 +272,11 @@ class MegatronStep:
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+
+    def check_drift(self, number: int) -> None:
+        """Raise HarnessError if copies of a parameter differ between ranks after step `number`; all ranks take part."""
+        self.gather_weights()
+        check_drift(self.chunks, number, self.device)
 
     def _count_tokens(self, rows: Sequence[ThdBatch]) -> dict[str, float]:
         """Return the trained and the real tokens of the global batch; middle stages know only the latter themselves."""
