@@ -220,12 +220,8 @@ class MegatronStep:
         """Take one optimizer step on this rank's rows of a global batch; every rank of the job takes part."""
         if self.sources is None or not self.has_experts:
             return self.train_rows(batch.rows)
-        rows = []
-        for row, sequences in zip(batch.rows, batch.sequence_ids, strict=True):
-            # A row of zero loss has one sequence, which is nobody's.
-            known = self.sources.of(sequences) if len(sequences) else np.zeros(row.num_sequences, np.int64)
-            rows.append(replace(row, sources=known))
-        return self.train_rows(rows)
+        pairs = zip(batch.rows, batch.sequence_ids, strict=True)
+        return self.train_rows([replace(row, sources=self.sources.of(sequences)) for row, sequences in pairs])
 
     def train_rows(self, rows: Sequence[ThdBatch]) -> StepResult:
         """Do what `train` does, with the rows of a batch."""
