@@ -135,3 +135,28 @@ def incomplete_errors() -> Iterator[str]:
 def test_every_error_says_where_and_how_to_fix_it() -> None:
     assert list(incomplete_errors()) == []
     assert errors.FormatError("pack 3 is damaged").fix == errors.FormatError.default_fix != ""
+
+
+def test_no_model_or_tokenizer_runs_code_of_its_folder() -> None:
+    loads = {
+        f"{relative(path)}:{node.lineno}": {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
+    }
+
+    assert loads
+    assert [place for place, given in loads.items() if given.get("trust_remote_code") != "False"] == []
+
+
+def test_only_commands_that_say_so_read_standard_input() -> None:
+    reading = {
+        relative(path)
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if (isinstance(node, ast.Attribute) and node.attr == "stdin" and isinstance(node.value, ast.Name))
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "input")
+    }
+
+    # `harness chat`, `harness preflight --judge` and `harness live produce -`.
+    assert reading == {"harness/megatron/chat.py", "harness/cli/preflight.py", "harness/loader/live/produce.py"}
