@@ -181,6 +181,12 @@ def verify(
             "--repair-manifest", help="write a lost or damaged manifest and its index again from whole shards"
         ),
     ] = False,
+    accept: Annotated[
+        bool,
+        typer.Option(
+            "--write-checksums", help="accept the files of a checkpoint without checksums as they are, and write those"
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check every byte and every invariant of a dataset or a run; exit code 1 if something is wrong.
@@ -191,15 +197,17 @@ def verify(
     run's folder the settings, metrics, checkpoints and exports are checked; a checkpoint or an exported model can be
     named alone.
     """
-    from harness.train import describe_run_checks, find_run_check
+    from harness.train import add_checksums, find_run_check
 
     problems: list[Problem] = []
     notes: list[str] = []
     checks: list[tuple[str, Callable[..., list[Problem]]]] = []
     num_packs = 0
     if not is_uri(path):
+        if accept:
+            add_checksums(Path(path))
+            notes.append(f"{path}: its files were accepted as they are")
         run_check = find_run_check(path)
-        notes += describe_run_checks(path) if run_check is not None else []
         checks = [(path, run_check)] if run_check is not None else find_checks(path)
         notes += describe_pair_checks(checks)
         if not checks and not Path(path).exists():

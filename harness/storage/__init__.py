@@ -34,9 +34,11 @@ from harness.storage.files import (
     Stamp,
     StoredFile,
     file_digest,
+    make_folder,
     natural_key,
     sync_folder,
     sync_path,
+    sync_tree,
 )
 from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder, write_atomically
 from harness.storage.inputs import digest_of, glob_pattern, is_glob, list_objects, open_stream, parse_place, stamp_of
@@ -80,6 +82,7 @@ __all__ = [
     "list_objects",
     "list_size_problems",
     "local_copy",
+    "make_folder",
     "map_npy",
     "name_bus_errors",
     "natural_key",
@@ -99,6 +102,7 @@ __all__ = [
     "stamp_of",
     "sync_folder",
     "sync_path",
+    "sync_tree",
     "write_atomically",
     "write_checksums",
 ]

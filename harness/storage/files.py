@@ -305,6 +305,16 @@ def is_open_at(path: Path, descriptor: int) -> bool:
         return False
 
 
+def make_folder(folder: Path) -> bool:
+    """Create a folder, with those above it, so that a power failure leaves it; return whether it was missing."""
+    if folder.is_dir():
+        return False
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+    return True
+
+
 def sync_folder(folder: Path) -> None:
     """Force a folder's entries to disk: without it a renamed file can vanish in a power failure."""
     sync_path(folder)
@@ -320,6 +330,13 @@ def sync_path(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def sync_tree(path: Path) -> None:
+    """Force a file, or a folder with all that is in it, to disk, whoever wrote them."""
+    for one in path.rglob("*") if path.is_dir() else ():
+        sync_path(one)
+    sync_path(path)
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:

@@ -17,7 +17,7 @@ from harness.errors import FormatError
 from harness.storage.bucket import REQUEST_BYTES, ObjectStore, StagedFile, UploadFile, etag_of
 from harness.storage.cache import Entry, LocalCache
 from harness.storage.claims import ClaimStore, Lease
-from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, sync_folder
+from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, make_folder, sync_folder
 from harness.storage.uris import ObjectPath, Place, is_uri
 
 _MARKER_BYTES = 1 << 20
@@ -164,14 +164,12 @@ class LocalFolder(Folder):
     def make(self) -> bool:
         if self.place.exists() and not self.place.is_dir():
             raise FormatError("the destination is a file, expected a folder", where=self.where(), fix="name another")
-        created = not self.place.exists()
-        self.place.mkdir(parents=True, exist_ok=True)
-        return created
+        return make_folder(self.place)
 
     def create_file(self, name: str) -> AtomicFile:
         path = self.place / name
         if path.parent != self.place:
-            path.parent.mkdir(exist_ok=True)
+            make_folder(path.parent)
         return AtomicFile(path)
 
     def sync(self, names: Sequence[str]) -> None:

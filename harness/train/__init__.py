@@ -25,6 +25,7 @@ from harness.train.checkpoints import (
     RUN_FILE,
     Progress,
     UnreadableError,
+    add_checksums,
     list_checkpoints,
     read_checkpoint,
     read_progress,
@@ -63,9 +64,12 @@ from harness.train.local import (
     LOCAL_RECORD,
     MANIFEST,
     DiskPart,
+    Identity,
     LocalRecord,
+    begin_attempt,
     begin_local_attempt,
     copy_verified,
+    own_local_record,
     prune_local,
     read_disk,
     read_local_record,
@@ -87,7 +91,7 @@ from harness.train.progress import RunProgress
 from harness.train.status import RunStatus, read_status
 from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, find_slow_nodes_file, write_slow_nodes
 from harness.train.trackers import check_trackers
-from harness.train.verify import describe_run_checks, find_run_check, verify_run
+from harness.train.verify import find_run_check, verify_run
 
 __all__ = [
     "CHECKPOINTS",
@@ -105,6 +109,7 @@ __all__ = [
     "DiskPart",
     "Evaluation",
     "ExpertMetrics",
+    "Identity",
     "LineFile",
     "LocalRecord",
     "MetricsWriter",
@@ -121,7 +126,9 @@ __all__ = [
     "Straggler",
     "StragglerWatch",
     "UnreadableError",
+    "add_checksums",
     "alone_in",
+    "begin_attempt",
     "begin_local_attempt",
     "check_settings",
     "check_trackers",
@@ -130,7 +137,6 @@ __all__ = [
     "copy_verified",
     "decide",
     "describe_attempt",
-    "describe_run_checks",
     "find_run_check",
     "find_slow_nodes_file",
     "from_json",
@@ -144,6 +150,7 @@ __all__ = [
     "merge_ranks",
     "note_lost",
     "open_run_folder",
+    "own_local_record",
     "parse_metrics",
     "plot_experts",
     "plot_loss",

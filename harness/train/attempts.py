@@ -22,6 +22,7 @@ from harness.settings import find_odd
 from harness.storage import write_atomically
 from harness.train.checkpoints import RUN_FILE
 from harness.train.lines import LineFile, whole_lines
+from harness.train.local import Identity
 from harness.train.metrics import METRICS_FILE
 
 STOPPED_FILE = "_stopped.json"
@@ -91,8 +92,10 @@ def write_stop(folder: Path, stop: Stop) -> bool:
     return True
 
 
-def record_resume(folder: Path, step: int, checkpoint: Path, passed_over: Sequence[HarnessError]) -> None:
-    """Append to `resumes.jsonl` from where a run resumes, and the damage of newer checkpoints.
+def record_resume(
+    folder: Path, identity: Identity, step: int, checkpoint: Path, passed_over: Sequence[HarnessError]
+) -> None:
+    """Append to `resumes.jsonl` which attempt resumes from where, and the damage of newer checkpoints.
 
     The newest line of `attempts.jsonl` gets `lost_s`: the seconds from that checkpoint to now, in which nothing was
     trained that still counts.
@@ -105,6 +108,8 @@ def record_resume(folder: Path, step: int, checkpoint: Path, passed_over: Sequen
             _write(folder, attempts)
     line = {
         "time": now,
+        "run": identity.run,
+        "attempt": identity.attempt,
         "after_step": step,
         "checkpoint": checkpoint.name,
         "passed_over": [{"what": error.what, "where": error.where} for error in passed_over],

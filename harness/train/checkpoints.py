@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import CheckpointError, FormatError, LoaderError
+from harness.errors import CheckpointError, ConfigError, FormatError, LoaderError
 from harness.loader import LoaderState
 from harness.storage import (
     CHECKSUMS_FILE,
@@ -26,6 +26,8 @@ from harness.storage import (
 CHECKPOINTS = "checkpoints"
 # Written into a checkpoint after the weights; without it there is no checkpoint.
 RUN_FILE = "run.json"
+# Of `run.json`; files of earlier versions have no number.
+FORMAT = 1
 _NAME = re.compile(r"step-[0-9]+")
 CHECKPOINT_FIX = (
     "resume=auto uses the newest whole checkpoint beside it; if none is left, remove the damaged ones, and it starts "
@@ -80,6 +82,7 @@ def write_run_file(
     """
     late = digest_files(folder, others)
     document = {
+        "format": FORMAT,
         "step": progress.step,
         "loader": progress.loader.to_json(),
         **facts,
@@ -101,27 +104,38 @@ def read_progress(path: Path) -> Progress:
 
 
 def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
-    """Return the progress in a checkpoint, and its files with their hashes, none for one from before there were hashes.
+    """Return the progress in a checkpoint, and its files with their hashes.
 
     Checks the sizes of all files and the hash of `run.json`; `list_hash_problems` checks the other hashes.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or has another size than was written.
+        CheckpointError: a file is missing, damaged, or has another size than was written, or there are no checksums.
+        ConfigError: a newer version of the harness wrote it; no older checkpoint is used in its place.
         UnreadableError: a file cannot be read.
     """
     try:
         document = json.loads((path / RUN_FILE).read_text())
-        progress = Progress(int(document["step"]), LoaderState.from_json(document["loader"]))
-        # Checkpoints from before there were hashes have sizes, or nothing.
-        sizes = [StoredFile(str(name), int(size), "") for name, size in document.get("files", {}).items()]
         files = read_checksums(path)
         if files is None and "checksums" in document:
             raise FormatError(f"{CHECKSUMS_FILE} is missing", fix=CHECKPOINT_FIX)
-        own = [file for file in files or [] if file.path == RUN_FILE]
-        if files is not None and not own:
+        if files is None:
+            raise CheckpointError(
+                f"the checkpoint has no {CHECKSUMS_FILE}, as those of early versions: its files cannot be checked",
+                where=str(path),
+                fix=f"if you trust its files, accept them as they are: harness verify --write-checksums {path}",
+            )
+        own = [file for file in files if file.path == RUN_FILE]
+        if not own:
             raise FormatError(f"{CHECKSUMS_FILE} does not list {RUN_FILE}", fix=CHECKPOINT_FIX)
-        for problem in [*list_size_problems(path, sizes if files is None else files), *list_hash_problems(path, own)]:
+        for problem in [*list_size_problems(path, files), *list_hash_problems(path, own)]:
             raise FormatError(problem.what.removeprefix("the "), fix=CHECKPOINT_FIX)
+        if (number := int(document.get("format", FORMAT))) > FORMAT:
+            raise ConfigError(
+                f"the checkpoint's {RUN_FILE} has format {number}, and this version reads formats up to {FORMAT}",
+                where=str(path),
+                fix="use the version of the harness that wrote it, or a newer one",
+            )
+        return Progress(int(document["step"]), LoaderState.from_json(document["loader"])), files
     except FormatError as error:
         raise CheckpointError(f"the checkpoint's {error.what}", where=str(path), fix=CHECKPOINT_FIX) from error
     except OSError as error:
@@ -129,7 +143,19 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
             raise unreadable(path, error) from error
         what = f"the checkpoint's {RUN_FILE} cannot be read: {error}"
         raise CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX) from error
-    except (ValueError, KeyError, TypeError, AttributeError, LoaderError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, LoaderError) as error:
         what = f"the checkpoint's {RUN_FILE} cannot be read: {getattr(error, 'what', error)}"
         raise CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX) from error
-    return progress, files or []
+
+
+def add_checksums(path: Path) -> None:
+    """Write the checksums of a checkpoint that has none, from its files as they are now.
+
+    Raises:
+        ConfigError: the folder is no checkpoint, or has checksums.
+    """
+    if not (path / RUN_FILE).is_file() or (path / CHECKSUMS_FILE).exists():
+        fix = "name a folder checkpoints/step-... that has none"
+        raise ConfigError("this is not a checkpoint without checksums", where=str(path), fix=fix)
+    files = (file for file in path.rglob("*") if file.is_file())
+    write_checksums(path, digest_files(path, [str(file.relative_to(path)) for file in files]))

@@ -22,7 +22,7 @@ from harness.loader import RankBatch
 from harness.records import Int64Array
 from harness.storage import write_atomically
 from harness.thd import ThdBatch, zero_loss_row
-from harness.train.lines import ROOM_FIX, LineFile, keep_lines_before
+from harness.train.lines import ROOM_FIX, LineFile, describe_hole, keep_lines_before
 from harness.train.metrics import read_lines
 
 DIGESTS_FILE = "digests.jsonl"
@@ -202,11 +202,15 @@ class DigestWriter:
 
     Args:
         first_step: lines of this step and later ones, left by a stopped run, are removed: they are trained again.
+        log: prints a line.
     """
 
-    def __init__(self, folder: Path, *, first_step: int = 1) -> None:
+    def __init__(self, folder: Path, *, first_step: int = 1, log: Callable[[str], None] = print) -> None:
         self._folder = folder
-        keep_lines_before(folder / DIGESTS_FILE, first_step)
+        kept = keep_lines_before(folder / DIGESTS_FILE, first_step)
+        # The first steps may have been trained without digests.
+        if kept and (hole := describe_hole(folder / DIGESTS_FILE, kept, kept[0], first_step)):
+            log(hole)
         self._file = LineFile(folder / DIGESTS_FILE, "the digests of the run's data")
 
     def write(self, step: StepDigests) -> None:
@@ -225,6 +229,10 @@ class DigestWriter:
                 path.parent.mkdir(exist_ok=True)
                 write_atomically(path, packed.getvalue())
         self._file.append(json.dumps(to_json(step)) + "\n")
+
+    def sync(self) -> None:
+        """Make the digests durable."""
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()

@@ -16,10 +16,10 @@ from harness.checks import require_choice
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError, os_errors_as
 from harness.plan import PretrainConfig, SftConfig
 from harness.settings import find_odd, to_plain
-from harness.storage import Marker, write_atomically
+from harness.storage import Marker, make_folder, write_atomically
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
 from harness.train.checkpoints import UnreadableError
-from harness.train.local import may_resume
+from harness.train.local import Identity, begin_attempt, may_resume
 
 RESUME = ("false", "true", "auto")
 SETTINGS_FILE = "config.yaml"
@@ -116,10 +116,11 @@ def _completed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, An
 
 
 @contextmanager
-def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[None]:
+def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[Identity]:
     """Create the folder of a run that is about to train, write its settings, and keep other runs out of it.
 
-    If the settings of an earlier part differ, they are kept as `config.before-N.yaml`.
+    Yield the identity of the attempt. If the settings of an earlier part differ, they are kept as
+    `config.before-N.yaml`.
 
     Raises:
         ConfigError: another run has just taken the folder, or is still writing to it.
@@ -128,16 +129,17 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[N
         _refuse_if_running(folder)
         raise ConfigError("another run has just taken this folder", where=str(folder), fix="start again")
     with os_errors_as(ConfigError, "the run's folder cannot be used", where=folder, fix=_ROOM):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     with alone_in(folder):
         path = folder / SETTINGS_FILE
         with os_errors_as(ConfigError, "the run's settings cannot be written", where=path, fix=_ROOM):
-            if not path.exists() or (before := path.read_text()) != settings:
+            if not path.exists() or (before := path.read_bytes()) != settings.encode():
                 if path.exists():
                     _keep(before, folder)
                 write_atomically(path, settings.encode())
             forget_stop(folder)
-        yield
+            identity = begin_attempt(folder)
+        yield identity
 
 
 @contextmanager
@@ -164,12 +166,12 @@ def alone_in(folder: Path) -> Iterator[None]:
         running.release(remove=True)
 
 
-def _keep(settings: str, folder: Path) -> None:
+def _keep(settings: bytes, folder: Path) -> None:
     """Write settings as `config.before-N.yaml`, unless the newest of these holds them already."""
     number = len(list(folder.glob("config.before-*.yaml")))
     newest = folder / f"config.before-{number}.yaml"
-    if not newest.exists() or newest.read_text() != settings:
-        write_atomically(folder / f"config.before-{number + 1}.yaml", settings.encode())
+    if not newest.exists() or newest.read_bytes() != settings:
+        write_atomically(folder / f"config.before-{number + 1}.yaml", settings)
 
 
 def _refuse_if_running(folder: Path) -> None:

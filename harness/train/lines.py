@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +46,11 @@ class LineFile:
                     os.ftruncate(self._file.fileno(), size)
                 raise
 
+    def sync(self) -> None:
+        """Force the lines to disk: a power failure does not take them."""
+        with os_errors_as(HarnessError, self._what, where=self._path, fix=ROOM_FIX):
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         with os_errors_as(HarnessError, self._what, where=self._path, fix=ROOM_FIX):
             self._file.close()
@@ -64,17 +69,32 @@ def whole_lines(path: Path) -> Iterator[str]:
         raise
 
 
-def keep_lines_before(path: Path, first_step: int) -> None:
+def keep_lines_before(path: Path, first_step: int) -> list[int]:
     """Cut a file of JSON lines, one per step, to the whole lines before `first_step`; create it if missing.
+
+    Return the steps of the lines that stay. The file and its name are durable.
 
     Raises:
         FormatError: a line is damaged.
         HarnessError: the disk refuses; the file is then as it was.
     """
     with os_errors_as(HarnessError, f"{path.name} cannot be written", where=path, fix=ROOM_FIX):
-        lines = whole_lines(path) if path.exists() else ()
-        kept = [line for number, line in enumerate(lines, start=1) if _step_of(line, number, path) < first_step]
+        lines = list(whole_lines(path)) if path.exists() else []
+        steps = [_step_of(line, number, path) for number, line in enumerate(lines, start=1)]
+        kept = [line for line, step in zip(lines, steps, strict=True) if step < first_step]
         write_atomically(path, "".join(kept).encode(errors="surrogateescape"))
+    return [step for step in steps if step < first_step]
+
+
+def describe_hole(path: Path, steps: Sequence[int], first: int, first_step: int) -> str:
+    """Return a warning about steps from `first` to before `first_step` that have no line, empty if all have one."""
+    missing = sorted(set(range(first, first_step)) - set(steps))
+    if not missing:
+        return ""
+    return (
+        f"warning: {path.name} lacks {len(missing):,} of the steps that were trained, {missing[0]:,} to "
+        f"{missing[-1]:,}: a power failure or another program took them; the run itself is whole"
+    )
 
 
 def _step_of(line: str, number: int, path: Path) -> int:

@@ -1,20 +1,31 @@
-"""Checkpoints on the nodes' own disks: the record of them in the run's folder, and the part that one disk holds.
+"""Identity of a run and of its attempts, and checkpoints on the nodes' own disks, which depend on it.
 
-`<trainer.local_checkpoints>/<run>-<id>/attempt-<n>/step-<step>/` has the files that the ranks of a node wrote, copies
-of those of one other node, and on every node the `run.json` and `checksums.json` of the whole checkpoint. Every attempt
-of a run that trains has a folder of its own: what an earlier one left on a node that was away is of another past.
+The protocol:
+
+1. `identity.json` in a run's folder has the random id of the run, the random token of its last attempt, and the place
+   (device, inode, path) of the folder. Each attempt that trains writes a new token while it holds the folder's lock.
+   Where the place differs, the folder is a copy, was moved or was restored: it becomes a new run, with a new id.
+2. Local checkpoints lie in `<trainer.local_checkpoints>/run-<id>/attempt-<token>/step-<step>/`: the files that the
+   ranks of a node wrote, copies of those of one other node, and on every node the `run.json` (with id and token) and
+   `checksums.json` of the whole checkpoint. `local_checkpoints.json` in the run's folder names the newest.
+3. A run resumes from local checkpoints only if that record and their `run.json` have its id and the same token, and
+   its folder is at its place. It removes only `run-<id>` of its own id: earlier attempts once it trains, all at its
+   end. So a copied run neither resumes from files of the original nor removes them. Checkpoints in its own folder,
+   which were copied with it, are its own.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -23,10 +34,27 @@ from harness.settings import find_odd
 from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, read_checksums, write_atomically
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, UnreadableError, list_checkpoints, whole_checkpoints
 
+IDENTITY_FILE = "identity.json"
 LOCAL_RECORD = "local_checkpoints.json"
 # Every node has them; the other files of a checkpoint are on one or two.
 MANIFEST = (RUN_FILE, CHECKSUMS_FILE)
 _PIECE_BYTES = 1 << 22
+_TOKEN = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Identity of a run and of its last attempt.
+
+    Attributes:
+        run: random id of the run, 32 hexadecimal digits.
+        attempt: random token of the attempt, the same.
+        place: of the run's folder, as `_place_of` returns it.
+    """
+
+    run: str
+    attempt: str
+    place: str
 
 
 @dataclass(frozen=True)
@@ -35,21 +63,20 @@ class LocalRecord:
 
     Attributes:
         root: `trainer.local_checkpoints` on the node of rank 0.
-        run: folder below it, which no other run has.
-        attempt: number of the attempt that trains, or trained last.
+        run, attempt: of the identity of the attempt that writes them, or wrote them last.
         step: of the newest one that this attempt has written, 0 for none.
         hosts: nodes that wrote it.
     """
 
     root: str
     run: str
-    attempt: int
+    attempt: str
     step: int = 0
     hosts: tuple[str, ...] = ()
 
     def folder(self, root: str) -> Path:
         """Return the folder of the attempt on a node whose disk is `root`."""
-        return Path(root) / self.run / f"attempt-{self.attempt}"
+        return Path(root) / f"run-{self.run}" / f"attempt-{self.attempt}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +85,7 @@ class DiskPart:
 
     Attributes:
         sizes: bytes of its files, by name.
-        manifest: content of `run.json` and `checksums.json`; empty if they are damaged.
+        manifest: content of `run.json` and `checksums.json`; empty if they are damaged, or of another attempt.
         files: of the whole checkpoint, by `checksums.json`, without the manifest.
     """
 
@@ -67,33 +94,72 @@ class DiskPart:
     files: tuple[StoredFile, ...]
 
 
-def read_local_record(folder: Path) -> LocalRecord | None:
-    """Return the record of a run, None if it never had one.
+def _place_of(folder: Path) -> str:
+    """Return device, inode and path of a folder, which a copy of it does not share."""
+    facts = folder.stat()
+    # The device numbers of network file systems and overlays, whose major is 0, differ between nodes and mounts.
+    device = facts.st_dev if os.major(facts.st_dev) else 0
+    return f"{device}:{facts.st_ino}:{folder.resolve()}"
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """Return the identity in a run's folder, also if it is that of a run of which the folder is a copy.
+
+    Return None for a run that has not trained, or of an early version.
 
     Raises:
         CheckpointError: it is damaged.
         UnreadableError: it cannot be read.
     """
-    path = folder / LOCAL_RECORD
+    values = _read_record(folder / IDENTITY_FILE, Identity, "the run's identity")
+    return None if values is None else Identity(**values)
+
+
+def begin_attempt(folder: Path) -> Identity:
+    """Give the attempt that holds the lock of a run's folder its token, and a folder at another place a new id."""
+    before, place = read_identity(folder), _place_of(folder)
+    run = before.run if before is not None and before.place == place else secrets.token_hex(16)
+    identity = Identity(run, secrets.token_hex(16), place)
+    write_atomically(folder / IDENTITY_FILE, (json.dumps(asdict(identity)) + "\n").encode())
+    return identity
+
+
+def read_local_record(folder: Path) -> LocalRecord | None:
+    """Return the record of local checkpoints in a run's folder, None without one; in a copy it is the original's.
+
+    Raises:
+        CheckpointError: it is damaged.
+        UnreadableError: it cannot be read.
+    """
+    values = _read_record(folder / LOCAL_RECORD, LocalRecord, "the record of local checkpoints")
+    return None if values is None else LocalRecord(**{**values, "hosts": tuple(values.get("hosts", ()))})
+
+
+def own_local_record(folder: Path) -> LocalRecord | None:
+    """Return the record of the local checkpoints that a run may resume from; raises as `read_local_record` does."""
+    record, identity = read_local_record(folder), read_identity(folder)
+    if record is None or identity is None or (record.run, _place_of(folder)) != (identity.run, identity.place):
+        return None
+    return record
+
+
+def _read_record(path: Path, schema: type[Any], what: str) -> dict[str, Any] | None:
     try:
-        values = json.loads(path.read_text())
-        if odd := find_odd(values, LocalRecord):
+        values: dict[str, Any] = json.loads(path.read_text())
+        # A folder of local checkpoints with these in its name is removed in the end.
+        odd = find_odd(values, schema) or next((n for n in ("run", "attempt") if not _TOKEN.fullmatch(values[n])), None)
+        if odd:
             raise ValueError(odd)
-        # All that lies there is removed when the run ends.
-        if values["run"] in ("", "..") or Path(values["run"]).name != values["run"]:
-            raise ValueError(f"{values['run']!r} is no folder of a run")
-        return LocalRecord(**{**values, "hosts": tuple(values["hosts"])})
+        schema(**values)
+        return values
     except FileNotFoundError:
         return None
     except OSError as error:
-        what = f"the record of local checkpoints cannot be read: {error.strerror} (on {socket.gethostname()})"
-        raise UnreadableError(what, where=str(path), fix="look at that file system, then resume again") from error
+        reason = f"{what} cannot be read: {error.strerror} (on {socket.gethostname()})"
+        raise UnreadableError(reason, where=str(path), fix="look at that file system, then resume again") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"the record of local checkpoints cannot be read: {error}",
-            where=str(path),
-            fix="remove it to resume from the newest checkpoint in the run's folder",
-        ) from error
+        fix = "remove it to resume from the newest checkpoint in the run's folder"
+        raise CheckpointError(f"{what} cannot be read: {error}", where=str(path), fix=fix) from error
 
 
 def write_local_record(folder: Path, record: LocalRecord) -> None:
@@ -101,20 +167,16 @@ def write_local_record(folder: Path, record: LocalRecord) -> None:
     write_atomically(folder / LOCAL_RECORD, (json.dumps(asdict(record)) + "\n").encode())
 
 
-def begin_local_attempt(folder: Path, root: str) -> LocalRecord | None:
+def begin_local_attempt(folder: Path, root: str, identity: Identity) -> LocalRecord | None:
     """Record that the run trains from here on, so that what earlier attempts left on disks is never taken for its own.
 
     Args:
         root: `trainer.local_checkpoints`; empty for none.
     """
-    before = read_local_record(folder)
     if not root:
         (folder / LOCAL_RECORD).unlink(missing_ok=True)
         return None
-    if before is None:
-        record = LocalRecord(root, f"{folder.name}-{secrets.token_hex(4)}", 1)
-    else:
-        record = replace(before, root=root, attempt=before.attempt + 1, step=0, hosts=())
+    record = LocalRecord(root, identity.run, identity.attempt)
     write_local_record(folder, record)
     return record
 
@@ -122,28 +184,30 @@ def begin_local_attempt(folder: Path, root: str) -> LocalRecord | None:
 def may_resume(folder: Path) -> bool:
     """Return True if a run has a whole checkpoint in its folder, or one on disks of nodes that may be in the job."""
     with suppress(CheckpointError):
-        record = read_local_record(folder)
+        record = own_local_record(folder)
         return bool(whole_checkpoints(folder / CHECKPOINTS)) or (record is not None and record.step > 0)
     return True  # resuming names the damage
 
 
-def read_disk(folder: Path) -> dict[str, DiskPart]:
-    """Return the parts of checkpoints in the folder of an attempt on this node's disk, by `step-...`; never raises."""
+def read_disk(record: LocalRecord, root: str) -> dict[str, DiskPart]:
+    """Return the parts of the attempt's checkpoints on this node's disk `root`, by `step-...`; never raises."""
     parts = {}
     with suppress(OSError):
-        for path in list_checkpoints(folder):
+        for path in list_checkpoints(record.folder(root)):
             with suppress(OSError):
                 sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path) if entry.is_file()}
-                parts[path.name] = DiskPart(sizes, *_read_manifest(path))
+                parts[path.name] = DiskPart(sizes, *_read_manifest(path, record))
     return parts
 
 
-def _read_manifest(path: Path) -> tuple[dict[str, bytes], tuple[StoredFile, ...]]:
-    with suppress(OSError, FormatError):
+def _read_manifest(path: Path, record: LocalRecord) -> tuple[dict[str, bytes], tuple[StoredFile, ...]]:
+    with suppress(OSError, FormatError, ValueError, TypeError, AttributeError, RecursionError):
         files = read_checksums(path) or []
         own = [file for file in files if file.path == RUN_FILE]
-        if own and not list_hash_problems(path, own):
-            content = {name: (path / name).read_bytes() for name in MANIFEST}
+        content = {name: (path / name).read_bytes() for name in MANIFEST}
+        document = json.loads(content[RUN_FILE])
+        is_own = (document.get("run"), document.get("attempt")) == (record.run, record.attempt)
+        if is_own and own and not list_hash_problems(path, own):
             return content, tuple(file for file in files if file.path != RUN_FILE)
     return {}, ()
 

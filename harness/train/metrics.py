@@ -17,7 +17,7 @@ from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.settings import explain_settings, find_odd
 from harness.storage import write_atomically
 from harness.train.events import EventFile
-from harness.train.lines import DAMAGED_FIX, ROOM_FIX, LineFile, keep_lines_before, whole_lines
+from harness.train.lines import DAMAGED_FIX, ROOM_FIX, LineFile, describe_hole, keep_lines_before, whole_lines
 from harness.train.loop import OWN_VALIDATION, StepRecord
 from harness.train.stragglers import CAUSES, RankTimes, Straggler
 from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, curve_values
@@ -148,7 +148,8 @@ class MetricsWriter:
         path = folder / METRICS_FILE
         with os_errors_as(HarnessError, "the run's folder cannot be made", where=folder, fix=ROOM_FIX):
             folder.mkdir(parents=True, exist_ok=True)
-        keep_lines_before(path, first_step)
+        if hole := describe_hole(path, keep_lines_before(path, first_step), 1, first_step):
+            log(hole)
         self._file = LineFile(path, "the run's metrics")
         self._log = log
         self._events: EventFile | None = None
@@ -167,6 +168,10 @@ class MetricsWriter:
             if self._events is not None:
                 self._events.add(curve_values(values), metrics.step)
         self._report([tracker.problem() for tracker in self._trackers])
+
+    def sync(self) -> None:
+        """Make the metrics durable."""
+        self._file.sync()
 
     def close(self, status: str = "finished") -> None:
         """Close the files, and pass the run's status, `finished` or `stopped`, to the trackers; may take seconds."""

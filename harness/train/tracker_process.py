@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from harness.train.local import read_identity
 from harness.train.trackers import curve_values
 
 # For runs that no variable (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME) puts elsewhere.
@@ -54,6 +55,10 @@ class SentState:
     def __init__(self, home: Path) -> None:
         self._path = home / "told.json"
         values = json.loads(self._path.read_text()) if self._path.exists() else {}
+        identity = read_identity(home.parent)
+        self._identity = None if identity is None else identity.run
+        if values.get("identity", self._identity) != self._identity:
+            values = {}  # of a run of which this folder is a copy: its curves are not this run's
         self.run: str | None = values.get("run")
         self.step: int = values.get("step", 0)
 
@@ -61,7 +66,7 @@ class SentState:
         self.run = self.run if run is None else run
         self.step = self.step if step is None else step
         written = self._path.with_suffix(".written")
-        written.write_text(json.dumps({"run": self.run, "step": self.step}))
+        written.write_text(json.dumps({"run": self.run, "step": self.step, "identity": self._identity}))
         written.replace(self._path)
 
 

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.errors import CheckpointError, FormatError, Problem
+from harness.errors import CheckpointError, ConfigError, FormatError, Problem
 from harness.settings import find_odd
 from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, list_size_problems, read_checksums
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
-from harness.train.local import read_disk, read_local_record
+from harness.train.local import own_local_record, read_disk, read_identity
 from harness.train.metrics import METRICS_FILE, StepMetrics
 
 # Null where a step had no validation; elsewhere null is a number that was not finite.
@@ -32,22 +32,6 @@ def find_run_check(path: str) -> Callable[..., list[Problem]] | None:
     ):
         return verify_checkpoint
     return verify_folder if (folder / CHECKSUMS_FILE).is_file() else None
-
-
-def describe_run_checks(path: str) -> list[str]:
-    """Return a sentence about each checkpoint of which not every byte can be checked."""
-    folder = Path(path)
-    return [
-        f"{place} was written before there were checksums: only the sizes of its files are checked"
-        for place in [folder, *list_checkpoints(folder / CHECKPOINTS)]
-        if not (place / CHECKSUMS_FILE).exists() and _predates_checksums(place / RUN_FILE)
-    ]
-
-
-def _predates_checksums(run_file: Path) -> bool:
-    with suppress(OSError, ValueError, TypeError):  # `verify_checkpoint` reports these, and checksums that are lost
-        return "checksums" not in json.loads(run_file.read_bytes())
-    return False
 
 
 def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
@@ -79,13 +63,13 @@ def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None 
 
 
 def verify_checkpoint(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """List all problems of a checkpoint. One from before there were checksums has only its sizes checked."""
+    """List all problems of a checkpoint."""
     folder = Path(path)
     problems: list[Problem] = []
     try:
         progress_of_run = read_checkpoint(folder)[0]
-    except CheckpointError as error:
-        problems.append(Problem(error.what, error.where))
+    except (CheckpointError, ConfigError) as error:
+        problems.append(Problem(error.what, error.where, error.fix))
     else:
         if folder.name.startswith("step-") and folder.name != f"step-{progress_of_run.step:08d}":
             problems.append(
@@ -128,12 +112,15 @@ def verify_folder(path: str | Path, *, progress: Callable[[int, int], None] | No
 
 def _local_problems(run: Path) -> Iterator[Problem]:
     try:
-        record = read_local_record(run)
+        read_identity(run)
+        record = own_local_record(run)
     except CheckpointError as error:
         yield Problem(error.what, error.where)
         return
-    folder = record.folder(record.root) if record is not None else run / "none"
-    for name, part in read_disk(folder).items():
+    if record is None:
+        return
+    folder = record.folder(record.root)
+    for name, part in read_disk(record, record.root).items():
         if not part.manifest:
             yield Problem(f"{CHECKSUMS_FILE} or {RUN_FILE} of the local checkpoint is damaged", str(folder / name))
         for stored in part.files:
@@ -166,7 +153,7 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
         with suppress(OSError, ValueError):
             known.append(read_settings(earlier))
     for checkpoint in checkpoints[-1:]:
-        with suppress(OSError, ValueError, TypeError, AttributeError):  # `verify_checkpoint` reports these
+        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # `verify_checkpoint` has these
             written = json.loads((checkpoint / RUN_FILE).read_bytes()).get("settings")
             if written is not None and check_settings(written) not in known:
                 yield Problem(f"the run's settings are not those that {checkpoint.name} was written with", str(path))

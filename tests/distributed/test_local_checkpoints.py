@@ -14,7 +14,7 @@ import pytest
 
 from harness.megatron.state import LocalStore
 from harness.plan import SftConfig
-from harness.train import read_local_record
+from harness.train import own_local_record, read_local_record
 from recipes import sft as sft_recipe
 
 from .conftest import forked, kill_when, overrides_of, read_metrics, run_command, run_here
@@ -102,7 +102,7 @@ def test_a_killed_run_resumes_from_copies_of_a_lost_and_of_a_damaged_file_with_t
     damaged = nodes.file(0, step, of=0)
     flip_a_bit(damaged)
     nodes.file(1, step, of=1).unlink()
-    strange = nodes.disk(0) / "run-00000000/attempt-1/step-00000090"
+    strange = nodes.disk(0) / f"run-{'0' * 32}/attempt-1/step-00000090"
     strange.mkdir(parents=True)
     output = nodes.resume(len(before) + 2)
     assert f"passed over: {damaged.name} on " in output, output
@@ -182,7 +182,7 @@ def test_a_run_killed_again_and_again_while_it_writes_and_copies_has_the_losses_
         ),
         pytest.param(
             "folder",
-            r"warning: the local checkpoint of step 2 cannot be written: \S+: Not a directory, \S+/attempt-1",
+            r"warning: the local checkpoint of step 2 cannot be written: \S+: Not a directory, \S+/attempt-\w+",
             marks=pytest.mark.nightly,
         ),
     ],
@@ -195,7 +195,7 @@ def test_a_local_disk_that_fails_is_a_warning_and_the_run_trains_on(
     make_folder: Callable[..., Any] = LocalStore.make_folder
 
     def fail(store: LocalStore, step: int) -> Path | None:
-        (disk,) = tmp_path.glob("disk-0/*/attempt-1")
+        (disk,) = tmp_path.glob("disk-0/run-*/attempt-*")
         if fault == "folder" and step == 2:
             disk.rename(disk.with_name("away"))
             disk.touch()
@@ -220,5 +220,43 @@ def test_a_local_disk_that_fails_is_a_warning_and_the_run_trains_on(
     printed = "".join(capsys.readouterr())
     assert re.search(message, printed, re.IGNORECASE), printed
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
-    (disk,) = tmp_path.glob("disk-0/*/attempt-1")
+    (disk,) = tmp_path.glob("disk-0/run-*/attempt-*")
     assert [path.name for path in disk.iterdir()] == ["step-00000004"]
+
+
+def test_a_copied_run_resumes_from_its_own_checkpoints_and_leaves_the_local_ones_of_the_original(
+    dataset, tmp_path, monkeypatch, capsys
+):
+    """Both train; with one identity the original would continue from the weights of the copy."""
+    local = (f"trainer.local_checkpoints={tmp_path}/disk", "trainer.local_checkpoint_interval=3")
+
+    def train(name: str, steps: int, *overrides: str) -> str:
+        settings = overrides_of(dataset, tmp_path / name, *SETTINGS, "trainer.checkpoint_interval=2", *local)
+        more = ("loader.num_workers=0", "trainer.background_checkpoints=false", f"trainer.steps={steps}", *overrides)
+        run_here(sft_recipe, SftConfig, [*settings, *more])
+        return "".join(capsys.readouterr())
+
+    train("undisturbed", 5)
+    with monkeypatch.context() as killed:
+        killed.setattr(LocalStore, "remove", LocalStore.close)
+        train("a", 4)
+        shutil.rmtree(tmp_path / "a" / "checkpoints" / "step-00000004")  # the newest is the local one
+        original = own_local_record(tmp_path / "a")
+        assert original is not None
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        printed = train("b", 4, "resume=true")
+        assert f"passed over: the local checkpoints of run {original.run} up to step 3" in printed
+        assert f"its checkpoint is of run {original.run}, and it is run " in printed
+        assert "resuming after step 2" in printed
+        copy = own_local_record(tmp_path / "b")
+        assert copy is not None
+    train("b", 5, "resume=true")  # removes its local checkpoints
+    assert (copy.folder(copy.root).exists(), original.folder(original.root).exists()) == (False, True)
+    printed = train("a", 5, "resume=true")
+    assert f"resuming after step 3, from {tmp_path}/a" in printed
+    assert "its checkpoint is of run" not in printed
+    for name in ("a", "b"):
+        assert [line["loss"] for line in read_metrics(tmp_path / name)] == [
+            line["loss"] for line in read_metrics(tmp_path / "undisturbed")
+        ]
+    assert list((tmp_path / "disk").iterdir()) == []

@@ -78,7 +78,7 @@ class RunRecords:
             self._watch = StragglerWatch(nodes, stages, **limits, on_gpu=ranks.device.type == "cuda")
         if writes:
             log = self.progress.log
-            self._digests = DigestWriter(folder, first_step=first_step) if self._keeps_data else None
+            self._digests = DigestWriter(folder, first_step=first_step, log=log) if self._keeps_data else None
             self._metrics = MetricsWriter(folder, first_step=first_step, trackers=trainer.trackers, log=log)
 
     def step(self, record: StepRecord) -> None:
@@ -107,6 +107,12 @@ class RunRecords:
             with self.progress.doing("answering prompts"):
                 for prompt, answer in self._sampler.answer(record.step):
                     self.progress.log(f"  {prompt!r}: {answer!r}")
+
+    def sync(self) -> None:
+        """Make what is recorded durable, on rank 0: a checkpoint must not outlive the records of its steps."""
+        for records in (self._metrics, self._digests, self._sampler):
+            if records is not None:
+                records.sync()
 
     def _on_every_rank(self, value: Any) -> list[Any]:
         values = [value] * self._ranks.world_size

@@ -134,3 +134,8 @@ class Sampler:
                 line = {"step": step, "prompt": prompt, "answer": text, "tokens": ids}
                 self._file.append(json.dumps(line, ensure_ascii=False) + "\n")
         return list(zip(self._prompts, texts, strict=True))
+
+    def sync(self) -> None:
+        """Make the answers durable, on the rank that writes them."""
+        if self._file is not None:
+            self._file.sync()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ from harness.train import (
     EXIT_STOPPED,
     METRICS_FILE,
     OWN_VALIDATION,
+    RUN_FILE,
+    Identity,
     Progress,
     StepRecord,
     Stop,
@@ -54,8 +57,8 @@ from harness.train import (
     leave_refusal,
     note_lost,
     open_run_folder,
+    own_local_record,
     read_attempts,
-    read_checkpoint,
     read_local_record,
     read_metrics,
     read_progress,
@@ -105,6 +108,7 @@ class _OpenRun:
 
     Attributes:
         folder: of the run; no other run writes there.
+        identity: of this attempt.
         newest: the checkpoint that it resumes from, None for a new run.
         passed_over: the damage of newer ones.
         first_step: the next step.
@@ -117,6 +121,7 @@ class _OpenRun:
     task: Task
     layout: RankLayout
     folder: Path
+    identity: Identity
     newest: Path | None
     passed_over: list[CheckpointError]
     first_step: int
@@ -201,13 +206,7 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
             for warning in [*config.warnings(), *run.task.warnings, *pretrained, *slow]:
                 log(f"warning: {warning}")
             if run.newest is not None:
-                log(f"resuming after step {run.first_step - 1}, from {run.newest}")
-                if ranks.rank == 0 and not read_checkpoint(run.newest)[1]:
-                    log("this checkpoint was written before there were checksums; only file sizes were checked")
-                for note in notes_of_moments(run.newest, config.optimizer) if ranks.rank == 0 else ():
-                    log(note)
-                resumed = partial(record_resume, run.folder, run.first_step - 1, run.newest, run.passed_over)
-                runtime.on_rank_0(resumed)
+                runtime.on_rank_0(lambda: _report_resume(config, run, log))
             reason = _train(config, run, records, signals, watchdog)
         records.close("finished" if reason is None else "stopped")
         if reason is not None:
@@ -224,6 +223,27 @@ def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int
             ended = {f"attempt {n}": describe_attempt(line) for n, line in enumerate(read_attempts(run.folder), 1)}
         records.report({**run.task.facts, **_facts(config, run.task, ranks), **ended}, title=_title(config, run))
     return 0
+
+
+def _report_resume(config: RunConfig, run: _OpenRun, log: Callable[[str], None]) -> None:
+    """Log and record from where a run resumes."""
+    assert run.newest is not None
+    done, last = run.first_step - 1, config.trainer.last_step
+    log(f"resuming after step {done}, from {run.newest}")
+    written_by = json.loads((run.newest / RUN_FILE).read_text()).get("run", run.identity.run)
+    if written_by != run.identity.run:
+        log(
+            f"this folder was copied, moved or restored: its checkpoint is of run {written_by}, and it is run "
+            f"{run.identity.run} from here on"
+        )
+    for note in notes_of_moments(run.newest, config.optimizer):
+        log(note)
+    if done >= last:
+        log(
+            f"nothing is left to train: all {last:,} steps of trainer.steps are done; to train more, resume with "
+            f"a higher number, such as trainer.steps={2 * last}"
+        )
+    record_resume(run.folder, run.identity, done, run.newest, run.passed_over)
 
 
 def notes_of_moments(checkpoint: Path, optimizer: OptimizerConfig) -> list[str]:
@@ -247,6 +267,8 @@ def _open_run(
     folder = runtime.on_rank_0(lambda: _choose_folder(config))
     newest, passed_over = _find_newest(config, folder) if config.resume != "false" else (None, [])
     progress = runtime.on_rank_0(lambda: _check_resumed(config, folder, newest)) if newest is not None else None
+    if newest is None:
+        _check_base_weights(config)
     first_step = progress.step + 1 if progress else 1
     watchdog.at(first_step, "opening the data")
     task = together(lambda: open_task(ranks), device=ranks.device)
@@ -278,17 +300,17 @@ def _open_run(
     # The device that `auto` chose is a fact of the run, which a baseline recorded from it needs.
     settings = replace(config, trainer=replace(trainer, device=ranks.device.type))
     opened = open_run_folder(folder, settings=to_yaml(settings), resumes=config.resume != "false")
-    runtime.on_rank_0(lambda: stack.enter_context(opened))
+    identity = runtime.on_rank_0(lambda: stack.enter_context(opened))
     watchdog.training_begins(folder, limit_s=trainer.timeout_s)
     validated = runtime.on_rank_0(lambda: _read_validations(folder, first_step))
     return _OpenRun(
-        task, layout, folder, newest, passed_over, first_step, training, validation, step, validated, settings
+        task, layout, folder, identity, newest, passed_over, first_step, training, validation, step, validated, settings
     )
 
 
 def _find_newest(config: RunConfig, folder: Path) -> tuple[Path | None, list[CheckpointError]]:
     """Return the checkpoint to resume from, on any disk, and print which newer ones are passed over."""
-    record = runtime.on_rank_0(lambda: read_local_record(folder))
+    record = runtime.on_rank_0(lambda: own_local_record(folder))
     local = LocalCopies(config.trainer.local_checkpoints, record) if record is not None else None
     newest, passed_over = find_newest(folder / CHECKPOINTS, local)
 
@@ -297,6 +319,9 @@ def _find_newest(config: RunConfig, folder: Path) -> tuple[Path | None, list[Che
             print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
         for note in local.notes if local is not None else ():
             print(f"passed over: {note}", file=sys.stderr)
+        if record is None and (other := read_local_record(folder)) is not None and other.step:
+            what = f"the local checkpoints of run {other.run} up to step {other.step}, of which this folder is a copy"
+            print(f"passed over: {what}", file=sys.stderr)
         if newest is None and config.resume == "true":
             fix = "resume=auto starts from the first step"
             raise ConfigError("there is no whole checkpoint left to resume from", where=str(folder), fix=fix)
@@ -310,7 +335,8 @@ def _train(
 ) -> str | None:
     """Train to the last step, whose checkpoint is whole on return; return the signal that ended it earlier."""
     trainer, log = config.trainer, records.progress.log
-    local = LocalStore.open(trainer.local_checkpoints, run.folder, log=log, timeout_s=trainer.timeout_s)
+    root = trainer.local_checkpoints
+    local = LocalStore.open(root, run.folder, run.identity, log=log, timeout_s=trainer.timeout_s)
     with closing(local) if local is not None else nullcontext():
         reason = _train_and_save(config, run, records, signals, watchdog, local)
         if local is not None:
@@ -332,11 +358,12 @@ def _train_and_save(
         run.step,
         keep=trainer.keep_checkpoints,
         in_background=trainer.background_checkpoints,
+        before_whole=records.sync,
         # The newest may turn out to be damaged: chunks stay until no checkpoint needs them.
         on_whole=lambda _: _mark_trained(run.training, whole_checkpoints(folder)[:1]),
         local=local,
-        # What an export needs, whatever becomes of config.yaml.
-        facts={"settings": to_plain(run.settings)},
+        # The settings are what an export needs, whatever becomes of config.yaml.
+        facts={"run": run.identity.run, "attempt": run.identity.attempt, "settings": to_plain(run.settings)},
     )
 
     def save(number: int, state: LoaderState) -> None:
@@ -407,7 +434,8 @@ def _choose_folder(config: RunConfig) -> Path:
 def _check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
     """Return the progress of the checkpoint to resume from; refuse settings that cannot continue it."""
     progress = read_progress(newest)
-    with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # no readable settings, no reason
+    # Settings that cannot be read are no reason to refuse; they are kept as config.before-N.yaml.
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
         before = yaml.safe_load((folder / "config.yaml").read_text())["model"]
         check_same_adapters(config.model, before, str(folder))
     if progress.step > config.trainer.last_step:
@@ -417,6 +445,16 @@ def _check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
             fix=f"trainer.steps={progress.step} or more, or start a new run",
         )
     return progress
+
+
+def _check_base_weights(config: RunConfig) -> None:
+    if config.model.lora_rank and config.model.init_from is None:
+        raise ConfigError(
+            f"model.lora_rank is {config.model.lora_rank}, and model.init_from names no base weights: the adapters "
+            "would be trained on frozen random weights",
+            where="model.init_from",
+            fix="name the folder or hub id of the base model, or train all weights with model.lora_rank=0",
+        )
 
 
 def _check_validations(config: RunConfig, validation: Mapping[str, Feed]) -> None:

@@ -14,10 +14,9 @@ older ones are removed only then.
 
 from __future__ import annotations
 
-import os
 import re
+import secrets
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +46,7 @@ from harness.megatron.state.loading import (
 )
 from harness.megatron.state.local import LocalCopies, LocalStore
 from harness.megatron.step import MegatronStep
-from harness.storage import StoredFile, list_hash_problems, share_of, sync_path
+from harness.storage import StoredFile, list_hash_problems, make_folder, share_of, sync_path, sync_tree
 from harness.train import (
     CHECKPOINT_FIX,
     Progress,
@@ -115,14 +114,14 @@ def stored_moments(path: Path) -> str | None:
 def find_newest(folder: Path, local: LocalCopies | None = None) -> tuple[Path | None, list[CheckpointError]]:
     """Return the newest checkpoint below `folder` whose every byte is as written, and the errors of newer ones.
 
-    In a job every rank takes part, reads a share of the files, and gets the same answer. Checkpoints from before there
-    were hashes are checked by size.
+    In a job every rank takes part, reads a share of the files, and gets the same answer.
 
     Args:
         local: checkpoints on the nodes' own disks, which are copied to `folder` where they are newer and whole.
 
     Raises:
         CheckpointError: there are checkpoints in `folder`, and all are damaged.
+        ConfigError: a newer version of the harness wrote the newest.
         LoaderError: none of them can be read, which may succeed at the next attempt.
     """
     passed_over: list[CheckpointError] = []
@@ -215,6 +214,7 @@ class CheckpointWriter:
         folder: of the run's checkpoints.
         keep: number of newest checkpoints to keep.
         in_background: `start` returns once the state is copied, not once it is on disk.
+        before_whole: called on rank 0 before a checkpoint gets its name; makes the records of its steps durable.
         on_whole: called on rank 0 with the progress of each checkpoint that is complete.
         facts: more values for the `run.json` of each.
         hashes: takes the hashes of files while they are written; None for a new one.
@@ -228,13 +228,15 @@ class CheckpointWriter:
         *,
         keep: int,
         in_background: bool = True,
+        before_whole: Callable[[], None] = lambda: None,
         on_whole: Callable[[Progress], None] = lambda progress: None,
         facts: Mapping[str, Any] | None = None,
         hashes: compat.WrittenHashes | None = None,
         local: LocalStore | None = None,
     ) -> None:
         self._folder, self._step = folder, step
-        self._keep, self._in_background, self._on_whole = keep, in_background, on_whole
+        self._keep, self._in_background = keep, in_background
+        self._before_whole, self._on_whole = before_whole, on_whole
         self._facts = facts or {}
         compat.keep_checkpoint_results_in_a_file()
         self._hashes = hashes or compat.WrittenHashes()
@@ -341,13 +343,13 @@ class CheckpointWriter:
                 self._writing = None
 
     def _make_folder(self, progress: Progress) -> Path:
-        # The name is unique to this process: the writer of a killed run may still be writing to its own.
+        # The name is this checkpoint's alone: the writer of a killed run may still be writing to its own.
         for leftover in ("unfinished*", "removed"):  # of a killed run
             for old in self._folder.glob(f"step-*.{leftover}"):
                 shutil.rmtree(old, ignore_errors=True)
-        path = self._folder / f"step-{progress.step:08d}.unfinished-{socket.gethostname()}-{os.getpid()}"
+        path = self._folder / f"step-{progress.step:08d}.unfinished-{secrets.token_hex(8)}"
         try:
-            path.mkdir(parents=True)
+            make_folder(path)
         except OSError as error:
             raise self._failed(error) from error
         return path
@@ -360,9 +362,7 @@ class CheckpointWriter:
         self._on_whole(progress)
 
     def _complete(self, progress: Progress, hashed: list[StoredFile]) -> None:
-        for path in self._unfinished.rglob("*"):
-            if path.is_file():
-                sync_path(path)
+        sync_tree(self._unfinished)
         self._describe(progress, hashed)
         read_checkpoint(self._unfinished)
         sync_path(self._unfinished)
@@ -377,6 +377,7 @@ class CheckpointWriter:
 
     def _describe(self, progress: Progress, hashed: list[StoredFile]) -> None:
         """Write `run.json` and `checksums.json` of the checkpoint whose large files have these hashes."""
+        self._before_whole()
         files = sorted(path for path in self._unfinished.rglob("*") if path.is_file())
         known = {file.path for file in hashed}
         facts = {

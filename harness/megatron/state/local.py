@@ -25,11 +25,13 @@ import torch
 from harness.errors import CheckpointError, FormatError
 from harness.megatron.job import gather_on_rank_0, on_rank_0
 from harness.megatron.state.peers import Listener, PeerCopy, address_towards, own_address, receiver_of
-from harness.storage import StoredFile, read_checksums, share_of, sync_path
+from harness.storage import StoredFile, make_folder, read_checksums, share_of, sync_path
 from harness.train import (
+    LOCAL_RECORD,
     MANIFEST,
     RUN_FILE,
     DiskPart,
+    Identity,
     LocalRecord,
     begin_local_attempt,
     copy_verified,
@@ -97,14 +99,17 @@ class LocalStore:
         self._newest = self._whole = ""
 
     @classmethod
-    def open(cls, root: str, run: Path, *, log: Callable[[str], None], timeout_s: float) -> LocalStore | None:
+    def open(
+        cls, root: str, run: Path, identity: Identity, *, log: Callable[[str], None], timeout_s: float
+    ) -> LocalStore | None:
         """Begin an attempt that writes local checkpoints; None, with a warning, if a disk cannot be used.
 
         Args:
             root: `trainer.local_checkpoints`; empty for none.
             run: the run's folder, which no other run writes to.
+            identity: of the attempt.
         """
-        record = on_rank_0(lambda: begin_local_attempt(run, root))
+        record = on_rank_0(lambda: begin_local_attempt(run, root, identity))
         if record is None:
             return None
         store = cls(record, record.folder(root), run, log=log, timeout_s=timeout_s)
@@ -192,8 +197,7 @@ class LocalStore:
         """Return the folder into which this rank writes; None, with a warning, if a node's disk cannot take it."""
         self._step = step
         name = _name(step)
-        token = on_rank_0(lambda: f"{socket.gethostname()}-{os.getpid()}")
-        self._unfinished = self._folder / f"{name}.unfinished-{token}"
+        self._unfinished = self._folder / f"{name}.unfinished"
         problem = ""
         if self._is_first:
             try:
@@ -322,7 +326,7 @@ class LocalStore:
     def remove(self) -> None:
         """Remove all local checkpoints of the run from this node's disk: a newer one is whole in the run's folder."""
         self.close()
-        on_rank_0(lambda: begin_local_attempt(self._run, ""))
+        on_rank_0(lambda: (self._run / LOCAL_RECORD).unlink(missing_ok=True))
         if self._is_first:
             shutil.rmtree(self._folder.parent, ignore_errors=True)
 
@@ -352,7 +356,7 @@ class LocalCopies:
 
     Args:
         root: `trainer.local_checkpoints`; empty for none.
-        record: of the run.
+        record: of the run's own.
     """
 
     def __init__(self, root: str, record: LocalRecord) -> None:
@@ -369,7 +373,7 @@ class LocalCopies:
                 place = place._replace(disk=_disk_of(self._folder))
         disks = _from_all(place, _ranks_by_disk)
         own = next((ranks for ranks in disks if torch.distributed.get_rank() == ranks[0]), None)
-        parts = gather_on_rank_0({} if own is None else read_disk(self._folder))
+        parts = gather_on_rank_0({} if own is None else read_disk(self._record, self._root))
 
         def merge() -> list[str]:
             names = {name for held in parts for name in held}
@@ -409,7 +413,7 @@ class LocalCopies:
         elif found is None:
             what = "no node of this job has any of its files"
         elif not found.files:
-            what = "its checksums.json and run.json are damaged on every node that has them"
+            what = "its checksums.json and run.json are damaged, or of another run, on every node that has them"
         elif lost := [file.path for file in found.files if not found.holders.get(file.path)]:
             what = f"{len(lost)} of {len(found.files)} files are on no node of this job, or cut short: {_few(lost)}"
         if not what:
@@ -419,9 +423,8 @@ class LocalCopies:
         )
 
     def _make_target(self, name: str, checkpoints: Path) -> Path:
-        target = checkpoints / f"{name}.unfinished-{socket.gethostname()}-{os.getpid()}"
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
+        target = checkpoints / f"{name}.unfinished-{secrets.token_hex(8)}"
+        make_folder(target)
         return target
 
     def _assign(self, name: str, tried: dict[str, int]) -> list[list[StoredFile]]:

@@ -12,9 +12,12 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -22,8 +25,10 @@ from harness.storage import StoredFile
 
 _PIECE_BYTES = 1 << 22
 _GREETING = struct.Struct("!32sIQ")
-# A connection that does not begin like one of a rank is closed after so long.
-_GREETING_S = 10.0
+# A connection whose greeting is not whole after so long is closed, and so is the oldest of more than so many.
+_GREETING_S, _MOST_GREETINGS = 10.0, 256
+# The longest wait until a thread notices that the job ends.
+_POLL_S = 1.0
 
 
 def receiver_of(rank: int, disks: Sequence[Sequence[int]]) -> int | None:
@@ -57,7 +62,7 @@ class Listener:
 
     def __init__(self, address: str) -> None:
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-        self.socket = socket.create_server((address, 0), family=family, backlog=64)
+        self.socket = socket.create_server((address, 0), family=family, backlog=1024)
         self.place: tuple[str, int] = self.socket.getsockname()[:2]
 
     def close(self) -> None:
@@ -77,7 +82,7 @@ class PeerCopy:
         places: address and port of every rank.
         token: 32 bytes that only the ranks of the job know.
         number: of the copy, which tells it from an abandoned one.
-        timeout_s: without a byte ends a connection.
+        timeout_s: without a byte ends a connection, and the wait until all senders have connected.
     """
 
     def __init__(
@@ -142,7 +147,7 @@ class PeerCopy:
             connection = socket.create_connection(place, timeout=self._timeout_s)
         except OSError as error:
             raise OSError(error.errno, f"{place[0]}:{place[1]} cannot be reached: {error.strerror or error}") from None
-        with self._used(connection, self._timeout_s):
+        with self._used(connection):
             connection.sendall(_GREETING.pack(self._token, rank, self._number))
             for file in files:
                 with (self._folder / file.path).open("rb") as source:
@@ -157,28 +162,57 @@ class PeerCopy:
             connection.recv(1)  # returns when the receiver has it all
 
     def _receive(self, expected: Mapping[int, Sequence[StoredFile]]) -> None:
-        waiting, buffer = dict(expected), memoryview(bytearray(_PIECE_BYTES))
-        failed: OSError | None = None
-        self._listener.socket.settimeout(self._timeout_s)
-        while waiting:
-            connection, _ = self._listener.socket.accept()
-            with self._used(connection, _GREETING_S):
-                try:
-                    greeting = _read(connection, buffer[: _GREETING.size])
-                    token, rank, number = _GREETING.unpack(greeting)
-                except OSError:
-                    continue
-                if not hmac.compare_digest(token, self._token) or number != self._number or rank not in waiting:
-                    continue
-                files = waiting.pop(rank)
-                _limit(connection, self._timeout_s)
-                try:
-                    for file in files if failed is None else ():
-                        self._receive_file(connection, file, rank, buffer)
-                except OSError as error:  # the other connections are closed, so that nobody waits
-                    failed = error
-        if failed is not None:
-            raise failed
+        threads = []
+        for rank, connection in self._greeted(set(expected)):
+            work = (self._receive_files, connection, expected[rank], rank)
+            threads.append(threading.Thread(target=self._guarded, args=work, daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+
+    def _greeted(self, waiting: set[int]) -> Iterator[tuple[int, socket.socket]]:
+        """Yield rank and connection of each peer once its greeting is whole; the greetings of all are read at once."""
+        listener, limit = self._listener.socket, time.monotonic() + self._timeout_s
+        listener.setblocking(False)
+        greetings: dict[socket.socket, tuple[float, bytearray]] = {}
+        try:
+            while waiting:
+                ready: list[Any] = wait([listener, *greetings], _POLL_S)
+                now = time.monotonic()
+                if self._is_closed:
+                    raise OSError(None, "the job ends")
+                if now > limit:
+                    raise TimeoutError
+                if listener in ready:
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    greetings[connection] = now + _GREETING_S, bytearray()
+                for connection, (deadline, greeting) in list(greetings.items()):
+                    has_ended = connection in ready and not _read_some(connection, greeting)
+                    if len(greeting) == _GREETING.size and (rank := self._rank_of(greeting)) in waiting:
+                        del greetings[connection]
+                        waiting.remove(rank)
+                        yield rank, connection
+                    elif has_ended or len(greeting) == _GREETING.size or now > deadline:
+                        _end(connection)
+                        del greetings[connection]
+                if len(greetings) > _MOST_GREETINGS:
+                    _end(oldest := next(iter(greetings)))
+                    del greetings[oldest]
+        finally:
+            for connection in greetings:
+                _end(connection)
+
+    def _rank_of(self, greeting: bytearray) -> int:
+        """Return the rank that a greeting is from, -1 for a stranger's and one of an abandoned copy."""
+        token, rank, number = _GREETING.unpack(greeting)
+        return int(rank) if hmac.compare_digest(token, self._token) and number == self._number else -1
+
+    def _receive_files(self, connection: socket.socket, files: Sequence[StoredFile], rank: int) -> None:
+        with self._used(connection):
+            buffer = memoryview(bytearray(_PIECE_BYTES))
+            for file in files:
+                self._receive_file(connection, file, rank, buffer)
 
     def _receive_file(self, connection: socket.socket, file: StoredFile, rank: int, buffer: memoryview) -> None:
         path = self._folder / file.path
@@ -199,26 +233,36 @@ class PeerCopy:
             raise
 
     @contextmanager
-    def _used(self, connection: socket.socket, limit_s: float) -> Iterator[None]:
+    def _used(self, connection: socket.socket) -> Iterator[None]:
         self._connections.add(connection)
         try:
             if self._is_closed:
                 raise OSError(None, "the job ends")
-            _limit(connection, limit_s)
+            # The kernel's own limits: a read then waits for a whole piece in one call, without Python's lock.
+            connection.settimeout(None)
+            limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, limit)
             yield
         finally:
             self._connections.discard(connection)
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # closing leaves it open in processes forked meanwhile
-            connection.close()
+            _end(connection)
 
 
-def _limit(connection: socket.socket, seconds: float) -> None:
-    # The kernel's own limits: a read then waits for a whole piece in one call, without Python's lock.
-    connection.settimeout(None)
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connection.setsockopt(socket.SOL_SOCKET, option, limit)
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # closing leaves it open in processes forked meanwhile
+    connection.close()
+
+
+def _read_some(connection: socket.socket, greeting: bytearray) -> bool:
+    """Add what has arrived of a greeting; return False if the connection ended."""
+    try:
+        found = connection.recv(_GREETING.size - len(greeting))
+    except OSError:
+        return False
+    greeting += found
+    return bool(found)
 
 
 def _read(connection: socket.socket, piece: memoryview) -> memoryview:

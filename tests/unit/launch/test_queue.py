@@ -130,7 +130,7 @@ def test_the_status_of_a_run_shows_its_steps_its_attempts_and_its_jobs(slurm, ru
     (run_dir / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
     (run_dir / "checkpoints" / "step-000080").mkdir(parents=True)
     (run_dir / "checkpoints" / "step-000080" / "run.json").write_text("{}")
-    write_local_record(run_dir, LocalRecord("/scratch", "run-1", 1, 95, ("node1", "node2")))
+    write_local_record(run_dir, LocalRecord("/scratch", "a" * 32, "b" * 32, 95, ("node1", "node2")))
     (run_dir / "excluded_nodes").write_text("node7 all-reduce: 0.1 GB/s\n")
     code, printed, _ = harness("status", run_dir)
     lines = printed.splitlines()

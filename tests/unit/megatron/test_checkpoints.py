@@ -38,9 +38,15 @@ def checkpoint(folder: Path, step: int) -> Path:
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     (path / "weights").write_bytes(b"x" * 100)
-    run = {"step": step, "loader": STATE.to_json(), "files": {"weights": 100}}
-    (path / "run.json").write_text(json.dumps(run))
+    (path / "run.json").write_text(json.dumps({"step": step, "loader": STATE.to_json()}))
+    write_checksums(path, digest_files(path, ["run.json", "weights"]))
     return path
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Write another `run.json`, with its hash."""
+    (path / "run.json").write_text(text)
+    write_checksums(path, digest_files(path, ["run.json", "weights"]))
 
 
 def test_the_newest_whole_checkpoint_is_chosen_and_unfinished_ones_do_not_count(tmp_path: Path) -> None:
@@ -74,8 +80,12 @@ def test_a_checkpoint_that_lost_its_run_file_is_named(tmp_path: Path) -> None:
     [
         (lambda path: (path / "weights").unlink(), "the checkpoint's file weights is missing, 100 were written"),
         (lambda path: (path / "weights").write_bytes(b"x"), "the checkpoint's file weights has 1 bytes, 100 were"),
-        (lambda path: (path / "run.json").write_text("{"), "run.json cannot be read"),
-        (lambda path: (path / "run.json").write_text("[]"), "run.json cannot be read"),
+        (lambda path: (path / "checksums.json").unlink(), "the checkpoint has no checksums.json, as those of early"),
+        (lambda path: (path / "run.json").write_bytes(b"\xff"), "run.json cannot be read"),
+        *(
+            (lambda path, text=text: rewrite(path, text), "run.json cannot be read")
+            for text in ("{", "[]", "[" * 100_000, '{"step": 1e999, "loader": "{}"}', '{"format": "x"}', '{"step": 5}')
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_by_name_and_never_loaded(tmp_path: Path, damage, message: str) -> None:
@@ -113,10 +123,11 @@ def test_a_failed_load_is_a_lost_rank_an_unreadable_file_or_another_model(
         checkpoints.load_checkpoint(tmp_path, SimpleNamespace())
 
 
-def test_a_checkpoint_without_recorded_sizes_is_whole(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, 5)
-    (path / "run.json").write_text(json.dumps({"step": 5, "loader": STATE.to_json()}))
-    assert find_newest(tmp_path) == (path, [])
+def test_a_checkpoint_of_a_newer_version_is_refused_and_no_older_one_used(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 5)
+    rewrite(checkpoint(tmp_path, 10), '{"format": 2, "step": {"of": 10}}')
+    with pytest.raises(ConfigError, match=r"run\.json has format 2, and this version reads formats up to 1"):
+        find_newest(tmp_path)
 
 
 def test_the_progress_of_a_checkpoint_is_read_only_if_its_run_file_is_listed_and_whole(tmp_path: Path) -> None:
@@ -134,8 +145,6 @@ def test_the_progress_of_a_checkpoint_is_read_only_if_its_run_file_is_listed_and
 
 def test_a_checkpoint_with_a_file_that_cannot_be_read_is_passed_over_by_name(tmp_path: Path, monkeypatch) -> None:
     older, newest = checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)
-    for path in (older, newest):
-        write_checksums(path, digest_files(path, ["run.json", "weights"]))
     unreadable = [newest / "weights"]
 
     def refuse(path: Path) -> str:

@@ -9,6 +9,8 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,17 @@ from harness.megatron.state import LocalCopies, LocalStore, find_newest
 from harness.megatron.state import local as local_checkpoints
 from harness.megatron.state.peers import Listener, PeerCopy, address_towards, receiver_of
 from harness.storage import StoredFile, digest_files
-from harness.train import LocalRecord, Progress, begin_local_attempt, copy_verified, read_local_record, write_run_file
+from harness.train import (
+    LocalRecord,
+    Progress,
+    begin_attempt,
+    begin_local_attempt,
+    copy_verified,
+    own_local_record,
+    read_local_record,
+    write_local_record,
+    write_run_file,
+)
 from harness.train.local import may_resume
 
 TOKEN = secrets.token_bytes(32)
@@ -122,8 +134,32 @@ def test_closing_ends_a_copy_whose_peers_never_come(peers: Peers) -> None:
 
 def test_a_receiver_without_memory_has_no_copy(peers: Peers, monkeypatch) -> None:
     monkeypatch.setattr("harness.megatron.state.peers._PIECE_BYTES", 1 << 60)
-    peers.start(2, timeout_s=1)
-    assert any("MemoryError" in problem for problem in peers.problems()[0])
+    for rank in range(3):
+        peers.start(rank)
+    assert any("MemoryError" in problem for problem in peers.problems()[2])
+
+
+def test_300_connections_that_send_nothing_and_one_that_never_ends_its_greeting_do_not_hold_up_a_copy(
+    peers: Peers,
+) -> None:
+    place = peers.listeners[2].place
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(300)]
+        silent[0].sendall(TOKEN[:16])
+        for rank in range(3):
+            peers.start(rank)
+        assert peers.problems() == [[], [], []]
+        # None of them was closed for its silence: the copies did not wait for that.
+    assert (peers.folders[2] / "__0_0").exists()
+
+
+def test_senders_that_never_connect_end_a_copy_however_many_others_do(peers: Peers) -> None:
+    copy, place = peers.start(2, timeout_s=1), peers.listeners[2].place
+    with ExitStack() as stack:
+        while not copy.is_done:
+            stack.enter_context(socket.create_connection(place))
+            time.sleep(0.05)
+    assert any("no answer for 1 s" in problem for problem in copy.problems)
 
 
 def test_this_node_is_found_by_the_way_to_another() -> None:
@@ -136,37 +172,44 @@ def job() -> Iterator[None]:
         yield
 
 
-def checkpoint(folder: Path, step: int) -> Path:
+RUN, ATTEMPT = "a" * 32, "b" * 32
+
+
+def checkpoint(folder: Path, step: int, *, run: str = RUN, attempt: str = ATTEMPT) -> Path:
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     for name in ("__0_0", "__1_0"):
         (path / name).write_bytes(f"{name} of {step}".encode() * 100)
-    write_run_file(path, Progress(step, LoaderState(1)), {}, [], ["__0_0", "__1_0"])
+    facts = {"run": run, "attempt": attempt}
+    write_run_file(path, Progress(step, LoaderState(1)), facts, [], ["__0_0", "__1_0"])
     return path
 
 
 def test_a_local_checkpoint_is_used_where_it_is_the_newest_whole_one(tmp_path: Path, job: None) -> None:
-    record = LocalRecord(str(tmp_path / "disk"), "run-1", 2, 9, ("gpu03", "gpu04"))
+    record = LocalRecord(str(tmp_path / "disk"), RUN, ATTEMPT, 9, ("gpu03", "gpu04"))
     local, shared = record.folder(record.root), tmp_path / "checkpoints"
     older, whole = checkpoint(shared, 4), checkpoint(local, 6)
     content = {path.name: path.read_bytes() for path in whole.iterdir()}
-    lost, flipped, headless, foreign = (checkpoint(local, step) for step in (7, 8, 9, 50))
+    lost, flipped, headless = (checkpoint(local, step) for step in (7, 8, 9))
+    checkpoint(local, 50, attempt="c" * 32)
+    checkpoint(local, 60, run="c" * 32)
     (lost / "__1_0").unlink()
     (flipped / "__0_0").write_bytes((flipped / "__0_0").read_bytes().swapcase())
     (headless / "run.json").write_text("{}")
-    foreign.rename(local.with_name("attempt-1"))
 
     newest, passed_over = find_newest(shared, LocalCopies(record.root, record))
     assert newest == shared / "step-00000006"
     assert {path.name: path.read_bytes() for path in newest.iterdir()} == content
+    no_manifest = "its checksums.json and run.json are damaged, or of another run, on every node that has them"
     assert [error.what for error in passed_over] == [
-        "the local checkpoint of step 9 (written on gpu03, gpu04) is not whole: its checksums.json and run.json are "
-        "damaged on every node that has them",
+        f"the local checkpoint of step 60 is not whole: {no_manifest}",
+        f"the local checkpoint of step 50 is not whole: {no_manifest}",
+        f"the local checkpoint of step 9 (written on gpu03, gpu04) is not whole: {no_manifest}",
         f"the local checkpoint of step 8 is not whole: __0_0 on {socket.gethostname()} "
-        + passed_over[1].what.partition(socket.gethostname() + " ")[2],
+        + passed_over[3].what.partition(socket.gethostname() + " ")[2],
         "the local checkpoint of step 7 is not whole: 1 of 2 files are on no node of this job, or cut short: __1_0",
     ]
-    assert "has the hash " in passed_over[1].what
+    assert "has the hash " in passed_over[3].what
     assert sorted(path.name for path in shared.iterdir()) == [older.name, newest.name]
 
     shutil.rmtree(newest)
@@ -186,7 +229,7 @@ def test_a_local_checkpoint_that_finds_no_room_in_the_run_s_folder_leaves_nothin
     tmp_path: Path, job: None, monkeypatch
 ) -> None:
     """Each attempt would otherwise take room from the next."""
-    record = LocalRecord(str(tmp_path / "disk"), "run-1", 1, 6, ("gpu03",))
+    record = LocalRecord(str(tmp_path / "disk"), RUN, ATTEMPT, 6, ("gpu03",))
     checkpoint(record.folder(record.root), 6)
     shared = tmp_path / "checkpoints"
 
@@ -204,44 +247,82 @@ def test_a_local_checkpoint_that_finds_no_room_in_the_run_s_folder_leaves_nothin
 
 
 def test_an_attempt_that_trains_has_a_folder_of_its_own_and_one_without_local_checkpoints_has_none(tmp_path) -> None:
-    first = begin_local_attempt(tmp_path, "/scratch")
+    one, two = begin_attempt(tmp_path), begin_attempt(tmp_path)
+    assert (one.run, one.place) == (two.run, two.place)
+    first = begin_local_attempt(tmp_path, "/scratch", one)
     assert not may_resume(tmp_path)
-    second = begin_local_attempt(tmp_path, "/scratch")
+    second = begin_local_attempt(tmp_path, "/scratch", two)
     assert first is not None
-    assert second == read_local_record(tmp_path)
-    second_text = (tmp_path / "local_checkpoints.json").read_text()
-    assert second.folder("/x") == Path("/x") / first.run / "attempt-2" != first.folder("/x")
-    assert begin_local_attempt(tmp_path, "") is None
+    assert second == read_local_record(tmp_path) == own_local_record(tmp_path)
+    text = (tmp_path / "local_checkpoints.json").read_text()
+    assert second.folder("/x") == Path("/x") / f"run-{one.run}" / f"attempt-{two.attempt}" != first.folder("/x")
+    assert begin_local_attempt(tmp_path, "", two) is None
     assert read_local_record(tmp_path) is None
     # The folder is removed in the end: it has to be one of a run, and not the disk or another one.
-    texts = [second_text.replace(first.run, run) for run in ("", ".", "..", "a/b", "/home")]
-    texts += [second_text.replace(*pair) for pair in (('"/scratch"', "5"), ("[]", "[1]"), ("2", "true"))]
+    texts = [text.replace(one.run, run) for run in ("", ".", "..", "a/b", "/home", f"../{one.run}", one.run[1:])]
+    texts += [text.replace(*pair) for pair in (('"/scratch"', "5"), ("[]", "[1]"), (f'"{two.attempt}"', "true"))]
     for damaged in ("{}", *texts):
         (tmp_path / "local_checkpoints.json").write_text(damaged)
         with pytest.raises(CheckpointError, match="the record of local checkpoints cannot be read"):
             read_local_record(tmp_path)
+    (tmp_path / "identity.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="the run's identity cannot be read"):
+        begin_attempt(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["copied", "moved", "restored", "copied without its identity", "its files copied"])
+def test_a_folder_that_is_another_one_begins_a_new_run_without_local_checkpoints(tmp_path: Path, change: str) -> None:
+    run, other = tmp_path / "a", tmp_path / "b"
+    run.mkdir()
+    identity = begin_attempt(run)
+    record = begin_local_attempt(run, "/scratch", identity)
+    assert record is not None
+    write_local_record(run, replace(record, step=4))
+    assert may_resume(run)
+    if change == "moved":
+        run.rename(other)
+    elif change == "restored":
+        shutil.copytree(run, other)
+        shutil.rmtree(run)
+        other = other.rename(run)
+    else:
+        if change == "its files copied":  # into the folder of another run
+            other.mkdir()
+            begin_attempt(other)
+        names = ["local_checkpoints.json", *(["identity.json"] if change == "copied" else [])]
+        other.mkdir(exist_ok=True)
+        for name in names:
+            shutil.copy2(run / name, other / name)
+    assert (own_local_record(other), may_resume(other)) == (None, False)
+    assert begin_attempt(other).run != identity.run
+    assert (own_local_record(other), may_resume(other)) == (None, False)
+    if change not in ("moved", "restored"):  # the original is as it was
+        assert own_local_record(run) == replace(record, step=4)
+        assert begin_attempt(run).run == identity.run
 
 
 def test_earlier_attempts_that_fill_a_disk_are_removed_before_it_is_tried(tmp_path: Path, job, monkeypatch) -> None:
     probe = LocalStore._probe
 
     def probe_for_room(store: LocalStore, folder: Path) -> None:
-        if list(folder.parent.glob("attempt-1/step-*")):
+        if list(folder.parent.glob(f"{earlier.folder('').name}/step-*")):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         probe(store, folder)
 
     monkeypatch.setattr(LocalStore, "_probe", probe_for_room)
-    record = begin_local_attempt(tmp_path, str(tmp_path))
-    assert record is not None
-    checkpoint(record.folder(record.root), 6)
-    store = LocalStore.open(str(tmp_path), tmp_path, log=print, timeout_s=1)
+    earlier = begin_local_attempt(tmp_path, str(tmp_path), begin_attempt(tmp_path))
+    assert earlier is not None
+    checkpoint(earlier.folder(earlier.root), 6)
+    now = begin_attempt(tmp_path)
+    store = LocalStore.open(str(tmp_path), tmp_path, now, log=print, timeout_s=1)
     assert store is not None
-    assert [path.name for path in (tmp_path / record.run).iterdir()] == ["attempt-2"]
+    assert [path.name for path in earlier.folder(str(tmp_path)).parent.iterdir()] == [f"attempt-{now.attempt}"]
 
 
 def test_a_disk_that_cannot_be_used_is_a_warning_and_no_error(tmp_path: Path, job: None) -> None:
     (tmp_path / "file").touch()
     log: list[str] = []
-    assert LocalStore.open(str(tmp_path / "file"), tmp_path, log=log.append, timeout_s=1) is None
+    identity = begin_attempt(tmp_path)
+    assert LocalStore.open(str(tmp_path / "file"), tmp_path, identity, log=log.append, timeout_s=1) is None
     assert "warning: no local checkpoints are written: " in log[0]
     assert "Not a directory" in log[0]

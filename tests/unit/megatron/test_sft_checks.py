@@ -10,7 +10,7 @@ import pytest
 import torch
 from live_streams import some_chats, some_packs, write_stream
 
-from harness.errors import ConfigError, LoaderError, ScheduleError
+from harness.errors import ConfigError, HarnessError, LoaderError, ScheduleError
 from harness.formats import Provenance, open_writer
 from harness.loader import (
     BlendSource,
@@ -111,8 +111,8 @@ def test_ranks_that_are_left_over_are_refused(data):
         check(made, data(), 3)
 
 
-def run(tmp_path, data, **changes):
-    made = SftConfig(runs=str(tmp_path / "runs"), data=DataConfig(path=str(data.train.path)))
+def run(tmp_path, data, *, resume="false", **changes):
+    made = SftConfig(runs=str(tmp_path / "runs"), data=DataConfig(path=str(data.train.path)), resume=resume)
     made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
     made.loader.num_workers, made.trainer.device, made.trainer.steps = 0, "cpu", 1
     for name, value in changes.items():
@@ -130,6 +130,48 @@ def test_a_token_beyond_the_vocabulary_is_refused_and_not_trained(tmp_path, data
         run(tmp_path, data())
     run(tmp_path, data(vocab_size=96))
     assert (tmp_path / "runs" / "sft-002" / "report.md").exists()
+
+
+def test_adapters_of_random_weights_are_refused(tmp_path, data):
+    with pytest.raises(ConfigError, match=r"model\.lora_rank is 4, and model\.init_from names no base weights"):
+        run(tmp_path, data(vocab_size=96), lora_rank=4)
+
+
+def test_a_finished_run_that_is_resumed_names_how_to_train_more_and_what_its_records_lost(tmp_path, data, capsys):
+    made = data(vocab_size=96)
+    run(tmp_path, made)
+    folder = tmp_path / "runs" / "sft-001"
+    (folder / "metrics.jsonl").write_text("")  # a power failure, in a run that did not force it to disk
+    (folder / "config.yaml").write_bytes(b"model: \xff")
+    capsys.readouterr()
+    run(tmp_path, made, resume="true")
+    printed = capsys.readouterr().out
+    assert "nothing is left to train: all 1 steps of trainer.steps are done" in printed
+    assert "trainer.steps=2" in printed
+    assert "warning: metrics.jsonl lacks 1 of the steps that were trained, 1 to 1: " in printed
+    assert (folder / "config.before-1.yaml").read_bytes() == b"model: \xff"
+
+
+def test_no_file_of_a_run_ends_a_resume_with_an_error_that_has_no_name(tmp_path, data):
+    made = data(vocab_size=96)
+    run(tmp_path, made)
+    folder = tmp_path / "runs" / "sft-001"
+    names = ["config.yaml", "identity.json", "local_checkpoints.json", "attempts.jsonl", "metrics.jsonl"]
+    contents, outcomes = (b"\xff\n", b"[" * 100_000 + b"\n", b"- 1\n"), {}
+    for name in [*names, "checkpoints/step-00000001/run.json", "checkpoints/step-00000001/checksums.json"]:
+        path = folder / name
+        before = path.read_bytes() if path.exists() else None
+        for number, content in enumerate(contents):
+            path.write_bytes(content)
+            try:
+                run(tmp_path, made, resume="true")
+                outcomes[path.name, number] = ""
+            except HarnessError as error:
+                outcomes[path.name, number] = error.what
+        path.write_bytes(before) if before is not None else path.unlink()
+    # Settings that cannot be read are kept beside the new ones.
+    assert {name for (name, _), what in outcomes.items() if not what} == {"config.yaml"}
+    assert {path.read_bytes() for path in folder.glob("config.before-*.yaml")} >= set(contents)
 
 
 def test_a_job_whose_settings_are_refused_is_not_started_again_even_if_its_launcher_changes_the_exit_code(

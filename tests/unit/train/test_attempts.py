@@ -23,6 +23,7 @@ from harness.train.attempts import (
     write_stop,
 )
 from harness.train.checkpoints import RUN_FILE
+from harness.train.local import begin_attempt
 
 
 def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:
@@ -108,12 +109,13 @@ def test_attempts_say_how_the_run_starts_again_and_what_the_resume_lost(tmp_path
     checkpoint.mkdir(parents=True)
     (checkpoint / RUN_FILE).write_text("{}")
     os.utime(checkpoint / RUN_FILE, (0, 0))  # long ago
+    identity = begin_attempt(tmp_path)
     for step, in_job in ((7, True), (8, False)):
         write_stop(tmp_path, Stop(step, "hang", "rank 1"))
         assert decide(tmp_path, exit_code=1, in_job=in_job).requeue
         note_lost(tmp_path, job="12", restarts=0 if in_job else 1)
-        record_resume(tmp_path, 7, checkpoint, [])
-        record_resume(tmp_path, 7, checkpoint, [])  # by hand, later: no attempt of a job ended in between
+        record_resume(tmp_path, identity, 7, checkpoint, [])
+        record_resume(tmp_path, identity, 7, checkpoint, [])  # by hand, later: no attempt of a job ended in between
     write_stop(tmp_path, Stop(9, "ConfigError", "x", requeue=False))
     assert not decide(tmp_path, exit_code=1, in_job=True).requeue
     lines = read_attempts(tmp_path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import FormatError, HarnessError
-from harness.train.lines import LineFile, keep_lines_before
+from harness.train.lines import LineFile, describe_hole, keep_lines_before
 
 
 class FullDisk(io.FileIO):
@@ -82,3 +82,12 @@ def test_lines_of_a_step_that_is_trained_again_are_removed_or_all_stay(
         keep_lines_before(path, 1)
     assert path.read_text() == '{"step": 1}\n'
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_steps_without_a_line_are_named_and_those_after_the_checkpoint_are_not_missed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 4, 5, 7)))
+    kept = keep_lines_before(path, 7)
+    assert kept == [1, 4, 5]
+    assert "metrics.jsonl lacks 3 of the steps that were trained, 2 to 6: " in describe_hole(path, kept, 1, 7)
+    assert describe_hole(path, kept, 4, 6) == describe_hole(path, [], 1, 1) == ""

@@ -92,7 +92,7 @@ def test_earlier_settings_are_kept_if_they_differ(tmp_path):
     for number, resumes in ((1, False), (1, True), (2, True)):
         with open_run_folder(folder, settings=f"steps: {number}\n", resumes=resumes):
             pass
-    assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml", "identity.json"]
     assert (folder / "config.before-1.yaml").read_text() == "steps: 1\n"
     assert (folder / "config.yaml").read_text() == "steps: 2\n"
     taken = open_run_folder(folder, settings="steps: 1\n", resumes=False)
@@ -111,7 +111,7 @@ def test_a_folder_that_a_run_is_writing_to_is_refused_until_that_run_ends(tmp_pa
         assert (folder / "config.yaml").read_text() == "steps: 1\n"
     with open_run_folder(folder, settings="steps: 2\n", resumes=True):
         pass
-    assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml", "identity.json"]
 
 
 def test_an_unknown_value_of_resume_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError
+from harness.train import begin_attempt
 from harness.train import metrics as metrics_module
 from harness.train.metrics import MetricsWriter, StepMetrics
 from harness.train.tracker_process import NewLines, SentState, flatten
@@ -180,6 +182,18 @@ def test_the_state_of_a_service_outlives_the_process(tmp_path):
     SentState(tmp_path).update(run="abc")
     SentState(tmp_path).update(step=7)
     assert (SentState(tmp_path).run, SentState(tmp_path).step) == ("abc", 7)
+
+
+def test_a_copied_run_does_not_continue_the_curves_of_the_original(tmp_path):
+    original, copy = tmp_path / "a", tmp_path / "b"
+    (original / "wandb").mkdir(parents=True)
+    begin_attempt(original)
+    SentState(original / "wandb").update(run="abc", step=7)
+    shutil.copytree(original, copy)
+    begin_attempt(copy)
+    begin_attempt(original)
+    found = [SentState(folder / "wandb") for folder in (original, copy)]
+    assert [(state.run, state.step) for state in found] == [("abc", 7), (None, 0)]
 
 
 def test_names_of_settings_and_of_curves():

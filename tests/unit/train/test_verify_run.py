@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,22 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli.app import app
+from harness.errors import ConfigError
 from harness.loader import LoaderState
 from harness.plan import SftConfig
 from harness.settings import to_plain, to_yaml
 from harness.storage import digest_files, write_checksums
-from harness.train import LocalRecord, Progress, verify_run, write_local_record, write_run_file
+from harness.train import (
+    LocalRecord,
+    Progress,
+    add_checksums,
+    begin_attempt,
+    verify_run,
+    write_local_record,
+    write_run_file,
+)
 from harness.train.digests import RowDigests, StepDigests, to_json
-from harness.train.verify import describe_run_checks, find_run_check, verify_checkpoint
+from harness.train.verify import find_run_check, verify_checkpoint
 
 YAML = to_yaml(SftConfig())
 
@@ -51,17 +59,25 @@ def found(run: Path) -> list[str]:
     return [problem.what for problem in verify_run(run)]
 
 
-def test_lost_checksums_are_an_error_and_those_that_never_were_a_note(run: Path) -> None:
+def test_checksums_that_are_lost_or_never_were_are_named_until_the_files_are_accepted_as_they_are(run: Path) -> None:
     older, newer = sorted((run / "checkpoints").iterdir())
     for checkpoint in (older, newer):
         (checkpoint / "checksums.json").unlink()
     document = json.loads((older / "run.json").read_text())
     del document["checksums"]
     (older / "run.json").write_text(json.dumps(document))
-    assert found(run) == ["the checkpoint's checksums.json is missing"]
-    assert describe_run_checks(str(run)) == [
-        f"{older} was written before there were checksums: only the sizes of its files are checked"
+    assert found(run) == [
+        "the checkpoint has no checksums.json, as those of early versions: its files cannot be checked",
+        "the checkpoint's checksums.json is missing",
     ]
+    accepted = CliRunner().invoke(app, ["verify", str(older), "--write-checksums"])
+    assert (accepted.exit_code, accepted.output.splitlines()) == (
+        0,
+        [f"note: {older}: its files were accepted as they are", f"{older}: nothing wrong"],
+    )
+    assert found(run) == ["the checkpoint's checksums.json is missing"]
+    with pytest.raises(ConfigError, match="this is not a checkpoint without checksums"):
+        add_checksums(older)
 
 
 def test_a_whole_run_has_no_problems(run: Path) -> None:
@@ -69,11 +85,15 @@ def test_a_whole_run_has_no_problems(run: Path) -> None:
 
 
 def test_damage_of_a_local_checkpoint_is_named_if_it_is_on_the_disk_of_this_node(run: Path, tmp_path: Path) -> None:
-    record = LocalRecord(str(tmp_path / "disk"), "run-1", 1, 6, ("node1",))
+    identity = begin_attempt(run)
+    record = LocalRecord(str(tmp_path / "disk"), identity.run, identity.attempt, 6, ("node1",))
     write_local_record(run, record)
     assert found(run) == []
     part = record.folder(record.root) / "step-00000006"
-    shutil.copytree(run / "checkpoints" / "step-00000004", part)
+    part.mkdir(parents=True)
+    (part / "weights").write_bytes(bytes(100))
+    facts = {"run": identity.run, "attempt": identity.attempt}
+    write_run_file(part, Progress(6, LoaderState(0)), facts, [], ["weights"])
     (part / "weights").write_bytes(b"x" * 100)
     assert ["weights has the hash" in what for what in found(run)] == [True]
     (part / "weights").unlink()  # it may be on another node
