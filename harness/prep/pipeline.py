@@ -146,9 +146,7 @@ def _working_folder(target: BucketFolder) -> Path:
     return LocalCache().folder / "preparations" / name
 
 
-def _upload(
-    prepared: Path, target: BucketFolder, settings: dict[str, Any], stages: Stages, *, overwrite: bool
-) -> None:
+def _upload(prepared: Path, target: BucketFolder, settings: dict[str, Any], stages: Stages, *, overwrite: bool) -> None:
     """Upload a finished preparation and remove it here."""
     total = sum(path.stat().st_size for path in prepared.rglob("*") if path.is_file())
     fix = "start again: what was prepared is kept, and what was uploaded is not sent again"

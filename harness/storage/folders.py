@@ -286,7 +286,7 @@ class BucketFolder(Folder):
     def create_file(self, name: str) -> UploadFile | StagedFile:
         self._listing = None
         kind = StagedFile if self.is_staged else UploadFile
-        self._uploads[name] = kind(self.store, self.place / name, lambda: self.check())
+        self._uploads[name] = kind(self.store, self.place / name, self.check)
         return self._uploads[name]
 
     def upload(self, name: str, path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 Each process is a greenlet. Code reaches another process only through operations that call `World.pause` first, and
 there the explorer chooses who goes on, who is killed, whose request or answer is lost or late, and when time passes. A
-state is what is shared, the clock, and what each process has seen so far: one that was met before is not explored again.
+state is what is shared, the clock, and the variables of each process: one that was met before is not explored again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ T = TypeVar("T")
 Event = tuple[str, str]
 # Ways of an operation on a store that fails: its request is lost, its answer is, or its request arrives later.
 FAULTS = ("unsent", "unanswered", "late")
+# Modules whose objects belong to the state of a process.
+STATEFUL = ("harness.loader.live", "harness.storage.claims", "interleavings:")
 
 
-class Broken(AssertionError):
+class BrokenError(AssertionError):
     """A property does not hold; `path` has the events that lead there."""
 
     def __init__(self, what: str, path: list[Event]) -> None:
@@ -31,22 +33,50 @@ class Process:
     """A process of the model.
 
     Attributes:
-        seen: the answers that it got.
         ready: whether it can go on, asked again after each event.
+        is_local: its next step touches nothing that is shared, so the order of that does not matter.
         fault_kinds: ways in which its next operation may fail.
     """
 
     def __init__(self, name: str, host: str, body: Callable[[], object], main: Process | None = None) -> None:
         self.name, self.host, self.main = name, host, main or self
         self.greenlet = greenlet(lambda how: body())
-        self.seen: list[Hashable] = []
         self.ready: Callable[[], bool] = lambda: True
         self.fault_kinds: tuple[str, ...] = ()
-        self.is_killed = False
+        self.is_killed, self.is_local = False, True
+        self.known: Hashable = None
 
     @property
     def is_alive(self) -> bool:
         return not self.main.is_killed and not self.greenlet.dead
+
+    def variables(self) -> Hashable:
+        """Return where it stands in each of its functions, with their variables."""
+        if not self.is_alive:
+            return None
+        if self.known is None:
+            frames, frame, met = [], self.greenlet.gr_frame, set[int]()
+            while frame is not None:
+                if frame.f_code.co_filename != __file__:
+                    frames.append((frame.f_code.co_name, frame.f_lasti, freeze(frame.f_locals, met)))
+                frame = frame.f_back
+            self.known = tuple(frames)
+        return self.known
+
+
+def freeze(value: Any, met: set[int], depth: int = 6) -> Hashable:
+    """Return a value that is equal for equal variables: of objects of the code under test, their attributes, once."""
+    kind = type(value)
+    if value is None or kind in (str, bytes, int, float, bool):
+        return value
+    if kind is dict:
+        return tuple([(name, freeze(one, met, depth - 1)) for name, one in value.items()])
+    if kind in (list, tuple, set, frozenset):
+        return tuple([freeze(one, met, depth - 1) for one in value])
+    if depth and id(value) not in met and kind.__module__.startswith(STATEFUL):
+        met.add(id(value))
+        return freeze(vars(value), met, depth - 1)
+    return str(value) if isinstance(value, Exception) else kind.__name__
 
 
 class World:
@@ -64,7 +94,7 @@ class World:
         self.processes: list[Process] = []
         self.objects: dict[str, tuple[bytes, str]] = {}
         self.late: list[Callable[[], object]] = []
-        self.now, self.num_writes, self.num_names = 1000.0, 0, 0
+        self.now, self.num_names = 1000.0, 0
         self.is_over = False
         self._hub = getcurrent()
 
@@ -79,12 +109,14 @@ class World:
     def process(self) -> Process:
         return next(one for one in self.processes if one.greenlet is getcurrent())
 
-    def pause(self, ready: Callable[[], bool] = lambda: True, faults: tuple[str, ...] = ()) -> str:
+    def pause(
+        self, ready: Callable[[], bool] = lambda: True, faults: tuple[str, ...] = (), *, is_local: bool = False
+    ) -> str:
         """Let the others go on until the explorer chooses this process; returns how its operation goes."""
         process = self.process
         if self.is_over or not process.is_alive:
             raise GreenletExit
-        process.ready, process.fault_kinds = ready, faults
+        process.ready, process.fault_kinds, process.is_local = ready, faults, is_local
         how = str(self._hub.switch())
         if how == "kill":
             raise GreenletExit
@@ -100,17 +132,16 @@ class World:
         result = work()
         if how == "unanswered":
             raise FormatError("the store did not answer")
-        self.process.seen.append(repr(result))
         return result
 
     def sleep(self, seconds: float) -> None:
         """Sleep until something happens that can change what a look finds: time or a write."""
-        then, writes = self.now, self.num_writes
-        self.pause(lambda: self.now > then or self.num_writes > writes)
+        then = self.now, self.objects.copy()
+        self.pause(lambda: then != (self.now, self.objects), is_local=True)
 
     def new_name(self) -> str:
-        self.process.seen.append("name")
-        return f"{self.process.name}{len(self.process.seen)}"
+        self.num_names += 1
+        return f"{self.process.name}{self.num_names}"
 
     # ---- the store: conditional requests, each of them atomic
 
@@ -124,31 +155,30 @@ class World:
             version = self.objects[name][1] if name in self.objects else ""
             if condition is not None and condition != version:
                 return None
-            self.num_writes += 1
-            self.objects[name] = (data, f"v{self.num_writes}")
-            return f"v{self.num_writes}"
+            self.objects[name] = (data, str(hash(data)))
+            return str(hash(data))
 
         return self.operate(write)
 
     def delete(self, name: str) -> None:
-        def delete() -> None:
-            self.num_writes += self.objects.pop(name, None) is not None
-
-        self.operate(delete)
+        self.operate(lambda: self.objects.pop(name, None) and None)
 
     # ---- for the explorer
 
     def state(self) -> Hashable:
-        shared = frozenset((name, data) for name, (data, _) in self.objects.items())
-        versions = frozenset(version for _, version in self.objects.values())
-        seen = tuple((one.is_alive, hash(tuple(one.seen))) for one in self.processes)
-        return shared, versions, seen, self.now, len(self.late), self.faults, self.kills, self.more_state()
+        late = tuple(freeze([one.cell_contents for one in work.__closure__ or ()], set()) for work in self.late)
+        variables = tuple(one.variables() for one in self.processes)
+        return frozenset(self.objects.items()), variables, late, self.now, self.faults, self.kills, self.more_state()
 
     def more_state(self) -> Hashable:
         return None
 
     def events(self) -> Iterator[Event]:
         alive = [one for one in self.processes if one.is_alive]
+        for one in alive:
+            if one.is_local and one.ready():
+                yield one.name, "goes"
+                return
         for one in alive:
             if one.ready():
                 yield one.name, "goes"
@@ -172,6 +202,9 @@ class World:
             self.late.pop(int(how))()
         else:
             process = next(one for one in self.processes if one.name == who)
+            for one in self.processes:
+                if one.main is process.main:
+                    one.known = None
             if how == "kill":
                 self.kills -= 1
                 process.is_killed = True
@@ -180,7 +213,6 @@ class World:
                         one.greenlet.throw(GreenletExit)
             else:
                 self.faults -= how != "goes"
-                process.seen.append((how, self.now))
                 process.greenlet.parent = self._hub = getcurrent()
                 process.greenlet.switch(how)
 
@@ -201,7 +233,7 @@ def explore(make: Callable[[], World], *, most: int = 10**9) -> tuple[int, int]:
     """Enumerate all interleavings; returns the numbers of states and of ends.
 
     Raises:
-        Broken: a property does not hold.
+        BrokenError: a property does not hold.
     """
     met: set[Hashable] = set()
     left: list[list[Event]] = [[]]
@@ -228,7 +260,7 @@ def explore(make: Callable[[], World], *, most: int = 10**9) -> tuple[int, int]:
                 path = [*path, events[0]]
                 world.apply(events[0])
         except AssertionError as error:
-            raise Broken(str(error).partition("\n")[0], path) from error
+            raise BrokenError(str(error).partition("\n")[0], path) from error
         finally:
             world.close()
     return len(met), ends
@@ -254,6 +286,7 @@ class Threads:
         self.world = world
 
         class Lock:
+            __module__ = "interleavings:"
             owner: Any = None
             depth = 0
 
@@ -278,6 +311,7 @@ class Threads:
                 self.release()
 
         class Event:
+            __module__ = "interleavings:"
             is_set = False
 
             def set(self) -> None:
@@ -297,7 +331,7 @@ class Threads:
                 """Do nothing: the explorer may choose it from now on."""
 
             def join(self) -> None:
-                world.pause(lambda: self.process.greenlet.dead)
+                world.pause(lambda: self.process.greenlet.dead, is_local=True)
 
         self.Lock = self.RLock = Lock
         self.Event, self.Thread = Event, Thread
