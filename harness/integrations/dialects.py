@@ -29,7 +29,8 @@ class DialectError(HarnessError, KeyError):
 class Row(dict[str, Any]):
     """One row as a dict of arrays, or of tensors after `tensors()`; the class is its dialect.
 
-    Any key of another dialect raises DialectError, from `get` and `pop` too.
+    Any key of another dialect raises DialectError, from `get` and `pop` too. A value with more dimensions than two
+    raises ConfigError: a default DataLoader has stacked rows, which are batches already.
 
     Attributes:
         dialect: name of the dialect.
@@ -38,6 +39,21 @@ class Row(dict[str, Any]):
 
     dialect: ClassVar[str]
     keys_of_dialect: ClassVar[tuple[str, ...]]
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        super().__init__()
+        self.update(*values, **named)
+
+    def update(self, *values: Any, **named: Any) -> None:
+        """Set values as `dict.update` does; raise ConfigError for those of rows that were stacked."""
+        super().update(*values, **named)
+        for key, value in self.items():
+            if getattr(value, "ndim", 0) > 2:
+                raise ConfigError(
+                    f"{key} of a row has the shape {tuple(value.shape)}: the row was put into a batch again",
+                    where="DataLoader",
+                    fix="give the DataLoader batch_size=None: a row is a batch of its own",
+                )
 
     @classmethod
     def of(cls, row: ThdBatch) -> Self:

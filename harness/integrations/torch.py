@@ -2,12 +2,13 @@
 
 `PackedDataset` goes into a plain loop, Lightning's `fit`, or a `DataLoader` with `batch_size=None`. Its rows are read
 by workers of its own (`LoaderConfig.num_workers`), and its position is that of `RankStream`. With accelerate, register
-it for checkpoints and read it without `prepare`: it already yields this rank's part.
+it for checkpoints and read it without `prepare`, which is refused: it already yields this rank's part.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -105,6 +106,7 @@ class PackedDataset(IterableDataset[Row]):
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows after the position to the end of its epoch."""
         _refuse_workers()
+        self._refuse_prepared()
         self.stream.seek(self._position)
         steps = self.stream.one_epoch()
 
@@ -138,6 +140,18 @@ class PackedDataset(IterableDataset[Row]):
     def close(self) -> None:
         """End the workers; the position stays."""
         self.stream.close()
+
+    def _refuse_prepared(self) -> None:
+        accelerate = sys.modules.get("accelerate.state")
+        read = getattr(accelerate and accelerate.GradientState().active_dataloader, "dataset", None)
+        # On several ranks accelerate may wrap the dataset.
+        if self in (read, getattr(read, "dataset", None)):
+            raise LoaderError(
+                "a PackedDataset is read by a loader that accelerate prepared, which would divide this rank's rows "
+                "among all ranks and read them ahead of the position",
+                where="Accelerator.prepare",
+                fix="prepare model and optimizer alone, and read the dataset, or a DataLoader with batch_size=None",
+            )
 
     def _place(self, row: Row) -> Row:
         made = row.tensors(pin=self._pin_memory)

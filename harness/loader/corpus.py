@@ -75,6 +75,8 @@ class CorpusConfig:
         num_dataset_builder_threads: threads that build the indices of a blend.
         fast_cache_load: trust that all indices are built: no rank checks, and none waits for another.
         defer_npy_index_mmap: map a built index at its first use.
+        mmap_bin_files: map each `.bin` of a file system; false opens and reads it for every sample, which is slower and
+            keeps no address space, for network file systems whose maps fail.
         per_dataset_sequences_path: JSON file of sequence counts (`harness indexed counts`), read instead of the header
             of every `.idx`.
     """
@@ -99,6 +101,7 @@ class CorpusConfig:
     num_dataset_builder_threads: int = bounded(1, lowest=1, highest=1024)
     fast_cache_load: bool = False
     defer_npy_index_mmap: bool = False
+    mmap_bin_files: bool = True
     per_dataset_sequences_path: str | None = None
 
     def __post_init__(self) -> None:

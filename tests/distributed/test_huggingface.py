@@ -15,7 +15,7 @@ from harness.errors import ConfigError, LoaderError
 from harness.integrations import RankStream
 from harness.integrations.huggingface import check_boundaries
 
-from .conftest import forked, run_command
+from .conftest import ROOT, forked, run_command
 from .huggingface_ranks import trainer
 
 LOSSES = [
@@ -77,6 +77,29 @@ def test_each_step_has_the_loss_of_the_same_conversations_unpacked(llama, datase
 
     # 40 packs in batches of 6: the seventh step has 4 packs, the eighth begins an epoch.
     np.testing.assert_allclose(losses(built), unpacked_losses(load(llama), data, 8), rtol=1e-5)
+
+
+def test_the_loop_of_the_readme_trains_the_weights_of_one_rank_on_two(llama, dataset, tmp_path) -> None:
+    loops = [
+        block.removeprefix("python\n")
+        for block in (ROOT / "harness" / "README.md").read_text().split("```")
+        if "num_items_in_batch" in block and block.startswith("python\n")
+    ]
+    assert len(loops) == 1
+    (tmp_path / "loop.py").write_text(loops[0])
+    weights = []
+    for ranks in (1, 2):
+        out = tmp_path / f"on-{ranks}"
+        arguments = ["tests.distributed.loop_ranks", str(tmp_path / "loop.py"), str(llama), str(dataset / "train")]
+        code, output = run_command([*forked(ranks), *arguments, str(out)])
+        assert code == 0, output
+        weights += [torch.load(f"{out}.{rank}") for rank in range(ranks)]
+
+    for name, alone in weights[0].items():
+        assert torch.isfinite(alone).all()
+        torch.testing.assert_close(weights[1][name], alone, rtol=1e-5, atol=1e-6)
+        assert torch.equal(weights[2][name], weights[1][name])
+    assert any((load(llama).state_dict()[name] != alone).any() for name, alone in weights[0].items())
 
 
 @pytest.mark.nightly

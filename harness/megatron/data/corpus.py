@@ -205,7 +205,7 @@ def build_corpus(
         # Attention gets bounds instead: a mask would be S * S bytes a sample.
         "create_attention_mask": False,
         "path_to_cache": config.cache,
-        "mmap_bin_files": not remote,
+        "mmap_bin_files": config.mmap_bin_files and not remote,
         "object_storage_cache_path": config.object_storage_cache_path,
         "num_dataset_builder_threads": config.num_dataset_builder_threads,
     }

@@ -129,6 +129,29 @@ def test_a_dataloader_without_workers_gives_the_same_rows_and_one_with_workers_i
         next(iter(DataLoader(packed(path), batch_size=None, num_workers=1)))
 
 
+@pytest.mark.parametrize("dialect", ["megatron", "huggingface"])
+def test_rows_that_a_dataloader_puts_into_a_batch_are_refused_by_name(path: str, dialect: str) -> None:
+    for data in (packed(path, dialect=dialect), StoredRows(path, dialect=dialect)):
+        with pytest.raises(ConfigError, match=r"has the shape \(1, 1, \d+\): the row was put into a batch") as refused:
+            next(iter(DataLoader(data)))
+        assert "batch_size=None" in refused.value.fix
+        assert next(iter(DataLoader(data, batch_size=None))).dialect == dialect
+
+
+def test_a_loader_that_accelerate_prepared_is_refused_by_name(path: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    data = packed(path, dialect="huggingface")
+    accelerator = accelerate.Accelerator(cpu=True)
+    for dispatch_batches in (None, False):
+        accelerator.dataloader_config.dispatch_batches = dispatch_batches
+        prepared = accelerator.prepare(DataLoader(data, batch_size=None))
+        with pytest.raises(LoaderError, match="a loader that accelerate prepared"):
+            next(iter(prepared))
+    del prepared
+    accelerator.free_memory()
+    assert len(list(data)) == len(data)
+
+
 def test_a_path_is_taken_by_the_stream_alone(path: str) -> None:
     assert len(StoredRows(Path(path), dialect="megatron")) == 10
     assert RankStream(Path(path), LoaderConfig()).num_steps_per_epoch == 2

@@ -73,6 +73,16 @@ def test_fast_options_give_the_same_samples_once_the_indices_are_built(
     assert (one.order, one.fingerprint) == (two.order, two.fingerprint)
 
 
+def test_samples_are_the_same_from_files_that_are_not_mapped(tmp_path: Path) -> None:
+    prefix = tmp_path / "unmapped"
+    write_corpus(prefix, 200, seed=4)
+    config = settings(prefix, mmap_bin_files=False)
+    one = batches(opened(config), config)
+    assert f"{prefix}.bin" not in Path("/proc/self/maps").read_text()
+    two = batches(opened(settings(prefix)), settings(prefix))
+    assert [batch.digest() for batch in one] == [batch.digest() for batch in two]
+
+
 def test_fast_options_give_the_same_samples_of_a_split_blend(tmp_path: Path, corpus: Path, other: Path) -> None:
     save_counts(count_sequences([str(corpus), str(other)], vocab_size=VOCAB), tmp_path / "counts.json")
     blend = [CorpusSource(str(corpus), 0.7), CorpusSource(str(other), 0.3)]
