@@ -129,6 +129,8 @@ def rank_layout(layout: RankLayout | None, dp_rank: int | None, dp_size: int | N
 def _ranks_of_job() -> int:
     """Return the ranks of the process group or, before there is one, of the launcher."""
     distributed = sys.modules.get("torch.distributed")  # importing PyTorch is not this module's to do
-    is_grouped = distributed and distributed.is_available() and distributed.is_initialized()
+    grouped = 1
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        grouped = distributed.get_world_size()
     launched = os.environ.get("WORLD_SIZE", "")
-    return max(distributed.get_world_size() if is_grouped else 1, int(launched) if launched.isdecimal() else 1)
+    return max(grouped, int(launched) if launched.isdecimal() else 1)
