@@ -104,7 +104,8 @@ def _write(data: Path, *, is_single: bool) -> None:
             for number in range(_PACKS):
                 size = _PACK - 4 * number - 2  # one token more than is trained, which is no multiple of 4
                 ids = np.random.default_rng(number).integers(0, _VOCABULARY, size)
-                writer.append(Pack(ids.astype(np.int32), (np.arange(size) < size - 1).astype(np.uint8), [0]))
+                mask = (np.arange(size) < size - 1).astype(np.uint8)
+                writer.append(Pack(ids.astype(np.int32), mask, np.zeros(1, np.int32)))
 
 
 def _model(device: torch.device, *, has_experts: bool) -> ModelConfig:
