@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from harness.prep.chat.records import ROLES, BadReason, Conversation, Message, ToolCall
+from harness.prep.chat.tools import parse_tools
 from harness.prep.chat.values import (
     BadRecordError,
     check_text,
@@ -19,7 +20,6 @@ from harness.prep.chat.values import (
     parse_call,
     parse_calls,
     parse_template_kwargs,
-    parse_tools,
     show,
     text_field,
 )

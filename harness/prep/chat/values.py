@@ -7,7 +7,6 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from harness.prep.chat.records import BadReason, ToolCall
@@ -17,7 +16,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MAX_DEPTH = 64
 # Python converts integers of up to 4,300 digits to text.
 _MAX_BITS = 14_000
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
+JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
 # What a chat template gets from elsewhere, or what decides how it is run.
 _RESERVED_KWARGS = frozenset(
     (
@@ -120,7 +119,7 @@ def decoded(value: object, what: str, reason: BadReason) -> object:
 def check_json(value: object, what: str, reason: BadReason) -> None:
     """Raise BadRecordError for a value that JSON cannot hold, or that is nested more than 64 levels deep."""
     try:
-        text = _ENCODER.encode(value)
+        text = JSON_ENCODER.encode(value)
     except (TypeError, ValueError, RecursionError):
         text = ""
     # Nearly every value is simple enough to pass without a walk through it.
@@ -150,69 +149,6 @@ def _walk(value: object, what: str, reason: BadReason, depth: int) -> None:
             raise BadRecordError(reason, f"in {what} there is an integer of {value.bit_length():,} bits")
     elif value is not None:
         raise BadRecordError(reason, f"in {what} there is a value of type {type(value).__name__}")
-
-
-def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Return descriptions of tools in the form that templates take.
-
-    Args:
-        value: a list, or its JSON text, of `{"type": "function", "function": {...}}` or of the functions themselves;
-            each of them may be JSON text too.
-    """
-    items = decoded(value, "`tools`", BadReason.BAD_TOOLS)
-    if is_empty(items):
-        return ()
-    if not isinstance(items, list):
-        raise BadRecordError(BadReason.BAD_TOOLS, f"`tools` is of type {type(items).__name__}, expected a list")
-    try:
-        text = _ENCODER.encode(items)
-    except (TypeError, ValueError, RecursionError):
-        return _parse_list(items)
-    return _parse_tools(_Written(text, items))
-
-
-class _Written:
-    """A list and its JSON, by which it is looked up."""
-
-    __slots__ = ("items", "text")
-
-    def __init__(self, text: str, items: list[Any]) -> None:
-        self.text, self.items = text, items
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Written) and other.text == self.text
-
-
-# Most records of a source have the same tools: checked once, and one object, whose text is made and checked once, too.
-@lru_cache(maxsize=64)
-def _parse_tools(written: _Written) -> tuple[Mapping[str, Any], ...]:
-    return _parse_list(written.items)
-
-
-def _parse_list(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(_parse_tool(item, f"tool {number}") for number, item in enumerate(items, start=1))
-
-
-def _parse_tool(value: object, what: str) -> Mapping[str, Any]:
-    tool = decoded(value, what, BadReason.BAD_TOOLS)
-    if not isinstance(tool, Mapping):
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(tool).__name__}, expected an object")
-    check_json(tool, what, BadReason.BAD_TOOLS)
-    function = tool.get("function")
-    if function is None and tool.get("name") is not None:
-        if tool.get("type") == "function":  # the flat form of OpenAI's Responses
-            tool = {key: item for key, item in tool.items() if key not in ("type", "function")}
-        tool = {"type": "function", "function": tool}
-        function = tool["function"]
-    kind = tool.get("type", "function")
-    if kind != "function":
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {show(kind)}, expected 'function'")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has no name")
-    return tool if "type" in tool else {"type": "function", **tool}
 
 
 def parse_calls(value: object, what: str) -> tuple[ToolCall, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -163,10 +163,20 @@ def with_unique_words(
                 ),
             )
         )
-    tools = tuple(_with_name(tool, word(None, "tools")) for tool in conversation.tools)
+    tools = tuple(_with_words(tool, lambda name: word(None, name)) for tool in conversation.tools)
     return replace(conversation, messages=tuple(turns), tools=tools), words
 
 
-def _with_name(tool: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    function = tool.get("function")
-    return {**tool, "function": {**function, "name": name}} if isinstance(function, Mapping) else {**tool, "name": name}
+def _with_words(tool: Mapping[str, Any], word: Callable[[str], str]) -> Mapping[str, Any]:
+    """Return a tool with unique words as its name and as the names of its parameters."""
+    function = {**tool["function"], "name": word("tools")}
+    schema = function.get("parameters")
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if isinstance(properties, Mapping):
+        of = f"of the tool {tool['function']['name']!r}"
+        names = {name: word(f"parameter {name!r} {of}") for name, value in properties.items() if value is not None}
+        required = schema.get("required")
+        listed = {"required": [names.get(name, name) for name in required]} if isinstance(required, list) else {}
+        renamed = {names.get(name, name): value for name, value in properties.items()}
+        function["parameters"] = {**schema, "properties": renamed, **listed}
+    return {**tool, "function": function}

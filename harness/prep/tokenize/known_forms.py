@@ -55,6 +55,9 @@ class KnownForms:
     def __init__(self, template: Template, *, trusts_plain: bool) -> None:
         self._template, self._trusts_plain = template, trusts_plain
         self._known: dict[Any, KnownForm | BadRecordError] = {}
+        # By their JSON, what is left out of tools; and those that were looked up last.
+        self._tried_tools: dict[str, BadRecordError | None] = {}
+        self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
 
     def find(self, conversation: Conversation) -> KnownForm:
         """Return how the template takes conversations of this shape.
@@ -77,9 +80,26 @@ class KnownForms:
             if len(self._known) >= _MAX_SHAPES:
                 self._known.clear()
             self._known[shape] = known
+        if isinstance(known, KnownForm) and conversation.tools:
+            known = self._check_tools(conversation, known)
         if isinstance(known, BadRecordError):
             raise BadRecordError(known.reason, known.detail)
         return known
+
+    def _check_tools(self, conversation: Conversation, known: KnownForm) -> KnownForm | BadRecordError:
+        """Return `known`, or the error about what the template leaves out of these tools, tried once for each list."""
+        if conversation.tools is not self._tools[0]:
+            spelled = json.dumps(conversation.tools)
+            if spelled not in self._tried_tools:
+                probe, words = with_unique_words(conversation, self._template.tags)
+                of_tools = [word for word in words if word[0] is None]
+                if len(self._tried_tools) >= _MAX_SHAPES:
+                    self._tried_tools.clear()
+                self._tried_tools[spelled] = self._try_form(
+                    RenderedChat(self._template, probe, known.form, {}), of_tools
+                )
+            self._tools = conversation.tools, self._tried_tools[spelled]
+        return self._tools[1] or known
 
     def not_written(self, missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
         """Return the error about a part of a conversation that the template leaves out.
@@ -148,7 +168,8 @@ class KnownForms:
                     if word in answers[number]:
                         continue
                 turn = "" if message is None or number is None else f" of turn {number + 1} ({message['role']})"
-                return self.not_written(f"the {name}{turn}", _OPTIONAL.get(name, ()))
+                optional = _OPTIONAL["tools"] if number is None else _OPTIONAL.get(name, ())
+                return self.not_written(f"the {name}{turn}", optional)
         except Exception as error:  # a template is a user's program and can raise anything
             return template_failure(error)
         return None

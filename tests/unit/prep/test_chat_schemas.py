@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
@@ -84,6 +85,52 @@ def test_two_lists_of_turns_are_a_question_to_the_user():
 )
 def test_tools_of_every_form_are_those_that_templates_take(tools):
     assert parse_record({"messages": [ASK, ANSWER], "tools": tools}, "").tools == (TOOL,)
+
+
+STRING, NUMBER = {"type": "string"}, {"type": "number"}
+
+
+@pytest.mark.parametrize(
+    ("spelled", "schema"),
+    [
+        ("str", STRING),
+        ("List[int]", {"type": "array", "items": {"type": "integer"}}),
+        ("Tuple[float, float]", {"type": "array", "items": NUMBER}),
+        ("List[List[str]]", {"type": "array", "items": {"type": "array", "items": STRING}}),
+        ("Dict[str, float]", {"type": "object", "additionalProperties": NUMBER}),
+        ("dict", {"type": "object"}),
+        ("Union[str, float]", {"anyOf": [STRING, NUMBER]}),
+        ("bool | None", {"type": "boolean"}),
+        ("Callable[[float], float]", {}),
+        ("List[" * 100_000, {}),
+        ("integer", {"type": "integer"}),
+    ],
+)
+def test_types_of_python_become_those_of_json_schema(spelled, schema):
+    tools = [{"name": "f", "parameters": {"type": {"description": "d", "type": spelled}}}]
+    (tool,) = parse_record({"messages": [ASK, ANSWER], "tools": tools}, "").tools
+    properties = {"type": {"description": "d", **schema}}
+    assert tool["function"]["parameters"] == {"type": "object", "properties": properties, "required": ["type"]}
+
+
+def test_parameters_of_xlam_and_anthropic_become_json_schema():
+    city, days = {"type": "str", "description": "of what"}, {"type": "str, optional", "default": ""}
+    xlam = {"name": "f", "parameters": {"city": city, "days": days, "zip": {"type": "int", "default": 0}, "none": None}}
+    schema = {"type": "object", "properties": {"city": {**city, "type": "string"}}, "required": ["city"]}
+    more = {"days": {"type": "string", "default": ""}, "zip": {"type": "integer", "default": 0}}
+    wanted = {**schema, "properties": schema["properties"] | more}
+    as_json = {"name": "f", "parameters": json.dumps(xlam["parameters"])}
+    anthropic = {"type": "custom", "name": "f", "input_schema": schema}
+    for tool, parameters in ((xlam, wanted), (as_json, wanted), (anthropic, schema)):
+        made = parse_record({"messages": [ASK, ANSWER], "tools": [tool]}, "").tools
+        assert made == ({"type": "function", "function": {"name": "f", "parameters": parameters}},)
+    of_bfcl = {"name": "f", "parameters": {"type": "dict", "properties": {"city": city}, "required": ["city"]}}
+    assert (
+        parse_record({"messages": [ASK, ANSWER], "tools": [of_bfcl]}, "").tools[0]["function"]["parameters"] == schema
+    )
+    unknown = {"name": "f", "parameters": {"city": "string"}}
+    reason, detail = refusal({"messages": [ASK, ANSWER], "tools": [unknown]})
+    assert (reason, "'f'" in detail, "'city'" in detail) == (BadReason.BAD_TOOLS, True, True)
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]", "null"])

@@ -1,0 +1,179 @@
+"""Descriptions of tools in the form that templates take, with their parameters as JSON Schema.
+
+Data sets describe parameters in other ways, too: `{"city": {"type": "str", "default": "Paris"}}` (xLAM),
+`input_schema` (Anthropic), and Python's names of types. Templates write nothing of what they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from harness.prep.chat.records import BadReason
+from harness.prep.chat.values import JSON_ENCODER, BadRecordError, check_json, decoded, is_empty, show
+
+_NAMES = {
+    "string": ("str", "string"),
+    "integer": ("int", "integer"),
+    "number": ("float", "number", "double"),
+    "boolean": ("bool", "boolean"),
+    "array": ("list", "array", "tuple", "set", "sequence", "iterable"),
+    "object": ("dict", "object", "mapping"),
+    "null": ("none", "null", "nonetype"),
+}
+_TYPES = {name: kind for kind, names in _NAMES.items() for name in names}
+_MAX_DEPTH = 16
+
+
+def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    """Return descriptions of tools in the form that templates take.
+
+    Args:
+        value: a list, or its JSON text, of `{"type": "function", "function": {...}}` or of the functions themselves;
+            each of them may be JSON text too. Their parameters become JSON Schema.
+    """
+    items = decoded(value, "`tools`", BadReason.BAD_TOOLS)
+    if is_empty(items):
+        return ()
+    if not isinstance(items, list):
+        raise BadRecordError(BadReason.BAD_TOOLS, f"`tools` is of type {type(items).__name__}, expected a list")
+    try:
+        text = JSON_ENCODER.encode(items)
+    except (TypeError, ValueError, RecursionError):
+        return _parse_list(items)
+    return _parse_tools(_Written(text, items))
+
+
+class _Written:
+    """A list and its JSON, by which it is looked up."""
+
+    __slots__ = ("items", "text")
+
+    def __init__(self, text: str, items: list[Any]) -> None:
+        self.text, self.items = text, items
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Written) and other.text == self.text
+
+
+# Most records of a source have the same tools: checked once, and one object, whose text is made and checked once, too.
+@lru_cache(maxsize=64)
+def _parse_tools(written: _Written) -> tuple[Mapping[str, Any], ...]:
+    return _parse_list(written.items)
+
+
+def _parse_list(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(_parse_tool(item, f"tool {number}") for number, item in enumerate(items, start=1))
+
+
+def _parse_tool(value: object, what: str) -> Mapping[str, Any]:
+    tool = decoded(value, what, BadReason.BAD_TOOLS)
+    if not isinstance(tool, Mapping):
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(tool).__name__}, expected an object")
+    check_json(tool, what, BadReason.BAD_TOOLS)
+    function = tool.get("function")
+    if function is None and tool.get("name") is not None:
+        if tool.get("type") in ("function", "custom"):  # the flat forms of OpenAI's Responses and of Anthropic
+            tool = {key: item for key, item in tool.items() if key not in ("type", "function")}
+        tool = {"type": "function", "function": tool}
+        function = tool["function"]
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {show(kind)}, expected 'function'")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has no name")
+    return {**({} if "type" in tool else {"type": "function"}), **tool, "function": _with_parameters(function, what)}
+
+
+def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+    """Return the description of a function with JSON Schema as its `parameters`."""
+    name = next((key for key in ("parameters", "input_schema", "inputSchema") if not is_empty(function.get(key))), "")
+    if not name:
+        return function
+    place = f"the {name} of {what} ({show(function['name'])})"
+    given = decoded(function[name], place, BadReason.BAD_TOOLS)
+    if not isinstance(given, Mapping):
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{place} are of type {type(given).__name__}, expected an object")
+    if _is_schema(given):
+        schema = _as_json_schema(given)
+    else:
+        required, properties = [], {}
+        for key, value in given.items():
+            if value is None:  # Parquet gives all rows the same fields
+                continue
+            if not isinstance(value, Mapping) or not (_is_schema(value) or "description" in value):
+                detail = f"{place} are not JSON Schema, and no type of {show(key)} is given"
+                raise BadRecordError(BadReason.BAD_TOOLS, detail)
+            is_required = value.get("required", not ("default" in value or _is_optional(value)))
+            required += [key] if is_required is True else []
+            rest = {part: item for part, item in value.items() if part != "required" or isinstance(item, list)}
+            properties[key] = _as_json_schema(rest)
+        schema = {"type": "object", "properties": properties, "required": required}
+    if name == "parameters" and schema is function[name]:
+        return function
+    return {**{key: item for key, item in function.items() if key not in (name, "parameters")}, "parameters": schema}
+
+
+def _is_schema(given: Mapping[str, Any]) -> bool:
+    """Return False for xLAM's parameters by name, which may be called `type` or `properties`."""
+    properties = given.get("properties")
+    if isinstance(properties, Mapping):
+        return isinstance(given.get("type"), str) or not isinstance(properties.get("type"), str)
+    lists = (given.get(key) for key in ("type", "required", "anyOf", "oneOf", "allOf", "enum"))
+    return isinstance(given.get("type", given.get("$ref")), str) or any(isinstance(item, list) for item in lists)
+
+
+def _is_optional(parameter: Mapping[str, Any]) -> bool:
+    spelled = str(parameter.get("type", "")).replace(" ", "").lower()
+    return spelled.endswith(",optional") or spelled.removeprefix("typing.").startswith("optional[")
+
+
+def _as_json_schema(given: Any) -> Any:
+    """Return a schema with types of JSON in place of Python's: the same object where it has none of these."""
+    if not isinstance(given, Mapping):
+        return given
+    made, kind = dict(given), given.get("type")
+    if isinstance(kind, str) and kind not in _NAMES:
+        found = _of_type(kind)
+        made = {key: found.get(key, item) for key, item in made.items() if key != "type" or found.get("type")} | found
+    if isinstance(given.get("properties"), Mapping):
+        made["properties"] = {name: _as_json_schema(value) for name, value in given["properties"].items()}
+    if "items" in given:
+        made["items"] = _as_json_schema(given["items"])
+    return given if made == given else made
+
+
+def _of_type(spelled: str) -> dict[str, Any]:
+    """Return the schema of a type such as `str, optional` or `List[int]`; one that JSON does not have may be any."""
+    if spelled.count("[") > _MAX_DEPTH:
+        return {}
+    parts = [part for part in _split(spelled, ",") if part.lower() not in ("optional", "")]
+    either = _split(parts[0], "|") if len(parts) == 1 else []
+    name, _, inside = either[0].partition("[") if len(either) == 1 else ("union", "", "")
+    name, inner = name.strip().lower().removeprefix("typing."), _split(inside.removesuffix("]"), ",")
+    if name in ("optional", "union"):
+        schemas = [_of_type(text) for text in (inner if inside else either) if _TYPES.get(text.lower()) != "null"]
+        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas} if schemas and all(schemas) else {}
+    kind = _TYPES.get(name)
+    schemas = [_of_type(text) for text in inner if text not in ("", "...")]
+    if kind == "array" and schemas and schemas[0] and all(schema == schemas[0] for schema in schemas):
+        return {"type": kind, "items": schemas[0]}
+    if kind == "object" and len(schemas) == 2 and schemas[1]:
+        return {"type": kind, "additionalProperties": schemas[1]}
+    return {"type": kind} if kind else {}
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split a text at the separators that are inside no brackets."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
