@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.megatron.export import export_checkpoint
-from harness.prep import end_tokens
+from harness.prep import ChatTokenizer, TokenizerConfig, end_tokens
 
 # Of whole models, and of LoRA adapters, which transformers loads with their base model.
 ADAPTER_FILE = "adapter_config.json"
@@ -37,12 +37,12 @@ class Chat:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
-            # Code that a folder brings is never run, and nobody is asked whether it may be.
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            self._tokenizer.get_chat_template()
-        except (OSError, ValueError) as error:
+            # A prompt has no mask: any rule that works with every template will do.
+            self._prompts = ChatTokenizer(TokenizerConfig(name=str(folder), mask="all"))
+            self._tokenizer = self._prompts.hf
+        except ConfigError as error:
             raise ConfigError(
-                f"no tokenizer with a chat template: {str(error).splitlines()[0]}",
+                f"no tokenizer with a chat template: {error.what}",
                 where=str(folder),
                 fix="`harness export` the run, add the tokenizer of its data to that folder, and name the folder",
             ) from None
@@ -84,27 +84,30 @@ class Chat:
         Raises:
             ConfigError: `text` alone does not fit.
         """
+        import torch
         from transformers import TextStreamer
 
         self._messages.append({"role": "user", "content": text})
-        while (prompt := self._encode())["input_ids"].shape[1] > self._room:
+        while len(prompt := self._prompts.prompt(*self._messages)) > self._room:
             if len(self._messages) == 1:
                 self._messages.clear()
                 raise ConfigError(
-                    f"the message has {prompt['input_ids'].shape[1]:,} tokens, and there is room for {self._room:,}",
+                    f"the message has {len(prompt):,} tokens, and there is room for {self._room:,}",
                     where="the prompt",
                     fix="shorten it, or the answers with max_tokens=",
                 )
             del self._messages[:2]
         streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if live else None
+        ids = torch.tensor([prompt])
         output = self._model.generate(
-            **prompt,
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
             **self._draw,
             **self._ends,
             max_new_tokens=self._max_tokens,
             streamer=streamer,
         )
-        answer = str(self._tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+        answer = str(self._tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True))
         self._messages.append({"role": "assistant", "content": answer})
         return answer
 
@@ -120,11 +123,6 @@ class Chat:
         ends = {*end_tokens(self._tokenizer), *(named if isinstance(named, list) else [named])} - {None}
         pads = (settings.pad_token_id, self._tokenizer.pad_token_id, min(ends, default=None))
         return {"eos_token_id": sorted(ends) or None, "pad_token_id": next((id for id in pads if id is not None), None)}
-
-    def _encode(self) -> Any:
-        return self._tokenizer.apply_chat_template(
-            self._messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
 
 
 @contextmanager

@@ -172,7 +172,9 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
         tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
         masks = [reader.manifest.provenance.mask for reader in readers if reader.manifest is not None]
         ends = sorted({token for mask in masks or [{}] for token in tokenizer.ends_of(mask)})
-    longest = max(len(tokenizer.prompt(prompt)) for prompt in config.trainer.sample_prompts)
+    longest = max(
+        len(tokenizer.prompt({"role": "user", "content": prompt})) for prompt in config.trainer.sample_prompts
+    )
     if longest + config.trainer.sample_tokens > config.model.max_sequence_length:
         raise ConfigError(
             f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "

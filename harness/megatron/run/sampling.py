@@ -119,7 +119,7 @@ class Sampler:
     ) -> None:
         self._step, self._tokenizer, self._ends = step, answering.tokenizer, answering.ends
         self._prompts, self._max_tokens = trainer.sample_prompts, trainer.sample_tokens
-        self._ids = [self._tokenizer.prompt(prompt) for prompt in self._prompts]
+        self._ids = [self._tokenizer.prompt({"role": "user", "content": prompt}) for prompt in self._prompts]
         self._file: LineFile | None = None
         if folder is not None:
             keep_lines_before(folder / SAMPLES_FILE, first_step)

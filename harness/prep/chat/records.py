@@ -36,6 +36,7 @@ class BadReason(StrEnum):
     TEMPLATE_FAILED = "template_failed"
     NOT_WRITTEN = "not_written"
     NOT_AS_SERVED = "not_as_served"
+    NO_END = "no_end"
     NOTHING_TRAINED = "nothing_trained"
     TOO_SHORT = "too_short"
 

@@ -42,6 +42,8 @@ class RenderedChat:
         self._marked: dict[int, tuple[str, list[Span]]] = {}
         # Of turns that begin as they are served: that beginning, and the length of what it replaces.
         self._beginnings: dict[int, tuple[str, int]] = {}
+        # End tokens of turns after which the template writes none.
+        self.added_ends: dict[int, str] = {}
 
     @property
     def whole(self) -> str:
@@ -72,7 +74,7 @@ class RenderedChat:
         return self._texts[turn]
 
     def served(self, turn: int) -> str:
-        """Return the text up to and with a turn, which a server has prompted for: `begin_as_served`, else `upto`."""
+        """Return the text up to and with a turn, as `begin_as_served` begins it and `added_ends` ends it."""
         return self._as_served(turn, self.upto(turn))
 
     def served_with(self, turn: int, message: Message) -> str:
@@ -84,7 +86,8 @@ class RenderedChat:
 
     def _as_served(self, turn: int, text: str) -> str:
         beginning, replaced = self._beginnings.get(turn, ("", 0))
-        return beginning + text[replaced:]
+        end = self.added_ends.get(turn, "")
+        return beginning + (text[replaced:].rstrip() + end if end else text[replaced:])
 
     def begin_as_served(self, turn: int, trained_from: Callable[[str], int]) -> int | None:
         """Begin a turn with its prompt where the template writes earlier turns differently once the turn follows.

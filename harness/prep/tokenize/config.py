@@ -12,6 +12,10 @@ HISTORY_RULES = ("as_served", "kept")
 TRAINED_TURNS = ("all_assistant", "last_turn", "marked")
 # Every byte is a token of its own before any merge.
 MIN_VOCAB_SIZE = 256 + 3
+# Of a rendered conversation.
+MAX_CHARACTERS = 64 << 20
+# Exit codes of the process that renders.
+OUT_OF_MEMORY, OUT_OF_CHARACTERS = 71, 72
 INSTALL_FIX = "pip install 'megatron-sft-harness[tokenize]'"
 
 
@@ -37,6 +41,8 @@ class TokenizerConfig:
         train_reasoning: train the reasoning of trained turns.
         train_tool_calls: train the tool calls of trained turns.
         train_end_of_turn: train the token that ends a turn, from which the model learns to stop.
+        end_of_last_turn: special token, such as `<|endoftext|>`, that is added to a trained turn, and trained, where
+            the chat template writes no end; empty refuses such a conversation. GLM-4.5 has its own without this.
         control_tokens: `refuse` conversations whose text spells a special token of the tokenizer, or `allow` them:
             such text then becomes the token itself, so a user who writes the end of a turn has ended the turn.
     """
@@ -51,6 +57,7 @@ class TokenizerConfig:
     train_reasoning: bool = True
     train_tool_calls: bool = True
     train_end_of_turn: bool = True
+    end_of_last_turn: str = ""
     control_tokens: str = "refuse"
 
     def __post_init__(self) -> None:

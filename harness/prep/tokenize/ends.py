@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import product
 from typing import Any
 
 from harness.errors import ConfigError
+from harness.prep.tokenize.config import TokenizerConfig
+from harness.prep.tokenize.renderer import Renderer
 
 # Ends of published templates, for a template that cannot be asked because it refuses a plain question.
 _KNOWN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|return|>", "<|call|>", "</s>")
-_ANSWER = "qzjxkw"
 
 
 def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[int]:
@@ -66,18 +66,9 @@ def _template_ends(tokenizer: Any) -> list[str]:
         return []
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(tokenizer.all_special_tokens)
-    question = {"role": "user", "content": "?"}
-    # Templates of models that see images take parts alone.
-    contents: tuple[Any, ...] = (_ANSWER, [{"type": "text", "text": _ANSWER}])
-    has_written = False
-    for rest, content in product(([], [question]), contents):
-        turns = [question, {"role": "assistant", "content": content}, *rest]
-        try:
-            _, answer, after = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_ANSWER)
-        except Exception:  # a template is a program, which can refuse anything
-            continue
-        has_written |= bool(answer)
-        following = [token for token in special if answer and after.lstrip().startswith(token)]
-        if following:
-            return [max(following, key=len)]
-    return [] if has_written else [token for token in _KNOWN_ENDS if token in template and token in special]
+    settings, where = TokenizerConfig(mask="all"), str(tokenizer.name_or_path)
+    renderer = Renderer(template, tokenizer.special_tokens_map, settings, sorted(special), where=where)
+    has_written, token = renderer.token_after_answer()
+    if has_written:
+        return [token] if token else []
+    return [token for token in _KNOWN_ENDS if token in template and token in special]

@@ -170,13 +170,13 @@ def with_unique_words(
 def _with_words(tool: Mapping[str, Any], word: Callable[[str], str]) -> Mapping[str, Any]:
     """Return a tool with unique words as its name and as the names of its parameters."""
     function = {**tool["function"], "name": word("tools")}
-    schema = function.get("parameters")
+    schema: Any = function.get("parameters")
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if isinstance(properties, Mapping):
         of = f"of the tool {tool['function']['name']!r}"
         names = {name: word(f"parameter {name!r} {of}") for name, value in properties.items() if value is not None}
         required = schema.get("required")
-        listed = {"required": [names.get(name, name) for name in required]} if isinstance(required, list) else {}
+        listed = {"required": [names.get(str(name), name) for name in required]} if isinstance(required, list) else {}
         renamed = {names.get(name, name): value for name, value in properties.items()}
         function["parameters"] = {**schema, "properties": renamed, **listed}
     return {**tool, "function": function}

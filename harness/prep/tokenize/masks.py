@@ -119,14 +119,18 @@ class Masker:
                 detail = f"turn {untrained + 1} is not to be trained (a weight of 0, or a part of a prompt), and "
                 detail += "tokenizer.mask=all trains every token; tokenizer.mask=auto leaves it out"
                 raise BadRecordError(BadReason.BAD_WEIGHT, detail)
-            text = chat.whole
             self._check_written(chat, known)
-            return [Rendered(text, [(0, len(text))])]
+            last, spans = len(chat.messages) - 1, [(0, len(chat.whole))]
+            spans = self._with_end(chat, last, spans) if conversation.messages[-1].role == "assistant" else spans
+            return [Rendered(chat.served(last), spans)]
         trained = self._trained_turns(conversation)
         if not trained:
             raise BadRecordError(BadReason.NOTHING_TRAINED, "no turn of it is marked as trained")
         if self.rule == "assistant_turns":
-            found = [Rendered(chat.whole, [self._added_span(chat, turn) for turn in trained])]
+            spans, last = [self._added_span(chat, turn) for turn in trained], len(chat.messages) - 1
+            if trained[-1] == last:
+                spans[-1:] = self._with_end(chat, last, spans[-1:])
+            found = [Rendered(chat.served(last), spans)]
         elif self.rule == "marks":
             found = self._marked_sequences(chat, trained, has_tags=known.has_tags)
         else:
@@ -167,7 +171,8 @@ class Masker:
         every = len(trained) == chat.num_assistant_turns
         plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
         is_usual = not (chat.has_reasoning or chat.has_late_system or chat.has_answers_in_a_row)
-        if plain and is_usual and not has_tags and self._keeps_turns:
+        has_end = bool(spans) and self._has_end(text, *spans[-1])
+        if plain and is_usual and has_end and not has_tags and self._keeps_turns:
             return [Rendered(text, spans)]
         return self._sequences_of_turns(chat, trained, lambda turn: self._marked_turn(chat, turn))
 
@@ -224,8 +229,6 @@ class Masker:
         end = len(text.rstrip())
         if self._stock is not None:
             start += next((len(header) for header in self._stock.skips if text.startswith(header, start)), 0)
-            if self._stock.untrained_end and text.endswith(self._stock.untrained_end, 0, end):
-                end -= len(self._stock.untrained_end)
         return start, end
 
     def _trained_from(self, prompt: str) -> int:
@@ -255,7 +258,11 @@ class Masker:
         spans: list[Span] = []
         for turn in reversed(trained):
             turn_spans = spans_of(turn)
+            if turn_spans and self._config.train_end_of_turn:
+                turn_spans = self._with_end(chat, turn, turn_spans)
             own = chat.served(turn)
+            if turn == len(chat.messages) - 1 and turn in chat.added_ends:
+                text = own
             if missing := unwritten_reasoning(own, turn, chat.conversation.messages[turn]):
                 raise self._forms.not_written(missing)
             turn_spans = self._switched(chat, turn, turn_spans)
@@ -277,7 +284,7 @@ class Masker:
     def _placed(self, own: str, spans: list[Span], text: str) -> list[Span] | None:
         """Return a turn's spans in a longer text; None if the turn is written differently there."""
         if text is own or text.startswith(own.rstrip()):
-            return self._with_stock_end(spans, text)
+            return spans
         *others, (start, end) = spans
         # The end of the last turn may differ: some templates close the conversation after it.
         core = self._core_end(own, start, end)
@@ -291,13 +298,34 @@ class Masker:
             return [*others, (start, ends[1].end())]
         return None
 
-    def _with_stock_end(self, spans: list[Span], text: str) -> list[Span]:
-        """Add the end of turn of templates that write none: the header of the next turn."""
+    def _has_end(self, text: str, start: int, end: int) -> bool:
+        return text[start:end].rstrip().endswith(self._special_texts)
+
+    def _with_end(self, chat: RenderedChat, turn: int, spans: list[Span]) -> list[Span]:
+        """Return the spans of a turn with the token that ends it, which is added where the template writes none.
+
+        Raises:
+            BadRecordError: neither the template nor a setting has such a token.
+        """
+        own, message = chat.served(turn), chat.conversation.messages[turn]
         *others, (start, end) = spans
-        if self._stock is None or not self._stock.ends or not self._config.train_end_of_turn:
+        if self._has_end(own, start, end):
             return spans
-        following = next((stop for stop in self._stock.ends if text.startswith(stop, end)), "")
-        return [*others, (start, end + len(following))]
+        stock = self._stock.last_ends if self._stock is not None else ()
+        token = self._config.end_of_last_turn or (stock[bool(message.tool_calls)] if stock else "")
+        following = own[end:].strip()
+        if token and following.startswith(token):
+            return [*others, (start, own.index(token, end) + len(token))]
+        if following or not token:
+            written = self._special.match(following)
+            example = written.group() if written else self._template.end_of_sequence
+            detail = f"turn {turn + 1} is trained without a token that ends it, so the model would not learn to stop; "
+            detail += (
+                f"name one with tokenizer.end_of_last_turn{f', for example {example}' if example else ''}, or set "
+            )
+            raise BadRecordError(BadReason.NO_END, f"{detail}tokenizer.train_end_of_turn=false")
+        chat.added_ends[turn] = token
+        return [*others, (start, len(chat.served(turn)))]
 
     def _switched(self, chat: RenderedChat, turn: int, spans: list[Span]) -> list[Span]:
         """Take out of a turn's spans what the settings leave untrained."""
@@ -369,9 +397,9 @@ class Masker:
 
         A template that writes none may rely on the header of the next turn (`StockRule.ends`).
         """
-        return self._written_ends or (self._stock.ends if self._stock else ())
+        given = [self._config.end_of_last_turn] if self._config.end_of_last_turn else []
+        return tuple(dict.fromkeys([*(self._written_ends() or (self._stock.ends if self._stock else ())), *given]))
 
-    @cached_property
     def _written_ends(self) -> tuple[str, ...]:
         probes = [
             Conversation((_ASK, _ANSWER), ""),
@@ -386,15 +414,6 @@ class Masker:
             tokens = self._special.findall(text, self._core_end(text, 0, len(text)))
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
         return tuple(found)
-
-    def warning(self) -> str:
-        """Return what a user of this template should know; empty if there is nothing."""
-        if self._written_ends or self.rule == "all":
-            return ""
-        return (
-            "the chat template ends no conversation with a special token, so the last turn does not teach the model to "
-            "stop"
-        )
 
 
 def _first_untrained(conversation: Conversation) -> int | None:

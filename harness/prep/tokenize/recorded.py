@@ -14,7 +14,8 @@ from harness.prep.tokenize.config import TokenizerConfig
 # Setting of each recorded rule that a template does not decide by itself.
 _RULES = {"marks": "generation", "assistant_turns": "assistant_turns", "all": "all"}
 _PARTS = ("reasoning", "tool_calls", "end_of_turn")
-_MASKING = ("mask", "history", "train_on", *(f"train_{part}" for part in _PARTS))
+_TEXTS = ("history", "train_on", "end_of_last_turn")
+_MASKING = ("mask", *_TEXTS, *(f"train_{part}" for part in _PARTS))
 
 
 def as_prepared(config: TokenizerConfig, folder: str = "") -> tuple[TokenizerConfig, Path | None]:
@@ -50,7 +51,7 @@ def as_prepared(config: TokenizerConfig, folder: str = "") -> tuple[TokenizerCon
 
 def _settings(mask: Mapping[str, str], dataset: Path) -> dict[str, Any]:
     """Return the settings that make a mask with these facts."""
-    settings: dict[str, Any] = {name: mask[name] for name in ("history", "train_on") if name in mask}
+    settings: dict[str, Any] = {name: mask[name] for name in _TEXTS if name in mask}
     if mask.get("rule") in _RULES:
         settings["mask"] = _RULES[mask["rule"]]
     try:

@@ -20,7 +20,7 @@ class StockRule:
         inclusive: the text itself is trained, too.
         skips: headers that the template repeats after a tool's result, where a server has none; not trained.
         ends: tokens that end a turn beside those that the template writes last.
-        untrained_end: text at the end of a turn that is not trained.
+        last_ends: tokens that end a last answer and a last call of tools, of a template that writes none.
     """
 
     name: str
@@ -28,7 +28,7 @@ class StockRule:
     inclusive: bool = False
     skips: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
-    untrained_end: str = ""
+    last_ends: tuple[str, ...] = ()
 
     @property
     def has_own_spans(self) -> bool:
@@ -54,7 +54,7 @@ _RULES: dict[str, StockRule] = {
     "2147c474f41b522b": StockRule("Cohere 2"),
     "56a1447ad31926fd": StockRule("DeepSeek-R1-Distill", opens=_DEEPSEEK, inclusive=True),
     "563b1ce7d61d50a9": StockRule("DeepSeek-V3", opens=_DEEPSEEK, inclusive=True),
-    "9aeb7eac68ad87bb": StockRule("DiffusionGemma", skips=_GEMMA, untrained_end="<|tool_response>"),
+    "9aeb7eac68ad87bb": StockRule("DiffusionGemma", skips=_GEMMA),
     "ecd6ae513fe103f0": StockRule("Gemma and Gemma 2"),
     "8d9e3a3c114fb205": StockRule("Gemma 3"),
     "33204f1acb5bd000": StockRule("Gemma 4", skips=_GEMMA),
@@ -62,7 +62,11 @@ _RULES: dict[str, StockRule] = {
     "781d10940fbc44be": StockRule("Gemma 4, third revision", skips=_GEMMA),
     "2f1b4d75d067bae3": StockRule("Gemma 4, fourth revision", skips=_GEMMA),
     "603a42db292c2527": StockRule("Gemma 4, fifth revision", skips=_GEMMA),
-    "44f815868bf02fa4": StockRule("GLM-4.5 MoE", ends=("<|user|>", "<|observation|>", "<|system|>")),
+    "44f815868bf02fa4": StockRule(
+        "GLM-4.5 MoE",
+        ends=("<|user|>", "<|observation|>", "<|system|>"),
+        last_ends=("<|user|>", "<|observation|>"),
+    ),
     "a4c9919cbbd4acdd": StockRule("gpt-oss", opens=_CHANNELS, inclusive=True, ends=("<|end|>",)),
     "0d7e56ca41705b79": StockRule("Idefics 3"),
     "cef187400d62a595": StockRule("LFM2"),

@@ -10,23 +10,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from harness.errors import ConfigError
-from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation
+from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.ends import end_tokens
 from harness.prep.tokenize.loading import load_tokenizer
-from harness.prep.tokenize.masks import Masker, Rendered
+from harness.prep.tokenize.masks import Rendered
 from harness.prep.tokenize.offsets import Span, TokenBytes, mask_of_encoding
+from harness.prep.tokenize.renderer import Renderer
 from harness.prep.tokenize.templates import load_template, template_tokens
 from harness.records import Int32Array, SequenceView, UInt8Array
 
-if TYPE_CHECKING:
-    from harness.prep.tokenize.rendering import Template
 _JSON = json.JSONEncoder(ensure_ascii=False)
 
 
@@ -51,6 +50,9 @@ class ChatTokenizer:
     Tokens equal those of `apply_chat_template(..., tokenize=True)`. The mask is computed here, from the characters of
     each token: transformers looks up the token of a span's last character, finds none where a tokenizer leaves white
     space out of its offsets, and then trains everything up to the end of the conversation.
+
+    Attributes:
+        hf: tokenizer of transformers; its own templates are never rendered in this process.
     """
 
     def __init__(self, config: TokenizerConfig, folder: str = "", *, today: date | None = None) -> None:
@@ -65,25 +67,29 @@ class ChatTokenizer:
         """
         self.name = folder or config.name
         self._config = config
-        self._hf = load_tokenizer(self.name)
-        self._backend = self._hf.backend_tokenizer
+        self.hf = load_tokenizer(self.name)
+        self._backend = self.hf.backend_tokenizer
         # A tokenizer.json may carry settings of the program that wrote it.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = False
-        added = {number: token.content for number, token in self._hf.added_tokens_decoder.items()}
+        added = {number: token.content for number, token in self.hf.added_tokens_decoder.items()}
         self._token_bytes = TokenBytes.of(self._backend, added)
         if config.chat_template:
-            self._hf.chat_template = load_template(config.chat_template)
+            self.hf.chat_template = load_template(config.chat_template)
             self._check_tokens(config.chat_template)
         try:
-            self.chat_template: str = self._hf.get_chat_template(None, None)
+            self.chat_template: str = self.hf.get_chat_template(None, None)
         except ValueError as error:
             fix = "name a template with tokenizer.chat_template"
             raise ConfigError("the tokenizer has no chat template", where=self.name, fix=fix) from error
-        special_tokens = {token.content for token in self._hf.added_tokens_decoder.values() if token.special}
+        special_tokens = {token.content for token in self.hf.added_tokens_decoder.values() if token.special}
         # Longest first, so that an error names the token that would be made.
-        special = sorted(special_tokens | set(self._hf.all_special_tokens), key=lambda token: (-len(token), token))
+        special = sorted(special_tokens | set(self.hf.all_special_tokens), key=lambda token: (-len(token), token))
+        if config.end_of_last_turn not in ("", *special):
+            what = f"{config.end_of_last_turn!r} is no special token of the tokenizer"
+            fix = f"name one of {', '.join(special[:8])}"
+            raise ConfigError(what, where="tokenizer.end_of_last_turn", fix=fix)
         refuse = config.control_tokens == "refuse" and special
         self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
         # A cheap test for these characters spares most texts the regular expression.
@@ -91,8 +97,8 @@ class ChatTokenizer:
         # The tools that were looked at last, and the control token that they spell.
         self._tools: tuple[Sequence[Mapping[str, Any]], str] = (), ""
         where = config.chat_template or self.name
-        self._template = _compile(self.chat_template, self._hf.special_tokens_map, today, where)
-        self._masker = Masker(self._template, config, special, where=where)
+        variables = self.hf.special_tokens_map
+        self._renderer = Renderer(self.chat_template, variables, config, special, today=today, where=where)
 
     def _check_tokens(self, template: str) -> None:
         """Refuse a built-in template whose special tokens this tokenizer spells: it would not be the models' format."""
@@ -107,12 +113,12 @@ class ChatTokenizer:
     @property
     def mask_rule(self) -> str:
         """Rule by which trained tokens are found; `mask_facts` has the reason."""
-        return self._masker.rule
+        return self._renderer.rule
 
     @property
     def uses_date(self) -> bool:
         """The chat template writes the date, so that its text depends on the day."""
-        return self._template.uses_date
+        return self._renderer.uses_date
 
     def mask_facts(self, schema: str = "") -> dict[str, str]:
         """Return how masks are made, for the manifest of a dataset.
@@ -122,7 +128,7 @@ class ChatTokenizer:
         """
         config = self._config
         if schema == "text":
-            ends = [self._hf.eos_token] if self._hf.eos_token else []
+            ends = [self.hf.eos_token] if self.hf.eos_token else []
             why = "the records are plain text, which is trained as a whole"
             return {"rule": "text", "why": why, "end_tokens": json.dumps(ends, ensure_ascii=False), "schema": schema}
         parts = {
@@ -131,24 +137,25 @@ class ChatTokenizer:
             "end_of_turn": config.train_end_of_turn,
         }
         return {
-            "rule": self._masker.rule,
-            "why": "; ".join(filter(None, (self._masker.why, self._masker.warning()))),
+            "rule": self._renderer.rule,
+            "why": self._renderer.why,
             "history": config.history,
             "train_on": config.train_on,
             "untrained": json.dumps([name for name, trained in parts.items() if not trained]),
-            "end_tokens": json.dumps(list(self._masker.end_tokens), ensure_ascii=False),
+            "end_tokens": json.dumps(list(self._renderer.end_tokens), ensure_ascii=False),
+            **({"end_of_last_turn": config.end_of_last_turn} if config.end_of_last_turn else {}),
             **({"schema": schema} if schema else {}),
         }
 
     @property
     def vocab_size(self) -> int:
         """Highest token id plus one."""
-        return 1 + int(max(self._hf.get_vocab().values()))
+        return 1 + int(max(self.hf.get_vocab().values()))
 
     @property
     def tokenizer_hash(self) -> str:
         """16 hex digits over every token with its id and the roles of special tokens."""
-        return _hash_tokens(self._hf)
+        return _hash_tokens(self.hf)
 
     @property
     def chat_template_hash(self) -> str:
@@ -157,12 +164,11 @@ class ChatTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder that includes the template in use."""
-        self._hf.save_pretrained(str(folder))
+        self.hf.save_pretrained(str(folder))
 
-    def prompt(self, text: str) -> list[int]:
-        """Return the token ids of a conversation with the user turn `text`, up to where the answer begins."""
-        rendered = self._template.render([{"role": "user", "content": text}], prompt=True)
-        return list(self._backend.encode(rendered, add_special_tokens=False).ids)
+    def prompt(self, *turns: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a conversation of these turns, up to where the answer begins."""
+        return list(self._backend.encode(self._renderer.prompt(turns), add_special_tokens=False).ids)
 
     @property
     def ends(self) -> list[int]:
@@ -171,7 +177,7 @@ class ChatTokenizer:
 
     def ends_of(self, mask: Mapping[str, str]) -> list[int]:
         """Return the ids that end an answer of a model trained on data with this `Provenance.mask`."""
-        return end_tokens(self._hf, mask)
+        return end_tokens(self.hf, mask)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, including special tokens."""
@@ -197,7 +203,7 @@ class ChatTokenizer:
         Returns:
             for each conversation its sequences, as in `encode`, or the reason why it has none.
         """
-        rendered = [self._render(conversation) for conversation in conversations]
+        rendered = self._render(conversations)
         texts = [sequence.text for made in rendered if not isinstance(made, BadRecord) for sequence in made]
         encode = self._backend.encode_batch_fast if self._token_bytes else self._backend.encode_batch
         encodings = iter(encode(texts, add_special_tokens=False))
@@ -239,17 +245,21 @@ class ChatTokenizer:
             encoding = self._backend.encode(text, add_special_tokens=False)
         return mask_of_encoding(encoding, len(ids), text, spans)
 
-    def _render(self, conversation: Conversation) -> list[Rendered] | BadRecord:
-        """Return the texts of a conversation's sequences with their trained spans."""
+    def _render(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | BadRecord]:
+        """Return the texts of each conversation's sequences with their trained spans."""
+        known = [self._known(conversation) for conversation in conversations]
+        unknown = [one for one, made in zip(conversations, known, strict=True) if made is None]
+        rendered = iter(self._renderer.sequences(unknown))
+        return [next(rendered) if made is None else made for made in known]
+
+    def _known(self, conversation: Conversation) -> list[Rendered] | BadRecord | None:
+        """Return what does not depend on the template."""
         if self._control is not None and (detail := self._spelled_control_token(conversation)):
             return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
-        if conversation.text is not None:
-            text = conversation.text + (self._hf.eos_token or "")
-            return [Rendered(text, [(0, len(text))])]
-        try:
-            return self._masker.sequences(conversation)
-        except BadRecordError as refused:
-            return BadRecord(conversation.where, refused.reason, refused.detail)
+        if conversation.text is None:
+            return None
+        text = conversation.text + (self.hf.eos_token or "")
+        return [Rendered(text, [(0, len(text))])]
 
     def _spelled_control_token(self, conversation: Conversation) -> str:
         """Return where a text of the conversation spells a control token; empty if none does."""
@@ -290,19 +300,6 @@ def _texts_of_turns(conversation: Conversation) -> Iterator[tuple[str, str]]:
             arguments = call.arguments
             spelled = arguments if isinstance(arguments, str) else _JSON.encode(arguments)
             yield f"a tool call of {place}", f"{call.name} {spelled}"
-
-
-def _compile(text: str, variables: Mapping[str, Any], today: date | None, where: str) -> Template:
-    """Compile a template; a broken one is reported once, instead of once per conversation."""
-    import jinja2
-
-    from harness.prep.tokenize.rendering import Template
-
-    try:
-        return Template(text, variables, today=today)
-    except jinja2.TemplateSyntaxError as error:
-        what = f"the chat template is not valid Jinja: {error.message}, line {error.lineno}"
-        raise ConfigError(what, where=where, fix="fix the template") from None
 
 
 def tokenizer_hash(name: str) -> str:

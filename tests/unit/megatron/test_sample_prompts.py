@@ -46,7 +46,9 @@ def found(*paths: Path) -> tuple[str, set[str]]:
     config = SftConfig(data=data, trainer=TrainerConfig(sample_prompts=["Hi"], sample_tokens=8))
     answering = find_tokenizer(config, open_datasets(data))
     tokenizer = answering.tokenizer
-    return tokenizer.decode(tokenizer.prompt("Hi")), {tokenizer.decode([token]) for token in answering.ends}
+    return tokenizer.decode(tokenizer.prompt({"role": "user", "content": "Hi"})), {
+        tokenizer.decode([token]) for token in answering.ends
+    }
 
 
 @pytest.mark.parametrize(

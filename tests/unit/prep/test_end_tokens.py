@@ -11,6 +11,7 @@ from stock_templates import stock_templates, tokenizer_for
 
 from harness.errors import ConfigError
 from harness.prep import end_tokens
+from harness.prep.chat import BadReason, BadRecord, Conversation, parse_record
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 
 LLAMA3 = (
@@ -61,13 +62,70 @@ def test_recorded_tokens_are_taken_with_the_end_token_of_the_tokenizer(load: Any
     assert tokenizer.encode("\n", add_special_tokens=False)[0] in end_tokens(tokenizer, {"end_tokens": '["\\n"]'})
 
 
-def test_glm_stops_where_its_makers_stop_it_and_its_missing_end_is_reported(tmp_path: Path) -> None:
+def test_glm_stops_where_its_makers_stop_it(tmp_path: Path) -> None:
     """Its template writes no end of a turn: `<|user|>` or `<|observation|>` follows, as its generation config lists."""
     folder = tokenizer_for(stock_templates()["glm4moe"], tmp_path)
     made = ChatTokenizer(TokenizerConfig(name=str(folder)))
     assert json.loads(made.mask_facts()["end_tokens"]) == ["<|user|>", "<|observation|>", "<|system|>"]
     assert {made.decode([token]) for token in made.ends} == {"<|user|>", "<|observation|>", "<|system|>", "</s>"}
-    assert "the last turn does not teach the model to stop" in made.mask_facts()["why"]
+
+
+MARKED = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m.role == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+)
+CHAT = {"messages": [{"role": role, "content": f"{role} speaks"} for role in ("user", "assistant") * 2]}
+
+
+@pytest.mark.parametrize(
+    ("template", "settings"),
+    [(WORDS, {}), (WORDS, {"mask": "all"}), (MARKED, {}), (MARKED, {"mask": "assistant_turns"})],
+)
+def test_a_last_turn_without_an_end_is_refused_or_gets_the_one_that_is_named(
+    tmp_path: Path, template: str, settings: dict[str, str]
+) -> None:
+    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    name = str(tokenizer_for(template + prompt, tmp_path / "tokenizer"))
+    conversation = parse_record(CHAT, "line 1")
+    assert isinstance(conversation, Conversation)
+    (bad,) = ChatTokenizer(TokenizerConfig(name=name, **settings)).encode([conversation])
+    assert isinstance(bad, BadRecord)
+    assert (bad.reason, bad.where) == (BadReason.NO_END, "line 1")
+    assert "tokenizer.end_of_last_turn, for example </s>" in bad.detail
+
+    named = ChatTokenizer(TokenizerConfig(name=name, end_of_last_turn="</s>", **settings))
+    (made,) = named.encode_each([conversation])
+    assert not isinstance(made, BadRecord), made
+    # Each answer has its end, and so a sequence of its own where every answer is trained alone.
+    assert len(made) == (1 if "mask" in settings else 2)
+    for sequence in made:
+        assert sequence.text.endswith("assistant speaks</s>")
+        assert sequence.view.loss_mask[-2] == 1
+        assert named.decode([int(sequence.view.input_ids[-1])]) == "</s>"
+    assert json.loads(named.mask_facts()["end_tokens"]) == ["</s>"]
+    silent = {} if "mask" in settings else {"train_end_of_turn": False}
+    if silent:
+        (untrained,) = ChatTokenizer(TokenizerConfig(name=name, **silent)).encode([conversation])
+        assert not isinstance(untrained, BadRecord)
+
+
+def test_an_end_outside_the_marks_is_refused_or_trained_by_its_name(tmp_path: Path) -> None:
+    prompt = "<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    name = str(tokenizer_for(MARKED.replace("{% endfor %}", prompt), tmp_path / "tokenizer"))
+    conversation = parse_record(CHAT, "line 1")
+    assert isinstance(conversation, Conversation)
+    (bad,) = ChatTokenizer(TokenizerConfig(name=name)).encode([conversation])
+    assert isinstance(bad, BadRecord)
+    assert "tokenizer.end_of_last_turn, for example <|im_end|>" in bad.detail
+    ((made,),) = ChatTokenizer(TokenizerConfig(name=name, end_of_last_turn="<|im_end|>")).encode_each([conversation])
+    assert [made.text[start:end].strip() for start, end in made.spans] == ["assistant speaks<|im_end|>"] * 2
+
+
+def test_the_named_end_is_a_special_token(tmp_path: Path) -> None:
+    name = str(tokenizer_for(WORDS, tmp_path / "tokenizer"))
+    with pytest.raises(ConfigError, match="is no special token") as error:
+        ChatTokenizer(TokenizerConfig(name=name, end_of_last_turn="<|stop|>"))
+    assert "</s>" in error.value.fix
 
 
 def test_a_tokenizer_without_a_template_has_its_own_end_alone(load: Any) -> None:

@@ -35,7 +35,6 @@ TOOLS = (
     "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-DOUBLED = "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x OP ns.x %}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +274,21 @@ def test_a_text_that_a_template_loses_is_refused_by_name(
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "fox"}}}
 
 
+def test_a_parameter_that_a_template_loses_is_refused_by_name_though_a_call_has_it(tokenizer: Any) -> None:
+    made = tokenizer(
+        TOOLS.replace("{{ t.function.name }}", "{{ t.function.name }}({{ t.function.parameters.required }})")
+    )
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    function = {"name": "f", "parameters": {"b": {"type": "str"}}}
+    encode(made, parsed(turns, tools=[function]))
+
+    bad = refused(made, parsed(turns, tools=[{**function, "parameters": {"a": {"type": "str", "default": "fox"}}}]))
+
+    assert bad.reason == BadReason.NOT_WRITTEN
+    assert "does not write the parameter 'a' of the tool 'f'" in bad.detail
+    assert "source.ignore_fields=[tools]" in bad.detail
+
+
 # What is lost stands elsewhere, too: a short result in the answer, an argument in the question.
 @pytest.mark.parametrize(
     ("lost", "messages", "words"),
@@ -510,34 +524,6 @@ def test_a_template_writes_the_date_that_it_is_given(tokenizer: Any) -> None:
     assert not tokenizer(TOOLS).uses_date
 
 
-@pytest.mark.parametrize(
-    ("program", "words"),
-    [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps"),
-        ("{% for m in messages %}" * 12 + "{% endfor %}" * 12, "steps"),
-        ("{{ 'a' * 10**10 }}", "characters"),
-        (
-            "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-            "characters",
-        ),
-        (
-            "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-            "characters",
-        ),
-        ("{{ 'x' | center(10**10) }}", "characters"),
-        ("{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}", "characters"),
-        ("{{ messages.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ cycler.__init__.__globals__ }}", "unsafe"),
-    ],
-)
-def test_a_hostile_template_is_stopped(tokenizer: Any, program: str, words: str) -> None:
-    bad = refused(tokenizer(program + TOOLS), chat("Hi", "Hello", "Bye", "So long"))
-
-    assert bad.reason == BadReason.TEMPLATE_FAILED
-    assert words in bad.detail
-
-
 def test_facts_record_the_rule_its_reason_and_the_tokens_that_end_a_turn(tokenizer: Any) -> None:
     facts = tokenizer(TOOLS, train_reasoning=False, train_on="last_turn").mask_facts()
 
@@ -581,15 +567,6 @@ def test_threads_render_one_template_at_once(folder: Path) -> None:
         made = list(pool.map(lambda conversation: encode(marked, conversation)[0].spans, chats * 4))
 
     assert made == expected * 4
-
-
-def test_a_template_without_an_end_of_turn_is_reported(tokenizer: Any) -> None:
-    open_ended = tokenizer(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'assistant: ' * add_generation_prompt }}"
-    )
-
-    assert "does not teach the model to stop" in open_ended.mask_facts()["why"]
-    assert "does not teach" not in tokenizer(TOOLS).mask_facts()["why"]
 
 
 def test_marks_inside_text_that_moves_are_refused(tokenizer: Any) -> None:

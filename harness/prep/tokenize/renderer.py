@@ -1,0 +1,297 @@
+"""Render chat templates in a process beside this one, which has limits of processor time and memory.
+
+A template is a program of a stranger. Jinja's sandbox keeps it from the interpreter, but not from `3**60000000` or a
+list that grows without end: the system ends a process that does either. One process serves all tokenizers of this one;
+batches of conversations go to it pickled, and come back as JSON, of which nothing is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import date
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import harness
+from harness import errors
+from harness.errors import ConfigError, HarnessError, PrepError
+from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation, Message, ToolCall
+from harness.prep.tokenize.config import MAX_CHARACTERS, OUT_OF_CHARACTERS, OUT_OF_MEMORY, TokenizerConfig
+from harness.prep.tokenize.masks import Masker, Rendered
+
+if TYPE_CHECKING:
+    from harness.prep.tokenize.rendering import Template
+
+# Of one conversation of up to 64 turns, and in proportion of a longer one. A hundred turns take some milliseconds.
+CPU_S = 10.0
+# Of address space, above that of the interpreter.
+MEMORY_BYTES = 2 << 30
+_ANSWER = "qzjxkw"
+_FIX = "name another template with tokenizer.chat_template, or leave the conversation out"
+_SERVE = "from harness.prep.tokenize.renderer import serve; serve()"
+# The process ends with its standard input, not by signals to everything in the job.
+_NOT_FOR_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class _StoppedError(Exception):
+    """The process was ended by its limits; the argument says by which."""
+
+
+class Renderer:
+    """A chat template with a mask rule (`Masker`), in the process that renders.
+
+    Args:
+        template: Jinja.
+        variables: texts that the template may read by name, such as `bos_token`.
+        config: mask rule and what to train.
+        special: texts of the tokenizer's special tokens.
+        today: date that the template writes; None is the date of each rendering.
+        where: name of the template, for errors.
+
+    Attributes:
+        rule, why, end_tokens: of the `Masker`.
+        uses_date: the template writes the date.
+
+    Raises:
+        ConfigError: the template is not valid, does not fit the mask rule, or exceeds the limits.
+    """
+
+    def __init__(
+        self,
+        template: str,
+        variables: Mapping[str, Any],
+        config: TokenizerConfig,
+        special: Sequence[str],
+        *,
+        today: date | None = None,
+        where: str,
+    ) -> None:
+        self._settings = pickle.dumps((template, dict(variables), config, tuple(special), today, where))
+        self._where = where
+        self.rule: str
+        self.why: str
+        self.uses_date: bool
+        self.rule, self.why, self.uses_date, ends = self._ask("facts")
+        self.end_tokens: tuple[str, ...] = tuple(ends)
+
+    def sequences(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | BadRecord]:
+        """Return the sequences of each conversation, or the reason why it has none.
+
+        Raises:
+            PrepError: the template exceeds the limits on one of them, which is named.
+        """
+        if not conversations:
+            return []
+        try:
+            answers = _exchange((self._settings, "sequences", [_values_of(one) for one in conversations]))
+        except _StoppedError as stopped:
+            if len(conversations) > 1:
+                return [self.sequences([one])[0] for one in conversations]
+            what, where = f"the chat template {stopped}", f"{conversations[0].where}; template: {self._where}"
+            raise PrepError(what, where=where, fix=_FIX) from None
+        return [
+            BadRecord(one.where, BadReason(made["reason"]), made["detail"])
+            if isinstance(made, dict)
+            else [Rendered(text, [(start, end) for start, end in spans]) for text, spans in made]
+            for one, made in zip(conversations, answers, strict=True)
+        ]
+
+    def prompt(self, turns: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a conversation up to where the assistant's next turn begins."""
+        return str(self._ask("prompt", list(turns)))
+
+    def token_after_answer(self) -> tuple[bool, str]:
+        """Return True if the template writes an answer, and the special token after it; empty if there is none.
+
+        That is the token that it writes after the answer, or else before the question after it.
+        """
+        has_written, token = self._ask("token_after_answer")
+        return has_written, token
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        try:
+            return _exchange((self._settings, name, *arguments))
+        except _StoppedError as stopped:
+            raise ConfigError(f"the chat template {stopped}", where=self._where, fix=_FIX) from None
+
+
+class _Process:
+    """The process that renders, as its caller has it."""
+
+    def __init__(self, cpu_s: float, memory_bytes: int) -> None:
+        paths = [str(Path(harness.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.cpu_s, self.memory_bytes, self.lock = cpu_s, memory_bytes, threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _SERVE, str(cpu_s), str(memory_bytes)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=1 << 20,
+            start_new_session=True,
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def exchange(self, request: bytes) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(request)
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = b""
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        code = self._process.wait()
+        if code == -signal.SIGPROF:
+            raise _StoppedError(f"takes more than {self.cpu_s:g} s of processor time")
+        if code == OUT_OF_CHARACTERS:
+            raise _StoppedError(f"writes more than {MAX_CHARACTERS:,} characters")
+        if code == OUT_OF_MEMORY:
+            raise _StoppedError(f"needs more than {self.memory_bytes / 2**30:g} GiB of memory")
+        raise _StoppedError(f"ended the process that renders it ({f'signal {-code}' if code < 0 else f'code {code}'})")
+
+
+@lru_cache(maxsize=2)
+def _process_of(pid: int, cpu_s: float, memory_bytes: int) -> _Process:
+    """Return the process that renders for the process `pid`: a fork shares no pipes with its parent."""
+    return _Process(cpu_s, memory_bytes)
+
+
+def _exchange(request: tuple[Any, ...]) -> Any:
+    while True:
+        process = _process_of(os.getpid(), CPU_S, MEMORY_BYTES)
+        with process.lock:
+            if not process.has_ended:
+                answer = process.exchange(pickle.dumps(request, protocol=5))
+                break
+            _process_of.cache_clear()
+    if "error" in answer:
+        kind, what, where, fix = answer["error"]
+        raise getattr(errors, kind)(what, where=where, fix=fix)
+    return answer["made"]
+
+
+def _values_of(conversation: Conversation) -> tuple[Any, ...]:
+    """Return what templates see of a conversation; dataclasses with slots take ten times as long to pickle."""
+    turns = [
+        (
+            turn.role,
+            turn.content,
+            turn.reasoning,
+            [(call.name, call.arguments, call.id) for call in turn.tool_calls],
+            turn.tool_call_id,
+            turn.name,
+            turn.trained,
+        )
+        for turn in conversation.messages
+    ]
+    return turns, conversation.tools, conversation.template_kwargs
+
+
+# ---- in the process that renders -----------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Answer requests on standard input until it ends, within the limits that the arguments give."""
+    import resource
+
+    cpu_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
+    for number in _NOT_FOR_IT:
+        signal.signal(number, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # nothing else is printed among them
+    from harness.prep.tokenize import rendering  # noqa: F401 - before its memory counts
+
+    if (sizes := Path("/proc/self/statm")).exists():  # on Linux; macOS does not enforce it
+        limit = int(sizes.read_text().split()[0]) * resource.getpagesize() + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        while True:
+            try:
+                settings, name, *arguments = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            answers.write(json.dumps(_answer(settings, name, arguments, cpu_s)).encode() + b"\n")
+            answers.flush()
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+
+
+def _answer(settings: bytes, name: str, arguments: list[Any], cpu_s: float) -> dict[str, Any]:
+    try:
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        template, masker = _made(settings)
+        if name == "sequences":
+            return {"made": [_sequences(masker, values, cpu_s) for values in arguments[0]]}
+        if name == "prompt":
+            return {"made": template.render(arguments[0], prompt=True)}
+        if name == "token_after_answer":
+            return {"made": _token_after_answer(template, pickle.loads(settings)[3])}
+        return {"made": (masker.rule, masker.why, template.uses_date, masker.end_tokens)}
+    except MemoryError:
+        raise
+    except HarnessError as error:
+        return {"error": (type(error).__name__, error.what, error.where, error.fix)}
+    except Exception as error:  # a template is a stranger's program and can raise anything
+        what = f"the chat template failed: {type(error).__name__}: {error}"
+        return {"error": ("ConfigError", what, pickle.loads(settings)[5], _FIX)}
+
+
+@lru_cache(maxsize=8)
+def _made(settings: bytes) -> tuple[Template, Masker]:
+    import jinja2
+
+    from harness.prep.tokenize.rendering import Template
+
+    text, variables, config, special, today, where = pickle.loads(settings)
+    try:
+        template = Template(text, variables, today=today)
+    except jinja2.TemplateSyntaxError as error:
+        what = f"the chat template is not valid Jinja: {error.message}, line {error.lineno}"
+        raise ConfigError(what, where=where, fix="fix the template") from None
+    return template, Masker(template, config, special, where=where)
+
+
+def _sequences(masker: Masker, values: tuple[Any, ...], cpu_s: float) -> Any:
+    turns, tools, kwargs = values
+    signal.setitimer(signal.ITIMER_PROF, cpu_s * (1 + len(turns) // 64))
+    messages = [
+        Message(role, content, reasoning, tuple([ToolCall(*call) for call in calls]), *rest)
+        for role, content, reasoning, calls, *rest in turns
+    ]
+    try:
+        found = masker.sequences(Conversation(tuple(messages), "", tools, kwargs))
+    except BadRecordError as refused:
+        return {"reason": refused.reason, "detail": refused.detail}
+    return [(made.text, made.spans) for made in found]
+
+
+def _token_after_answer(template: Template, special: Sequence[str]) -> tuple[bool, str]:
+    question, has_written = {"role": "user", "content": "?"}, False
+    # Templates of models that see images take parts alone.
+    contents: tuple[Any, ...] = (_ANSWER, [{"type": "text", "text": _ANSWER}])
+    for rest, content in product(([], [question]), contents):
+        turns = [question, {"role": "assistant", "content": content}, *rest]
+        try:
+            _, answer, after = template.render(turns).rpartition(_ANSWER)
+        except Exception:  # a template is a program, which can refuse anything
+            continue
+        has_written |= bool(answer)
+        following = [token for token in special if answer and after.lstrip().startswith(token)]
+        if following:
+            return True, max(following, key=len)
+    return has_written, ""

@@ -1,0 +1,135 @@
+"""A chat template without end, or with all memory, is stopped and named; what the sandbox refuses is a bad record."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from harness.errors import ConfigError, HarnessError, PrepError
+from harness.prep.chat import BadReason, BadRecord, Conversation, Message
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, renderer, train_bpe
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GROWING = "{% set ns = namespace(x=OF) %}{% for i in range(99) %}{% set ns.x = MORE %}{% endfor %}"
+LOOPS = "{% for a in range(99999) %}" * 3 + "{{ a }}" + "{% endfor %}" * 3
+HOSTILE = [
+    # numbers
+    "{{ 3**60000000 }}",
+    "{{ (3 ** messages[0].content | length) ** 9000000 }}",
+    "{{ 2 ** (2 ** 40) }}",
+    GROWING.replace("OF", "9").replace("MORE", "ns.x * ns.x"),
+    # loops and recursion
+    LOOPS,
+    "{% for m in messages * 3000 %}" * 3 + "{% endfor %}" * 3,
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    # texts and lists
+    "{{ 'a' * 10**10 }}",
+    "{{ 'x' | center(10**10) }}",
+    "{{ ('\t' * 9).expandtabs(10**9) }}",
+    "{{ '%*d' % (10**10, 1) }}",
+    "{{ '%0999999999d' % 1 }}{{ '%0999999999d' % 1 }}",
+    "{{ '{:>9999999999}'.format(1) }}",
+    "{{ '{0:{1}}'.format(1, 10**10) }}",
+    "{{ [1, [2, [3]]] | tojson(indent=10**9) }}",
+    "{{ messages | slice(10**9) | list }}",
+    "{{ messages | batch(10**10, 'x') | list }}",
+    "{{ ('x' * 10**6) | indent(10**9, true) }}{{ 'x\nx' | indent(10**10) }}",
+    "{{ (('a' * 10**6).replace('a', 'b' * 10**6)) }}",
+    "{{ ('a b ' * 10**7) | wordwrap(1) | length }}",
+    "{{ lipsum(n=10**7, html=false) }}",
+    GROWING.replace("OF", "'aa'").replace("MORE", "ns.x ~ ns.x"),
+    GROWING.replace("OF", "[1]").replace("MORE", "ns.x + ns.x"),
+    GROWING.replace("OF", "'aa'").replace("MORE", "[ns.x, ns.x] | join"),
+    "{% set x = cycler(*range(99999)) %}" + LOOPS.replace("{{ a }}", "{% set b = x.next() %}"),
+]
+ESCAPES = [
+    "{{ messages.__class__.__mro__ }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ ''.__class__.__base__.__subclasses__() }}",
+    "{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}",
+    "{{ (messages | map(attribute='__class__') | list)[0].__mro__ }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ messages.append(1) }}",
+    "{{ range(10**9) | list }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(["The quick brown fox jumps over the lazy dog.\n"] * 20, path, vocab_size=300)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "CPU_S", 0.4)
+    monkeypatch.setattr(renderer, "MEMORY_BYTES", 256 << 20)
+
+
+def tokenizer_of(template: str, folder: Path, tmp_path: Path) -> ChatTokenizer:
+    (tmp_path / "template.jinja").write_text(template)
+    return ChatTokenizer(TokenizerConfig(name=str(folder), chat_template=str(tmp_path / "template.jinja")))
+
+
+def chat(text: str, where: str = "chats.jsonl, line 7") -> Conversation:
+    return Conversation((Message("user", text), Message("assistant", "Hello")), where)
+
+
+@pytest.mark.parametrize("program", HOSTILE)
+def test_a_template_without_end_is_refused_by_name_with_the_limit(program: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match=r"of processor time|GiB of memory|more than 67,108,864 characters") as error:
+        tokenizer_of(program + PLAIN, folder, tmp_path).encode([chat("Hi")])
+    assert "template.jinja" in error.value.where
+    assert "tokenizer.chat_template" in error.value.fix
+
+
+@pytest.mark.parametrize("program", ESCAPES)
+def test_what_the_sandbox_refuses_is_a_bad_record(program: str, folder: Path, tmp_path: Path) -> None:
+    (bad,) = tokenizer_of(program + PLAIN, folder, tmp_path).encode([chat("Hi")])
+    assert isinstance(bad, BadRecord)
+    assert bad.reason == BadReason.TEMPLATE_FAILED
+
+
+def test_the_conversation_that_a_template_never_finishes_is_named_and_the_others_are_rendered(
+    folder: Path, tmp_path: Path
+) -> None:
+    program = "{% if messages[0].content == 'Go' %}" + LOOPS + "{% endif %}"
+    made = tokenizer_of(program + PLAIN, folder, tmp_path)
+    chats = [chat(text, f"chats.jsonl, line {number}") for number, text in enumerate(("Hi", "Go", "Bye"), start=1)]
+    with pytest.raises(PrepError, match=r"takes more than 0\.4 s of processor time") as error:
+        made.encode(chats)
+    assert error.value.where.startswith("chats.jsonl, line 2; template: ")
+    assert not any(isinstance(one, BadRecord) for one in made.encode([chats[0], chats[2]]))
+
+
+def test_a_template_whose_constants_never_end_is_refused_when_it_is_loaded(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="of processor time"):
+        tokenizer_of("{% set x = 3**60000000 %}" + PLAIN, folder, tmp_path)
+
+
+def test_hostile_templates_take_no_memory_of_the_process_that_prepares(folder: Path, tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(HarnessError):
+        tokenizer_of("{{ 'a' * 60000000 }}{{ 'a' * 60000000 }}" + PLAIN, folder, tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000
+
+
+def test_a_forked_process_renders_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:
+    made = tokenizer_of(PLAIN, folder, tmp_path)
+    ours = renderer._process_of(os.getpid(), renderer.CPU_S, renderer.MEMORY_BYTES)
+    child = os.fork()
+    if child == 0:
+        (one,) = made.encode([chat("Hi")])
+        theirs = renderer._process_of(os.getpid(), renderer.CPU_S, renderer.MEMORY_BYTES)
+        os._exit(0 if theirs is not ours and not isinstance(one, BadRecord) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not ours.has_ended
