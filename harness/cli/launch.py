@@ -145,7 +145,7 @@ def plan(
         packs = AssumedPacks(num_packs, settings.data.pack_size, settings.sequence_tokens)
     if searches:
         found = search_layouts(
-            to_plain(config), machine=machine, packs=packs, gpu_bytes=gpu_bytes, expert_load=settings.expert_load
+            config, machine=machine, packs=packs, gpu_bytes=gpu_bytes, expert_load=settings.expert_load
         )
         stdout_console(width=140).print(found.render(gpu_bytes=gpu_bytes, top=settings.top))
         for note in (*notes, *found.smallest.plan.notes):
@@ -155,10 +155,7 @@ def plan(
             raise typer.Exit(1)
         print("the first:", *found.fitting[0].overrides)
         return
-    config.check_dtypes()
-    planned = plan_run(
-        to_plain(config), machine=machine, mfu=settings.mfu, packs=packs, expert_load=settings.expert_load
-    )
+    planned = plan_run(config, machine=machine, mfu=settings.mfu, packs=packs, expert_load=settings.expert_load)
     file_system = None if settings.file_system_gb_s is None else settings.file_system_gb_s * 1e9
     disk = None if settings.disk_gb_s is None else settings.disk_gb_s * 1e9
     table = planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)

@@ -59,13 +59,14 @@ def plan_job(
     """
     ranks, planned = nodes * cluster.ranks_per_node, settings["parallel"]["ranks"]
     if planned not in (None, ranks):
-        name = settings["name"]
+        name, (whole, rest) = settings["name"], divmod(planned, cluster.ranks_per_node)
+        by_nodes = f"nodes={whole} on nodes of {cluster.ranks_per_node} or " if not rest else ""
         raise ConfigError(
             f"{name} is planned for {planned} ranks, and {nodes} node{'s' * (nodes > 1)} of {cluster.ranks_per_node} "
             f"ha{'ve' if nodes > 1 else 's'} {ranks}",
             where="nodes",
-            fix=f"nodes={planned // cluster.ranks_per_node or 1} on nodes of {cluster.ranks_per_node} or cluster=NAME, "
-            f"or parallel.ranks={ranks} if `harness plan {name} parallel.ranks={ranks}` finds that it fits",
+            fix=f"{by_nodes}cluster=NAME of nodes that {planned} ranks fill, or parallel.ranks={ranks} if "
+            f"`harness plan {name} parallel.ranks={ranks}` finds that it fits",
         )
     weights = settings["model"]["init_from"]
     weights = weights if weights and Path(weights).is_dir() else None  # otherwise an id on a hub

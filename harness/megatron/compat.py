@@ -33,6 +33,7 @@ from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer_config
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
@@ -242,6 +243,33 @@ def _sort_by_device(self: Any, offload_fraction: float) -> Any:
 _SORT_BY_DEVICE = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
 
+def _gather_parts(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *options: Any) -> torch.Tensor:
+    """Gather parts of any lengths, as NCCL does and gloo does not: tokens of ranks that share experts."""
+    if output_split_sizes is None or torch.distributed.get_backend(group) != "gloo":
+        return _GATHER(input_, group, output_split_sizes, *options)
+    gathered = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+    for rank, part in enumerate(gathered.split(list(output_split_sizes))):
+        if rank == group.rank():
+            part.copy_(input_)
+        torch.distributed.broadcast(part, group=group, group_src=rank)
+    return gathered
+
+
+def _scatter_parts(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *options: Any) -> torch.Tensor:
+    """Sum over ranks and return this rank's part, of any length."""
+    if input_split_sizes is None or torch.distributed.get_backend(group) != "gloo":
+        return _SCATTER(input_, group, input_split_sizes, *options)
+    for rank, part in enumerate(input_.split(list(input_split_sizes))):
+        summed = part.clone()
+        torch.distributed.reduce(summed, group=group, group_dst=rank)
+        if rank == group.rank():
+            own = summed
+    return own
+
+
+_GATHER, _SCATTER = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+
 def _has_transformer_engine() -> bool:
     try:
         import transformer_engine.pytorch  # noqa: F401
@@ -266,6 +294,7 @@ _OF_A_CPU: dict[Any, dict[str, Any]] = {
         "USING_APEX_OPTIMIZER": False,
     },
     clip_grads: _NORMS,
+    mappings: {"_gather_along_first_dim": _gather_parts, "_reduce_scatter_along_first_dim": _scatter_parts},
     optimizer.optimizer: _NORMS,
 }
 
@@ -291,7 +320,7 @@ def reduce_over_copies(experts: torch.nn.Module) -> None:
     tensor-parallel ranks, which send them tokens of their own, would be left out.
     """
     for parameter in experts.parameters():
-        parameter.allreduce = False
+        setattr(parameter, "allreduce", False)  # noqa: B010 - not an attribute of torch
 
 
 def predicting_layer(layer: Any) -> Any:

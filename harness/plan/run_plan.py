@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE
 from rich.table import Table
 
 from harness.errors import ConfigError, HarnessError
-from harness.loader import BlendSource, DataConfig, LiveConfig, RunData, open_datasets
+from harness.loader import DataConfig, RunData, open_datasets
 from harness.plan.hf_config import find_weights, read_hf_config
 from harness.plan.layout import DTYPE_BYTES, ParallelConfig
 from harness.plan.memory import (
@@ -30,8 +29,7 @@ from harness.plan.memory import (
     plan_checkpoint,
     plan_memory,
 )
-from harness.plan.model import ModelConfig
-from harness.plan.settings import OptimizerConfig, PretrainConfig, RunConfig, check_fp8_rows
+from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work
 from harness.records import Int64Array
 from harness.thd import padded_lengths
@@ -188,15 +186,13 @@ class Inputs:
     """A run's settings and data, for plans of any layout.
 
     Attributes:
-        settings: an `SftConfig` as plain values.
-        model: with a vocabulary size.
+        config: its model has a dtype and a vocabulary size.
         lengths: int64 [sequences], model tokens; None for data that is not here, for the reason in `why_no_work`.
         num_packs, pack_size: of the data; 0 and None without it.
         notes: what was assumed.
     """
 
-    settings: dict[str, Any]
-    model: ModelConfig
+    config: SftConfig
     lengths: Int64Array | None
     num_packs: int
     pack_size: int | None
@@ -204,42 +200,50 @@ class Inputs:
     notes: tuple[str, ...] = ()
 
 
-def open_inputs(settings: dict[str, Any], packs: AssumedPacks | None = None) -> Inputs:
-    """Open the data of these settings, an `SftConfig` as plain values, unless `packs` are assumed in its place.
+def fine_tuning(config: RunConfig) -> SftConfig:
+    """Return these settings; raise ConfigError for those of another recipe, which are not planned."""
+    if not isinstance(config, SftConfig):
+        raise ConfigError(
+            "only fine-tuning runs can be planned", where=config.name, fix="name an experiment of recipes.sft"
+        )
+    return config
+
+
+def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
+    """Open the data of these settings, unless `packs` are assumed in its place.
 
     Raises:
-        ConfigError: it is another recipe, or the vocabulary size is unknown and no packs are assumed.
+        ConfigError: the vocabulary size is unknown and no packs are assumed.
     """
-    if "schedule" not in settings:
-        raise ConfigError(
-            "only fine-tuning runs can be planned", where=settings["name"], fix="name an experiment of recipes.sft"
-        )
-    model = ModelConfig(**settings["model"]).on("cpu" if settings["trainer"]["device"] == "cpu" else "cuda")
-    data, why = _open(settings["data"]) if packs is None else (None, "")
+    config = fine_tuning(config)
+    model, (data, why) = config.model, _open(config.data) if packs is None else (None, "")
+    vocab_size = model.vocab_size
     notes: list[str] = []
     # If the settings have the vocabulary size, planning downloads no weights.
-    if model.init_from is not None and (model.vocab_size is None or Path(model.init_from).is_dir()):
-        model.vocab_size = read_hf_config(find_weights(model.init_from)).vocab_size
-    model.vocab_size = model.vocab_size or (data.vocab_size if data is not None else None)
-    if model.vocab_size is None and packs is not None:
-        model.vocab_size = ASSUMED_VOCABULARY
+    if model.init_from is not None and (vocab_size is None or Path(model.init_from).is_dir()):
+        vocab_size = read_hf_config(find_weights(model.init_from)).vocab_size
+    vocab_size = vocab_size or (data.vocab_size if data is not None else None)
+    if vocab_size is None and packs is not None:
+        vocab_size = ASSUMED_VOCABULARY
         notes.append(f"a vocabulary of {ASSUMED_VOCABULARY:,} tokens; model.vocab_size names another")
-    if model.vocab_size is None:
+    if vocab_size is None:
         raise ConfigError(
             f"the vocabulary size is unknown: {why or 'the dataset does not record it'}",
             where="model.vocab_size",
             fix="set it to the size of the tokenizer",
         )
+    config = replace(config, model=replace(model, vocab_size=vocab_size))
+    config = config.on("cpu" if config.trainer.device == "cpu" else "cuda")
     if packs is not None:
-        return Inputs(settings, model, packs.lengths, packs.packs, packs.pack_size, notes=tuple(notes))
+        return Inputs(config, packs.lengths, packs.packs, packs.pack_size, notes=tuple(notes))
     if data is not None:
         lengths = np.asarray(data.train.sequence_lengths, dtype=np.int64) - 1
-        return Inputs(settings, model, lengths, len(data.train), data.train.pack_size)
-    return Inputs(settings, model, None, 0, None, why)
+        return Inputs(config, lengths, len(data.train), data.train.pack_size)
+    return Inputs(config, None, 0, None, why)
 
 
 def plan_run(
-    settings: dict[str, Any],
+    config: RunConfig,
     *,
     ranks: int | None = None,
     machine: Machine | None = None,
@@ -247,7 +251,7 @@ def plan_run(
     packs: AssumedPacks | None = None,
     expert_load: float = 1.0,
 ) -> RunPlan:
-    """Plan the run with these settings, an `SftConfig` as plain values.
+    """Plan the run with these settings.
 
     Args:
         ranks: None for the settings' own number, or 8.
@@ -257,27 +261,27 @@ def plan_run(
         expert_load: tokens that the experts of the busiest rank get, over an even share.
 
     Raises:
-        ConfigError: the layout does not divide the ranks or the model, or was planned for another number of ranks.
+        ConfigError: the run could not train on so many ranks, or they leave a part of a node empty.
     """
-    parallel = ParallelConfig(**settings["parallel"])
-    ranks = ranks or parallel.ranks or 8
-    check_layout(settings, ModelConfig(**settings["model"]), parallel, ranks)
-    inputs = open_inputs(settings, packs)
+    machine, ranks = machine or Machine(), ranks or config.parallel.ranks or 8
+    machine.check(ranks, config.trainer.device)
+    fine_tuning(config).check(ranks)
+    inputs = open_inputs(config, packs)
     work = None
     if inputs.lengths is not None:
+        parallel = inputs.config.parallel
         work = plan_work(
-            inputs.model,
+            inputs.config.model,
             inputs.lengths,
             num_packs=inputs.num_packs,
-            global_batch_size=settings["loader"]["global_batch_size"],
+            global_batch_size=config.loader.global_batch_size,
             dp_size=parallel.dp_size(ranks),
-            max_tokens_per_row=parallel.max_tokens_per_row(settings["schedule"]["max_tokens_per_rank"]),
+            max_tokens_per_row=parallel.max_tokens_per_row(config.max_tokens_per_rank),
             group_size=parallel.group_size,
         )
-        work = replace(work, microbatches=plan_microbatches(settings, inputs, parallel, ranks, work.tokens))
-        _check_longest(settings, inputs.lengths, parallel)
-    machine = machine or Machine()
-    return plan_layout(inputs, parallel, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
+        work = replace(work, microbatches=plan_microbatches(inputs, ranks, work.tokens))
+        _check_longest(inputs.config, inputs.lengths)
+    return plan_layout(inputs, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
 
 
 def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
@@ -309,33 +313,20 @@ def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
         )
 
 
-def check_layout(settings: dict[str, Any], model: ModelConfig, parallel: ParallelConfig, ranks: int) -> None:
-    """Raise ConfigError, with the arithmetic, if ranks, model, batch or rows do not fit a layout."""
-    model.check(parallel)
-    parallel.check(
-        ranks,
-        global_batch_size=settings["loader"]["global_batch_size"],
-        max_tokens_per_rank=settings["schedule"]["max_tokens_per_rank"] if "schedule" in settings else 1,
-    )
-    if "schedule" in settings:
-        check_fp8_rows(model.fp8, parallel, settings["schedule"]["max_tokens_per_rank"])
-
-
-def plan_microbatches(
-    settings: dict[str, Any], inputs: Inputs, parallel: ParallelConfig, ranks: int, tokens: float
-) -> int:
+def plan_microbatches(inputs: Inputs, ranks: int, tokens: float) -> int:
     """Return the microbatches of a step of so many tokens: by what rows hold, or by packs where each is a row."""
-    dp_size, schedule = parallel.dp_size(ranks), settings["schedule"]
-    if schedule["name"] == "as_packed":
-        packs = min(settings["loader"]["global_batch_size"], inputs.num_packs)
+    config, parallel = inputs.config, inputs.config.parallel
+    dp_size = parallel.dp_size(ranks)
+    if config.schedule.name == "as_packed":
+        packs = min(config.loader.global_batch_size, inputs.num_packs)
         return count_microbatches(packs, dp_size, parallel.group_size)
-    row = parallel.max_tokens_per_row(schedule["max_tokens_per_rank"])
+    row = parallel.max_tokens_per_row(config.max_tokens_per_rank)
     return count_microbatches(tokens, dp_size * row, parallel.group_size)
 
 
-def _check_longest(settings: dict[str, Any], lengths: Int64Array, parallel: ParallelConfig) -> None:
-    row = parallel.max_tokens_per_row(settings["schedule"]["max_tokens_per_rank"])
-    longest = int(padded_lengths(lengths + 1, parallel.pad_to_multiple).max(initial=0))
+def _check_longest(config: SftConfig, lengths: Int64Array) -> None:
+    row = config.parallel.max_tokens_per_row(config.max_tokens_per_rank)
+    longest = int(padded_lengths(lengths + 1, config.parallel.pad_to_multiple).max(initial=0))
     if longest > row:
         raise ConfigError(
             f"the longest sequence has {longest:,} model tokens after padding, more than the {row:,} of a row",
@@ -346,7 +337,6 @@ def _check_longest(settings: dict[str, Any], lengths: Int64Array, parallel: Para
 
 def plan_layout(
     inputs: Inputs,
-    parallel: ParallelConfig,
     *,
     ranks: int,
     machine: Machine,
@@ -354,14 +344,11 @@ def plan_layout(
     work: Work | None,
     expert_load: float = 1.0,
 ) -> RunPlan:
-    """Plan a run on one layout that `check_layout` accepts; `work` is None where the data is not known."""
-    settings, model = inputs.settings, inputs.model
+    """Plan a run whose settings accept so many ranks; `work` is None where the data is not known."""
+    config, model, parallel = inputs.config, inputs.config.model, inputs.config.parallel
     assert model.vocab_size is not None
-    dp_size = parallel.dp_size(ranks)
-    is_on_gpus = settings["trainer"]["device"] != "cpu"
-    kernels = kernels_on_gpu(model, parallel) if is_on_gpus else Kernels()
-    optimizer = OptimizerConfig(**settings["optimizer"])
-    optimizer.check(dtype=model.number, distributed=parallel.distributed_optimizer)
+    dp_size, optimizer = parallel.dp_size(ranks), config.optimizer
+    kernels = kernels_on_gpu(model, parallel) if config.trainer.device != "cpu" else Kernels()
     notes = [*inputs.notes]
     if optimizer.offload:
         notes.append("no time for the copies and the CPU's updates of optimizer.offload")
@@ -372,7 +359,7 @@ def plan_layout(
             parallel,
             vocab_size=model.vocab_size or 0,
             dp_size=dp_size,
-            max_tokens_per_rank=settings["schedule"]["max_tokens_per_rank"],
+            max_tokens_per_rank=config.max_tokens_per_rank,
             microbatches=work.microbatches if work is not None else 1_000_000,
             kernels=kernels,
             expert_load=expert_load,
@@ -400,7 +387,7 @@ def plan_layout(
     idle = 3 * model.hidden_size * model.expert_size * (model.num_experts - model.experts_per_token)
     idle *= model.expert_layers
     return RunPlan(
-        name=settings["name"],
+        name=config.name,
         ranks=ranks,
         dp_size=dp_size,
         weights=total,
@@ -423,19 +410,18 @@ def plan_layout(
         mfu=mfu if work is not None else None,
         step_s=work.model_flops / (ranks * machine.peak_flops * mfu) if work is not None and mfu else 0.0,
         parts=parts,
-        has_local_checkpoints=bool(settings["trainer"]["local_checkpoints"]),
+        has_local_checkpoints=bool(config.trainer.local_checkpoints),
         why_no_work=inputs.why_no_work,
         notes=tuple(notes),
     )
 
 
-def _open(settings: dict[str, Any]) -> tuple[RunData | None, str]:
-    if settings["live"]["path"] or settings["live"].get("blend"):
+def _open(data: DataConfig) -> tuple[RunData | None, str]:
+    if data.live.folders:
         return None, "live chunks have no known end"
-    blend = [BlendSource(**source) for source in settings["blend"]]
-    if any(source.weight is not None for source in blend):
+    if any(source.weight is not None for source in data.blend):
         return None, "a blend with weights has no end"
     try:
-        return open_datasets(DataConfig(**{**settings, "blend": blend, "live": LiveConfig()})), ""
+        return open_datasets(data), ""
     except HarnessError as error:
         return None, error.what

@@ -11,7 +11,6 @@ import itertools
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -19,7 +18,8 @@ from rich.table import Table
 from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig, fp8_rank_multiple
 from harness.plan.memory import ROOM
-from harness.plan.run_plan import AssumedPacks, RunPlan, check_layout, open_inputs, plan_layout, plan_microbatches
+from harness.plan.run_plan import AssumedPacks, RunPlan, open_inputs, plan_layout, plan_microbatches
+from harness.plan.settings import RunConfig
 from harness.plan.work import Machine, plan_work
 
 _RECOMPUTE = ("none", "selective", "full")
@@ -111,14 +111,14 @@ class LayoutSearch:
 
 
 def search_layouts(
-    settings: dict[str, Any],
+    config: RunConfig,
     *,
     machine: Machine,
     packs: AssumedPacks | None,
     gpu_bytes: float | None,
     expert_load: float = 1.0,
 ) -> LayoutSearch:
-    """Plan the run with these settings, an `SftConfig` as plain values, on every layout of its ranks (8 by default).
+    """Plan the run with these settings on every layout of its ranks (8 by default) that they accept.
 
     Args:
         packs: None for the dataset of the settings.
@@ -128,57 +128,51 @@ def search_layouts(
     Raises:
         ConfigError: there is no data to plan for, or no layout divides the model over so many ranks.
     """
-    inputs = open_inputs(settings, packs)
+    ranks = config.parallel.ranks or 8
+    machine.check(ranks, config.trainer.device)
+    inputs = open_inputs(config, packs)
     if inputs.lengths is None or inputs.pack_size is None:
         raise ConfigError(
             f"layouts are compared by the work of their data, which is unknown: {inputs.why_no_work}",
             where="data.path",
             fix="assume data with packs=100000 data.pack_size=8192 sequence_tokens=1024",
         )
-    asked = ParallelConfig(**settings["parallel"])
-    ranks = asked.ranks or 8
-    batch = settings["loader"]["global_batch_size"]
+    base, model = inputs.config, inputs.config.model
     whole = plan_work(
-        inputs.model,
+        model,
         inputs.lengths,
         num_packs=inputs.num_packs,
-        global_batch_size=batch,
+        global_batch_size=base.loader.global_batch_size,
         dp_size=1,
         max_tokens_per_row=inputs.pack_size,
     )
-    packs_of_rows = (1,) if settings["schedule"]["name"] == "as_packed" else _PACKS_A_ROW
+    packs_of_rows = (1,) if base.schedule.name == "as_packed" else _PACKS_A_ROW
     best: dict[tuple[int | None, ...], Candidate] = {}
     smallest: Candidate | None = None
     refused: ConfigError | None = None
     considered = 0
-    for parallel in _layouts(asked, ranks, layers=inputs.model.num_layers, experts=inputs.model.num_experts):
+    for parallel in _layouts(base.parallel, ranks, layers=model.num_layers, experts=model.num_experts):
         cp_size = parallel.context_parallel_size
-        multiple = math.lcm(parallel.pad_to_multiple, fp8_rank_multiple(inputs.model.fp8, parallel))
+        multiple = math.lcm(parallel.pad_to_multiple, fp8_rank_multiple(model.fp8, parallel))
         for packs_a_row, recompute in itertools.product(packs_of_rows, _RECOMPUTE):
             tokens = -(-packs_a_row * inputs.pack_size // (cp_size * multiple)) * multiple
-            model = replace(inputs.model, recompute=recompute)
-            changed = {**settings, "schedule": {**settings["schedule"], "max_tokens_per_rank": tokens}}
+            schedule = replace(base.schedule, max_tokens_per_rank=tokens)
             try:
-                check_layout(changed, model, parallel, ranks)
+                run = replace(base, model=replace(model, recompute=recompute), parallel=parallel, schedule=schedule)
+                run.check(ranks)
             except ConfigError as error:
                 refused = refused or error
                 continue
-            work = replace(whole, microbatches=plan_microbatches(changed, inputs, parallel, ranks, whole.tokens))
-            planned = plan_layout(
-                replace(inputs, settings=changed, model=model),
-                parallel,
-                ranks=ranks,
-                machine=machine,
-                work=work,
-                expert_load=expert_load,
-            )
+            one = replace(inputs, config=run)
+            work = replace(whole, microbatches=plan_microbatches(one, ranks, whole.tokens))
+            planned = plan_layout(one, ranks=ranks, machine=machine, work=work, expert_load=expert_load)
             considered += 1
-            one = Candidate(parallel, recompute, tokens, planned)
+            found = Candidate(parallel, recompute, tokens, planned)
             if smallest is None or planned.memory.total < smallest.plan.memory.total:
-                smallest = one
+                smallest = found
             key = _sizes(parallel)
             if planned.fits(gpu_bytes) and (key not in best or planned.step_s < best[key].plan.step_s):
-                best[key] = one
+                best[key] = found
     if smallest is None:
         assert refused is not None
         raise refused

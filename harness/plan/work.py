@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.errors import ConfigError
 from harness.plan.layout import DTYPE_BYTES, ParallelConfig, padded_vocab_size, uneven_load
 from harness.plan.model import ModelConfig, sequence_cost
 from harness.records import Int64Array
@@ -60,6 +61,18 @@ class Machine:
     message_s: float = 20e-6
     fp8_speedup: float = 1.6
     host_bytes_per_s: float = 50e9
+
+    def check(self, ranks: int, device: str) -> None:
+        """Raise ConfigError, with the arithmetic, if ranks on GPUs are on several nodes and do not fill the last."""
+        nodes, rest = divmod(ranks, self.ranks)
+        if device != "cpu" and nodes and rest:
+            raise ConfigError(
+                f"{ranks} ranks fill {nodes} node{'s' * (nodes > 1)} of {self.ranks} GPUs, and {rest} would be on "
+                "another: a job has the same number of ranks on each node",
+                where="parallel.ranks, gpus_per_node",
+                fix=f"parallel.ranks={nodes * self.ranks} or {(nodes + 1) * self.ranks}, or a gpus_per_node that "
+                f"divides {ranks}",
+            )
 
     def link(self, group: int, stride: int) -> float:
         """Return the bytes per second that each of `group` ranks, `stride` apart, sends around their ring."""

@@ -12,10 +12,10 @@ from harness.records import Pack
 VOCAB = 300
 
 
-def write_small_packs(folder: Path) -> Path:
+def write_small_packs(folder: Path, *, num_packs: int = 40) -> Path:
     """Write `train`, 40 packs of up to 256 tokens, and `validation`, 5 of them; an epoch of 6 a step ends short."""
     rng = np.random.default_rng(0)
-    for split, count in (("train", 40), ("validation", 5)):
+    for split, count in (("train", num_packs), ("validation", 5)):
         provenance = Provenance(tokenizer="none", tokenizer_hash="0" * 16, counts={"vocab_size": VOCAB})
         with open_writer(folder / split, format="parquet", pack_size=256, provenance=provenance) as writer:
             for _ in range(count):

@@ -20,7 +20,6 @@ from harness.plan.run_plan import AssumedPacks, plan_run
 from harness.plan.search import search_layouts
 from harness.plan.settings import SftConfig
 from harness.plan.work import Machine
-from harness.settings import to_plain
 
 TOKENS, HIDDEN = 256, 512
 
@@ -125,9 +124,9 @@ def test_a_dispatcher_that_needs_other_ranks_of_experts_is_refused_and_passed_ov
         ParallelConfig(expert_parallel_size=256, expert_dispatcher="flex")
     config = compose_config("sft", SftConfig, ["experiment=qwen3_30b_a3b_1node", "parallel.expert_dispatcher=flex"])
     packs = AssumedPacks(1000, pack_size=8192, sequence_tokens=1024)
-    planned = plan_run(to_plain(config), packs=packs)
+    planned = plan_run(config, packs=packs)
     assert planned.memory.dispatch == dispatch_bytes(config.model, config.parallel, tokens=8192, is_grouped=True)
-    found = search_layouts(to_plain(config), machine=Machine(), packs=packs, gpu_bytes=80 * 2**30)
+    found = search_layouts(config, machine=Machine(), packs=packs, gpu_bytes=80 * 2**30)
     assert {one.parallel.expert_parallel_size for one in found.fitting} <= {2, 4, 8}
     assert found.fitting
 
@@ -138,7 +137,7 @@ def test_the_busiest_rank_of_experts_needs_more_memory_and_all_wait_for_it() -> 
     changes += ["parallel.tensor_parallel_size=1", "parallel.sequence_parallel=false"]
     config = compose_config("sft", SftConfig, changes)
     model, parallel = config.model, config.parallel
-    even, busy = (plan_run(to_plain(config), packs=packs, expert_load=load) for load in (1.0, 1.5))
+    even, busy = (plan_run(config, packs=packs, expert_load=load) for load in (1.0, 1.5))
     assert (model.num_layers, model.experts_per_token, parallel.expert_parallel_size) == (48, 8, 8)
     assert parallel.pipeline_parallel_size == 1
     # Of each token more: itself and its indices, and inside of the expert three vectors of 768, twice, in bfloat16.
@@ -157,4 +156,4 @@ def test_the_busiest_rank_of_experts_needs_more_memory_and_all_wait_for_it() -> 
     assert busy.mfu < even.mfu
     # One rank with all experts computes every token, wherever it goes.
     alone = compose_config("sft", SftConfig, [*changes, "parallel.expert_parallel_size=1"])
-    assert plan_run(to_plain(alone), packs=packs, expert_load=1.5) == plan_run(to_plain(alone), packs=packs)
+    assert plan_run(alone, packs=packs, expert_load=1.5) == plan_run(alone, packs=packs)

@@ -15,7 +15,6 @@ from harness.megatron.run.fine_tuning import check
 from harness.plan.run_plan import AssumedPacks, plan_run
 from harness.plan.settings import SftConfig
 from harness.records import Pack
-from harness.settings import to_plain
 
 # GiB of the fullest GPU, data-parallel ranks, microbatches, MFU; full packs, conversations of 1,024.
 EXPECTED = {
@@ -54,7 +53,7 @@ def test_an_experiment_fits_and_its_file_quotes_the_plan(name: str) -> None:
     pack_size = int(re.findall(r"data.pack_size=(\d+)", text)[0])
     # Else the table has to be made again: python tests/samples/engine_backends.py write
     assert golden()["questions"][name] == question(config)
-    planned = plan_run(to_plain(config), packs=AssumedPacks(100_000, pack_size, sequence_tokens=1024))
+    planned = plan_run(config, packs=AssumedPacks(100_000, pack_size, sequence_tokens=1024))
     gib, dp_size, microbatches, mfu = EXPECTED[name]
     assert planned.ranks == 8 * int(re.findall(r"(\d+)nodes?$", name)[0])
     assert planned.memory.total / 2**30 == pytest.approx(gib, abs=0.1)
@@ -79,7 +78,7 @@ def test_the_table_of_dispatchers_has_the_buffers_of_the_plan(name: str) -> None
             with pytest.raises(ConfigError, match="here they are on 256"):
                 compose_config("sft", SftConfig, overrides)
             continue
-        planned = plan_run(to_plain(compose_config("sft", SftConfig, overrides)))
+        planned = plan_run(compose_config("sft", SftConfig, overrides))
         assert f"{planned.memory.dispatch / 2**30:.2f}" == quoted.strip()
 
 

@@ -25,7 +25,6 @@ from harness.plan.run_plan import AssumedPacks, RunPlan, check_memory, plan_run
 from harness.plan.settings import OptimizerConfig, PretrainConfig, SftConfig
 from harness.plan.work import Machine
 from harness.records import Pack, SequenceView
-from harness.settings import to_plain
 from harness.thd import build_thd_batch
 
 TOKENS, VOCAB = 512, 300
@@ -145,7 +144,7 @@ def test_a_plan_says_what_the_host_holds_and_what_smaller_moments_save() -> None
     packs = AssumedPacks(1000, pack_size=4096, sequence_tokens=1024)
 
     def plan(*more: str) -> RunPlan:
-        return plan_run(to_plain(compose_config("sft", SftConfig, [*overrides, *more])), packs=packs)
+        return plan_run(compose_config("sft", SftConfig, [*overrides, *more]), packs=packs)
 
     plain, small, host = plan(), plan("optimizer.moments_dtype=bfloat16"), plan("optimizer.offload=0.5")
     assert 3 * small.memory.optimizer == 2 * plain.memory.optimizer
@@ -219,7 +218,7 @@ def test_the_weights_of_a_published_mixture_of_experts_are_exact_and_most_of_the
     model = compose_config("sft", SftConfig, ["model=qwen3_30b_a3b"]).model
     assert count_weights(model, ONE, stage=0, vocab_size=151936) == 30_532_122_624  # of its published safetensors
     config = compose_config("sft", SftConfig, ["experiment=qwen3_30b_a3b_1node"])
-    planned = plan_run(to_plain(config), packs=AssumedPacks(1000, pack_size=8192, sequence_tokens=1024))
+    planned = plan_run(config, packs=AssumedPacks(1000, pack_size=8192, sequence_tokens=1024))
     assert (planned.weights, planned.active_weights) == (30_532_122_624, 3_353_032_704)
     # Eight expert-parallel ranks divide 28,991,029,248 weights of experts; the optimizer state of these has one copy.
     eight = ParallelConfig(expert_parallel_size=8, distributed_optimizer=True)
@@ -260,27 +259,27 @@ def test_transformer_engine_keeps_each_tensor_once_in_the_model_s_dtype() -> Non
 
 def test_products_in_8_bits_keep_two_copies_of_the_layers_weights() -> None:
     config = compose_config("sft", SftConfig, ["experiment=llama3_8b_fp8_1node"])
-    planned = plan_run(to_plain(config), packs=AssumedPacks(1000, pack_size=8192, sequence_tokens=1024))
+    planned = plan_run(config, packs=AssumedPacks(1000, pack_size=8192, sequence_tokens=1024))
     half = count_weights(config.model, config.parallel, stage=0, vocab_size=128256)
     assert planned.memory.fp8 == 2 * (half - 128256 * 4096)
     assert planned.without_engine is None
 
 
 def test_a_checkpoint_is_written_once_and_a_rank_writes_its_share() -> None:
-    settings = to_plain(compose_config("sft", SftConfig, ["experiment=llama3_8b_1node"]))
+    settings = compose_config("sft", SftConfig, ["experiment=llama3_8b_1node"])
     planned = plan_run(settings, packs=AssumedPacks(1000, pack_size=8192, sequence_tokens=1024))
     # Two bytes of weights and twelve of optimizer state a parameter, over eight ranks; norms are on two of them.
     assert planned.checkpoint.total_bytes == 14 * 8_030_261_248
     assert planned.checkpoint.own_bytes == pytest.approx(14 * 8_030_261_248 / 8, rel=1e-4)
-    settings["parallel"]["distributed_optimizer"] = False
+    settings.parallel.distributed_optimizer = False
     assert plan_run(settings).checkpoint.own_bytes == pytest.approx(planned.checkpoint.own_bytes, rel=1e-6)
     console = Console(width=120, record=True, file=io.StringIO())
-    settings["trainer"]["local_checkpoints"] = "/scratch"
+    settings.trainer.local_checkpoints = "/scratch"
     console.print(plan_run(settings).render(gpu_bytes=None, file_system_bytes_per_s=5e9))
     text = console.export_text()
     assert "112 GB; there is no other node for a copy, and as much for the next one" in text
-    settings = to_plain(compose_config("sft", SftConfig, ["experiment=llama3_8b_4nodes"]))
-    settings["trainer"]["local_checkpoints"] = "/scratch"
+    settings = compose_config("sft", SftConfig, ["experiment=llama3_8b_4nodes"])
+    settings.trainer.local_checkpoints = "/scratch"
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(plan_run(settings).render(gpu_bytes=None, disk_bytes_per_s=2e9))
     of_nodes = console.export_text()
@@ -306,11 +305,10 @@ def test_a_run_is_planned_from_its_settings_and_its_data(tmp_path) -> None:
     with open_writer(tmp_path / "train", format="parquet", pack_size=64) as writer:
         for _ in range(6):
             writer.append(Pack([1, 2, 3, 4] * 16, [1] * 63 + [0], [0]))
-    config = compose_config(
+    settings = compose_config(
         "sft", SftConfig, ["model.vocab_size=300", "loader.global_batch_size=4", "schedule.max_tokens_per_rank=63"]
     )
-    settings = to_plain(config)
-    settings["data"]["path"] = str(tmp_path)
+    settings.data.path = str(tmp_path)
     planned = plan_run(settings, ranks=2)
     assert planned.dp_size == 2
     assert planned.work is not None
@@ -325,22 +323,22 @@ def test_a_run_is_planned_from_its_settings_and_its_data(tmp_path) -> None:
     assert given.step_s == pytest.approx(given.work.model_flops / 2 / 0.25e9)
     assert given.parts == {}
 
-    settings["data"]["path"] = str(tmp_path / "nowhere")
+    settings.data.path = str(tmp_path / "nowhere")
     planned = plan_run(settings, ranks=2)
     assert (planned.work, planned.why_no_work) == (None, "no dataset there")
-    settings["parallel"]["pipeline_parallel_size"] = 3
+    settings.parallel.pipeline_parallel_size = 3
     with pytest.raises(ConfigError, match="4 layers cannot be cut into 3"):
         plan_run(settings, ranks=2)
 
 
 def test_data_that_does_not_exist_yet_is_planned_by_its_packs() -> None:
-    settings = to_plain(compose_config("sft", SftConfig, ["model.vocab_size=300", "schedule.max_tokens_per_rank=1024"]))
+    settings = compose_config("sft", SftConfig, ["model.vocab_size=300", "schedule.max_tokens_per_rank=1024"])
     planned = plan_run(settings, packs=AssumedPacks(32, pack_size=1024, sequence_tokens=100))
     assert planned.ranks == 8
     assert planned.work is not None
     assert (planned.work.steps, planned.work.tokens, planned.work.microbatches) == (2, 16 * 10 * 99, 2)
-    settings["schedule"]["max_tokens_per_rank"] = 4096
-    settings["schedule"]["name"] = "as_packed"  # a row has one pack, whatever its size
+    settings.schedule.max_tokens_per_rank = 4096
+    settings.schedule.name = "as_packed"  # a row has one pack, whatever its size
     assert plan_run(settings, packs=AssumedPacks(32, pack_size=1024, sequence_tokens=100)).work == planned.work
     with pytest.raises(
         ConfigError, match="the longest sequence has 8,191 model tokens after padding, more than the 4,"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import yaml
+from layout_space import KINDS, RANKS, accepted, config_of
 
 from harness.config import compose_config
 from harness.errors import ConfigError
@@ -10,13 +15,12 @@ from harness.plan.run_plan import AssumedPacks, plan_run
 from harness.plan.search import LayoutSearch, search_layouts
 from harness.plan.settings import SftConfig
 from harness.plan.work import Machine
-from harness.settings import to_plain
 
 GPU = 80 * 2**30
 
 
 def search(*overrides: str, pack_size: int = 8192, gpu_bytes: float | None = GPU) -> LayoutSearch:
-    settings = to_plain(compose_config("sft", SftConfig, list(overrides)))
+    settings = compose_config("sft", SftConfig, list(overrides))
     packs = AssumedPacks(1000, pack_size, sequence_tokens=1024)
     return search_layouts(settings, machine=Machine(), packs=packs, gpu_bytes=gpu_bytes)
 
@@ -49,7 +53,7 @@ def test_a_layout_of_the_search_is_planned_alike_by_its_settings() -> None:
     assert found.fitting[-1].parallel.virtual_pipeline_parallel_size
     for one in (found.fitting[0], found.fitting[-1]):
         config = compose_config("sft", SftConfig, [*base, *one.overrides])
-        planned = plan_run(to_plain(config), packs=AssumedPacks(1000, 8192, 1024))
+        planned = plan_run(config, packs=AssumedPacks(1000, 8192, 1024))
         assert (planned.step_s, planned.memory) == (one.plan.step_s, one.plan.memory)
 
 
@@ -67,6 +71,50 @@ def test_experts_are_divided_too_and_a_vocabulary_is_assumed() -> None:
     assert "131,072" in found.fitting[0].plan.notes[0]
 
 
+def changed(config: SftConfig, overrides: list[str]) -> SftConfig:
+    """Return settings with overrides of some of their groups."""
+    groups: dict[str, dict[str, Any]] = {}
+    for text in overrides:
+        key, _, value = text.partition("=")
+        group, name = key.split(".")
+        groups.setdefault(group, {})[name] = yaml.safe_load(value)
+    return replace(config, **{group: replace(getattr(config, group), **values) for group, values in groups.items()})
+
+
+@pytest.mark.parametrize("model", ["llama3_8b", "llama3_8b model.lora_rank=8", "qwen3_30b_a3b", "moonlight_16b_a3b"])
+def test_a_search_lists_only_layouts_that_training_accepts(model) -> None:
+    for ranks in (1, 8):
+        settings = [*f"model={model}".split(), f"parallel.ranks={ranks}", "loader.global_batch_size=64"]
+        config = compose_config("sft", SftConfig, settings)
+        packs = AssumedPacks(1000, 4096, sequence_tokens=1024)
+        found = search_layouts(config, machine=Machine(), packs=packs, gpu_bytes=None)
+        assert found.fitting
+        for one in found.fitting:
+            changed(config, one.overrides).check(ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_search_lists_only_layouts_that_are_trained_in_the_tests(kind) -> None:
+    trained = [(layout.ranks, layout.parallel) for layout in accepted([kind])]
+    for ranks in RANKS:
+        config = changed(config_of(kind), [f"parallel.ranks={ranks}"])
+        packs = AssumedPacks(1000, 256, sequence_tokens=64)
+        for one in search_layouts(config, machine=Machine(), packs=packs, gpu_bytes=None).fitting:
+            assert (ranks, {name: getattr(one.parallel, name) for name in trained[0][1]}) in trained
+
+
+def test_ranks_that_leave_a_part_of_a_node_empty_are_refused_with_the_arithmetic() -> None:
+    config = compose_config("sft", SftConfig, ["model=llama3_8b", "parallel.ranks=12"])
+    packs = AssumedPacks(1000, 4096, sequence_tokens=1024)
+    message = "12 ranks fill 1 node of 8 GPUs, and 4 would be on another"
+    with pytest.raises(ConfigError, match=message):
+        plan_run(config, packs=packs)
+    with pytest.raises(ConfigError, match=message) as refused:
+        search_layouts(config, machine=Machine(), packs=packs, gpu_bytes=GPU)
+    assert refused.value.fix == "parallel.ranks=8 or 16, or a gpus_per_node that divides 12"
+    assert plan_run(config, packs=packs, machine=Machine(ranks=4)).ranks == 12
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
     found = search("model=llama3_70b", "parallel.ranks=8")
     assert found.fitting == []
@@ -78,7 +126,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
 
 def test_ranks_that_hold_no_whole_copy_and_data_that_is_not_there_are_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="cannot each train a part of 16 packs"):
-        search("model=tiny", "parallel.ranks=17", "model.vocab_size=300")
-    settings = to_plain(compose_config("sft", SftConfig, ["model.vocab_size=300", f"data.path={tmp_path / 'nowhere'}"]))
+        search("model=tiny", "parallel.ranks=24", "model.vocab_size=300")
+    settings = compose_config("sft", SftConfig, ["model.vocab_size=300", f"data.path={tmp_path / 'nowhere'}"])
     with pytest.raises(ConfigError, match="which is unknown: no dataset there"):
         search_layouts(settings, machine=Machine(), packs=None, gpu_bytes=GPU)

@@ -18,13 +18,12 @@ sys.meta_path.insert(0, Refuse())
 
 PLAN = """
 from harness.plan import AssumedPacks, PretrainConfig, SftConfig, plan_run
-from harness.settings import to_plain
 
 settings = SftConfig()
 settings.model.vocab_size = 1000
 PretrainConfig(model=settings.model).check(1)
 settings.check(1)
-assert plan_run(to_plain(settings), packs=AssumedPacks(100, 4096, 512)).work.steps > 0
+assert plan_run(settings, packs=AssumedPacks(100, 4096, 512)).work.steps > 0
 """
 
 COMMAND = """

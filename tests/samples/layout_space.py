@@ -1,0 +1,108 @@
+"""Every layout of 1, 2 and 4 ranks, accepted or refused by the settings' own checks, for small models of each kind."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from small_packs import VOCAB
+
+from harness.config import compose_config
+from harness.errors import ConfigError
+from harness.plan import ParallelConfig, SftConfig
+from recipes.parity import ParityConfig
+
+RANKS = (1, 2, 4)
+# Adapters stand on experts too. Those of `LATER` differ from others in few operations.
+KINDS = ("dense", "lora", "qwen3_moe", "deepseek_like", "lora qwen3_moe")
+LATER = ("olmoe", "gpt_oss_like", "lora deepseek_like")
+# Four layers for four stages; heads, groups and experts for four ranks. Rows are packs, of which the last step has
+# three: with four data-parallel ranks, one has a row of zero loss.
+SETTINGS = (
+    *("model.num_layers=4", "model.hidden_size=64", "model.ffn_hidden_size=128"),
+    *("model.num_attention_heads=8", "model.num_query_groups=4"),
+    *("loader.global_batch_size=4", "loader.num_workers=0", "schedule=as_packed", "schedule.max_tokens_per_rank=256"),
+    # A step that is smooth in the gradient, whose first moment is the gradient itself; a norm that never clips.
+    *("optimizer.beta1=0", "optimizer.eps=1", "optimizer.lr=0.02", "optimizer.decay=constant"),
+    *("optimizer.warmup_steps=0", "optimizer.clip_grad=1000000", "trainer.device=cpu", "trainer.steps=2"),
+    f"model.vocab_size={VOCAB}",
+)
+NUM_PACKS = 7
+_FEW_EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A kind of model on a layout, by the settings of `parallel` that are searched; `refused` is None if accepted."""
+
+    kind: str
+    ranks: int
+    parallel: dict[str, Any]
+    config: SftConfig | None
+    refused: ConfigError | None
+
+    @property
+    def values(self) -> set[tuple[str, str, Any]]:
+        return {(self.kind, name, value) for name, value in {**self.parallel, "ranks": self.ranks}.items()}
+
+    def __str__(self) -> str:
+        sizes = {name.removesuffix("_parallel_size"): value for name, value in self.parallel.items()}
+        return " ".join(
+            [f"{self.kind}, {self.ranks} ranks:", *(f"{n}={v}" for n, v in sizes.items() if v not in (1, None, False))]
+        )
+
+
+@functools.cache
+def config_of(kind: str) -> SftConfig:
+    """Return the settings of a small model of a kind, on one rank."""
+    known = compose_config("parity", ParityConfig).kinds
+    settings = [setting for name in kind.split() for setting in known.get(name, "").split()]
+    config = compose_config("sft", SftConfig, [*SETTINGS, *settings])
+    model = config.model
+    if model.num_experts:
+        groups = {"router_groups": 2, "router_top_groups": 1} if model.router_groups else {}
+        model = replace(model, **_FEW_EXPERTS, **groups)
+    if "lora" in kind.split():
+        model = replace(model, lora_rank=4, lora_alpha=4.0, mtp_layers=0)
+    return replace(config, model=model)
+
+
+def layouts_of(kind: str) -> Iterator[Layout]:
+    """Yield every combination of sizes and switches, with what the checks of a run say of it."""
+    config = config_of(kind)
+    for ranks in RANKS:
+        sizes = [size for size in RANKS if size <= ranks]
+        dimensions = {
+            **{f"{name}_parallel_size": sizes for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")},
+            "virtual_pipeline_parallel_size": (None, 2, 4),
+            **dict.fromkeys(("sequence_parallel", "distributed_optimizer"), (False, True)),
+        }
+        for values in itertools.product(*dimensions.values()):
+            parallel, run, refused = dict(zip(dimensions, values, strict=True)), None, None
+            try:
+                run = replace(config, parallel=ParallelConfig(**parallel))
+                run.check(ranks)
+            except ConfigError as error:
+                refused = error
+            yield Layout(kind, ranks, parallel, run, refused)
+
+
+def accepted(kinds: Iterable[str]) -> list[Layout]:
+    return [layout for kind in kinds for layout in layouts_of(kind) if layout.refused is None]
+
+
+def an_eighth(layouts: list[Layout], seed: int = 30) -> list[Layout]:
+    """Return an eighth of the layouts, in which every kind has every value of every dimension that it can have."""
+    shuffled = random.Random(seed).sample(layouts, len(layouts))
+    seen: set[tuple[str, str, Any]] = set()
+    chosen = []
+    for layout in shuffled:
+        if layout.values - seen:
+            chosen.append(layout)
+            seen |= layout.values
+    rest = (layout for layout in shuffled if layout not in chosen)
+    return [*chosen, *itertools.islice(rest, max(0, len(layouts) // 8 - len(chosen)))]
