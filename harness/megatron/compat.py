@@ -243,7 +243,7 @@ def _sort_by_device(self: Any, offload_fraction: float) -> Any:
 _SORT_BY_DEVICE = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
 
-def _gather_parts(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *options: Any) -> torch.Tensor:
+def _gather_parts(input_: Any, group: Any, output_split_sizes: Any = None, *options: Any) -> Any:
     """Gather parts of any lengths, as NCCL does and gloo does not: tokens of ranks that share experts."""
     if output_split_sizes is None or torch.distributed.get_backend(group) != "gloo":
         return _GATHER(input_, group, output_split_sizes, *options)
@@ -255,7 +255,7 @@ def _gather_parts(input_: torch.Tensor, group: Any, output_split_sizes: Any = No
     return gathered
 
 
-def _scatter_parts(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *options: Any) -> torch.Tensor:
+def _scatter_parts(input_: Any, group: Any, input_split_sizes: Any = None, *options: Any) -> Any:
     """Sum over ranks and return this rank's part, of any length."""
     if input_split_sizes is None or torch.distributed.get_backend(group) != "gloo":
         return _SCATTER(input_, group, input_split_sizes, *options)

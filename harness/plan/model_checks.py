@@ -294,6 +294,15 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
             where="parallel.sequence_parallel",
             fix="parallel.sequence_parallel=true",
         )
+    for name in ON_EVERY_RANK:
+        # Without Transformer Engine, Megatron-Core makes them divided; they are then replaced by whole ones.
+        outputs = model.attention_sizes.get(name, (0, 0))[1]
+        if outputs % tp:
+            raise ConfigError(
+                f"the {outputs} outputs of {name} are not a multiple of tensor_parallel_size {tp}",
+                where="model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim, parallel.tensor_parallel_size",
+                fix=f"a tensor_parallel_size that divides {outputs}",
+            )
     _check_expert_layout(model, parallel)
     _check_fp8_sizes(model, parallel)
     _check_graphs(model, parallel)

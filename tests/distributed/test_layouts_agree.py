@@ -32,6 +32,8 @@ def train_all(layouts: list[Layout], place: Path) -> list[dict[str, Any]]:
     for ranks in RANKS:
         wanted = [*first * (ranks == 1), *(one for one in layouts if one.ranks == ranks and one not in first)]
         wanted.sort(key=lambda layout: (list(map(str, layout.parallel.values())), layout not in first))
+        if not wanted:
+            continue
         file = place / f"{ranks}.pkl"
         file.write_bytes(pickle.dumps([(str(layout), layout.kind, layout.config) for layout in wanted]))
         code, output = run_command([*forked(ranks), "tests.distributed.layout_ranks", str(file)], timeout_s=7000)

@@ -66,6 +66,8 @@ def config_of(kind: str) -> SftConfig:
     if model.num_experts:
         groups = {"router_groups": 2, "router_top_groups": 1} if model.router_groups else {}
         model = replace(model, **_FEW_EXPERTS, **groups)
+    if model.kv_lora_rank:
+        model = replace(model, kv_lora_rank=26)  # with 6 rotated numbers, a multiple of four ranks
     if "lora" in kind.split():
         model = replace(model, lora_rank=4, lora_alpha=4.0, mtp_layers=0)
     return replace(config, model=model)

@@ -239,6 +239,9 @@ def test_latent_attention_and_adapters_of_experts_are_refused_on_layouts_that_ca
     tp2 = ParallelConfig(tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="latent attention on 2 tensor-parallel ranks needs sequence parallelism"):
         ModelConfig(**LATENT, num_experts=4).check(tp2)
+    four = ParallelConfig(tensor_parallel_size=4, sequence_parallel=True)
+    with pytest.raises(ConfigError, match="the 14 outputs of linear_kv_down_proj are not a multiple of"):
+        ModelConfig(**LATENT, num_experts=4, qk_rope_head_dim=6).check(four)
     cut = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="adapters on experts cannot be cut into 2 parts"):
         ModelConfig(num_experts=4, lora_rank=2).check(cut)
