@@ -1,13 +1,13 @@
 """Prove that other settings train the same: real runs of `recipes.sft`, each compared with a reference.
 
     harness parity                      # every format against legacy npy
-    harness parity check=workers        # or layouts, schedules, versions, isolation, integrations, all
+    harness parity check=workers        # or layouts, schedules, versions, isolation, reference, integrations, all
 
 Data (digests of every global batch), losses, gradient norms and counts are compared; the first difference is named.
-`check=isolation` shows on each layout that documents of a packed row do not see each other, and `check=integrations`
-that other trainers read the same global batches. Writes report.json,
-report.html, report.md and junit.xml. Exit code 1 on any difference, 0 on none, 2 where it could not be carried out.
-Started again it keeps the cells that are finished.
+`check=isolation` shows on each layout that documents of a packed row do not see each other, `check=reference` that each
+model family trains unpacked conversations as plain transformers do, and `check=integrations` that other trainers read
+the same global batches. Writes report.json, report.html, report.md and junit.xml. Exit code 1 on any difference, 0 on
+none, 2 where it could not be carried out. Started again it keeps the cells that are finished.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from harness.parity import (
     ISOLATION,
     ISOLATION_TURNS,
     KIND,
+    OTHER_KERNELS,
+    REFERENCE,
     VERSION,
     Cell,
     CellResult,
@@ -46,6 +48,7 @@ from harness.parity import (
     default_slots,
     environment,
     live_table,
+    make_model,
     parse_case,
     parse_integrations,
     plan_check,
@@ -53,11 +56,10 @@ from harness.parity import (
     skipped,
 )
 from harness.parity.pages import publish
+from harness.plan import FAMILIES
 from harness.records import Pack
 
-CHECKS = ("formats", "workers", "schedules", "layouts", "experts", "isolation", "versions", "integrations")
-# Experts leave less room: a token that goes to another expert moves a loss by more than rounding does.
-_EXPERTS = Tolerances(1e-6, 1e-5, "sums are taken in another order, and float32 rounds them otherwise")
+CHECKS = ("formats", "workers", "schedules", "layouts", "experts", "isolation", "reference", "versions", "integrations")
 _DATA_SETTINGS = ("data=", "data.path=", "data.blend=", "data.validation_path=")
 # Name of the interpreter that runs the matrix.
 THIS = "this"
@@ -68,8 +70,8 @@ class ParityConfig:
     """A matrix of runs to compare.
 
     Attributes:
-        check: formats, workers, schedules, layouts, experts, isolation, versions or integrations, several as
-            `formats+workers`, or all.
+        check: formats, workers, schedules, layouts, experts, isolation, reference, versions or integrations, several
+            as `formats+workers`, or all.
         dataset: a dataset with `train` and `validation`; null for a small one that is made for the check.
         datasets: existing datasets as `NAME=PATH`, for `format=NAME`; other formats are converted from `dataset`.
         versions: interpreters as `NAME=PATH` whose environments have other versions of the libraries.
@@ -86,14 +88,17 @@ class ParityConfig:
         device: device of every run, cpu or cuda; tolerances depend on it.
         keep_batches: record the data itself with its digests, so that the report has the position and both values of
             any difference; 28 bytes a token of each run before compression.
-        tolerances: across layouts, schedules and versions.
+        tolerances: across layouts, schedules, experts and the reference; those of a GPU, and across versions, are wider
+            unless they are set.
         sft: settings of `recipes.sft` for every case.
         sft_more: further settings of `recipes.sft`, for the command line.
         kinds: settings of `recipes.sft`, separated by spaces, by name, for the cases of `experts` that choose one with
             `kind=NAME`.
-        formats, workers, schedules, layouts, experts, isolation: cases of the check as `"ranks setting=value ..."`, the
-            reference first; `format=NAME` and `version=NAME` choose a dataset and an interpreter. Those of `experts`
-            have a reference for each kind.
+        families: model families of the check `reference`; empty for all.
+        formats, workers, schedules, layouts, experts, isolation, reference: cases of the check as `"ranks setting=value
+            ..."`, the reference first; `format=NAME` and `version=NAME` choose a dataset and an interpreter. Those of
+            `experts` have a reference for each kind, and those of `reference` are each compared with a plain model of
+            transformers.
     """
 
     check: str = "formats"
@@ -120,6 +125,8 @@ class ParityConfig:
     experts: list[str] = field(default_factory=list)
     kinds: dict[str, str] = field(default_factory=dict)
     isolation: list[str] = field(default_factory=list)
+    families: list[str] = field(default_factory=list)
+    reference: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.checks if name not in CHECKS]
@@ -241,12 +248,16 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
         "workers": CheckPlan(IDENTICAL),
         "schedules": CheckPlan(across),
         "layouts": CheckPlan(across, from_checkpoint=True, shares_processes=True),
-        "experts": CheckPlan(_EXPERTS, from_checkpoint=True, shares_processes=True),
+        "experts": CheckPlan(across, from_checkpoint=True, shares_processes=True),
         "isolation": CheckPlan(IDENTICAL, shares_processes=True, program=ISOLATION, has_reference=False),
-        "versions": CheckPlan(across),
+        "reference": CheckPlan(across, shares_processes=True),
+        "versions": CheckPlan(OTHER_KERNELS if across == Tolerances() else across),
     }
     for check in config.checks:
         if check == "integrations":  # no runs of `recipes.sft`
+            continue
+        if check == "reference":
+            cells += reference_cells(config, source, folder, settings, plans[check])
             continue
         if check == "versions" and not config.versions:
             reason = "no other version's interpreter is named: versions='[\"NAME=PATH\"]'"
@@ -281,6 +292,27 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
             max_ranks=config.max_ranks,
         )
     return cells, left_out
+
+
+def reference_cells(
+    config: ParityConfig, source: Path, folder: Path, settings: list[str], plan: CheckPlan
+) -> list[Cell]:
+    """Return, for each family, the cell of a plain model of transformers and those that are compared with it."""
+    cells: list[Cell] = []
+    for family in config.families or FAMILIES:
+        own = plan_check(
+            f"reference {family}",
+            ["1 version=transformers", *config.reference],
+            plan,
+            settings=[*settings, *make_model(family, folder / "models" / family)],
+            datasets={"": str(source)},
+            pythons={"": sys.executable, "transformers": sys.executable},
+            steps=config.steps,
+            steps_before=0,
+            max_ranks=config.max_ranks,
+        )
+        cells += [replace(own[0], plan=replace(plan, program=REFERENCE)), *own[1:]]
+    return cells
 
 
 def dataset_in(format: str, config: ParityConfig, source: Path, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Several runs of `recipes.sft` or `recipes.isolation`, one after another in the same processes, which start slowly.
+"""Several runs of one recipe (`sft`, `isolation` or `reference`) in the same processes, which start slowly.
 
     torchrun --nproc-per-node 4 -m recipes.sft_runs RUNS.json
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from harness.config import compose_config
 from harness.errors import exit_on_error
 from harness.plan import SftConfig
-from recipes import isolation, sft
+from recipes import isolation, reference, sft
 
 if __name__ == "__main__":
     # The launcher's store remembers the run before; each run meets at its own port.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     listed = json.loads(Path(sys.argv[1]).read_text())
-    main = {"recipes.sft": sft.main, "recipes.isolation": isolation.main}[listed["program"]]
+    main = {module.__name__: module.main for module in (sft, isolation, reference)}[listed["program"]]
     for port, overrides, folder, start in listed["runs"]:
         os.environ["MASTER_PORT"] = str(port)
         if start is not None and os.environ.get("RANK", "0") == "0":  # the others wait for it to join

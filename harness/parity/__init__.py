@@ -4,8 +4,9 @@ A matrix is a list of cells (`plan_check`): a reference and the runs to compare 
 processes of its own (`run_cells`). Runs record digests of every global batch and their losses; `cell_result` compares
 them and names the first difference down to the position. A `ParityReport` holds the results, and `harness.parity.pages`
 renders it. `record`, `against` and `update` keep one run as a baseline for later ones, `read_history` follows a matrix
-over the nights. `check_isolation` shows that documents of a packed row do not see each other, and
-`compare_integrations` that other trainers read the same global batches.
+over the nights. `check_isolation` shows that documents of a packed row do not see each other, `train_reference` trains
+a run's conversations by plain transformers, and `compare_integrations` shows that other trainers read the same global
+batches.
 
 Read `cells`, `compare` and `result` first.
 """
@@ -22,13 +23,14 @@ from harness.parity.cells import (
     ISOLATION,
     ISOLATION_TURNS,
     KIND,
+    REFERENCE,
     VERSION,
     Cell,
     CheckPlan,
     parse_case,
     plan_check,
 )
-from harness.parity.compare import IDENTICAL, Tolerances
+from harness.parity.compare import IDENTICAL, OTHER_KERNELS, Tolerances
 from harness.parity.history import read_history, summarize
 from harness.parity.integrations import compare_integrations, parse_integrations
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
@@ -38,6 +40,7 @@ from harness.parity.table import live_table, show
 if TYPE_CHECKING:
     from harness.parity.isolation import IsolationCheck, check_isolation, sample_documents
     from harness.parity.planted import planted_defects
+    from harness.parity.reference import make_model, train_reference
 
 __all__ = [
     "FORMAT",
@@ -45,6 +48,8 @@ __all__ = [
     "ISOLATION",
     "ISOLATION_TURNS",
     "KIND",
+    "OTHER_KERNELS",
+    "REFERENCE",
     "REPORT_FILE",
     "VERSION",
     "Cell",
@@ -62,6 +67,7 @@ __all__ = [
     "end_with_parent",
     "environment",
     "live_table",
+    "make_model",
     "parse_case",
     "parse_integrations",
     "plan_check",
@@ -73,17 +79,20 @@ __all__ = [
     "show",
     "skipped",
     "summarize",
+    "train_reference",
     "update",
     "write_report",
 ]
 
-# It imports Megatron-Core, which the rest of the package does without.
+# They import Megatron-Core or torch, which the rest of the package does without.
 __getattr__ = names_on_first_use(
     __name__,
     {
         "IsolationCheck": "isolation",
         "check_isolation": "isolation",
+        "make_model": "reference",
         "planted_defects": "planted",
         "sample_documents": "isolation",
+        "train_reference": "reference",
     },
 )

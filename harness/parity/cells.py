@@ -79,6 +79,7 @@ class Program:
 
 TRAINING = Program("recipes.sft", METRICS_FILE)
 ISOLATION = Program("recipes.isolation", ISOLATION_FILE)
+REFERENCE = Program("recipes.reference", METRICS_FILE)
 
 
 @dataclass(frozen=True)

@@ -23,20 +23,26 @@ EXPERTS = ("load", "worst_load", "entropy", "aux_loss", "bias")
 class Tolerances:
     """Largest relative differences of a step that still count as the same.
 
+    The defaults are several times the noise that was measured on a CPU in float32 over 22 steps of 19 layouts on 1 to 4
+    ranks, 6 steps of 17 layouts of experts on 1 and 2, and of plain transformers for each model family: at most 9e-8 of
+    a loss and 3e-7 of a gradient norm. It did not grow with the steps.
+
     Attributes:
         loss: on the loss and the validation loss.
         grad_norm: on the norm of the gradient before clipping.
         reason: why these values, for the report.
     """
 
-    loss: float = bounded(1e-5, lowest=0, highest=1)
-    grad_norm: float = bounded(1e-4, lowest=0, highest=1)
+    loss: float = bounded(5e-7, lowest=0, highest=1)
+    grad_norm: float = bounded(2e-6, lowest=0, highest=1)
     reason: str = "sums are taken in another order, and float32 rounds them otherwise"
 
     def __post_init__(self) -> None:
         check_numbers(self, "tolerances")
 
 
+# Of GPUs, and of other versions of the libraries, where no noise has been measured.
+OTHER_KERNELS = Tolerances(1e-5, 1e-4, "other kernels, those of GPUs atomically, add in an order that changes")
 IDENTICAL = Tolerances(0.0, 0.0, "the same layout on one machine: the same numbers in the same order")
 
 
@@ -189,10 +195,12 @@ def _format(value: float | None) -> str:
 
 
 def on_device(tolerances: Tolerances, device: str, *, num_ranks: int = 1) -> Tolerances:
-    """Return the tolerances for a device: bit-identity is required of one rank on a CPU alone."""
-    if tolerances.loss or (device == "cpu" and num_ranks == 1):
+    """Return the tolerances for a device: bit-identity is required of one rank on a CPU alone, and GPUs have theirs.
+
+    Tolerances that settings name are the same on every device.
+    """
+    if device != "cpu" and tolerances in (IDENTICAL, Tolerances()):
+        return OTHER_KERNELS
+    if tolerances.loss or num_ranks == 1:
         return tolerances
-    reason = "kernels on GPUs add gradients atomically, in an order that changes"
-    if device == "cpu":
-        reason = "sums over several ranks are taken in the order in which their parts arrive"
-    return replace(Tolerances(), reason=reason)
+    return replace(Tolerances(), reason="sums over several ranks are taken in the order in which their parts arrive")

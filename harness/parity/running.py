@@ -141,11 +141,12 @@ def _digest_stats(dataset: str) -> str:
 
 
 def _batches(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
-    """Yield cells that run alone, then those of one check, number of ranks and interpreter that share processes."""
-    shared: dict[tuple[str, int, str], list[Cell]] = {}
+    """Yield cells that run alone, then those of one check, program, ranks and interpreter that share processes."""
+    shared: dict[tuple[str, str, int, str], list[Cell]] = {}
     for cell in cells:
         if cell.plan.shares_processes and cell.is_reported:
-            shared.setdefault((cell.check, cell.case.ranks, cell.python), []).append(cell)
+            key = cell.check.split()[0], cell.plan.program.module, cell.case.ranks, cell.python
+            shared.setdefault(key, []).append(cell)
         else:
             yield [cell]
     yield from shared.values()

@@ -86,7 +86,7 @@ def run_all(dataset: Path, place: Path, wanted: Sequence[tuple[str, str, str | N
     def compare(kind: str, layout: str, fault: str | None = None) -> dict[str, Check]:
         expected, found = recorded_run(place / kind / "one"), recorded_run(folders[kind, layout, fault])
         assert len(found.steps) == 4
-        return {check.name: check for check in compare_runs(expected, found, Tolerances(1e-6, 1e-5))}
+        return {check.name: check for check in compare_runs(expected, found, Tolerances())}
 
     return compare
 

@@ -1,0 +1,223 @@
+"""Train the conversations of a run one by one, unpacked, by a plain model of transformers and PyTorch's AdamW.
+
+Layouts are compared with one rank of ours, and a fault that all of them share shows in none. This reference shares the
+order of the packs with a run, and nothing else: it reads the stored conversations itself, and has a model, a loss, a
+clipping and a learning rate of its own. It has no losses of routers, no moving biases of experts and no layers that
+predict further tokens, and nor do the runs that are compared with it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.errors import ConfigError
+from harness.loader import Loader, open_datasets
+from harness.plan import FAMILIES, OptimizerConfig, SftConfig, read_hf_config
+from harness.records import Pack
+from harness.settings import to_yaml
+from harness.train import (
+    DigestWriter,
+    Evaluation,
+    MetricsWriter,
+    StepRecord,
+    StepResult,
+    is_due,
+    merge_ranks,
+    open_run_folder,
+    rank_rows,
+    step_metrics,
+)
+
+_ANY = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16384,
+    "initializer_range": 0.1,
+    "sliding_window": None,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+_ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+    "tie_word_embeddings": False,
+}
+_LATENT = {
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Values of a small model's config.json, by family.
+_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **_LLAMA3}},
+    "mistral": {"head_dim": 16},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [0]},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {**_LATENT, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {**_LATENT, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "glm4_moe": {**_ROUTED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
+    "glm4_moe_lite": {**_LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "rope_parameters": {**_YARN, "truncate": False},
+    },
+}
+
+
+def make_model(family: str, folder: Path) -> list[str]:
+    """Save a small random model of a family, unless `folder` has it; return the settings of a run that begins with it.
+
+    Raises:
+        ConfigError: transformers is missing, or there is no small model of the family.
+    """
+    if family not in _MODELS:
+        raise ConfigError(f"there is no family {family!r}", where="families", fix=f"some of {', '.join(_MODELS)}")
+    if not (folder / "model.safetensors").exists():
+        transformers = _transformers()
+        torch.manual_seed(8)
+        name = FAMILIES[family].architecture
+        config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**{**_ANY, **_MODELS[family]})
+        model = getattr(transformers, name)(config)
+        with torch.no_grad():
+            for weight, values in [*model.named_parameters(), *model.named_buffers()]:
+                # Initially ones and zeros, which hide a mistake.
+                if any(part in weight for part in ("norm", "bias", "sinks")):
+                    values.add_(0.1 * torch.randn_like(values))
+        model.save_pretrained(folder)
+    stored = read_hf_config(folder).settings
+    texts = {name: "null" if value is None else str(value).lower() for name, value in stored.items()}
+    model_settings = [f"model.{name}={text}" for name, text in texts.items()]
+    still = ["model.expert_bias_rate=0"] if stored["num_experts"] else []
+    return [f"model.init_from={folder}", "model.max_sequence_length=1024", *model_settings, *still]
+
+
+def train_reference(config: SftConfig) -> int:
+    """Train the reference of a run with these settings; write its metrics and digests, as the run does.
+
+    Raises:
+        ConfigError: transformers is missing, or a setting is one that the reference does not have.
+    """
+    config = config.with_steps()
+    trainer, optimizer, data = config.trainer, config.optimizer, open_datasets(config.data)
+    if config.model.init_from is None or config.run_dir is None:
+        raise ConfigError("it needs weights and a folder", where="model.init_from, run_dir", fix="name both")
+    model = _transformers().AutoModelForCausalLM.from_pretrained(
+        config.model.init_from, dtype=torch.float32, attn_implementation="eager"
+    )
+    adam = _adam(model, optimizer)
+    folder, last = Path(config.run_dir), trainer.last_step
+    loader = Loader(data.train, config.loader, schedule=config.schedule, num_steps=last)
+    with (
+        open_run_folder(folder, settings=to_yaml(config), resumes=True),
+        closing(DigestWriter(folder)) as digests,
+        closing(MetricsWriter(folder, trackers=[])) as metrics,
+    ):
+        for number, batch in enumerate(loader, start=1):
+            began = time.perf_counter()
+            adam.zero_grad()
+            packs = data.train.read(batch.pack_ids.tolist())
+            loss, tokens = _mean_loss(model, packs, backward=True)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_grad or math.inf)
+            rate = _learning_rate(optimizer, number - 1, last)
+            for group in adam.param_groups:
+                group["lr"] = rate
+            adam.step()
+            validation = None
+            if data.validation is not None and is_due(number, trainer.eval_interval, last):
+                stored = data.validation.read(list(range(len(data.validation))))
+                with torch.no_grad():
+                    validation = Evaluation(*_mean_loss(model, stored, backward=False))
+            own = rank_rows(batch, process=0, dp_rank=0, is_first_stage=True, is_last_stage=True)
+            digests.write(merge_ranks(number, batch, [own]))
+            result = StepResult(loss, tokens, float(norm), rate, skipped=False)
+            metrics.write(step_metrics(StepRecord(number, batch, result, validation, time.perf_counter() - began, 0.0)))
+    return 0
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            "the reference is a model of transformers, which is not installed",
+            where="check=reference",
+            fix="install the `tokenize` extra, or pip install transformers",
+        ) from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def _adam(model: torch.nn.Module, optimizer: OptimizerConfig) -> torch.optim.AdamW:
+    """Return an AdamW that decays matrices, and neither vectors nor biases (those of stacked experts are matrices)."""
+    groups: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for name, values in model.named_parameters():
+        groups[values.ndim > 1 and not name.endswith("bias")].append(values)
+    return torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": optimizer.weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ],
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+    )
+
+
+def _learning_rate(optimizer: OptimizerConfig, done: int, last: int) -> float:
+    """Return the learning rate of the step after `done` steps: linear from 0 to `lr`, then down to `min_lr`."""
+    decay_steps = optimizer.decay_steps or last
+    warmup = min(optimizer.warmup_steps, decay_steps - 1)
+    if warmup and done <= warmup:
+        return optimizer.lr * done / warmup
+    part = min(1.0, (done - warmup) / (decay_steps - warmup))
+    shares = {"cosine": (1 + math.cos(math.pi * part)) / 2, "linear": 1 - part, "constant": 1.0}
+    if optimizer.decay not in shares:
+        fix = f"optimizer.decay={' or '.join(shares)}"
+        raise ConfigError(f"the reference has no decay {optimizer.decay}", where="optimizer.decay", fix=fix)
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * shares[optimizer.decay]
+
+
+def _mean_loss(model: Any, packs: Sequence[Pack], *, backward: bool) -> tuple[float, int]:
+    """Return the mean loss of the trained tokens of some packs, and their number; add the gradients of the mean."""
+    sequences = [one for pack in packs for one in pack.sequences()]
+    tokens, total = sum(int(one.loss_mask.sum()) for one in sequences), 0.0
+    for one in sequences:
+        if not one.loss_mask.any():
+            continue
+        ids = torch.from_numpy(one.input_ids).long()
+        logits = model(ids[None, :-1]).logits[0].float()
+        each = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+        loss = (each * torch.from_numpy(one.loss_mask[:-1])).sum()
+        if backward:
+            (loss / tokens).backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total / max(tokens, 1), tokens
