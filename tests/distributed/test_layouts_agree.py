@@ -16,11 +16,40 @@ from small_packs import write_small_packs
 
 from harness.parity.result import REPORT_FILE, read_report
 
-from .conftest import forked, run_command
+from .conftest import ROOT, forked, run_command
 
 # Largest differences from one rank, relative to what is compared; a gradient also to the norm of the whole gradient.
 # Sums in another order give up to 4e-7 of that, and more of a small norm of numbers that cancel.
 TOLERANCES = {"step": 1e-6, "gradient": 1e-6, "own": 1e-5}
+
+
+# Put where Python looks for it: a rank divides its gradients by its own trained tokens, and ranks are averaged.
+OWN_TOKENS = """
+import importlib.util
+import sys
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name != "harness.megatron.model.gpt":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (load(module), plant(module))
+        return spec
+
+def plant(module):
+    finalize = module.finalize_model_grads
+
+    def divide_by_own(chunks, tokens, **options):
+        for chunk in chunks:
+            chunk.scale_gradients(1.0 / int(tokens))
+        finalize(chunks, tokens * 0 + 1, **options)
+
+    module.finalize_model_grads = divide_by_own
+
+sys.meta_path.insert(0, Finder())
+"""
 
 
 def train_all(layouts: list[Layout], place: Path) -> list[dict[str, Any]]:
@@ -55,6 +84,22 @@ def differing(results: list[dict[str, Any]]) -> list[str]:
 
 def test_an_eighth_of_the_accepted_layouts_trains_as_one_rank_does(tmp_path) -> None:
     assert differing(train_all(an_eighth(accepted(KINDS)), tmp_path)) == []
+
+
+def test_the_documented_four_steps_show_a_rank_that_divides_by_its_own_tokens(tmp_path) -> None:
+    """A loss moves by 1.0e-3 and a gradient norm by 9.1e-3."""
+    plant = tmp_path / "plant"
+    plant.mkdir()
+    (plant / "sitecustomize.py").write_text(OWN_TOKENS)
+    cases = json.dumps(["1 parallel=data", "2 parallel=data"])
+    settings = [f"folder={tmp_path / 'parity'}", "steps=4", f"layouts={cases}"]
+    command = [sys.executable, "-m", "recipes.parity", "check=layouts", *settings]
+    code, output = run_command(["env", f"PYTHONPATH={ROOT}:{plant}", *command], timeout_s=3000)
+    assert code == 1, output
+    cells = {cell.name: cell for cell in read_report(tmp_path / "parity" / REPORT_FILE).cells}
+    assert cells["layouts: 2x data"].status == "different"
+    failed = [check.name for check in cells["layouts: 2x data"].checks if not check.passed]
+    assert failed == ["loss", "validation_loss", "grad_norm"]
 
 
 @pytest.mark.nightly

@@ -1,0 +1,89 @@
+"""Runs train unpacked conversations as plain transformers and PyTorch's AdamW do, and a fault of all runs is named."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from harness.config import compose_config
+from harness.parity import Tolerances, make_model, train_reference
+from harness.parity.result import REPORT_FILE, read_report
+from harness.plan import FAMILIES, SftConfig
+from recipes import sft
+
+from .conftest import overrides_of, read_metrics, run_command, run_here
+
+STEPS = ("trainer.steps=4", "optimizer.decay_steps=4", "optimizer.warmup_steps=1", "optimizer.weight_decay=0.1")
+ALIKE = Tolerances()
+
+
+def mean_of_each_row(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `sum_loss` returns, with a loss that is normalized by its own row, as many trainers have it."""
+    total, tokens = (losses.float() * mask).sum(), mask.sum()
+    report = torch.stack((total.detach().double(), tokens.double()))
+    return total / tokens.clamp(min=1), torch.ones((), dtype=torch.int), report
+
+
+@pytest.fixture(scope="module")
+def plain(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """References of three families, in folders of their names."""
+    place = tmp_path_factory.mktemp("plain")
+    for family in ("qwen2", "deepseek_v3", "gpt_oss"):
+        settings = overrides_of(dataset, place / family, *make_model(family, place / "models" / family), *STEPS)
+        assert train_reference(compose_config("sft", SftConfig, settings)) == 0
+    return place
+
+
+def differences(plain: Path, family: str, dataset: Path, run: Path, *more: str) -> dict[str, float]:
+    """Return the largest relative difference of a run's losses and gradient norms from those of the reference."""
+    model = make_model(family, plain / "models" / family)
+    run_here(sft, SftConfig, overrides_of(dataset, run, *model, *STEPS, *more))
+    expected, found = read_metrics(plain / family), read_metrics(run)
+    assert [line["learning_rate"] for line in found] == pytest.approx([line["learning_rate"] for line in expected])
+    names = ("loss", "grad_norm")
+    columns = [[np.asarray([line[name] for line in lines]) for lines in (expected, found)] for name in names]
+    return {
+        name: float(abs(right - wrong).max() / right.min()) for name, (right, wrong) in zip(names, columns, strict=True)
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "gpt_oss"])
+def test_a_family_trains_as_plain_transformers_do_on_unpacked_conversations(plain, family, dataset, tmp_path) -> None:
+    found = differences(plain, family, dataset, tmp_path / "run")
+    assert found["loss"] <= ALIKE.loss
+    assert found["grad_norm"] <= ALIKE.grad_norm
+
+
+@pytest.mark.parametrize(
+    ("fault", "more"),
+    [
+        (mock.patch("harness.megatron.step.sum_loss", mean_of_each_row), ()),
+        (nullcontext(), ("optimizer.weight_decay=0.11",)),
+        (nullcontext(), ("optimizer.clip_grad=0",)),
+    ],
+    ids=["normalized by row", "weight decay", "clipping"],
+)
+def test_a_fault_that_every_layout_shares_is_a_difference(
+    plain, dataset, tmp_path, fault: AbstractContextManager[Any], more: tuple[str, ...]
+) -> None:
+    with fault:
+        found = differences(plain, "qwen2", dataset, tmp_path / "run", *more)
+    assert found["loss"] > ALIKE.loss
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_every_family_is_the_same_in_the_report(tmp_path) -> None:
+    command = [sys.executable, "-m", "recipes.parity", "check=reference", f"folder={tmp_path}"]
+    code, output = run_command(command, timeout_s=3000)
+    assert code == 0, output
+    cells = read_report(tmp_path / REPORT_FILE).cells
+    compared = [cell.name for cell in cells if cell.reference is not None]
+    assert compared == [f"reference {family}: data" for family in FAMILIES]
