@@ -181,6 +181,12 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             error = ConfigError(
                 f"the package {error.name} is not installed", where=sys.executable, fix=f"pip install '.[{extra}]'"
             )
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            error = HarnessError(
+                f"memory ran out: {error or 'of this process'}",
+                where=f"`{' '.join(sys.argv)[:200]}`",
+                fix="use a machine with more memory, or give this process more of it, then run the same command again",
+            )
         if error is not None and (system := os_error_of(error)) is not None and is_of_disk(system):
             error = _of_disk(system)
         refused = None if isinstance(error, BrokenPipeError) else _end_output()

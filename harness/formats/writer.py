@@ -29,8 +29,10 @@ from harness.storage import (
     LocalFolder,
     Marker,
     StoredFile,
+    make_folder,
     open_folder,
     redact,
+    sync_folder,
     write_atomically,
 )
 
@@ -215,7 +217,7 @@ class PackWriter:
         stored = Shard(self._format.shard_name(number), len(self._builder), self._folder.describe(names))
         totals = self._builder.totals()
         path = self._part_path(number)
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         _save_part(path, stored, totals, self._builder.build())
         if self._resumes and isinstance(self._folder, BucketFolder):
             self._folder.write(_part_name(number), [path.read_bytes()])
@@ -256,6 +258,7 @@ class PackWriter:
                 self._part_path(number).unlink()
                 if self._resumes and isinstance(self._folder, BucketFolder):
                     self._folder.remove(_part_name(number))
+            sync_folder(self._part_path(0).parent)
             manifest = replace(
                 manifest,
                 fingerprint=fingerprint,

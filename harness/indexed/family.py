@@ -28,7 +28,7 @@ from harness.indexed.convert import TokenSource, count_sequences, save_counts
 from harness.indexed.index import BIN, IDX, INT32, with_suffix
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
-from harness.storage import Marker, file_digest, write_atomically
+from harness.storage import Marker, file_digest, make_folder, write_atomically
 
 if TYPE_CHECKING:
     from harness.indexed.token_shards import TokenBatch
@@ -136,7 +136,7 @@ def _claim(folder: Path, family: TokenFamily, *, overwrite: bool) -> Iterator[_C
         refuse_existing()
     fix = "fix the cause (space, permissions, quota) and run the same command again"
     with os_errors_as(FormatError, "writing failed", where=folder, fix=fix):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         left = marker.acquire()
         claim = _Claim(marker, overwrite or left == _PLACING)
         is_whole = False

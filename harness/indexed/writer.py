@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.indexed.index import BIN, IDX, INT32, UINT16, IndexHeader, largest_token, with_suffix
-from harness.storage import AtomicFile, Marker, sync_folder
+from harness.storage import AtomicFile, Marker, make_folder, sync_folder
 
 # Ledger entries, or tokens, in memory at a time.
 _BLOCK = 1 << 20
@@ -70,7 +70,7 @@ class IndexedWriter:
             self._refuse_existing()
         folder = self.prefix.parent
         with self._os_errors_explained():
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             left = self._marker.acquire()
             try:
                 if left != _PLACING:

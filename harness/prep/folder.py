@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, PrepError
-from harness.storage import BucketFolder, Folder, Marker, write_atomically
+from harness.storage import BucketFolder, Folder, Marker, make_folder, sync_folder, sync_tree, write_atomically
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 TOKENIZER, SOURCE = "tokenizer", "source"
@@ -159,7 +159,7 @@ class PreparedFolder:
             FormatError: another process is preparing it.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
         except OSError as error:
             what = f"the folder cannot be created: {error.strerror}"
             raise ConfigError(what, where=str(self.path), fix="name a writable folder in data.path") from error
@@ -184,8 +184,11 @@ class PreparedFolder:
         return today
 
     def finish(self, report: dict[str, Any]) -> None:
-        """Write the report, which makes the folder finished."""
+        """Force all files to disk and write the report, which makes the folder finished."""
         try:
+            for name in (TOKENIZER, SOURCE, BAD_RECORDS, TO_REPAIR):  # the others are forced when they are written
+                if (self.path / name).exists():
+                    sync_tree(self.path / name)
             write_atomically(self.path / REPORT, (json.dumps(report, indent=2) + "\n").encode())
         except OSError:
             with suppress(OSError):  # it may have its name, and lose it when the power fails
@@ -193,6 +196,7 @@ class PreparedFolder:
             raise
         shutil.rmtree(self.path / SHARDS, ignore_errors=True)
         self._marker.release(remove=True)
+        sync_folder(self.path)
 
     def abandon(self) -> None:
         """Unlock the folder after a failure; the next run takes over."""

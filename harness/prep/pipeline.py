@@ -34,7 +34,17 @@ from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_fil
 from harness.prep.spool import Split, Spool, divide
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.settings import nearest_name
-from harness.storage import BucketFolder, LocalCache, LocalFolder, Place, Stamp, open_folder, stamp_of, write_atomically
+from harness.storage import (
+    BucketFolder,
+    LocalCache,
+    LocalFolder,
+    Place,
+    Stamp,
+    make_folder,
+    open_folder,
+    stamp_of,
+    write_atomically,
+)
 
 # More text does not improve a tokenizer, and memory stays bounded.
 _TRAIN_CHARACTERS = 256 << 20
@@ -443,7 +453,7 @@ class _Preparation:
     ) -> None:
         """Write the sequences in their own order, one per pack, and the plan beside them."""
         path, store, pack_size = self.path / name, self.path / layout.SEQUENCES / name, self.config.data.pack_size
-        store.parent.mkdir(exist_ok=True)
+        make_folder(store.parent)
         tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
         stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
         with open_writer(store, format="virtual", pack_size=pack_size, provenance=stored) as writer:

@@ -1,4 +1,7 @@
-"""Try a command with a fault at each call: it names the fault, and the same command finishes afterwards."""
+"""Try a command with a fault at each call: it names the fault, and the same command finishes afterwards.
+
+A fault is a disk that is full or fails, a power failure, or an allocation that is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,16 @@ import errno
 import os
 import re
 import shutil
+import signal
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from counted_calls import Commands, Ran, environments_of
+from counted_calls import KILLED, Commands, Ran, environments_of, keep_forced, lose_power
+
+from harness.errors import HarnessError
+from harness.formats import open_dataset
 
 from .commands import Command, contents
 
@@ -28,6 +36,8 @@ class Fault:
     stays_full: bool = False
     reads: bool = False
     rank: int = 0
+    smallest: int = 0
+    forced: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,9 @@ class Disk:
             error=fault.error,
             stays_full=fault.stays_full,
             reads=fault.reads,
+            everyone=fault.forced is not None,
+            smallest=fault.smallest,
+            forced=fault.forced,
             counted=fault.rank,
             environments=[{"TMPDIR": str(temporary), **place} for place in environments_of(ranks)],
         )
@@ -95,6 +108,58 @@ def attempt_with_room(disk: Disk, command: Command, template: Path, expected: An
     assert not (problem := judge(ended, os.strerror(errno.ENOSPC))), f"{at}: {problem}\n{ended.output}"
     _finish(disk, command, folder, before, ended, expected, at, 1)
     return ended
+
+
+def attempt_without_power(
+    disk: Disk, command: Command, template: Path, expected: Any, at: int, *, names: bool
+) -> tuple[Ran, dict[str, str]]:
+    """Lose power at a call, or once the command has ended, and run it again; assert the same as `attempt`.
+
+    Args:
+        at: of the call; -1 for the end, after which the result must be there without another attempt.
+        names: as for `lose_power`.
+
+    Returns:
+        The first attempt, and the fingerprints of the datasets that opened between the two.
+    """
+    folder, forced = _begin(disk, template), disk.folder.with_name("forced")
+    before = [contents(folder / name) for name in command.inputs]
+    keep_forced(folder, forced)
+    ended = disk.run(split(command.arguments, folder), fault=Fault(at, forced=forced))
+    lose_power(folder, forced, names=names)
+    where = f"power lost at {at}, {ended.died_in}"
+    assert ended.code == (0 if at < 0 else KILLED), f"{where}: exit code {ended.code}\n{ended.output}"
+    opened = fingerprints(folder)
+    _finish(disk, command, folder, before, ended, expected, where, 1)
+    return ended, opened
+
+
+def attempt_without_memory(
+    disk: Disk, command: Command, template: Path, expected: Any, at: int, *, smallest: int
+) -> tuple[Ran, dict[str, str]]:
+    """Refuse an allocation of at least `smallest` bytes, and run the command again; the rest is as for a power failure.
+
+    Code in Rust and C++ may end the process in place of an error.
+    """
+    folder = _begin(disk, template)
+    before = [contents(folder / name) for name in command.inputs]
+    ended = disk.run(split(command.arguments, folder), fault=Fault(at, smallest=smallest))
+    where = f"no memory at {at}, {ended.died_in}"
+    has_aborted = ended.code == -signal.SIGABRT and "memory allocation of" in ended.output
+    assert has_aborted or not (problem := judge(ended, "")), f"{where}: {problem}\n{ended.output}"
+    opened = fingerprints(folder)
+    _finish(disk, command, folder, before, ended, expected, where, 1)
+    return ended, opened
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    """Return by name the fingerprint of each dataset below a folder that opens, from all of its packs."""
+    found = {}
+    for path in [*folder.glob("out.*"), *(path for path in folder.rglob("*") if path.is_dir())]:
+        with suppress(HarnessError), closing(open_dataset(path)) as reader:
+            if len(reader):  # an empty `bad_records.jsonl` alone opens as no packs
+                found[str(path.relative_to(folder))] = reader.digest_packs()
+    return found
 
 
 def _begin(disk: Disk, template: Path) -> Path:

@@ -20,7 +20,17 @@ import pytest
 from counted_calls import Commands
 
 from .commands import Command, commands, training
-from .faults import Disk, Fault, attempt, attempt_with_room, distinct, prepare
+from .faults import (
+    Disk,
+    Fault,
+    attempt,
+    attempt_with_room,
+    attempt_without_memory,
+    attempt_without_power,
+    distinct,
+    fingerprints,
+    prepare,
+)
 
 COMMANDS, TRAINING = dict(commands()), dict(training())
 # One of each kind of writer; the nightly tests have all.
@@ -30,6 +40,8 @@ KINDS = {
     "quota": Fault(error=errno.EDQUOT, stays_full=True),
     "failing": Fault(error=errno.EIO),
 }
+# Above the objects of Python, below the buffers of a dataset of three packs.
+_LARGE_BYTES = 1 << 14
 FINISHED = "each named, and finished by the same command with the result of an undisturbed one"
 
 
@@ -77,6 +89,69 @@ def try_points(disk: Disk, command: Command, folder: Path, kind: str, points: in
 def test_a_fault_is_named_and_the_same_command_finishes(disk: Disk, tmp_path: Path, name: str) -> None:
     kind = random.Random(name).choice(list(KINDS))
     assert try_points(disk, COMMANDS[name], tmp_path, kind, 1, name) == 1
+
+
+def try_power(disk: Disk, command: Command, folder: Path, points: int | None, seed: str) -> int:
+    """Lose power at a seeded sample of `points` calls, or at all that differ, and at the end; return their number.
+
+    Both with the names that were not forced to disk and without them.
+    """
+    expected, calls = prepare(disk, command, folder / "template")
+    whole = fingerprints(disk.folder / "work")
+    chosen = distinct(calls)
+    if points is not None:
+        chosen = random.Random(seed).sample(chosen, points)
+    for at in [-1, *sorted(chosen)]:
+        for names in (False, True):
+            ended, opened = attempt_without_power(disk, command, folder / "template", expected, at, names=names)
+            # A stream may be read before it is whole.
+            is_whole = opened.items() <= whole.items() or "live" in command.arguments.split()
+            assert is_whole, f"a part opens as a dataset after a power failure at {at}, {ended.died_in}: {opened}"
+    return 2 * len(chosen) + 2
+
+
+def try_memory(disk: Disk, command: Command, folder: Path, points: int | None, seed: str) -> int:
+    """Refuse a seeded sample of the allocations of 16 kB and more, or all; return their number."""
+    expected, calls = prepare(disk, command, folder / "template", fault=Fault(smallest=_LARGE_BYTES))
+    whole = fingerprints(disk.folder / "work")
+    chosen = range(len(calls)) if points is None else sorted(random.Random(seed).sample(range(len(calls)), points))
+    for at in chosen:
+        found = attempt_without_memory(disk, command, folder / "template", expected, at, smallest=_LARGE_BYTES)
+        is_whole = found[1].items() <= whole.items() or "live" in command.arguments.split()
+        assert is_whole, f"a part opens as a dataset without memory at {at}, {found[0].died_in}: {found[1]}"
+    return len(chosen)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_power_failure_leaves_a_whole_dataset_or_none_and_the_same_command_finishes(
+    disk: Disk, tmp_path: Path, name: str
+) -> None:
+    assert try_power(disk, COMMANDS[name], tmp_path, 1, name) == 4
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_memory_that_runs_out_is_named_and_the_same_command_finishes(disk: Disk, tmp_path: Path, name: str) -> None:
+    assert try_memory(disk, COMMANDS[name], tmp_path, 2, name) == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", [*COMMANDS, *TRAINING])
+def test_a_power_failure_at_any_operation_leaves_a_run_that_resumes_exactly_or_a_dataset_that_is_whole_or_none(
+    training_disk: Disk, tmp_path: Path, name: str, report_points: Callable[..., None]
+) -> None:
+    points = try_power(training_disk, {**COMMANDS, **TRAINING}[name], tmp_path, None, name)
+    report_points("disks", f"{name} without power", points, of="failures", outcome=FINISHED)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_any_large_allocation_that_is_refused_is_named_and_the_same_command_finishes(
+    disk: Disk, tmp_path: Path, name: str, report_points: Callable[..., None]
+) -> None:
+    points = try_memory(disk, COMMANDS[name], tmp_path, 60, name)
+    report_points("disks", f"{name} without memory", points, of="refusals", outcome=FINISHED)
 
 
 def try_rooms(folder: Path, command: Command, rooms: int, *imports: str, megabytes: int = 16) -> None:

@@ -1,9 +1,13 @@
 /* Preloaded (LD_PRELOAD): counts the calls of a process on files below one folder, and at one of them fails, as a disk
-   that is full or breaks, or ends or stops the process.
+   that is full or breaks, or ends or stops the process. Or counts large allocations, and refuses one.
 
    Only calls on files below `root` count, so that imports and logs do not move the points. The state is a shared file:
-   forks of a process that attached to it, and what they start, count together. */
+   forks of a process that attached to it, and what they start, count together.
+
+   With `forced`, what a power failure leaves is kept there: of every file that was forced to disk its bytes at that
+   time, as INODE, and of every folder its names, as INODE.names. A link keeps the inode of a removed file from use. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -31,7 +35,9 @@ struct state {
   int everyone;   /* every process ends at its next call afterwards */
   int reads;      /* reads and opens for reading count too */
   int count;      /* calls so far */
+  int smallest;   /* bytes; allocations of at least so many count, and nothing else; 0 for calls on files */
   char root[512];
+  char forced[512];
   char log[LOGGED][LINE]; /* the calls */
 };
 enum end { NONE, DIE, FAIL, HALF };
@@ -85,6 +91,7 @@ static int of_path(int folder, const char *name, char *path) {
 
 /* Count a call and return how it ends. Only a write, which may come to half, returns to die. */
 static enum end count(const char *kind, const char *path, int needs_space, int is_write) {
+  if (shared->smallest) return NONE;
   int number = __atomic_fetch_add(&shared->count, 1, __ATOMIC_SEQ_CST);
   if (number < LOGGED) snprintf(shared->log[number], LINE, "%s %s", kind, path + strlen(shared->root));
   if (shared->at < 0 || number < shared->at) return NONE;
@@ -170,24 +177,69 @@ size_t fwrite(const void *data, size_t size, size_t number, FILE *stream) {
   return end ? 0 : real(data, size, number, stream);
 }
 
-#define OF_FILE(name, parameters, arguments, needs_space)                           \
+static void keep_bytes(const char *path, struct stat *found) {
+  char kept[PATH_MAX], data[1 << 16];
+  snprintf(kept, sizeof kept, "%s/%lu.link", shared->forced, (unsigned long)found->st_ino);
+  if (link(path, kept) && errno != EEXIST) die();
+  kept[strlen(kept) - 5] = 0;
+  int from = open(path, O_RDONLY), to = open(kept, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+  for (ssize_t size; (size = read(from, data, sizeof data)) > 0;)
+    if (write(to, data, size) != size) die();
+  close(from);
+  close(to);
+}
+
+static void keep_names(const char *path, struct stat *found) {
+  char kept[PATH_MAX];
+  snprintf(kept, sizeof kept, "%s/%lu.names", shared->forced, (unsigned long)found->st_ino);
+  FILE *names = fopen(kept, "w");
+  DIR *folder = opendir(path);
+  for (struct dirent *entry; (entry = readdir(folder));)
+    if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, ".."))
+      fprintf(names, "%c %lu %s\n", entry->d_type == DT_DIR ? 'd' : 'f', (unsigned long)entry->d_ino, entry->d_name);
+  closedir(folder);
+  fclose(names);
+}
+
+/* The number of a folder, 0 for anything else. */
+static unsigned long folder_at(const char *path) {
+  struct stat found;
+  return shared->forced[0] && !lstat(path, &found) && S_ISDIR(found.st_mode) ? (unsigned long)found.st_ino : 0;
+}
+
+static void forget_names(unsigned long folder) {
+  char kept[PATH_MAX];
+  snprintf(kept, sizeof kept, "%s/%lu.names", shared->forced, folder);
+  unlink(kept);
+}
+
+#define OF_FILE(name, parameters, arguments, needs_space, forces)                   \
   int name parameters {                                                             \
     REAL(name);                                                                     \
     char path[PATH_MAX];                                                            \
+    struct stat found;                                                              \
     int counts = shared && of_file(file, path);                                     \
-    return counts && count(#name, path, needs_space, 0) ? -1 : real arguments;      \
+    if (counts && count(#name, path, needs_space, 0)) return -1;                    \
+    int result = real arguments;                                                    \
+    if (counts && forces && !result && shared->forced[0] && !stat(path, &found))    \
+      (S_ISDIR(found.st_mode) ? keep_names : keep_bytes)(path, &found);             \
+    return result;                                                                  \
   }
-OF_FILE(fsync, (int file), (file), 1)
-OF_FILE(fdatasync, (int file), (file), 1)
-OF_FILE(ftruncate, (int file, off_t size), (file, size), 0)
-OF_FILE(ftruncate64, (int file, off64_t size), (file, size), 0)
+OF_FILE(fsync, (int file), (file), 1, 1)
+OF_FILE(fdatasync, (int file), (file), 1, 1)
+OF_FILE(ftruncate, (int file, off_t size), (file, size), 0, 0)
+OF_FILE(ftruncate64, (int file, off64_t size), (file, size), 0, 0)
 
 #define OF_PATH(name, parameters, arguments, folder, where, needs_space)            \
   int name parameters {                                                             \
     REAL(name);                                                                     \
     char path[PATH_MAX];                                                            \
     int counts = shared && of_path(folder, where, path);                            \
-    return counts && count(#name, path, needs_space, 0) ? -1 : real arguments;      \
+    if (counts && count(#name, path, needs_space, 0)) return -1;                    \
+    unsigned long gone = counts ? folder_at(path) : 0;                              \
+    int result = real arguments;                                                    \
+    if (gone && !result) forget_names(gone);                                        \
+    return result;                                                                  \
   }
 OF_PATH(rename, (const char *from, const char *to), (from, to), AT_FDCWD, to, 0)
 OF_PATH(renameat, (int a, const char *from, int b, const char *to), (a, from, b, to), b, to, 0)
@@ -215,3 +267,27 @@ READ(pread, (int file, void *data, size_t size, off_t at), (file, data, size, at
 READ(pread64, (int file, void *data, size_t size, off64_t at), (file, data, size, at))
 READ(readv, (int file, const struct iovec *parts, int number), (file, parts, number))
 READ(preadv, (int file, const struct iovec *parts, int number, off_t at), (file, parts, number, at))
+
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t);
+extern void *__libc_memalign(size_t, size_t);
+
+static int is_refused(const char *kind, size_t size) {
+  if (!shared || !shared->smallest || size < (size_t)shared->smallest) return 0;
+  int number = __atomic_fetch_add(&shared->count, 1, __ATOMIC_SEQ_CST);
+  if (number < LOGGED) snprintf(shared->log[number], LINE, "%s %zu", kind, size);
+  if (number == shared->at) errno = ENOMEM;
+  return number == shared->at;
+}
+
+void *malloc(size_t size) { return is_refused("malloc", size) ? NULL : __libc_malloc(size); }
+void *calloc(size_t number, size_t size) {
+  return is_refused("calloc", number * size) ? NULL : __libc_calloc(number, size);
+}
+void *realloc(void *old, size_t size) { return is_refused("realloc", size) ? NULL : __libc_realloc(old, size); }
+void *aligned_alloc(size_t at, size_t size) {
+  return is_refused("aligned_alloc", size) ? NULL : __libc_memalign(at, size);
+}
+int posix_memalign(void **place, size_t at, size_t size) {
+  if (is_refused("posix_memalign", size)) return ENOMEM;
+  return (*place = __libc_memalign(at, size)) ? 0 : ENOMEM;
+}

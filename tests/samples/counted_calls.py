@@ -39,8 +39,12 @@ class _State(ctypes.Structure):
     """The state of `counted_calls.c`."""
 
     _fields_ = [
-        *((name, ctypes.c_int) for name in ("at", "error", "stays_full", "stops", "everyone", "reads", "count")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("at", "error", "stays_full", "stops", "everyone", "reads", "count", "smallest")
+        ),
         ("root", ctypes.c_char * 512),
+        ("forced", ctypes.c_char * 512),
         ("log", (ctypes.c_char * 160) * 16384),
     ]
 
@@ -97,7 +101,8 @@ class Commands:
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
         # One thread a library: a fork has none of its parent's.
         alone = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")} | {
-            "TOKENIZERS_PARALLELISM": "false"
+            "TOKENIZERS_PARALLELISM": "false",
+            "ARROW_DEFAULT_MEMORY_POOL": "system",
         }
         self._server = subprocess.Popen(
             [sys.executable, HERE / "command_server.py", *self._imports],
@@ -130,6 +135,8 @@ class Commands:
         stops: bool = False,
         reads: bool = False,
         everyone: bool = False,
+        smallest: int = 0,
+        forced: Path | None = None,
         counted: int | None = None,
         environments: Sequence[dict[str, str]] = (),
         uids: Sequence[int] = (),
@@ -147,6 +154,8 @@ class Commands:
             stops: the first command, which alone is counted, stops there instead, until the others have ended.
             reads: count calls that read, too.
             everyone: after that call every other process dies at its next one.
+            smallest: bytes of the allocations that are counted in place of calls on files; the one at `at` is refused.
+            forced: folder of `keep_forced`, for `lose_power`; on the file system of `root`.
             counted: the only command that is counted; None for all.
             environments: variables of each command.
             uids: user of each command; 0 for that of the tests.
@@ -155,9 +164,10 @@ class Commands:
             grace_s: the longest wait for the others after SIGKILL ended one.
         """
         values = {"at": at, "error": error, "stays_full": stays_full, "stops": stops, "everyone": everyone}
-        for name, value in {**values, "reads": reads, "count": 0}.items():
+        for name, value in {**values, "reads": reads, "count": 0, "smallest": smallest}.items():
             setattr(self._state, name, int(value))
         self._state.root = str(root.resolve()).encode()
+        self._state.forced = str(forced.resolve()).encode() if forced is not None else b""
         outputs = [str(self._folder / f"output-{number}") for number in range(len(commands))]
         request = {
             "commands": [
@@ -202,3 +212,46 @@ def environments_of(ranks: int) -> list[dict[str, str]]:
 def points_of(count: int, kills: int, *, seed: str) -> list[int]:
     """Return `kills` different calls out of `count`, in order; all of them if there are fewer."""
     return sorted(random.Random(seed).sample(range(count), min(kills, count)))
+
+
+def keep_forced(root: Path, forced: Path) -> None:
+    """Take everything below `root` as forced to disk, in the form in which `counted_calls.c` keeps it."""
+    shutil.rmtree(forced, ignore_errors=True)
+    forced.mkdir(parents=True)
+    for folder in (root, *(path for path in root.rglob("*") if path.is_dir())):
+        lines = []
+        for entry in os.scandir(folder):
+            lines.append(f"{'d' if entry.is_dir() else 'f'} {entry.inode()} {entry.name}\n")
+            if entry.is_file():
+                os.link(entry.path, forced / f"{entry.inode()}.link")
+                shutil.copy2(entry.path, forced / str(entry.inode()))
+        (forced / f"{folder.stat().st_ino}.names").write_text("".join(lines))
+
+
+def lose_power(root: Path, forced: Path, *, names: bool) -> None:
+    """Leave below `root` what a power failure does: of each file the bytes that were forced to disk, or none.
+
+    Args:
+        names: names that were not forced are lost too; otherwise only bytes are, as on a disk whose journal of names
+            is ahead of the bytes.
+    """
+    after = forced / "after"
+    _leave(root, root.stat().st_ino, after, forced, names=names)
+    shutil.rmtree(root)
+    after.rename(root)
+
+
+def _leave(folder: Path, inode: int, target: Path, forced: Path, *, names: bool) -> None:
+    target.mkdir()
+    kept, entries = forced / f"{inode}.names", []
+    if not names:
+        entries = [("fd"[entry.is_dir()], str(entry.inode()), entry.name) for entry in os.scandir(folder)]
+    elif kept.exists():
+        entries = [tuple(line.split(" ", 2)) for line in kept.read_text().splitlines()]
+    for kind, number, name in entries:
+        if kind == "d":
+            _leave(folder / name, int(number), target / name, forced, names=names)
+        elif (forced / number).exists():
+            shutil.copy2(forced / number, target / name)
+        else:
+            (target / name).touch()

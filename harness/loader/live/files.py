@@ -21,6 +21,7 @@ from harness.storage import (
     is_uri,
     join_path,
     lease_body,
+    make_folder,
     sync_folder,
     write_atomically,
 )
@@ -131,7 +132,7 @@ class LocalFiles(LiveFiles):
         return self.path.is_dir()
 
     def make(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
 
     def remove_temporary(self) -> None:
         for name in self.path.glob(f"chunk_*{TEMPORARY_SUFFIX}"):

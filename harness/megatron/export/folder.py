@@ -25,7 +25,7 @@ from harness.megatron.model import build_chunks, lora
 from harness.megatron.state import find_damage, find_newest, load_tree, put_weights, reason_of, sharded_weights
 from harness.megatron.weights import expert_names, hf_tensors
 from harness.plan import MTP_SETTINGS, ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
-from harness.storage import Marker, digest_files, write_checksums
+from harness.storage import Marker, digest_files, make_folder, sync_folder, sync_tree, write_checksums
 from harness.train import CHECKPOINTS, RUN_FILE, SETTINGS_FILE, check_settings, read_progress, read_settings
 
 SHARD_BYTES = 5 * 10**9
@@ -175,7 +175,7 @@ def _claim(out: Path) -> Iterator[Path]:
     place, marker = out.absolute(), _marker_of(out)
     fix = "fix the cause (space, permissions, quota) and run the same command again"
     with os_errors_as(CheckpointError, "the export cannot be written", where=out, fix=fix):
-        place.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(place.parent)
         was_placing = marker.acquire() == _PLACING
         writing = place.with_name(f"{place.name}.unfinished")
         try:
@@ -187,10 +187,12 @@ def _claim(out: Path) -> Iterator[Path]:
                     shutil.rmtree(left)
             writing.mkdir()
             yield writing
+            sync_tree(writing)
             marker.write(_PLACING)
             if out.exists():
                 out.rmdir()
             writing.rename(out)
+            sync_folder(place.parent)
         finally:
             shutil.rmtree(writing, ignore_errors=True)
             marker.release(remove=True)
