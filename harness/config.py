@@ -29,6 +29,7 @@ from harness.errors import ConfigError, HarnessError, exit_on_error
 from harness.launch import become_rank_of_slurm, bind_rank
 from harness.mistakes import KnownSettings
 from harness.plan import PretrainConfig, RunConfig, SftConfig
+from harness.printing import print_text
 from harness.settings import CONFIGS, nearest_name, render_settings
 from harness.storage import name_bus_errors
 
@@ -275,8 +276,8 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
             with exit_on_error():
                 options = Options.parse(sys.argv[1:], where=command_of(name))
                 if options.help:
-                    print((sys.modules["__main__"].__doc__ or main.__doc__ or "").strip())
-                    print(_usage(KnownSettings(command_of(name), schema, _folders(options.config_dir))))
+                    print_text((sys.modules["__main__"].__doc__ or main.__doc__ or "").strip())
+                    print_text(_usage(KnownSettings(command_of(name), schema, _folders(options.config_dir))))
                     return
                 if options.hydra_flags:
                     _run_hydra(name, schema, main, options)
@@ -284,7 +285,7 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
                 folder, file = options.config_dir, options.config_name
                 config = compose_config(name, schema, options.overrides, config_dir=folder, config_name=file)
                 if options.show:
-                    print(render_settings(config), end="")
+                    print_text(render_settings(config), end="")
                     return
                 bind_rank()
                 code = main(config)

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from harness.printing import indented, print_line, print_text, printable, redact
+
 
 class HarnessError(Exception):
     """Base of every error that input, configuration or environment can cause.
@@ -26,10 +28,9 @@ class HarnessError(Exception):
     default_fix = ""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
-        super().__init__(what, where, fix)
-        self.what = what
-        self.where = where
-        self.fix = fix or self.default_fix
+        self.what, self.where, self.fix = (printable(redact(str(text))) for text in (what, where, fix))
+        self.fix = self.fix or self.default_fix
+        super().__init__(self.what, self.where, self.fix)
         # Set in a job: the rank that raised it, and True where rank 0 raises the same, and prints it.
         self.rank: int | None = None
         self.is_shared = False
@@ -39,12 +40,12 @@ class HarnessError(Exception):
         return _rebuild, (type(self), self.what, self.where, self.fix)
 
     def __str__(self) -> str:
-        lines = [self.what]
-        if self.where:
-            lines.append(f"  where: {self.where}")
-        if self.fix:
-            lines.append(f"  fix:   {self.fix}")
-        return "\n".join(lines)
+        return _lines_of(self.what, self.where, self.fix)
+
+
+def _lines_of(what: str, where: str, fix: str) -> str:
+    named = [what] + [f"  where: {where}"] * bool(where) + [f"  fix:   {fix}"] * bool(fix)
+    return "\n".join(map(indented, named))
 
 
 def _rebuild(kind: type[HarnessError], what: str, where: str, fix: str) -> HarnessError:
@@ -174,7 +175,7 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt):
             if os.environ.get("RANK", "0") == "0":
-                print("interrupted", file=sys.stderr)
+                print_line("interrupted", file=sys.stderr)
             sys.exit(130)
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _EXTRAS:
             extra = _EXTRAS[(error.name or "").partition(".")[0]]
@@ -207,9 +208,9 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
         message = f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):  # the exit code remains
             if rank == "0":
-                print(message, file=sys.stderr)
+                print_text(message, file=sys.stderr)
             elif not error.is_shared and (error.rank is not None or os.environ.get("LOCAL_RANK") == "0"):
-                print(f"rank {rank}: {message}", file=sys.stderr)
+                print_text(f"rank {rank}: {message}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -220,3 +221,6 @@ class Problem:
     what: str
     where: str
     fix: str = ""
+
+    def __str__(self) -> str:
+        return _lines_of(self.what, self.where, self.fix)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.checks import Bounds, bounds_of
+from harness.printing import redact_all
 
 _PACKAGE = Path(__file__).resolve().parent
 # A wheel carries the folder inside the package; a checkout has it beside the package.
@@ -152,10 +153,10 @@ def to_plain(config: Any) -> Any:
 
 
 def to_yaml(config: Any) -> str:
-    """Write a dataclass as YAML, keys in the order of the fields."""
+    """Write a dataclass as YAML, keys in the order of the fields, without credentials."""
     import yaml
 
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(redact_all(to_plain(config)), sort_keys=False, allow_unicode=True)
 
 
 def _render(config: Any, indent: str) -> list[str]:

@@ -14,6 +14,7 @@ import os
 from harness.config import hydra_entry
 from harness.megatron import prepare_process
 from harness.plan import SftConfig
+from harness.printing import print_text
 
 
 def main(config: SftConfig) -> int:
@@ -25,7 +26,7 @@ def main(config: SftConfig) -> int:
 
     findings = check_isolation(config)
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(findings) or "every document is isolated")
+        print_text("\n".join(findings) or "every document is isolated")
     return 1 if findings else 0
 
 

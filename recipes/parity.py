@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
 from harness.config import hydra_entry
@@ -57,6 +56,7 @@ from harness.parity import (
 )
 from harness.parity.pages import publish
 from harness.plan import FAMILIES
+from harness.printing import open_console
 from harness.records import Pack
 
 CHECKS = ("formats", "workers", "schedules", "layouts", "experts", "isolation", "reference", "versions", "integrations")
@@ -192,7 +192,7 @@ def main(config: ParityConfig) -> int:
     source = Path(config.dataset).resolve() if config.dataset else make_dataset(folder / "data" / "made")
     cells, left_out = plan(config, source, folder, device)
     # In a log the table is as wide as it needs to be.
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console = open_console(width=200)
     with live_table(cells, console) as watch:
         slots = config.slots or default_slots()
         finished = run_cells(cells, folder, slots=slots, timeout_s=config.timeout_s, watch=watch)

@@ -15,6 +15,7 @@ from typing import Any
 
 import harness
 from harness.errors import ConfigError, HarnessError
+from harness.printing import open_console, print_text
 
 _MEMORY_FILE = Path("/proc/self/statm")
 _TIMEOUT_S = 1800.0
@@ -160,8 +161,6 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
     """Run a whole preparation in this process; report its highest memory without mapped files."""
     import threading
 
-    from rich.console import Console
-
     from harness.formats import load_format
     from harness.prep import ChatTokenizer, PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
 
@@ -182,7 +181,7 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
     watching.start()
     try:
         with Path(os.devnull).open("w") as nowhere:
-            prepare(config, console=Console(file=nowhere))
+            prepare(config, console=open_console(file=nowhere))
     finally:
         is_done.set()
         watching.join()
@@ -251,4 +250,4 @@ def _text_megabytes(source: str, tokenizer: str) -> tuple[list[str], float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(globals()[f"_probe_{sys.argv[1]}"](*sys.argv[2:])))
+    print_text(json.dumps(globals()[f"_probe_{sys.argv[1]}"](*sys.argv[2:])))

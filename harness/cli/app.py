@@ -23,6 +23,7 @@ from harness.cli.parity import parity_app
 from harness.cli.preflight import preflight_app
 from harness.cli.runs import runs_app
 from harness.errors import exit_on_error
+from harness.printing import print_line
 from harness.storage import name_bus_errors
 
 _PROJECT = "megatron-sft-harness"
@@ -60,7 +61,7 @@ def installed_version() -> str:
 
 def _print_version(is_set: bool) -> None:
     if is_set:
-        print(f"harness {installed_version()}")
+        print_line(f"harness {installed_version()}")
         raise typer.Exit
 
 

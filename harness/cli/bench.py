@@ -16,6 +16,7 @@ from harness.bench import BENCHES
 from harness.checks import require_choice
 from harness.cli.settings import parse_settings
 from harness.errors import ConfigError, HarnessError, os_errors_as
+from harness.printing import open_console, print_line, print_text
 from harness.settings import explain_settings, render_settings
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def run_bench(
     words = _translate_flags(settings or [], {setting.key for setting in explain_settings(schema)})
     sizes = parse_settings(schema, words, command=f"harness bench {name}", base=chosen.quick if quick else schema())
     if show:
-        print(render_settings(sizes), end="")
+        print_text(render_settings(sizes), end="")
         return
     from harness.bench import Workspace
 
@@ -103,7 +104,7 @@ def run_bench(
         )
     missed = [f"{report.subject}: {figure.name}" for report in reports for figure in report.missed]
     if missed and check:
-        print(f"{len(missed)} targets are missed: {'; '.join(missed)}", file=sys.stderr)
+        print_line(f"{len(missed)} targets are missed: {'; '.join(missed)}", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -131,13 +132,11 @@ def _translate_flags(words: Sequence[str], known: Container[str]) -> list[str]:
 
 def run_benches(measurements: Sequence[Callable[[Progress], BenchReport]], *, as_json: bool) -> list[BenchReport]:
     """Run measurements one after another and print each report as it is ready: tables, or JSON of all at the end."""
-    from rich.console import Console
-
     from harness.bench import render_report
 
     # A log is not wrapped to the 80 columns that rich assumes without a terminal.
-    console = Console() if sys.stdout.isatty() else Console(width=_LOG_COLUMNS)
-    errors = Console(stderr=True)
+    console = open_console(width=_LOG_COLUMNS)
+    errors = open_console(stderr=True)
     reports = []
     for measure in measurements:
         start = time.perf_counter()
@@ -146,7 +145,7 @@ def run_benches(measurements: Sequence[Callable[[Progress], BenchReport]], *, as
             def progress(text: str, start: float = start, status: Status = status) -> None:
                 status.update(text)
                 if not errors.is_terminal:
-                    errors.print(f"[{time.perf_counter() - start:6.1f} s] {text}", highlight=False, markup=False)
+                    errors.print(f"[{time.perf_counter() - start:6.1f} s] {text}")
 
             report = measure(progress)
         report.seconds = time.perf_counter() - start
@@ -155,7 +154,7 @@ def run_benches(measurements: Sequence[Callable[[Progress], BenchReport]], *, as
             console.print(render_report(report))
             console.print()
     if as_json:
-        print(_to_json(reports))
+        print_text(_to_json(reports))
     return reports
 
 

@@ -12,7 +12,7 @@ import typer
 
 from harness.checks import bounded, check_numbers
 from harness.cli.indexed import describe_pair_checks, find_checks
-from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar, stdout_console
+from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats import (
     BRIDGE,
@@ -36,6 +36,7 @@ from harness.formats import (
 )
 from harness.loader import BLEND_SUFFIXES, render_blend, summarize_blend
 from harness.prep import PackingConfig, SourceConfig, TokenizerConfig
+from harness.printing import open_console, print_line, print_text
 from harness.storage import is_uri, open_folder
 
 data_app = typer.Typer()
@@ -147,7 +148,7 @@ def inspect(
     if settings != InspectSettings(TokenizerConfig(name=settings.tokenizer.name)):
         what = "of these settings a dataset only takes tokenizer.name"
         raise ConfigError(what, where=path, fix="add --raw to show chats as `harness prepare` would train them")
-    console = stdout_console()
+    console = open_console()
     if path.endswith(BLEND_SUFFIXES):
         blend = summarize_blend(path)
         if as_json:
@@ -231,12 +232,12 @@ def verify(
         print_json({"path": path, "problems": [asdict(problem) for problem in problems], "notes": notes})
     else:
         for note in notes:
-            print(f"note: {note}")
+            print_line(f"note: {note}")
         for problem in problems:
-            print(f"{problem.what}\n  where: {problem.where}" + (f"\n  fix:   {problem.fix}" if problem.fix else ""))
+            print_text(problem)
         counted = "" if checks else f"{num_packs:,} packs, "
         plural = "s" if len(problems) > 1 else ""
-        print(f"{len(problems):,} problem{plural} in {path}" if problems else f"{path}: {counted}nothing wrong")
+        print_line(f"{len(problems):,} problem{plural} in {path}" if problems else f"{path}: {counted}nothing wrong")
     raise typer.Exit(1 if problems else 0)
 
 
@@ -317,11 +318,11 @@ def _convert_for_bridge(
     _print_written(written.path, written.manifest, {}, as_json=False)
     if written.num_untrained:
         trained = written.manifest.num_trained_tokens
-        print(
+        print_line(
             f"  of {trained:,} trained labels Megatron-Bridge leaves out {written.num_untrained:,}, those after token "
             f"{written.end_token}, which ends a sequence; harness.integrations.megatron_bridge trains all"
         )
-    print(f"in a recipe of Megatron-Bridge:\n  cfg.dataset = {written.settings}")
+    print_text(f"in a recipe of Megatron-Bridge:\n  cfg.dataset = {written.settings}")
 
 
 @data_app.command(name="import", cls=class_of(ImportSettings, {"--from": 2, "--to": 3}))
@@ -376,7 +377,7 @@ def diff(
     if as_json:
         print_json({"a": a, "b": b, "difference": None if difference is None else asdict(difference)})
     else:
-        print(f"{a} and {b} hold the same packs" if difference is None else f"first difference: {difference}")
+        print_line(f"{a} and {b} hold the same packs" if difference is None else f"first difference: {difference}")
     raise typer.Exit(0 if difference is None else 1)
 
 
@@ -384,10 +385,10 @@ def _print_written(destination: str, manifest: Any, changes: dict[str, int], *, 
     if as_json:
         print_json({"path": destination, "manifest": asdict(manifest), "changes": changes})
         return
-    print(
+    print_line(
         f"{destination}: {manifest.num_packs:,} packs, {manifest.num_sequences:,} sequences, "
         f"{manifest.num_tokens:,} tokens as {manifest.format}"
         + (f", fingerprint {manifest.fingerprint}" if manifest.fingerprint else "")
     )
     for name, count in changes.items():
-        print(f"  {name.replace('_', ' ')}: {count:,}")
+        print_line(f"  {name.replace('_', ' ')}: {count:,}")

@@ -15,6 +15,7 @@ import typer
 from harness.checks import bounded, check_numbers
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, Problem
+from harness.printing import print_line
 
 if TYPE_CHECKING:
     from harness.indexed import IndexedReport, TokenSource
@@ -149,8 +150,10 @@ def counts(
     by_prefix = count_sequences(prefixes, vocab_size=vocab_size)
     save_counts(by_prefix, to)
     if vocab_size is None:
-        print("dtypes were not checked: Megatron takes them from the vocabulary (tokenizer.vocab_size=N checks them)")
-    print(f"{to}: {len(by_prefix):,} prefixes, {sum(count for count, _ in by_prefix.values()):,} sequences")
+        print_line(
+            "dtypes were not checked: Megatron takes them from the vocabulary (tokenizer.vocab_size=N checks them)"
+        )
+    print_line(f"{to}: {len(by_prefix):,} prefixes, {sum(count for count, _ in by_prefix.values()):,} sequences")
 
 
 @dataclass
@@ -234,7 +237,7 @@ def _print_reports(reports: list[IndexedReport], *, as_json: bool) -> None:
         return
     for report in reports:
         left_out = f", {report.empty_documents:,} empty rows left out" if report.empty_documents else ""
-        print(
+        print_line(
             f"{report.prefix}: {report.num_documents:,} documents, {report.num_sequences:,} sequences, "
             f"{report.num_tokens:,} tokens as {report.dtype}{left_out}"
         )

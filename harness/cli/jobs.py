@@ -15,6 +15,7 @@ import typer
 
 from harness.cli.settings import AsJson, class_of, print_json
 from harness.errors import ConfigError, HarnessError
+from harness.printing import print_line, print_text
 
 jobs_app = typer.Typer()
 cluster_app = typer.Typer(help="Propose the settings of a Slurm cluster.", no_args_is_help=True)
@@ -46,25 +47,27 @@ def status(run_dir: Run, as_json: AsJson = False) -> None:
         state = "running"
     if problem:
         state = f"not finished, its jobs are unknown ({problem})"
-    print(f"{run_dir}: {'finished' if run.is_finished else state}")
+    print_line(f"{run_dir}: {'finished' if run.is_finished else state}")
     for job in jobs:
-        print(f"  {job}")
+        print_line(f"  {job}")
     if run.step:
         assert run.step_s is not None
         assert run.age_s is not None
         of = f" of {run.steps:,}" if run.steps is not None else ""
         loss = f", loss {run.loss:.4f}" if run.loss is not None else ""
         left = f", {duration(run.left_s)} left" if run.left_s else ""
-        print(f"  step {run.step:,}{of}{loss}, {run.step_s:.2f} s a step{left}, written {duration(run.age_s)} ago")
-    print(f"  newest checkpoint: {'none' if run.checkpoint is None else f'step {run.checkpoint:,}'}")
+        print_line(f"  step {run.step:,}{of}{loss}, {run.step_s:.2f} s a step{left}, written {duration(run.age_s)} ago")
+    print_line(f"  newest checkpoint: {'none' if run.checkpoint is None else f'step {run.checkpoint:,}'}")
     if run.local_checkpoint is not None:
-        print(f"  newest local checkpoint: step {run.local_checkpoint:,}, on the disks of {', '.join(run.local_hosts)}")
+        print_line(
+            f"  newest local checkpoint: step {run.local_checkpoint:,}, on the disks of {', '.join(run.local_hosts)}"
+        )
     for attempt in run.attempts[-5:]:
-        print(f"  {describe_attempt(attempt)}")
+        print_line(f"  {describe_attempt(attempt)}")
     if run.stopped is not None:
-        print(f"  ended: {run.stopped}")
+        print_line(f"  ended: {run.stopped}")
     for node, reason in excluded.items():
-        print(f"  left out: {node}: {reason}")
+        print_line(f"  left out: {node}: {reason}")
 
 
 @jobs_app.command()
@@ -76,16 +79,16 @@ def logs(
 ) -> None:
     """Print the log of the job that has the run, or of its newest job: that of the batch script, or of a rank."""
     path, keep = find_log(run_dir, rank)
-    print(f"==> {path} <==", file=sys.stderr)
+    print_line(f"==> {path} <==", file=sys.stderr)
     with path.open(errors="replace") as file:
         shown = [line for line in file if keep.search(line)]
-        print("".join(shown[-lines:] if lines else shown), end="", flush=True)
+        print_text("".join(shown[-lines:] if lines else shown), end="", flush=True)
         while follow:
             added = file.readline()
             if not added:
                 time.sleep(_LOG_INTERVAL_S)
             elif keep.search(added):
-                print(added, end="", flush=True)
+                print_text(added, end="", flush=True)
 
 
 @jobs_app.command()
@@ -97,11 +100,11 @@ def cancel(run_dir: Run) -> None:
     read_status(run_dir)  # refuses a folder without a run
     jobs = jobs_of_run(run_dir)
     if not jobs:
-        print(f"{run_dir}: no job of this run is in the queue")
+        print_line(f"{run_dir}: no job of this run is in the queue")
         raise typer.Exit(1)
     cancel_jobs(jobs)
     for job in jobs:
-        print(f"canceled: {job}")
+        print_line(f"canceled: {job}")
 
 
 @cluster_app.callback()
@@ -136,7 +139,7 @@ def detect(context: typer.Context) -> None:
     """Print a cluster file for the nodes of a partition: `harness cluster detect > configs/cluster/mine.yaml`."""
     from harness.launch import detect_cluster
 
-    print(detect_cluster(context.obj.cluster.partition), end="")
+    print_text(detect_cluster(context.obj.cluster.partition), end="")
 
 
 def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:

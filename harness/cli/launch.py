@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from harness.checks import bounded, check_numbers
-from harness.cli.settings import class_of, complete_names, list_experiments, stdout_console
+from harness.cli.settings import class_of, complete_names, list_experiments
 from harness.errors import ConfigError, HarnessError
 from harness.launch import SubmitConfig
+from harness.printing import open_console, print_line, print_text
 from harness.settings import explain_settings, render_settings, to_plain
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def plan(
     recipe = "sft" if searches else experiment
     config = compose_run(recipe, options.overrides, config_dir=options.config_dir, also=names).config
     if options.show:
-        print(render_settings(settings) + render_settings(config), end="")
+        print_text(render_settings(settings) + render_settings(config), end="")
         return
     assumes_data = searches and settings.packs is None and _names_no_data(config)
     _refuse_unused(
@@ -147,19 +147,19 @@ def plan(
         found = search_layouts(
             config, machine=machine, packs=packs, gpu_bytes=gpu_bytes, expert_load=settings.expert_load
         )
-        stdout_console(width=140).print(found.render(gpu_bytes=gpu_bytes, top=settings.top))
+        open_console(width=140).print(found.render(gpu_bytes=gpu_bytes, top=settings.top))
         for note in (*notes, *found.smallest.plan.notes):
-            print(f"assumed: {note}")
+            print_line(f"assumed: {note}")
         if not found.fitting and gpu_bytes is not None:
-            print(found.explain_misfit(gpu_bytes))
+            print_text(found.explain_misfit(gpu_bytes))
             raise typer.Exit(1)
-        print("the first:", *found.fitting[0].overrides)
+        print_line(f"the first: {' '.join(found.fitting[0].overrides)}")
         return
     planned = plan_run(config, machine=machine, mfu=settings.mfu, packs=packs, expert_load=settings.expert_load)
     file_system = None if settings.file_system_gb_s is None else settings.file_system_gb_s * 1e9
     disk = None if settings.disk_gb_s is None else settings.disk_gb_s * 1e9
     table = planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)
-    Console(soft_wrap=True).print(table)
+    open_console().print(table)
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)
@@ -205,9 +205,9 @@ def _rehearse(config: RunConfig, world_size: int) -> None:
     prepare_process()
     from harness.megatron import rehearse
 
-    print(f"rehearsal at a small width on a CPU, {world_size:,} ranks of which no other exists:")
+    print_line(f"rehearsal at a small width on a CPU, {world_size:,} ranks of which no other exists:")
     for done in rehearse(config.model, config.parallel, world_size=world_size, optimizer=config.optimizer):
-        print(f"  {done.describe()}", flush=True)
+        print_line(f"  {done.describe()}", flush=True)
 
 
 @launch_app.command(cls=class_of(SubmitConfig, {"--cluster": "cluster"}, takes_recipe=True, is_composed=True))
@@ -240,7 +240,7 @@ def submit(
     names = [setting.key for setting in explain_settings(SubmitConfig)]
     run = compose_run(experiment, options.overrides, config_dir=options.config_dir, also=names)
     if options.show:
-        print(render_settings(job_settings) + render_settings(run.config), end="")
+        print_text(render_settings(job_settings) + render_settings(run.config), end="")
         return
     job = plan_job(
         run.module,
@@ -258,15 +258,18 @@ def submit(
         check_memory(run.config, ranks, gpu_gib=cluster.gpu_gib)
     failed = read_excluded(Path(job.run_dir))
     if failed:
-        print(f"left out, because they failed (remove the line to change that): {', '.join(failed)}", file=sys.stderr)
-        cluster.exclude = ",".join([*filter(None, [cluster.exclude]), *failed])
+        print_line(
+            f"left out, because they failed (remove the line to change that): {', '.join(failed)}", file=sys.stderr
+        )
+        # Checked as what the user wrote is: anybody may have written the file.
+        cluster = replace(cluster, exclude=",".join([*filter(None, [cluster.exclude]), *failed]))
     text = render(job, cluster)
     if dry_run:
-        print(text, end="")
-        print(f"by hand: mkdir -p {job.logs} && sbatch FILE", file=sys.stderr)
+        print_text(text, end="")
+        print_line(f"by hand: mkdir -p {job.logs} && sbatch FILE", file=sys.stderr)
         return
     if job_settings.run_dir is not None:
         refuse_second_job(Path(job.run_dir))
-    job_id = submit_job(job, text)
-    print(f"job {job_id}, script {job.script}")
-    print(f"log {job.logs}/{job.name}-{job_id}.out")
+    job_id = submit_job(job, text, is_private=bool(cluster.env))
+    print_line(f"job {job_id}, script {job.script}")
+    print_line(f"log {job.logs}/{job.name}-{job_id}.out")

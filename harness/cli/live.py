@@ -12,9 +12,10 @@ from typing import Annotated
 import typer
 
 from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
-from harness.cli.settings import AsJson, class_of, print_json, stdout_console
+from harness.cli.settings import AsJson, class_of, print_json
 from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
+from harness.printing import open_console
 from harness.storage import is_uri
 
 live_app = typer.Typer(
@@ -231,7 +232,7 @@ def status(
 
     from harness.loader.live import live_status, render_status
 
-    console = stdout_console(width=120)
+    console = open_console(width=120)
     if as_json:
         print_json(asdict(live_status(folder)))
     elif not watch:

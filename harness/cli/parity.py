@@ -11,7 +11,8 @@ from typer.core import TyperGroup
 
 from harness.checks import bounded, check_numbers
 from harness.cli.runs import run_recipe
-from harness.cli.settings import AsJson, class_of, print_json, stdout_console
+from harness.cli.settings import AsJson, class_of, print_json
+from harness.printing import open_console, print_line
 
 if TYPE_CHECKING:
     from harness.parity import ParityReport
@@ -131,7 +132,7 @@ def record(context: typer.Context, name: Name, run: Run) -> None:
     settings: RecordSettings = context.obj
     kept = settings.tolerances
     tolerances = parity.Tolerances(kept.loss, kept.grad_norm, kept.reason)
-    print(f"baseline {parity.record(name, run, Path(settings.baselines), tolerances)}")
+    print_line(f"baseline {parity.record(name, run, Path(settings.baselines), tolerances)}")
 
 
 @parity_app.command(cls=class_of(CompareSettings, {"--run": 1}))
@@ -155,8 +156,8 @@ def update(context: typer.Context, name: Name, run: Run) -> None:
     moved = [check for check in checks if not check.passed]
     for check in moved:
         by = "" if check.largest is None else f" by up to {check.largest:.1e}"
-        print(f"{check.name} moved{by}")
-    print(f"baseline {name} is this run now: {len(moved)} of {len(checks)} checks moved")
+        print_line(f"{check.name} moved{by}")
+    print_line(f"baseline {name} is this run now: {len(moved)} of {len(checks)} checks moved")
 
 
 @parity_app.command(cls=class_of(HistorySettings))
@@ -179,10 +180,10 @@ def history(
     else:
         for metric, night in latest:
             value = "no value" if night.value is None else f"{night.value:g}"
-            print(f"{metric.cell}, {metric.name}: {value} left its band, {night.low:g} to {night.high:g}")
+            print_line(f"{metric.cell}, {metric.name}: {value} left its band, {night.low:g} to {night.high:g}")
         nights = len({night.created for metric in read.metrics for night in metric.nights})
-        print(f"{nights} nights, {len(read.metrics)} metrics, {len(latest)} out of their band in the newest night")
-        print(f"page {out / 'history.html'}")
+        print_line(f"{nights} nights, {len(read.metrics)} metrics, {len(latest)} out of their band in the newest night")
+        print_line(f"page {out / 'history.html'}")
     raise typer.Exit(1 if latest else 0)
 
 
@@ -203,4 +204,4 @@ def summarize(
 def _show(report: ParityReport, out: str | None) -> None:
     from harness.parity.pages import publish
 
-    publish(report, stdout_console(width=200), None if out is None else Path(out))
+    publish(report, open_console(width=200), None if out is None else Path(out))

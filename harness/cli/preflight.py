@@ -14,6 +14,7 @@ from harness.checks import LONGEST_S, bounded, check_numbers
 from harness.cli.settings import class_of
 from harness.errors import ConfigError
 from harness.launch import PreflightConfig
+from harness.printing import print_line
 
 preflight_app = typer.Typer(
     help="Check that every node of a job can start training; the batch scripts of `harness submit` run these.",
@@ -216,9 +217,9 @@ def judge(
     names = nodes.split(",")
     faults, summary = judge_nodes(sys.stdin, names, limits, srun=errors, tasks_per_node=settings.tasks_per_node)
     for fault in faults:
-        print(f"preflight: {fault}")
+        print_line(f"preflight: {fault}")
     if not faults:
-        print(f"preflight: {summary}")
+        print_line(f"preflight: {summary}")
     without = culprits(faults, names)
     if settings.failed and without:
         Path(settings.failed).write_text(

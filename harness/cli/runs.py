@@ -16,6 +16,7 @@ import typer
 from harness.checks import bounded, check_numbers, require_choice, require_cores
 from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names
 from harness.errors import ConfigError, HarnessError
+from harness.printing import open_console, print_line
 
 runs_app = typer.Typer()
 
@@ -173,13 +174,13 @@ def export(
     from harness.megatron import export_checkpoint
 
     done = export_checkpoint(source, out, adapters_only=adapter, keep_mtp=mtp, data_paths=context.obj.data.paths)
-    print(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
+    print_line(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
     if done.end_tokens:
-        print(f"  an answer ends at {' or '.join(done.end_tokens)}; padding is {done.pad_token}")
+        print_line(f"  an answer ends at {' or '.join(done.end_tokens)}; padding is {done.pad_token}")
     for line in done.missing:
-        print(f"  not written: {line}")
+        print_line(f"  not written: {line}")
     if done.missing and not context.obj.data.paths:
-        print("  data that was moved is named with data.paths=[PATH]")
+        print_line("  data that was moved is named with data.paths=[PATH]")
 
 
 @runs_app.command(cls=class_of(ChatSettings))
@@ -200,7 +201,7 @@ def chat(
         if prompt is None:
             talk(conversation)
         else:
-            print(conversation.answer(prompt))
+            open_console().print(conversation.answer(prompt), soft_wrap=True)
 
 
 @runs_app.command(cls=class_of(RequeueSettings, {"--max-same": "cluster.max_same_failures"}))
@@ -221,7 +222,7 @@ def requeue(
             max_same=settings.cluster.max_same_failures,
             in_job=settings.restart,
         )
-    print(f"{run_dir}: {decision.message}")
+    print_line(f"{run_dir}: {decision.message}")
     raise typer.Exit(0 if decision.requeue else 1)
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import re
-import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,13 +20,13 @@ from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from click.shell_completion import CompletionItem
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperCommand
 
 from harness.errors import ConfigError
 from harness.mistakes import KnownSettings
+from harness.printing import open_console, print_line, print_text, redact_all
 from harness.settings import CONFIGS, REQUIRED, explain_settings, nearest_name
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
@@ -75,7 +74,7 @@ class SettingsCommand(TyperCommand):
                 types = {setting.key: setting.type for setting in explain_settings(self.schema)}
                 for text in settings:
                     _parse_assignment(text, types, ctx.command_path)
-            Console(soft_wrap=True).print(self._settings_table(settings))
+            open_console().print(self._settings_table(settings))
             ctx.exit()
         unparsed: list[str] = super().parse_args(ctx, own)
         if not ctx.resilient_parsing:
@@ -142,9 +141,9 @@ class SettingsCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        Console().print(self._settings_table([]))
+        open_console().print(self._settings_table([]))
         if self.takes_recipe:
-            print("Settings of the recipe keep their names; `--cfg` after the name of an experiment prints all.")
+            print_line("Settings of the recipe keep their names; `--cfg` after the name of an experiment prints all.")
 
     def _settings_table(self, given: Sequence[str]) -> Table:
         values = dict(text.split("=", 1) for text in given)
@@ -275,8 +274,8 @@ def _add_entry(settings: list[str], text: str) -> None:
 @contextmanager
 def progress_bar(title: str, *, quiet: bool) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr of a terminal; yields `advance(done, total, description=title)`."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = open_console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
         task = progress.add_task(title, total=None)
 
@@ -286,10 +285,5 @@ def progress_bar(title: str, *, quiet: bool) -> Iterator[Callable[..., None]]:
         yield advance
 
 
-def stdout_console(width: int | None = None) -> Console:
-    """Make a console for tables: as wide as the terminal, or `width` (omit to never wrap) in a pipe or a log."""
-    return Console() if sys.stdout.isatty() else Console(width=width, soft_wrap=width is None)
-
-
 def print_json(values: Any) -> None:
-    print(json.dumps(values, indent=2))
+    print_text(json.dumps(redact_all(values), indent=2))

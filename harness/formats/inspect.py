@@ -17,14 +17,12 @@ from rich.text import Text
 from harness.errors import ConfigError, FormatError
 from harness.formats.opening import holds_dataset, holds_manifest, open_dataset
 from harness.formats.reader import PackReader
+from harness.printing import one_line, printable
 from harness.records import Int64Array, SequenceView
 from harness.storage import join_path, open_folder, parse_place, resolve_path
 
 TRAINED_STYLE, CONTEXT_STYLE = "bold green", "dim"
 _BAR_WIDTH = 40
-# Control characters of stored text must not reach the terminal: shown as their Unicode pictures.
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-_PICTURES |= dict.fromkeys(range(128, 160), 0xFFFD)
 
 
 class Decoder(Protocol):
@@ -135,7 +133,7 @@ def render_summary(summary: DatasetSummary) -> RenderableType:
     rows |= {"fingerprint": summary.fingerprint} if summary.fingerprint else {}
     rows |= {key.replace("_", " "): f"{value:,}" for key, value in summary.provenance.get("counts", {}).items()}
     for name, value in rows.items():
-        counts.add_row(name, Text(value.encode(errors="replace").decode()))
+        counts.add_row(Text(one_line(name)), Text(one_line(value)))
 
     most = max(count for _, _, count in summary.histogram)
     bars = Table.grid(padding=(0, 2))
@@ -145,7 +143,7 @@ def render_summary(summary: DatasetSummary) -> RenderableType:
         # Any count gets a bar of at least one mark.
         width = -(-count * _BAR_WIDTH // most)
         bars.add_row(f"{first:,}-{last:,}", f"{count:,}", Text("█" * width, style="cyan"))
-    title = Text(summary.path, style="bold")
+    title = Text(one_line(summary.path), style="bold")
     return Group(title, counts, Text("\nsequences by length in tokens", style="bold"), bars)
 
 
@@ -259,8 +257,3 @@ def text_runs(sequence: SequenceView, tokenizer: Decoder) -> Iterator[tuple[str,
             text = tokenizer.decode(sequence.input_ids[start:end].tolist())
         yield text, bool(marks[start])
         before = whole
-
-
-def printable(text: str) -> str:
-    """Return text without characters that would control a terminal."""
-    return text.translate(_PICTURES)

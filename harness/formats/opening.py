@@ -33,7 +33,6 @@ from harness.storage import (
     is_uri,
     natural_key,
     open_folder,
-    redact,
 )
 
 
@@ -58,12 +57,12 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
     except OSError as error:
         raise FormatError(
             f"reading failed: {error.strerror or error}",
-            where=redact(str(error.filename or text)),
+            where=str(error.filename or text),
             fix="check permissions, mounts and limits of open files",
         ) from error
     except MemoryError:
         what = "the dataset claims more memory than there is: it is damaged, or too large for this machine"
-        raise FormatError(what, where=redact(text)) from None
+        raise FormatError(what, where=text) from None
 
 
 def holds_manifest(path: str | PathLike[str]) -> bool:
@@ -278,7 +277,7 @@ def _open_several(path: str, places: Sequence[Place], find: Callable[[Format, An
     """Open files of one format in natural order; `find` returns the shards of a format at a place."""
     places = sorted(places, key=lambda place: natural_key(str(place)))
     if not places:
-        raise FormatError("no file matches the pattern", where=redact(path), fix="check the path")
+        raise FormatError("no file matches the pattern", where=path, fix="check the path")
     for format in _formats():
         shards = [shard for place in places for shard in find(format, place)]
         if shards:
@@ -286,7 +285,7 @@ def _open_several(path: str, places: Sequence[Place], find: Callable[[Format, An
             if others:
                 raise FormatError(
                     f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}",
-                    where=redact(path),
+                    where=path,
                     fix="write a pattern that matches files of one format",
                 )
             return _open_bare(path, format, shards)
@@ -294,7 +293,7 @@ def _open_several(path: str, places: Sequence[Place], find: Callable[[Format, An
         readable = ", ".join(format.name for format in _formats() if format.in_buckets)
         raise FormatError(
             f"objects without a manifest open in object storage as {readable} only, not {places[0].name}",
-            where=redact(path),
+            where=path,
             fix="copy them to a folder and convert them there",
         )
     raise FormatError(f"no format knows {places[0]}", where=path, fix=_suffixes())

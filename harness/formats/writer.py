@@ -31,7 +31,6 @@ from harness.storage import (
     StoredFile,
     make_folder,
     open_folder,
-    redact,
     sync_folder,
     write_atomically,
 )
@@ -79,7 +78,7 @@ def open_writer(
             load_format(format)
             raise ConfigError(
                 f"the destination ends in .{name} but the format is {format}",
-                where=redact(str(path)),
+                where=str(path),
                 fix=f"use format {name!r}, or another name",
             )
     options = ShardOptions(pack_size, rows_per_group)
@@ -473,7 +472,7 @@ def explain_os_errors(where: str) -> Iterator[None]:
     except OSError as error:
         raise FormatError(
             f"writing failed: {error.strerror or error}",
-            where=redact(str(error.filename or where)),
+            where=str(error.filename or where),
             fix="fix the cause (space, permissions, quota) and run the same command again",
         ) from error
 

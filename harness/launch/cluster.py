@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
-from harness.errors import ConfigError
+from harness.errors import ConfigError, os_errors_as
+from harness.printing import one_line, printable
 
 # Options of sbatch that are settings of the same name.
 SBATCH_NAMES = ("account", "partition", "qos", "constraint", "reservation", "exclude")
 LAUNCHERS = ("srun", "torchrun")
 # `cluster.successor` as a dependency of sbatch.
 SUCCESSORS = {"none": "", "afterany": "afterany:$SLURM_JOB_ID", "singleton": "singleton"}
-# Slurm parses `#SBATCH` lines by rules of its own; these characters mean the same to it and to the shell.
+# Slurm parses `#SBATCH` lines, which are comments to the shell, by rules of its own; to it these mean themselves.
 _DIRECTIVE = re.compile(r"[A-Za-z0-9._/+@:,=\[\]&|*()-]*")
+# These mean themselves to the shell too.
+_WORD = re.compile(r"[A-Za-z0-9._/+@:,=-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 
@@ -144,8 +150,9 @@ class ClusterConfig:
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
 
     def __post_init__(self) -> None:
-        for name in (*SBATCH_NAMES, "memory", "mpi"):
-            check_directive(getattr(self, name), f"cluster.{name}")
+        quoted = dict.fromkeys(("python", "image", "mounts", "env"), check_quoted)
+        directives = dict.fromkeys((*SBATCH_NAMES, "sbatch", "workdir"), check_directive)
+        check_texts(self, "cluster.", {**quoted, **directives, "setup": check_lines, "master_addr": _check_address})
         if not _TIME.fullmatch(self.time):
             raise ConfigError(
                 f"time is {self.time!r}", where="cluster.time", fix="minutes, HH:MM:SS or DAYS-HH:MM:SS, in quotes"
@@ -166,22 +173,19 @@ class ClusterConfig:
             )
         require_choice(self.launcher, LAUNCHERS, setting="cluster.launcher")
         require_choice(self.successor, SUCCESSORS, setting="cluster.successor")
-        check_directive(self.local_dir, "cluster.local_dir")
-        if self.local_dir and (not self.local_dir.startswith("/") or not self.local_dir.strip("/")):
+        # A colon or a comma would end it in the list of mounts.
+        if self.local_dir and not re.fullmatch(r"/+[^:,/][^:,]*", self.local_dir):
             raise ConfigError(
                 f"{self.local_dir!r} is not a folder of its own",
                 where="cluster.local_dir",
                 fix="name one by its full path, such as /scratch/NAME",
             )
         for option in self.sbatch:
-            check_directive(option, "cluster.sbatch")
             if not option.startswith("--"):
                 raise ConfigError(f"{option!r} is not an option", where="cluster.sbatch", fix="write --name=value")
         for variable in self.env:
             if not _VARIABLE.fullmatch(variable):
                 raise ConfigError(f"{variable!r} is not a variable name", where="cluster.env", fix="write NAME: value")
-        for text in (*self.env.values(), *self.mounts, self.image, self.workdir, self.python, self.master_addr):
-            check_one_line(text, "cluster")
         for name in ("mounts", "container_name", "container_writable"):
             if getattr(self, name) and not self.image:
                 what = "there are mounts but no image" if name == "mounts" else f"{name} is set, and there is no image"
@@ -219,17 +223,67 @@ def time_limit_s(text: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def check_directive(text: str, where: str) -> None:
+def check_texts(config: Any, section: str, checks: Mapping[str, Callable[[str, str], None]]) -> None:
+    """Check every text of a dataclass before it goes into a script.
+
+    Args:
+        config: the dataclass; its fields hold texts, lists and maps of texts, and other values, which are not checked.
+        section: what comes before the name of a field in errors.
+        checks: check of a field's texts by its name. A field without one holds words of the shell.
+
+    Raises:
+        ConfigError: the script would not hold a text as it is written.
+    """
+    for one in fields(config):
+        value = getattr(config, one.name)
+        texts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        for text in texts:
+            if isinstance(text, str):
+                checks.get(one.name, check_word)(text, f"{section}{one.name}")
+
+
+def check_directive(text: str, where: str, allowed: re.Pattern[str] = _DIRECTIVE) -> None:
     """Raise ConfigError for text that cannot stand in a `#SBATCH` line."""
-    if not _DIRECTIVE.fullmatch(text):
+    if not allowed.fullmatch(text):
         raise ConfigError(
-            f"{text!r} has characters that sbatch would misread",
+            f"{text!r} has characters that the shell or sbatch would misread",
             where=where,
             fix="use letters, digits and . _ / + @ : , = - without spaces",
         )
 
 
-def check_one_line(text: str, where: str) -> None:
-    """Raise ConfigError for text of several lines: the script's log, and Slurm's, show settings line by line."""
-    if any(character in text for character in "\n\r\0"):
-        raise ConfigError(f"{text[:100]!r} has a line break", where=where, fix="write it on one line")
+def check_word(text: str, where: str) -> None:
+    """Raise ConfigError for text that the shell would not read as a word, or a part of one."""
+    check_directive(text, where, _WORD)
+
+
+def check_quoted(text: str, where: str) -> None:
+    """Raise ConfigError for text that stands in quotes but has line breaks, as no log shows, or control characters."""
+    if one_line(text) != text:
+        raise ConfigError(f"{text[:100]!r} has a line break or a control character", where=where, fix="leave it out")
+
+
+def check_lines(text: str, where: str) -> None:
+    """Raise ConfigError for lines of the shell with characters that it would take for a part of a word."""
+    if printable(text) != text:
+        raise ConfigError(f"{text[:100]!r} has a control character", where=where, fix="leave it out")
+
+
+def _check_address(text: str, where: str) -> None:
+    check_word(text.replace("%N", ""), where)
+
+
+def check_complete(setup: Sequence[str]) -> None:
+    """Raise ConfigError for lines of the shell that would take those after them: an open quote, `if` or here-document.
+
+    Bash parses them, and runs nothing.
+    """
+    if not setup:
+        return
+    text = "\n".join(["{ :", *setup, "}", ""])
+    fix = "close what they open: quotes, if, for, {, (, here-documents; and end no line with a backslash"
+    with os_errors_as(ConfigError, "bash cannot be started", where="cluster.setup", fix="install it"):
+        done = subprocess.run(["bash", "-nO", "extglob"], input=text, capture_output=True, text=True, check=False)
+    if done.returncode or done.stderr:
+        reason = done.stderr.strip().splitlines()[0].partition(": ")[2]
+        raise ConfigError(f"the lines are not complete commands: {reason}", where="cluster.setup", fix=fix)

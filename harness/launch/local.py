@@ -61,6 +61,7 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({} if rank else {STORE_FD: str(store.fileno())})
             process = subprocess.Popen(
                 command,
+                stdin=subprocess.DEVNULL,
                 env={**os.environ, **place, **own},
                 stdin=subprocess.DEVNULL,
                 # Ctrl-C in a terminal reaches only this process, which forwards it.

@@ -6,12 +6,21 @@ parts together. Every line of six scripts is kept in `tests/golden/sbatch`.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.launch.cluster import SBATCH_NAMES, SUCCESSORS, ClusterConfig, check_directive, check_one_line
+from harness.launch.cluster import (
+    SBATCH_NAMES,
+    SUCCESSORS,
+    ClusterConfig,
+    check_complete,
+    check_directive,
+    check_quoted,
+    check_texts,
+)
 
 _SHELL = Path(__file__).parent / "shell"
 
@@ -49,10 +58,9 @@ class Job:
     code: str = ""
 
     def __post_init__(self) -> None:
-        for text, where in ((self.name, "name"), (self.run_dir, "runs"), (self.workdir, "cluster.workdir")):
-            check_directive(text, where)
-        for setting in (*self.overrides, *self.data, self.weights, *self.live, self.python):
-            check_one_line(setting or "", "settings")
+        directives = dict.fromkeys(("name", "run_dir", "workdir"), check_directive)
+        quoted = dict.fromkeys(("overrides", "data", "copied", "weights", "live", "python"), check_quoted)
+        check_texts(self, "", {**directives, **quoted})
 
     @property
     def logs(self) -> str:
@@ -65,6 +73,7 @@ class Job:
 
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Return the script that `sbatch` takes, complete with everything that the job needs."""
+    check_complete(cluster.setup)
     harness = [job.python, "-m", "harness"]
     limit = f"{max(60.0, cluster.preflight.timeout_s):g}"
     address = cluster.master_addr.replace("%N", "$first_node")
@@ -107,7 +116,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         [
             part(
                 "copy_image" if copies_image(cluster) else "make_local_dir",
-                image=cluster.image,
+                image=shlex.quote(cluster.image),
                 local=cluster.local_dir,
             )
         ]
@@ -153,9 +162,7 @@ def copies_image(cluster: ClusterConfig) -> bool:
 def part(name: str, /, **values: object) -> str:
     """Return a part of the script that is kept in `shell`, with values in place of `@name@`."""
     text = (_SHELL / f"{name}.bash").read_text().removesuffix("\n")
-    for key, value in values.items():
-        text = text.replace(f"@{key}@", str(value))
-    return text
+    return re.sub("@(\\w+)@", lambda match: str(values.get(match[1], match[0])), text)
 
 
 def _run_ranks(cluster: ClusterConfig, train_on: str) -> list[str]:
@@ -232,8 +239,9 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
     overlap = " --overlap" if cluster.spares else ""
     if overlap:
         yield "# --overlap: a step whose node was lost holds the other nodes until Slurm has given it up."
+    # --input=none: no rank reads standard input.
     yield f"on_each_node=(srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1{overlap}"
-    yield f"  --cpus-per-task={ranks * cpus}{container})"
+    yield f"  --cpus-per-task={ranks * cpus} --input=none{container})"
     if cluster.launcher == "torchrun" and not cluster.gpus_per_node:
         return
     bind = f" --cpu-bind={cluster.cpu_bind}" if cluster.cpu_bind else ""
@@ -241,7 +249,7 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
         yield part("every_rank_sees_all_gpus")
         bind += " --gpu-bind=none"
     yield f"on_each_rank=(srun --nodes={job.nodes} --ntasks={job.nodes * ranks} --ntasks-per-node={ranks}{overlap}"
-    yield f"  --cpus-per-task={cpus}{bind}{container})"
+    yield f"  --cpus-per-task={cpus} --input=none{bind}{container})"
 
 
 def _list(paths: Sequence[str]) -> str:

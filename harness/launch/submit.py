@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, HarnessError, os_errors_as
-from harness.launch.cluster import ClusterConfig, check_one_line
+from harness.launch.cluster import ClusterConfig, check_quoted
 from harness.launch.preflight import code_digest
 from harness.launch.queue import jobs_of_run
 from harness.launch.script import Job
@@ -25,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raise ConfigError for a setting of several lines, or one that the job sets itself."""
     for text in arguments:
-        check_one_line(text, "settings")
+        check_quoted(text, "settings")
         if text.startswith("resume="):
             raise ConfigError(
                 f"{text} is set by the job itself",
@@ -54,7 +55,7 @@ def plan_job(
         run_dir: folder of a run to resume; omit for a new one.
 
     Raises:
-        ConfigError: there is no such run, a path is relative in a container, or the settings are planned for another
+        ConfigError: there is no such run, a container does not show a path, or the settings are planned for another
             number of ranks.
     """
     ranks, planned = nodes * cluster.ranks_per_node, settings["parallel"]["ranks"]
@@ -69,20 +70,17 @@ def plan_job(
             f"`harness plan {name} parallel.ranks={ranks}` finds that it fits",
         )
     weights = settings["model"]["init_from"]
-    weights = weights if weights and Path(weights).is_dir() else None  # otherwise an id on a hub
+    if weights and not Path(weights).is_dir() and not Path(weights).is_absolute():
+        weights = None  # an id on a hub
     live = tuple(live_paths(settings))
-    if cluster.image:
-        for path in (*dataset_paths(settings), weights, *live):
-            if path and "://" not in path and not Path(path).is_absolute():
-                raise ConfigError(
-                    f"{path} is relative, and would be looked up in the container's own folder",
-                    where="data.path, model.init_from",
-                    fix=f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts",
-                )
-        _check_local_checkpoints(settings["trainer"]["local_checkpoints"], cluster)
     if run_dir is not None and not Path(run_dir).is_dir():
         raise ConfigError("there is no run to resume", where=run_dir, fix="omit run_dir to start a new one")
     folder = Path(run_dir).absolute() if run_dir else next_run_dir(Path(settings["runs"]), settings["name"])
+    if cluster.image:
+        data = (*dataset_paths(settings), *_evaluation(settings))
+        named = {"data.path, data.evaluation": data, "model.init_from": [weights], "data.live.path": live}
+        _check_mounts({**named, "runs": [str(folder)]}, cluster)
+        _check_local_checkpoints(settings["trainer"]["local_checkpoints"], cluster)
     return Job(
         # A singleton waits for all jobs of its name: only those of the same run may have it.
         name=folder.name if cluster.successor == "singleton" else settings["name"],
@@ -101,10 +99,42 @@ def plan_job(
     )
 
 
+def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterConfig) -> None:
+    """Raise ConfigError for a path that the container does not show, by the setting that names it."""
+    mounts = _mounts(cluster)
+    for setting, named in paths.items():
+        for path in named:
+            if not path or "://" in path:
+                continue
+            if not Path(path).is_absolute():
+                raise ConfigError(
+                    f"{path} is relative, and would be looked up in the container's own folder",
+                    where=setting,
+                    fix=f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts",
+                )
+            above = [target for target in mounts if Path(path).is_relative_to(target)]
+            # The script, and the commands outside of the container, find a run at the same path.
+            if not above or (setting == "runs" and mounts[max(above, key=len)] != max(above, key=len)):
+                shown = ", ".join(f"{source}:{target}" for target, source in mounts.items()) or "there are none"
+                raise ConfigError(
+                    f"no mount of the container shows {path}{' at the same path' if above else ''}: {shown}",
+                    where=f"{setting}, cluster.mounts",
+                    fix="add one to cluster.mounts, such as {0}:{0}".format(
+                        Path(path).parent if setting == "runs" else path
+                    ),
+                )
+
+
+def _mounts(cluster: ClusterConfig) -> dict[str, str]:
+    """Return the folders that the container shows, each with the one of the node that is seen there."""
+    mounts = [*cluster.mounts, *([cluster.local_dir] if cluster.local_dir else [])]
+    split = [mount.split(":") for mount in mounts]
+    return {(parts[1] if len(parts) > 1 else parts[0]): parts[0] for parts in split}
+
+
 def _check_local_checkpoints(folder: str, cluster: ClusterConfig) -> None:
     """Raise ConfigError for a folder that is inside the container alone, and vanishes with it."""
-    targets = [mount.split(":")[1] for mount in cluster.mounts if ":" in mount] + [cluster.local_dir]
-    if folder and not any(target and Path(folder).is_relative_to(target) for target in targets):
+    if folder and not any(Path(folder).is_relative_to(target) for target in _mounts(cluster)):
         raise ConfigError(
             f"{folder} is inside the container, and its checkpoints would be gone with it",
             where="trainer.local_checkpoints",
@@ -161,8 +191,13 @@ def refuse_second_job(run_dir: Path) -> None:
         )
 
 
-def submit_job(job: Job, text: str) -> str:
+def submit_job(job: Job, text: str, *, is_private: bool) -> str:
     """Write the script to the run's folder, submit it with sbatch, and return the id of the job.
+
+    Args:
+        job: that is submitted.
+        text: of the script.
+        is_private: the script holds values of the environment, and nobody else reads it.
 
     Raises:
         HarnessError: sbatch is not installed here, or refuses the job; a new folder is removed again.
@@ -185,7 +220,12 @@ def submit_job(job: Job, text: str) -> str:
         folder.mkdir(parents=True, exist_ok=not is_new)
         # Slurm creates no folders: without this one a job fails before its first line, and without a log.
         Path(job.logs).mkdir(exist_ok=True)
-        Path(job.script).write_text(text)
+        # A script with values of cluster.env is not for others.
+        script = os.open(job.script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if is_private else 0o666)
+        with os.fdopen(script, "w") as file:
+            if is_private:
+                os.fchmod(script, 0o600)
+            file.write(text)
     done = subprocess.run(["sbatch", "--parsable", job.script], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         if is_new:

@@ -26,6 +26,7 @@ from harness.checks import require_cores
 from harness.errors import HarnessError, LoaderError
 from harness.loader.config import LoaderConfig
 from harness.loader.order import BatchRange
+from harness.printing import print_line
 from harness.storage import name_bus_errors
 
 T = TypeVar("T")
@@ -301,7 +302,7 @@ def _end_unsent(error: BaseException, item: object) -> None:
 
     Python prints the error and drops the batch; training would wait for it until the timeout and blame storage.
     """
-    print(f"process {os.getpid()} could not send a batch to training: {error!r}", file=sys.stderr, flush=True)
+    print_line(f"process {os.getpid()} could not send a batch to training: {error!r}", file=sys.stderr, flush=True)
     os._exit(_EXIT_UNSENT if isinstance(error, MemoryError) else 1)
 
 

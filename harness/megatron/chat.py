@@ -14,6 +14,7 @@ from typing import Any
 from harness.errors import ConfigError
 from harness.megatron.export import export_checkpoint
 from harness.prep import ChatTokenizer, TokenizerConfig, end_tokens
+from harness.printing import open_console, print_line
 
 # Of whole models, and of LoRA adapters, which transformers loads with their base model.
 ADAPTER_FILE = "adapter_config.json"
@@ -87,6 +88,10 @@ class Chat:
         import torch
         from transformers import TextStreamer
 
+        class Printed(TextStreamer):
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                open_console().print(text, end="\n" if stream_end else "", soft_wrap=True)
+
         self._messages.append({"role": "user", "content": text})
         while len(prompt := self._prompts.prompt(*self._messages)) > self._room:
             if len(self._messages) == 1:
@@ -97,7 +102,7 @@ class Chat:
                     fix="shorten it, or the answers with max_tokens=",
                 )
             del self._messages[:2]
-        streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if live else None
+        streamer = Printed(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if live else None
         ids = torch.tensor([prompt])
         output = self._model.generate(
             input_ids=ids,
@@ -147,5 +152,5 @@ def talk(chat: Chat) -> None:
         if not text:
             continue
         if is_terminal:
-            print("model: ", end="", flush=True)
+            print_line("model: ", end="", flush=True)
         chat.answer(text, live=True)

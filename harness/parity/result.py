@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import FormatError
+from harness.printing import redact_all
 from harness.storage import write_atomically
 
 SCHEMA = 1
@@ -165,7 +166,7 @@ class ParityReport:
 
 def to_json(report: ParityReport) -> str:
     """Return `report` as JSON; numbers that are not finite become null."""
-    return json.dumps(_finite(asdict(report)), indent=1) + "\n"
+    return json.dumps(redact_all(_finite(asdict(report))), indent=1) + "\n"
 
 
 def write_report(report: ParityReport, path: Path) -> None:

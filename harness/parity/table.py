@@ -13,6 +13,7 @@ from rich.text import Text
 from harness.parity.cells import Cell
 from harness.parity.result import CellResult, ParityReport
 from harness.parity.running import MatrixProgress
+from harness.printing import indented, one_line
 
 _STYLES = {"same": "green", "different": "bold red", "failed": "bold red", "skipped": "yellow"}
 _SIZES = ("loss", "validation_loss", "grad_norm")
@@ -32,7 +33,7 @@ def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[Ma
             if name not in printed:
                 printed.add(name)
                 outcome = finished.reason or ("kept from before" if finished.was_kept else f"{finished.seconds:.0f} s")
-                console.print(f"{name}: {outcome}", soft_wrap=True, highlight=False, markup=False)
+                console.print(indented(f"{one_line(name)}: {outcome}"), soft_wrap=True)
 
     yield log
 
@@ -51,13 +52,13 @@ def _draw(cells: Sequence[Cell], progress: MatrixProgress) -> Table:
             steps, state = str(cell.steps), Text("kept from before" if finished.was_kept else "ran", "green")
         elif made is not None:
             steps, state = f"{made} of {cell.steps}", Text("runs" if made else "starts", "cyan")
-        table.add_row(Text(cell.name), steps, state)
+        table.add_row(Text(one_line(cell.name)), steps, state)
     return table
 
 
 def show(report: ParityReport, console: Console) -> None:
     """Print the matrix with its largest relative differences, the first differences below it, and the verdict."""
-    table = Table(box=None, title=report.title, title_justify="left")
+    table = Table(box=None, title=Text(one_line(report.title)), title_justify="left")
     table.add_column("cell", no_wrap=True)
     table.add_column("steps", justify="right", no_wrap=True)
     table.add_column("data", no_wrap=True)
@@ -71,15 +72,15 @@ def show(report: ParityReport, console: Console) -> None:
         sizes = [_size(checks[name].largest) if name in checks else "" for name in _SIZES]
         status = "reference" if cell.is_reference and cell.status == "same" else cell.status
         shown = Text(status.upper() if status in ("different", "failed") else status, _STYLES.get(status, ""))
-        table.add_row(Text(cell.name), str(len(cell.series.step) or ""), equal, *sizes, shown)
+        table.add_row(Text(one_line(cell.name)), str(len(cell.series.step) or ""), equal, *sizes, shown)
     console.print(table)
     for cell in report.cells:
         for problem in problems(cell):
-            console.print(f"{cell.name}: {problem}", soft_wrap=True, highlight=False, markup=False)
+            console.print(indented(f"{one_line(cell.name)}: {problem}"), soft_wrap=True)
     compared = [cell for cell in report.cells if not cell.is_reference]
     same = sum(cell.status == "same" for cell in compared)
     verdict = f"{same} of {len(compared)} compared cells are the same: {report.verdict.upper()}"
-    console.print(verdict, soft_wrap=True, highlight=False)
+    console.print(verdict, soft_wrap=True)
 
 
 def problems(cell: CellResult) -> list[str]:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from harness.formats import printable
 from harness.prep.report import PrepareReport
 from harness.prep.samples import Sample
 from harness.prep.shards import read_samples
+from harness.printing import printable
 
 # Rows of the table of source files.
 _MAX_SOURCES = 200

@@ -33,6 +33,7 @@ from harness.prep.shards import VERSION, ShardJob, refuse
 from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_files, find_schema, read_chunks
 from harness.prep.spool import Split, Spool, divide
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
+from harness.printing import open_console
 from harness.settings import nearest_name
 from harness.storage import (
     BucketFolder,
@@ -110,7 +111,7 @@ def prepare(
     check_engine(config.engine)
     target = open_folder(config.data.path)
     config = replace(config, source=config.source.resolve())
-    console = console or Console(quiet=progress is not None)
+    console = console or open_console(width=80, quiet=progress is not None)
     stages = Stages(console, progress)
     if config.source.kind == "pydoc":
         stages.show("The source is the built-in corpus, Python's documentation; source.path names chats of your own.")

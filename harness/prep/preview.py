@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import date
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.formats import CONTEXT_STYLE, TRAINED_STYLE, printable
+from harness.formats import CONTEXT_STYLE, TRAINED_STYLE
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.fitting import fit_conversation
 from harness.prep.pipeline import PrepareConfig
@@ -22,11 +21,11 @@ from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.samples import make_sample, render_runs
 from harness.prep.sources import SourceFiles, find_files, find_schema, read_chunks
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
+from harness.printing import one_line, open_console
 from harness.storage import stamp_of
 
 # Records on which a tokenizer is trained for a preview.
 _TRAINING_RECORDS = 2000
-_WIDTH = 80
 
 
 def show_preview(config: PrepareConfig, *, console: Console | None = None) -> None:
@@ -40,7 +39,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
     Raises:
         HarnessError: the source, the tokenizer or a setting is unusable.
     """
-    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = console or open_console(width=80)
     config = replace(config, source=config.source.resolve())
     with TemporaryDirectory(prefix="harness-preview-") as scratch:
         files = _find(config, Path(scratch), console)
@@ -62,7 +61,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             ("pack size", f"{config.data.pack_size:,} tokens; longer conversations: {config.data.over_long}"),
         ):
             if text:
-                table.add_row(name, Text(printable(text)))
+                table.add_row(name, Text(one_line(text)))
         legend = Text.assemble("trained ", ("like this", TRAINED_STYLE), ", not trained ", ("like this", CONTEXT_STYLE))
         table.add_row("text", legend if has_color else Text("[[trained]] not trained"))
         console.print(table)
@@ -113,13 +112,13 @@ def _show(
     if isinstance(record, BadRecord) or isinstance(made, BadRecord):
         bad = record if isinstance(record, BadRecord) else made
         assert isinstance(bad, BadRecord)
-        console.print(Text(printable(bad.where), style="bold"))
-        console.print(Text(f"refused, {bad.reason}: {printable(bad.detail)}", style="red"))
+        console.print(Text(one_line(bad.where), style="bold"))
+        console.print(Text(f"refused, {bad.reason}: {one_line(bad.detail)}", style="red"))
         return
     data = config.data
     fitted = fit_conversation(record, made, tokenizer, pack_size=data.pack_size, over_long=data.over_long)
     sample = make_sample(record, fitted.pieces, tokenizer, is_whole=True)
-    console.print(Text(printable(sample.title), style="bold"))
+    console.print(Text(one_line(sample.title), style="bold"))
     if record.messages and record.messages[-1].role == "user":
         console.print(Text("ends with a user turn, which nothing answers", style="yellow"))
     if not fitted.pieces:

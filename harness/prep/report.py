@@ -20,6 +20,7 @@ from rich.text import Text
 from harness.errors import PrepError
 from harness.prep.counts import COUNTS, Counts
 from harness.prep.packing import PackPlan
+from harness.printing import code_span, escape_markdown, one_line
 from harness.records import Int32Array
 from harness.storage import join_path
 
@@ -234,7 +235,7 @@ class PrepareReport(Counts):
 
 def render_report(report: PrepareReport) -> RenderableType:
     """Return a table with one column per split, and what became of the records."""
-    table = Table(title=f"{report.path}", title_justify="left")
+    table = Table(title=Text(report.path), title_justify="left")
     table.add_column("")
     for name in report.splits:
         table.add_column(name, justify="right")
@@ -245,11 +246,11 @@ def render_report(report: PrepareReport) -> RenderableType:
     below.add_column(overflow="fold")
     below.add_row("records read", f"{report.records:,}")
     for title, _, count, places in report.findings():
-        below.add_row(title, Text(f"{count:,}" + (f", first {places[0]}" if places else "")))
+        below.add_row(title, Text(one_line(f"{count:,}" + (f", first {places[0]}" if places else ""))))
     if loss := report.loss():
         below.add_row("lost", Text(loss, style="yellow"))
     for name, text in report.facts().items():
-        below.add_row(name, Text(text))
+        below.add_row(name, Text(one_line(text)))
     below.add_row("vocabulary size", f"{report.vocab_size:,}")
     below.add_row("seconds", f"{sum(report.seconds.values()):.1f}")
     return Group(table, below)
@@ -257,9 +258,9 @@ def render_report(report: PrepareReport) -> RenderableType:
 
 def to_markdown(report: PrepareReport) -> str:
     """Return a page: counts of records, and histograms of sequence lengths and pack fill."""
-    lines = [f"# {Path(report.path).name}", ""]
-    lines += ["| | " + " | ".join(report.splits) + " |", "|---|" + "---:|" * len(report.splits)]
-    fingerprints = {"fingerprint": [f"`{split.fingerprint[:16]}`" for split in report.splits.values()]}
+    lines = [f"# {escape_markdown(Path(report.path).name)}", ""]
+    lines += ["| | " + " | ".join(map(escape_markdown, report.splits)) + " |", "|---|" + "---:|" * len(report.splits)]
+    fingerprints = {"fingerprint": [code_span(split.fingerprint[:16]) for split in report.splits.values()]}
     lines += [f"| {title} | " + " | ".join(row) + " |" for title, row in (report.split_rows() | fingerprints).items()]
     left_out = report.left_out()
     lines += [
@@ -270,22 +271,18 @@ def to_markdown(report: PrepareReport) -> str:
         "",
     ]
     lines += [f"- lost: {loss}"] if (loss := report.loss()) else []
-    lines += [f"- {name}: {_plain(text)}" for name, text in report.facts().items()]
+    lines += [f"- {name}: {code_span(text)}" for name, text in report.facts().items()]
     for title, text, count, places in report.findings():
-        first = f"; first {_plain('; '.join(places))}" if places else ""
+        first = f"; first {code_span('; '.join(places))}" if places else ""
         lines.append(f"- {title}: {count:,} {text}{first}")
     for name, split in report.splits.items():
-        lines += ["", f"## {name}", "", "```", "sequences by tokens, at most", *_bars(split.length_counts)]
+        lines += ["", f"## {escape_markdown(name)}", "", "```"]
+        lines += ["sequences by tokens, at most", *_bars(split.length_counts)]
         lines += ["", "packs by fill, at most", *_bars({f"{key}%": count for key, count in split.fill_counts.items()})]
         lines += ["```"]
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
     lines += ["", f"Settings `{report.settings_hash}`, in full in `report.json`. Time: {seconds}.", ""]
     return "\n".join(lines)
-
-
-def _plain(text: str) -> str:
-    """Return text of a user's data that Markdown shows as it is, in one line."""
-    return "`" + " ".join(text.replace("`", "'").split()) + "`"
 
 
 def _bars(counts: dict[str, int]) -> list[str]:
@@ -327,9 +324,10 @@ class Stages:
     @contextmanager
     def stage(self, name: str, doing: str, *, total: float | None = None) -> Iterator[Stage]:
         """Show `doing` with a bar (a moving one if `total` is None), then a line with the time it took."""
-        columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        title, left = (TextColumn(text, markup=False) for text in ("{task.description}", "left"))
+        columns = (title, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), left, TimeRemainingColumn())
         hidden = not self.console.is_terminal
-        progress = Progress("{task.description}", *columns, console=self.console, transient=True, disable=hidden)
+        progress = Progress(*columns, console=self.console, transient=True, disable=hidden)
         began = time.perf_counter()
         with progress:
             task = progress.add_task(doing, total=total)
@@ -350,4 +348,4 @@ class Stages:
 
     def show(self, text: str) -> None:
         """Print a line that stays."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(Text(one_line(text)), soft_wrap=True)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from harness.formats import CONTEXT_STYLE, TRAINED_STYLE, Decoder, printable, text_runs
+from harness.formats import CONTEXT_STYLE, TRAINED_STYLE, Decoder, text_runs
 from harness.prep.chat import Conversation
+from harness.printing import printable
 from harness.records import SequenceView
 
 # Sequences of a conversation that a report keeps, and characters of each.

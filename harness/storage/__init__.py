@@ -45,7 +45,7 @@ from harness.storage.inputs import digest_of, glob_pattern, is_glob, list_object
 from harness.storage.local_copies import LocalCopy, copy_to_node, local_copy, read_originals
 from harness.storage.mapped import bus_error_at, name_bus_errors
 from harness.storage.ranges import ByteSource, open_source
-from harness.storage.uris import ObjectPath, Place, is_uri, join_path, redact, relative_path, resolve_path
+from harness.storage.uris import ObjectPath, Place, is_uri, join_path, relative_path, resolve_path
 
 __all__ = [
     "CHECKSUMS_FILE",
@@ -94,7 +94,6 @@ __all__ = [
     "read_checksums",
     "read_npy_header",
     "read_originals",
-    "redact",
     "relative_path",
     "resolve_path",
     "s3_endpoint",

@@ -29,8 +29,9 @@ from typing import Any, TypeVar
 import xxhash
 
 from harness.errors import ConfigError, FormatError
+from harness.printing import redact
 from harness.storage.files import OutputFile, Stamp, StoredFile
-from harness.storage.uris import ObjectPath, redact
+from harness.storage.uris import ObjectPath
 
 # One ranged request; a larger read takes several, so that each has its own time limit.
 REQUEST_BYTES = 8 << 20
@@ -175,7 +176,7 @@ class ObjectStore:
         verdict = judge(error)
         if verdict is Verdict.PASSING:
             is_s3 = place.scheme == "s3"
-            address = f" at {redact(s3_endpoint())}" if s3_endpoint() and is_s3 else ""
+            address = f" at {s3_endpoint()}" if s3_endpoint() and is_s3 else ""
             return FormatError(
                 f"object storage{address} did not answer: {attempts} attempts in {seconds:.1f} s, "
                 f"the last: {_short(str(error))}",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import FormatError, HarnessError, os_errors_as
+from harness.printing import redact_all
 from harness.settings import find_odd
 from harness.storage import write_atomically
 from harness.train.checkpoints import RUN_FILE
@@ -70,7 +71,7 @@ def write_stop(folder: Path, stop: Stop) -> bool:
     """Write `stop` into the run's folder unless a rank has done so before; return False in that case."""
     path = folder / STOPPED_FILE
     temporary = folder / f"{STOPPED_FILE}.{socket.gethostname()}.{os.getpid()}"
-    text = json.dumps(asdict(stop))
+    text = json.dumps(redact_all(asdict(stop)))
     try:
         temporary.write_text(text)
         os.link(temporary, path)

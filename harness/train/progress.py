@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from harness.errors import discard_output
+from harness.printing import open_console, print_line, redact
 from harness.train.metrics import StepMetrics
 
 # A run prints about this many lines between validations.
@@ -36,14 +36,14 @@ class RunProgress:
         self._unlogged = ""
         is_terminal = sys.stdout.isatty()
         # Not Rich's own judgment: FORCE_COLOR, which schedulers pass on, would draw a bar into a log file.
-        self._console = Console(force_terminal=is_terminal)
+        self._console = open_console(force_terminal=is_terminal)
         self._began = time.perf_counter()
         columns = (
-            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[left]}", markup=False, table_column=Column(no_wrap=True)),
         )
         is_live = is_terminal and not quiet and not self._console.is_dumb_terminal
         self._progress = Progress(*columns, console=self._console, disable=not is_live, expand=True)
@@ -60,7 +60,7 @@ class RunProgress:
         """Print a line that stays."""
         if not self._quiet:
             with self._output_may_fail():
-                self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+                self._console.print(redact(line), soft_wrap=True)
 
     @contextmanager
     def _output_may_fail(self) -> Iterator[None]:
@@ -71,7 +71,9 @@ class RunProgress:
             self._quiet = True
             discard_output()
             with suppress(OSError):
-                print(f"standard output takes no more lines ({error.strerror}); training continues", file=sys.stderr)
+                print_line(
+                    f"standard output takes no more lines ({error.strerror}); training continues", file=sys.stderr
+                )
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one more completed step."""

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from harness.printing import print_line, redact
 from harness.train.local import read_identity
 from harness.train.trackers import curve_values
 
@@ -223,13 +224,14 @@ def follow(name: str, metrics: Path, end: RunEnd, warn: int) -> int:
             retry_s = RETRY_S
         except Exception as error:  # services raise many kinds
             with suppress(OSError):  # the disk is full
-                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                print_line(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             if not has_warned:
                 has_warned = True
                 first_line = (str(error).strip().splitlines() or [""])[0][:300]
                 message = f"{name} gets no metrics of this run ({type(error).__name__}: {first_line})"
                 with suppress(OSError):  # the run has ended
-                    os.write(warn, f"{message}; training continues, {home / 'log.txt'} has more\n".encode())
+                    line = redact(f"{message}; training continues, {home / 'log.txt'} has more\n")
+                    os.write(warn, line.encode(errors="replace"))
             next_try, retry_s = time.monotonic() + retry_s, min(2 * retry_s, LONGEST_RETRY_S)
             if status is not None:
                 return 1

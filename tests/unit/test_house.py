@@ -116,6 +116,20 @@ def test_every_package_but_the_open_ones_is_entered_by_its_door_only() -> None:
     assert {name for name in unprotected if name.startswith("harness.")} == OPEN_PACKAGES
 
 
+def test_every_text_is_printed_by_one_module_without_markup_and_control_characters() -> None:
+    """`harness.printing` has the only calls of `print` and of Rich's Console; bars show their texts unparsed."""
+    others = []
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+            name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else name
+            is_parsed = name == "TextColumn" and "markup" not in {keyword.arg for keyword in node.keywords}
+            is_bare = name in ("print", "Console") and isinstance(node.func, ast.Name)
+            if is_bare or is_parsed or name in ("from_markup", "from_ansi"):
+                others.append(f"{relative(path)}: {name}")
+    assert others == ["harness/printing.py: print"]
+
+
 def incomplete_errors() -> Iterator[str]:
     """Yield each place that makes a HarnessError and does not say where it happened and how to fix it."""
     kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.errors import HarnessError
 from harness.megatron import prepare_process
+from harness.printing import print_text
 
 
 def _measure(name: str, device: str, made: str, size: str, folder: str) -> None:
@@ -42,5 +43,5 @@ if __name__ == "__main__":
     except HarnessError as error:
         from harness.bench.gpu.parts import fail
 
-        print(fail(error), file=sys.stderr)
+        print_text(fail(error), file=sys.stderr)
         sys.exit(1)

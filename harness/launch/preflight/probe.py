@@ -37,6 +37,7 @@ from harness.launch.preflight.hardware import (
 from harness.launch.preflight.rendezvous import check_own_name, check_rendezvous
 from harness.launch.ranks import NodePlace
 from harness.loader import DataConfig, open_datasets
+from harness.printing import print_text
 from harness.settings import CONFIGS
 from harness.storage import is_uri, open_folder
 
@@ -54,7 +55,7 @@ def run_checks(checks: Mapping[str, Check], *, node: str, timeout_s: float, rank
     def report(name: str, **outcome: Any) -> None:
         with printing:
             reported.add(name)
-            print(json.dumps({**source, "check": name, **outcome}), flush=True)
+            print_text(json.dumps({**source, "check": name, **outcome}), flush=True)
 
     def run(name: str, check: Check) -> None:
         try:

@@ -14,7 +14,7 @@ copy_image='
 # Where one node cannot have the image on its disk, all read it where it is.
 image=@image@
 image_hash=$(cut -d ' ' -f 1 "$image.sha256" 2>/dev/null) || image_hash=$(sha256sum <"$image" | cut -d ' ' -f 1)
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --label \
+srun --input=none --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --label \
   bash -c "$copy_image" copy "$image" "@local@$image" "$image_hash" &
 copying=$!
 while kill -0 "$copying" 2>/dev/null; do wait "$copying"; done

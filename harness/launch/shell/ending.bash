@@ -18,7 +18,7 @@ while :; do
   [[ $warned || $ended ]] || ((restarted >= @restarts@)) || here=true
   leave_out_slow
   timeout --kill-after=5 @limit@ "${on_first_node[@]}" \
-    "${harness[@]}" requeue "$run_dir" exit_code="$code" restart="$here" cluster.max_same_failures=@max_same@
+    "${harness[@]}" requeue "$run_dir" exit_code="$code" restart="$here" cluster.max_same_failures=@max_same@ </dev/null
   decided=$?
   if ((decided == 124 || decided == 137)); then
     echo "$first_node did not decide within @limit@ s whether to requeue; requeued, because another node may be healthy"

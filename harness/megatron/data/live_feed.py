@@ -39,6 +39,7 @@ from harness.loader.live import (
 )
 from harness.megatron.job import runtime
 from harness.prep import ChatTokenizer
+from harness.printing import print_line
 from harness.records import UInt8Array
 from harness.storage import Lease, Marker
 
@@ -273,7 +274,7 @@ def _require_chunks(folder: LiveFolder, position: LivePosition) -> None:
 
 def _log(line: str) -> None:
     with suppress(OSError):  # a full disk, which `RunProgress` reports
-        print(line, flush=True)
+        print_line(line, flush=True)
 
 
 def _groups(dp_rank: int, timeout_s: float) -> tuple[Any, Any, Any, int]:

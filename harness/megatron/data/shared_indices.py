@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+from harness.printing import print_line
 from harness.storage import BucketFolder, ClaimStore, LocalCache, ObjectPath, leased, write_atomically
 
 _BUILDING = "_building"
@@ -45,7 +46,7 @@ class SharedIndices:
             with self._fetching():
                 yield
             return
-        with leased(self._store, _BUILDING, log=lambda line: print(f"building indices: {line}", flush=True)) as lease:
+        with leased(self._store, _BUILDING, log=lambda line: print_line(f"building indices: {line}", flush=True)) as lease:
             with self._fetching() as remote:
                 yield
             remote.check = lease.check

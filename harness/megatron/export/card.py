@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from harness.megatron.export.data import SpecialTokens, TrainedData
+from harness.printing import escape_markdown
 from harness.train import METRICS_FILE, RUN_FILE, StepMetrics, read_metrics
 
 CARD_FILE = "README.md"
@@ -69,14 +70,14 @@ def model_card(
     load = _LOAD_ADAPTER.format(base=json.dumps(base)) if is_adapter else _LOAD_MODEL
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
-        f"# {run.name}, step {step:,}\n",
+        f"# {escape_markdown(run.name)}, step {step:,}\n",
         "Trained with Megatron-Core, and exported by `harness export`.\n",
         *([f"## Use\n\n```python\n{load}{_GENERATE}```\n"] if tokens is not None else []),
         _table("Data", data_facts(data, tokens)),
         _table("Run", run_facts(document, settings, steps)),
     ]
     if data.missing:
-        parts.append("## Not in this folder\n\n" + "".join(f"- {_cell(line)}\n" for line in data.missing))
+        parts.append("## Not in this folder\n\n" + "".join(f"- {escape_markdown(line)}\n" for line in data.missing))
     return "\n".join(parts)
 
 
@@ -103,11 +104,11 @@ def data_facts(data: TrainedData, tokens: SpecialTokens | None) -> dict[str, str
     if tokens is not None:
         is_recorded = all("end_tokens" in mask for mask in data.masks)
         source = "recorded by the data" if is_recorded else "of the tokenizer and its chat template"
-        texts = ", ".join(f"`{tokens.texts[token]}` ({token})" for token in tokens.ends)
+        texts = ", ".join(f"{tokens.texts[token]} ({token})" for token in tokens.ends)
         facts["end of an answer"] = f"{texts}; {source}" if texts else "no token is known"
         if tokens.pad is not None:
             also = ", which also ends an answer: the tokenizer has no other" if tokens.pad in tokens.ends else ""
-            facts["padding"] = f"`{tokens.texts[tokens.pad]}` ({tokens.pad}){also}"
+            facts["padding"] = f"{tokens.texts[tokens.pad]} ({tokens.pad}){also}"
     return facts
 
 
@@ -164,9 +165,5 @@ def _version(name: str) -> str:
 
 
 def _table(title: str, facts: Mapping[str, str]) -> str:
-    rows = "".join(f"| {_cell(name)} | {_cell(value)} |\n" for name, value in facts.items())
+    rows = "".join(f"| {escape_markdown(name)} | {escape_markdown(value)} |\n" for name, value in facts.items())
     return f"## {title}\n\n| | |\n|---|---|\n{rows}"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")

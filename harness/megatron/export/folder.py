@@ -25,6 +25,7 @@ from harness.megatron.model import build_chunks, lora
 from harness.megatron.state import find_damage, find_newest, load_tree, put_weights, reason_of, sharded_weights
 from harness.megatron.weights import expert_names, hf_tensors
 from harness.plan import MTP_SETTINGS, ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
+from harness.printing import print_text
 from harness.storage import Marker, digest_files, make_folder, sync_folder, sync_tree, write_checksums
 from harness.train import CHECKPOINTS, RUN_FILE, SETTINGS_FILE, check_settings, read_progress, read_settings
 
@@ -223,7 +224,7 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     else:
         path, passed_over = find_newest(run / CHECKPOINTS)
         for error in passed_over:
-            print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
+            print_text(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
     if path is None:
         raise CheckpointError(
             "the run has no whole checkpoint", where=str(run / CHECKPOINTS), fix="train it for a few steps first"

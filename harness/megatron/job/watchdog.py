@@ -25,6 +25,7 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from harness.errors import HarnessError, LoaderError, LostRankError
+from harness.printing import print_line, print_text
 from harness.train import EXIT_STOPPED, Stop, write_stop
 
 EXIT_HANG = 70
@@ -195,7 +196,7 @@ class Watchdog:
         step, activity = self.now
         message = f"{signal_name} received before the first step, in step {step}, {activity}"
         if self._leave(Stop(max(0, step - 1), "signal", message)):
-            print(f"{message}: there is nothing to save, resume=auto starts again", file=sys.stderr)
+            print_line(f"{message}: there is nothing to save, resume=auto starts again", file=sys.stderr)
         _exit_now(EXIT_STOPPED)
 
     def _publish(self) -> None:
@@ -239,7 +240,7 @@ class Watchdog:
             return
         message = f"no progress for {self._limit_s:g} s in step {self.step}: {sentence}"
         if self._leave(Stop(max(0, self.step - 1), "hang", message, rank=rank)):
-            print(
+            print_text(
                 f"HarnessError: {message}\n  where: {self._folder or f'rank {self._rank}'}\n"
                 "  fix:   check that rank's log and node; resume=auto continues from the newest checkpoint. Raise "
                 f"{self._setting} if it may take longer",

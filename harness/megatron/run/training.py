@@ -38,6 +38,7 @@ from harness.megatron.state import (
 )
 from harness.megatron.step import MegatronStep
 from harness.plan import OptimizerConfig, RunConfig, plan_memory
+from harness.printing import print_line, print_text, redact_all
 from harness.settings import to_plain, to_yaml
 from harness.train import (
     CHECKPOINTS,
@@ -316,12 +317,12 @@ def _find_newest(config: RunConfig, folder: Path) -> tuple[Path | None, list[Che
 
     def report() -> None:
         for error in passed_over:
-            print(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
+            print_text(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
         for note in local.notes if local is not None else ():
-            print(f"passed over: {note}", file=sys.stderr)
+            print_line(f"passed over: {note}", file=sys.stderr)
         if record is None and (other := read_local_record(folder)) is not None and other.step:
             what = f"the local checkpoints of run {other.run} up to step {other.step}, of which this folder is a copy"
-            print(f"passed over: {what}", file=sys.stderr)
+            print_line(f"passed over: {what}", file=sys.stderr)
         if newest is None and config.resume == "true":
             fix = "resume=auto starts from the first step"
             raise ConfigError("there is no whole checkpoint left to resume from", where=str(folder), fix=fix)
@@ -363,7 +364,7 @@ def _train_and_save(
         on_whole=lambda _: _mark_trained(run.training, whole_checkpoints(folder)[:1]),
         local=local,
         # The settings are what an export needs, whatever becomes of config.yaml.
-        facts={"run": run.identity.run, "attempt": run.identity.attempt, "settings": to_plain(run.settings)},
+        facts={"run": run.identity.run, "attempt": run.identity.attempt, "settings": redact_all(to_plain(run.settings))},
     )
 
     def save(number: int, state: LoaderState) -> None:

@@ -40,7 +40,7 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
     if folder is not None:
         _write_files({REPORT_FILE: to_json(report)}, folder)
         render_all(report, folder)
-        console.print(f"report {folder / HTML_FILE}", soft_wrap=True, highlight=False)
+        console.print(f"report {folder / HTML_FILE}", soft_wrap=True)
 
 
 def render_all(report: ParityReport, folder: Path) -> None:

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 from harness.parity.pages import words
 from harness.parity.result import CellResult, ParityReport
+from harness.printing import printable
 
 # What XML 1.0 cannot hold, escaped or not.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -67,4 +68,4 @@ def _count(element: ElementTree.Element) -> None:
 
 
 def _clean(text: str) -> str:
-    return _NOT_XML.sub("\ufffd", text)
+    return _NOT_XML.sub("\ufffd", printable(text))

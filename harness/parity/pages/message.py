@@ -8,6 +8,7 @@ from collections import Counter
 from harness.parity.pages import words
 from harness.parity.pages.matrix import costs, group_cells
 from harness.parity.result import CellResult, ParityReport
+from harness.printing import escape_markdown, printable
 
 # Chats cut messages at 4,000 characters.
 LONGEST = 3800
@@ -79,14 +80,12 @@ def _costs(report: ParityReport) -> list[str]:
 def _text(text: str, longest: int = _LONGEST_TEXT) -> str:
     """Return one line that Markdown shows unchanged."""
     short = " ".join(text.split())
-    short = short if len(short) <= longest else f"{short[: longest - 1]}…"
-    # An underscore within a word is one in Markdown too.
-    return re.sub(r"[\\`*\[\]<>|#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", short)
+    return escape_markdown(short if len(short) <= longest else f"{short[: longest - 1]}…")
 
 
 def _code(command: str) -> str:
     """Return a command to copy, within a fence that is longer than any in it."""
-    short = " ".join(command.split())
+    short = " ".join(printable(command).split())
     if len(short) > _LONGEST_COMMAND:
         # Half a command must not be run.
         return "the command is in report.html"

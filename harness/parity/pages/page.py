@@ -14,6 +14,7 @@ from harness.parity.pages import words
 from harness.parity.pages.curves import AXIS, FLOOR, TRANSPARENT, Chart, Pool, draw_charts, finite, plain, styles_of
 from harness.parity.pages.matrix import costs, group_cells
 from harness.parity.result import STATUSES, ParityReport
+from harness.printing import printable
 
 # Older values are in the JSON of each night.
 _MOST_LISTED = 50
@@ -66,6 +67,7 @@ def render(template: str, charts: list[Chart], pool: Pool, **values: Any) -> str
         loader=PackageLoader("harness.parity.pages"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.prep.sources.splits import choose_split, split_of
-from harness.storage import glob_pattern, is_glob, natural_key, redact
+from harness.storage import glob_pattern, is_glob, natural_key
 
 _SCHEME = "hf://"
 _PART = r"[A-Za-z0-9][\w.-]*"
@@ -306,7 +306,7 @@ class _Errors:
         elif isinstance(error, OSError) and error.filename and error.errno:
             what, fix = f"the cache cannot be written: {error.strerror}", "free space, or name another one in HF_HOME"
         else:
-            reason = redact(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             what, fix = f"{local}the hub cannot be reached: {reason[:200]}", _FIX_OFFLINE.replace("NAME", name)
             fix = f"check the path; if a dataset of the hub is meant, {fix}" if local else fix
         raise PrepError(what, where=self._where, fix=fix) from error

@@ -80,6 +80,9 @@ def test_every_dataset_of_a_run_is_listed(tmp_path):
     assert dataset_paths({"data": named}) == ("x", "y")
 
 
+IN_CONTAINER = ("sft_tiny", "name=tiny", "--cluster", "h100_pyxis", "runs=/shared/runs", "data.path=/shared/data")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -99,8 +102,17 @@ def test_every_dataset_of_a_run_is_listed(tmp_path):
             "data/mine is relative, and would be looked up in the container's own folder\n  where: data.path",
         ),
         (
-            ["sft_tiny", "--cluster", "h100_pyxis", "data.path=/data", "trainer.local_checkpoints=/scratch/me"],
+            [*IN_CONTAINER, "data.path=/shared/data", "trainer.local_checkpoints=/scratch/me"],
             "/scratch/me is inside the container, and its checkpoints would be gone with it",
+        ),
+        ([*IN_CONTAINER, "data.path=/data"], "shows /data: /shared:/shared\n  where: data.path, data.evaluation, cl"),
+        ([*IN_CONTAINER, "data.evaluation={a: /e/a}"], "shows /e/a: /shared:/shared\n  where: data.path"),
+        ([*IN_CONTAINER, "model.init_from=/w"], "shows /w: /shared:/shared\n  where: model.init_from, cluster.mounts"),
+        ([*IN_CONTAINER, "data.live.path=/live"], "shows /live: /shared:/shared\n  where: data.live.path, cluster.mo"),
+        ([*IN_CONTAINER, "runs=/home/me"], "shows /home/me/tiny-001: /shared:/shared\n  where: runs, cluster.mounts\n"),
+        (
+            [*IN_CONTAINER, "cluster.mounts=[/lustre:/shared]"],
+            "shows /shared/runs/tiny-001 at the same path: /lustre:/shared\n  where: runs",
         ),
         (
             ["llama3_8b_4nodes", "--cluster", "h100_ib", "--nodes", "2"],

@@ -1,0 +1,125 @@
+"""Print text that others wrote: names in their files, manifests, records, messages of libraries.
+
+Everything that reaches a terminal or a page goes through this module: `print_line`, `print_text` and `open_console`
+write to a terminal, `code_span` and `escape_markdown` to Markdown, and errors are made of `printable`, `redact`ed text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Control characters but line break and tab, marks that reverse or separate text, and halves of surrogate pairs.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
+)
+# `?` alone is a glob; with a name and a value it is a query, where tools put keys and signatures.
+_QUERY = re.compile(r"\?[\w.-]+=[^\s\"'<>\\]*")
+_USER = re.compile(r"://[^/\s@]*:[^/\s@]*@|(?<=://)[^/\s@]*:[^/\s@]*@")
+_SIGNED = re.compile(r"(?i)\b(sig|signature|x-amz-[\w-]+|x-goog-[\w-]+|awsaccesskeyid|accountkey|token)=[^&\s\"'<>\\]+")
+# Variables that hold credentials: HF_TOKEN, WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD, AWS_SECRET_ACCESS_KEY, ...
+_SECRET = (
+    r"(?:[A-Z0-9]+_)+(?:TOKEN|PASSWORD|PASSPHRASE|CONNECTION_STRING|SECRET"
+    r"|(?:API|ACCESS|SECRET|STORAGE|ACCOUNT|PRIVATE)_KEY(?:_ID)?)"
+)
+_ASSIGNED = re.compile(rf"\b({_SECRET}[\"']?[ \t]*[=:][ \t]*)(?:([\"'])(?:(?!\2).)+|[^\s\"',}}]+)")
+
+
+def printable(text: str) -> str:
+    """Return text with a picture in place of each character that would control a terminal or reorder its line."""
+    return _UNPRINTABLE.sub(lambda match: _picture(ord(match[0])), text)
+
+
+def one_line(text: str) -> str:
+    """Return `printable` text on one line, with pictures of line breaks and tabs too."""
+    return printable(text).replace("\n", _picture(10)).replace("\t", _picture(9))
+
+
+def indented(text: str) -> str:
+    """Return text whose lines after the first are indented, so that a line break in a name begins no line of ours."""
+    return re.sub(r"\n\s*", "\n         ", text)
+
+
+def _picture(code: int) -> str:
+    return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else "\ufffd"
+
+
+def code_span(text: str) -> str:
+    """Return text as a code span of Markdown, which nothing in it ends, in a table too."""
+    return "`" + " ".join(printable(text).replace("`", "'").replace("|", "\u2502").split()) + "`"
+
+
+def escape_markdown(text: str) -> str:
+    """Return text on one line, which Markdown shows unchanged, in a table too."""
+    # An underscore within a word is one in Markdown too.
+    pattern = r"[\\`*\[\]<>|#]|(?<![^\W_])_|_(?![^\W_])"
+    return re.sub(pattern, r"\\\g<0>", " ".join(printable(text).split()))
+
+
+def redact(text: str) -> str:
+    """Remove credentials from a text: those of URIs, of signed queries, and of the environment's variables."""
+    text = _SIGNED.sub(r"\1=***", _QUERY.sub("?***", _USER.sub("://***@", text)))
+    return _hide_values(_ASSIGNED.sub(lambda match: f"{match[1]}{match[2] or ''}***", text))
+
+
+def redact_all(values: Any) -> Any:
+    """Return plain values (dicts, lists, scalars) without credentials, for a file that commands read again."""
+    if isinstance(values, dict):
+        return {
+            name: "***" if isinstance(value, str) and value and re.fullmatch(_SECRET, str(name)) else redact_all(value)
+            for name, value in values.items()
+        }
+    if isinstance(values, list):
+        return [redact_all(value) for value in values]
+    # In other texts, such as templates, what looks like `token=...` belongs to them.
+    return values if not isinstance(values, str) else redact(values) if "://" in values else _hide_values(values)
+
+
+def _hide_values(text: str) -> str:
+    for name, value in os.environ.items():
+        if len(value) >= 6 and re.fullmatch(_SECRET, name):
+            text = text.replace(value, "***")
+    return text
+
+
+def print_text(text: object = "", *, end: str = "\n", file: IO[str] | None = None, flush: bool = False) -> None:
+    """Print text of several lines to `file`, None for standard output, without credentials and control characters."""
+    print(printable(redact(str(text))), end=end, file=file, flush=flush)
+
+
+def print_line(text: object, *, file: IO[str] | None = None, flush: bool = False) -> None:
+    """Print one line, whatever line breaks the names in it have; see `print_text`."""
+    print_text(one_line(str(text)), file=file, flush=flush)
+
+
+def open_console(*, width: int | None = None, stderr: bool = False, **options: Any) -> Console:
+    """Open a console for tables and bars, whose texts are printed as they are: without markup and `printable`.
+
+    Args:
+        width: columns where the output is no terminal; None never wraps there.
+        stderr: print to standard error.
+        options: of Rich's Console.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    class PlainConsole(Console):
+        """Shows what each text holds, also within tables and groups, which render their parts through `render`."""
+
+        def render(self, renderable: Any, options: Any = None) -> Any:
+            if isinstance(renderable, Text) and (plain := printable(renderable.plain)) != renderable.plain:
+                renderable = renderable.copy()
+                renderable.plain = plain
+            return super().render(renderable, options)
+
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+    if not (sys.stderr if stderr else sys.stdout).isatty() and "file" not in options:
+        options = {"width": width, "soft_wrap": width is None, **options}
+    return PlainConsole(stderr=stderr, markup=False, emoji=False, highlight=False, **options)

@@ -1,0 +1,84 @@
+"""Text of strangers on a terminal and on pages: pictures in place of control characters, and no credentials."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from harness.errors import ConfigError, Problem
+from harness.printing import (
+    code_span,
+    escape_markdown,
+    one_line,
+    open_console,
+    print_line,
+    print_text,
+    printable,
+    redact,
+    redact_all,
+)
+from harness.settings import to_yaml
+
+HOSTILE = "a\x1b]0;title\x07\x1b[2J\x9b1m\x7f[red]b[/red] :smile:\u202e\u2028\ud800\r\n  fix:   run it"
+SHOWN = "a\u241b]0;title\u2407\u241b[2J\ufffd1m\u2421[red]b[/red] :smile:\ufffd\ufffd\ufffd\u240d"
+
+
+def test_control_characters_become_pictures_and_lines_stay() -> None:
+    assert printable(HOSTILE) == f"{SHOWN}\n  fix:   run it"
+    assert one_line("a\tb\nc") == "a\u2409b\u240ac"
+    assert (
+        printable("tab\tand line\n, caf\u00e9 \u4e2d\u6587 \u05e9") == "tab\tand line\n, caf\u00e9 \u4e2d\u6587 \u05e9"
+    )
+
+
+def test_nothing_leaves_a_code_span_or_a_cell_of_a_table() -> None:
+    assert code_span("a `b` | c\n# d\x1b") == "`a 'b' \u2502 c # d\u241b`"
+    assert escape_markdown("a`b`|<c> [d](e) _f_ g_h\n# i") == r"a\`b\`\|\<c\> \[d\](e) \_f\_ g_h \# i"
+
+
+def test_an_error_and_a_problem_begin_no_line_with_text_of_a_file() -> None:
+    expected = "x\n         fix:   run it\n  where: \u241b[2J\n  fix:   do"
+    assert str(ConfigError("x\n  fix:   run it", where="\x1b[2J", fix="do")) == expected
+    assert printable(str(Problem("x\n  fix:   run it", "\x1b[2J", "do"))) == expected
+
+
+def test_tables_groups_and_lines_print_what_a_text_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = io.StringIO()
+    console = open_console(file=printed, width=200)
+    table = Table(f"head {HOSTILE}", title=HOSTILE)
+    table.add_row(HOSTILE)
+    table.add_row(Text(HOSTILE, style="bold"))
+    console.print(Group(table, Text(HOSTILE)), HOSTILE)
+    print_line(HOSTILE)
+    print_text(HOSTILE)
+    lines = printed.getvalue() + capsys.readouterr().out
+    assert lines == printable(lines)
+    # Rich drops some control characters instead, and an emoji's name is not replaced.
+    assert lines.count("\u241b[2J") == 8
+    assert lines.count("[red]b[/red] :smile:") == 8
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY"])
+def test_credentials_are_redacted_by_value_and_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "wJalrXUtnFEMI")
+    text = "GET https://u:p@h/b?X-Amz-Signature=abc&y=1 with wJalrXUtnFEMI, token=xyz failed"
+    assert redact(text) == "GET https://***@h/b?*** with ***, token=*** failed"
+    for given in (f"export {name}='other s'", f"{name}: other", json.dumps({name: "other"})):
+        assert "other" not in redact(given)
+    assert json.loads(redact(json.dumps({name: "other", "a": 1}))) == {name: "***", "a": 1}
+    assert redact_all({"env": {name: "other"}, "a": ["x wJalrXUtnFEMI", 2]}) == {
+        "env": {name: "***"},
+        "a": ["x ***", 2],
+    }
+    assert "wJalrXUtnFEMI" not in str(ConfigError("wJalrXUtnFEMI", where="s3://b?x=wJalrXUtnFEMI"))
+
+
+def test_settings_keep_text_that_only_looks_like_a_credential() -> None:
+    values = {"template": "{% set token=bos_token %}", "TOKENIZERS_PARALLELISM": "false", "weights": "meta/Llama-3"}
+    assert redact_all(values) == values
+    assert to_yaml({"path": "s3://k:secret@b/x"}) == "path: s3://***@b/x\n"
