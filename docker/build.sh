@@ -49,6 +49,11 @@ if [[ -n $BASE_DIGEST ]]; then
   BASE_IMAGE=$BASE_IMAGE@$BASE_DIGEST
 fi
 
+if [[ $BASE_IMAGE != *@sha256:* ]]; then
+  echo "build.sh: warning: $BASE_IMAGE is not pinned, and its tag may name another image tomorrow;" \
+    "BASE_DIGEST=sha256:... in docker/versions.env pins it" >&2
+fi
+
 engine=${ENGINE:-}
 if [[ -z $engine ]]; then
   for name in docker podman buildah; do

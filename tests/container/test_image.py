@@ -132,6 +132,16 @@ def test_training_runs_as_another_user_and_writes_to_a_mounted_folder(start, tmp
     assert (runs / "a").stat().st_uid == os.geteuid()
 
 
+def test_the_nightly_tests_are_collected_and_run_in_the_image_and_buckets_are_supported(start) -> None:
+    done = start("python3", *["-m", "pytest", "-n", "0", "-m", "nightly", "--collect-only", "-q", "tests"])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    assert "tests/nightly/test_matrix.py::" in done.stdout
+    done = start(
+        "sh", "-c", "python3 -c 'import boto3' && python3 -m pytest -n 0 -q tests/unit/schedule/test_imbalance.py"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_too_little_shared_memory_fails_the_health_check(start) -> None:
     done = start("python3", "docker/smoke.py", "--quick", SHM_SIZE="64m")
     assert done.returncode == 1

@@ -9,7 +9,8 @@ import pytest
 
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
-from harness.launch.submit import check_arguments, dataset_paths, live_paths, next_run_dir
+from harness.launch.script import Job
+from harness.launch.submit import check_arguments, dataset_paths, live_paths, next_run_dir, submit_job
 from harness.plan.settings import SftConfig
 
 
@@ -45,6 +46,33 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path):
     assert program.endswith(expected)
     assert sorted(path.name for path in runs.iterdir()) == ["sft_tiny-004", "sft_tiny-old-009"]
     assert f"mkdir -p {runs}/sft_tiny-005/logs && sbatch FILE" in done.stderr
+
+
+def test_secret_values_are_not_printed_and_their_script_is_for_its_owner_alone(tmp_path, monkeypatch, harness):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    command = ("submit", "sft_tiny", f"runs={tmp_path}", "name=a", "+cluster.env.HF_TOKEN=hf_hidden")
+    code, printed, errors = harness(*command, "--dry-run")
+    assert (code, "export HF_TOKEN='***'" in printed, "hf_hidden" in printed + errors) == (0, True, False)
+    code, printed, errors = harness(*command)
+    assert (code, "hf_hidden" in printed + errors) == (0, False)
+    script = tmp_path / "a-001" / "job.sbatch"
+    assert "export HF_TOKEN='hf_hidden'" in script.read_text()
+    assert script.stat().st_mode & 0o777 == 0o600
+    # A script that others could read before is theirs no more.
+    script.chmod(0o644)
+    job = Job("a", 1, "recipes.sft", (), str(script.parent), "/", "python")
+    assert submit_job(job, "#!/bin/sh\n", is_private=True) == "7"
+    assert script.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_node_left_out_by_a_file_is_checked_as_a_setting_is(tmp_path, harness):
+    (tmp_path / "a-001").mkdir()
+    (tmp_path / "a-001" / "excluded_nodes").write_text("n1;touch$IFS/canary too slow\n")
+    code, _, errors = harness("submit", "sft_tiny", f"run_dir={tmp_path / 'a-001'}", "name=a", "--dry-run")
+    assert (code, "where: cluster.exclude" in errors) == (2, True), errors
 
 
 @pytest.mark.parametrize("argument", ["resume=false", "a=1\n"])
