@@ -53,7 +53,7 @@ def test_secret_values_are_not_printed_and_their_script_is_for_its_owner_alone(t
     sbatch.write_text("#!/bin/sh\necho 7\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    command = ("submit", "sft_tiny", f"runs={tmp_path}", "name=a", "+cluster.env.HF_TOKEN=hf_hidden")
+    command = ("submit", "sft_tiny", f"runs={tmp_path}", "name=a", "cluster.env.HF_TOKEN=hf_hidden")
     code, printed, errors = harness(*command, "--dry-run")
     assert (code, "export HF_TOKEN='***'" in printed, "hf_hidden" in printed + errors) == (0, True, False)
     code, printed, errors = harness(*command)
