@@ -86,7 +86,8 @@ def commands_of(script: str) -> list[str]:
 
 
 def directives_of(script: str) -> list[str]:
-    return re.findall("^#SBATCH (--[a-z-]+)", script, re.MULTILINE)
+    # Slurm reads none after the first command.
+    return re.findall("^#SBATCH (--[a-z-]+)", script.partition("\nset -uo pipefail\n")[0], re.MULTILINE)
 
 
 def check(name: str, text: str, make: Callable[[str], str], *, is_run: bool = False) -> None:
