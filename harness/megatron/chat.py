@@ -14,7 +14,7 @@ from typing import Any
 from harness.errors import ConfigError
 from harness.megatron.export import export_checkpoint
 from harness.prep import ChatTokenizer, TokenizerConfig, end_tokens
-from harness.printing import open_console, print_line
+from harness.printing import open_console, print_text
 
 # Of whole models, and of LoRA adapters, which transformers loads with their base model.
 ADAPTER_FILE = "adapter_config.json"
@@ -88,7 +88,7 @@ class Chat:
         import torch
         from transformers import TextStreamer
 
-        class Printed(TextStreamer):
+        class Printed(TextStreamer):  # type: ignore[misc]  # transformers has no types
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 open_console().print(text, end="\n" if stream_end else "", soft_wrap=True)
 
@@ -152,5 +152,5 @@ def talk(chat: Chat) -> None:
         if not text:
             continue
         if is_terminal:
-            print_line("model: ", end="", flush=True)
+            print_text("model: ", end="", flush=True)
         chat.answer(text, live=True)

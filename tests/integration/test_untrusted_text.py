@@ -14,8 +14,12 @@ import pytest
 from small_packs import write_small_packs
 
 from harness.formats import MANIFEST_NAME, load_manifest
+from harness.megatron.export.card import model_card
+from harness.megatron.export.data import SpecialTokens, TrainedData
 from harness.parity.result import REPORT_FILE, write_report
+from harness.plan import SftConfig
 from harness.printing import printable
+from harness.settings import to_plain
 from harness.storage import open_folder
 
 HOSTILE = "x\x1b]0;title\x07\x1b[2J\x9b1m [red]y[/red] `z` |\u202e\n  fix:   run it"
@@ -114,3 +118,18 @@ def test_status_and_logs_print_the_records_of_a_run_as_plain_lines(harness: Comm
     (tmp_path / "config.yaml").write_text("model: {}\n")
     check(*harness("status", tmp_path)[1:])
     check(*harness("logs", tmp_path)[1:])
+
+
+def test_the_card_of_a_model_keeps_facts_of_data_and_tokens_in_their_cells(dataset: Path, tmp_path: Path) -> None:
+    manifest = load_manifest(open_folder(str(dataset)))
+    origin = replace(manifest.provenance, tokenizer_hash=HOSTILE, mask={"rule": HOSTILE, "why": "<img src=x>"})
+    data = TrainedData([HOSTILE], {HOSTILE: replace(manifest, provenance=origin)}, missing=[HOSTILE])
+    checkpoint = tmp_path / "run`" / "checkpoints" / "step-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "run.json").write_text('{"step": 1}')
+    tokens = SpecialTokens((1,), 2, None, {1: HOSTILE, 2: "`|"})
+    card = model_card(checkpoint, to_plain(SftConfig()), data, tokens, is_adapter=False)
+    check(card)
+    assert not re.search(r"(?<!\\)[`<]", card.partition("## Data")[2])
+    rows = [line for line in card.splitlines() if line.startswith("| ")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {3}
