@@ -174,3 +174,15 @@ def test_only_commands_that_say_so_read_standard_input() -> None:
 
     # `harness chat`, `harness preflight --judge` and `harness live produce -`.
     assert reading == {"harness/megatron/chat.py", "harness/cli/preflight.py", "harness/loader/live/produce.py"}
+
+
+def test_chat_templates_are_rendered_in_the_process_with_limits_alone() -> None:
+    rendering = {
+        relative(path)
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr == "apply_chat_template"
+    }
+
+    # Of templates of its own.
+    assert rendering == {"harness/bench/probe.py"}

@@ -299,7 +299,9 @@ class Masker:
         return None
 
     def _has_end(self, text: str, start: int, end: int) -> bool:
-        return text[start:end].rstrip().endswith(self._special_texts)
+        written = text[start:end].rstrip()
+        # A turn of nothing trains nothing.
+        return not written or written.endswith(self._special_texts)
 
     def _with_end(self, chat: RenderedChat, turn: int, spans: list[Span]) -> list[Span]:
         """Return the spans of a turn with the token that ends it, which is added where the template writes none.

@@ -56,7 +56,7 @@ def test_a_template_that_is_not_valid_jinja_is_refused_before_any_conversation(f
 def test_a_template_may_refuse_the_conversation_used_to_check_its_syntax(folder, tmp_path):
     template = "{{ raise_exception('no') if messages | length < 2 }}"
     template += "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}"
-    refusing = with_template(folder, tmp_path, template)
+    refusing = with_template(folder, tmp_path, template, train_end_of_turn=False)
     assert trained_text(refusing, encode(refusing, chat("a", "bcd"))) == "bcd"
 
 
@@ -130,7 +130,7 @@ def test_white_space_outside_the_offsets_neither_loses_nor_adds_trained_tokens(f
         "{{- message['content'] + '<|im_end|>' }}{% endgeneration %}",
         "{{- message['content'] }}{% endgeneration %}{{- '<|im_end|>' }}",
     )
-    trimmed = with_template(tmp_path / "trim", tmp_path, template)
+    trimmed = with_template(tmp_path / "trim", tmp_path, template, train_end_of_turn=False)
     sequence = encode(trimmed, chat("Hi", " Hello ", "secret", "Bye  "))
     assert trained_text(trimmed, sequence) == " Hello Bye  "
 
@@ -186,7 +186,7 @@ def test_a_template_that_rewrites_earlier_turns_cannot_be_masked_by_turns(folder
             "nothing_trained",
             "no assistant token",
         ),
-        ("{% generation %}x{% endgeneration %}", "not_written", "turn 1 (user): 'Hi'"),
+        ("{% generation %}x<|im_end|>{% endgeneration %}", "not_written", "turn 1 (user): 'Hi'"),
     ],
 )
 def test_a_failing_template_reports_the_conversation(folder, tmp_path, template, reason, words):
@@ -198,7 +198,7 @@ def test_a_failing_template_reports_the_conversation(folder, tmp_path, template,
 @pytest.mark.parametrize(("answer", "words"), [("x", "1 token"), ("", "0 token")])
 def test_a_rendering_with_nothing_to_predict_is_refused(folder, tmp_path, answer, words):
     template = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
-    bad = encode(with_template(folder, tmp_path, template), chat("", answer))
+    bad = encode(with_template(folder, tmp_path, template, train_end_of_turn=False), chat("", answer))
     assert (bad.reason, words in bad.detail) == ("too_short", True)
 
 
