@@ -203,7 +203,7 @@ def chat(
             print(conversation.answer(prompt))
 
 
-@runs_app.command(cls=class_of(RequeueSettings, {"--max-same": "cluster.max_same_failures"}))
+@runs_app.command(cls=class_of(RequeueSettings))
 def requeue(
     context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]
 ) -> None:

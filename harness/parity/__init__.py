@@ -1,10 +1,10 @@
-"""Proof that runs train the same: a matrix of runs, what differs first, reports, baselines and histories.
+"""Proof that runs train the same: a matrix of runs, what differs first, reports and baselines.
 
 A matrix is a list of cells (`plan_check`): a reference and the runs to compare with it, each a run of `recipes.sft` in
 processes of its own (`run_cells`). Runs record digests of every global batch and their losses; `cell_result` compares
 them and names the first difference down to the position. A `ParityReport` holds the results, and `harness.parity.pages`
-renders it. `record`, `against` and `update` keep one run as a baseline for later ones, `read_history` follows a matrix
-over the nights. `check_isolation` shows that documents of a packed row do not see each other, and
+renders it. `record`, `against` and `update` keep one run as a baseline for later ones, and `summarize` joins the
+reports of many nodes. `check_isolation` shows that documents of a packed row do not see each other, and
 `compare_integrations` that other trainers read the same global batches.
 
 Read `cells`, `compare` and `result` first.
@@ -29,8 +29,8 @@ from harness.parity.cells import (
     plan_check,
 )
 from harness.parity.compare import IDENTICAL, Tolerances
-from harness.parity.history import read_history, summarize
 from harness.parity.integrations import compare_integrations, parse_integrations
+from harness.parity.joined import summarize
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
 from harness.parity.running import default_slots, end_with_parent, run_cells
 from harness.parity.table import live_table, show
@@ -66,7 +66,6 @@ __all__ = [
     "parse_integrations",
     "plan_check",
     "planted_defects",
-    "read_history",
     "record",
     "run_cells",
     "sample_documents",
