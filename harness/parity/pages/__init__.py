@@ -2,13 +2,12 @@
 
 `publish` writes `report.html` (opens offline), `report.md` (at most 3,800 characters, for a chat) and `junit.xml`
 (a test case for every comparison of every cell) next to `report.json`, which `report.schema.json` in this folder
-describes. Pages need the extra `report` (Jinja and Plotly); they only render,
-and compute nothing that the report does not hold. Read `page` first.
+describes. Pages need the extra `report` (Jinja and Plotly); they only render, and compute nothing that the report does
+not hold. Read `page` first.
 """
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ from harness.storage import write_atomically
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["HTML_FILE", "publish", "read_style", "render_all"]
+__all__ = ["HTML_FILE", "publish", "render_all"]
 
 HTML_FILE, MESSAGE_FILE, JUNIT_FILE = "report.html", "report.md", "junit.xml"
 
@@ -49,11 +48,6 @@ def render_all(report: ParityReport, folder: Path) -> None:
     """
     files = {MESSAGE_FILE: render_message(report), JUNIT_FILE: render_junit(report), HTML_FILE: render_page(report)}
     _write_files(files, folder)
-
-
-def read_style() -> str:
-    """Return the style sheet of these pages, for others that look the same."""
-    return resources.files(__package__ or "").joinpath("templates", "page.css").read_text()
 
 
 def _write_files(files: dict[str, str], folder: Path) -> None:
