@@ -1,4 +1,4 @@
-"""What a loader with workers holds, pass after pass over a dataset: memory, files, threads."""
+"""Memory, files and threads that a loader with workers holds, pass after pass over a dataset."""
 
 from __future__ import annotations
 
