@@ -4,8 +4,7 @@ A matrix is a list of cells (`plan_check`): a reference and the runs to compare 
 processes of its own (`run_cells`). Runs record digests of every global batch and their losses; `cell_result` compares
 them and names the first difference down to the position. A `ParityReport` holds the results, and `harness.parity.pages`
 renders it. `record`, `against` and `update` keep one run as a baseline for later ones, and `summarize` joins the
-reports of many nodes. `check_isolation` shows that documents of a packed row do not see each other, and
-`compare_integrations` that other trainers read the same global batches.
+reports of many nodes. `check_isolation` shows that documents of a packed row do not see each other.
 
 Read `cells`, `compare` and `result` first.
 """
@@ -29,7 +28,6 @@ from harness.parity.cells import (
     plan_check,
 )
 from harness.parity.compare import IDENTICAL, Tolerances
-from harness.parity.integrations import compare_integrations, parse_integrations
 from harness.parity.joined import summarize
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
 from harness.parity.running import default_slots, end_with_parent, run_cells
@@ -57,13 +55,11 @@ __all__ = [
     "cell_result",
     "check_isolation",
     "command_line",
-    "compare_integrations",
     "default_slots",
     "end_with_parent",
     "environment",
     "live_table",
     "parse_case",
-    "parse_integrations",
     "plan_check",
     "planted_defects",
     "record",
