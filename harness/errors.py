@@ -156,10 +156,20 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
 
     A missing package of one of the extras is such an error too, and so is a full or failing disk, also where standard
     output is a file on it, and a file that is closed to this user.
+
+    Args:
+        reads_input: the command reads standard input. For every other one, input that is piped in reads as empty, also
+            for the processes that it starts: no question of a library takes it for an answer.
     """
 
+    def __init__(self, *, reads_input: bool = False) -> None:
+        self._reads_input = reads_input
+
     def __enter__(self) -> None:
-        return None
+        if not self._reads_input and not os.isatty(0):
+            empty = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(empty, 0)
+            os.close(empty)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt):

@@ -21,6 +21,8 @@ Float32Array = npt.NDArray[np.float32]
 class ThdBatch:
     """One row of a microbatch: S sequences in T tokens, padding included.
 
+    The last sequences may be empty, see `visible_bounds`.
+
     Attributes:
         tokens: int64 [T]; 0 at padding.
         labels: int64 [T], the token after each of `tokens` in its sequence; 0 at padding.
@@ -30,7 +32,8 @@ class ThdBatch:
         cu_seqlens_padded: int32 [S + 1], running sum of padded tokens: sequence s lies in tokens[c[s]:c[s + 1]].
         max_seqlen: padded tokens of the longest sequence.
         padding_mask: bool [T], True at padding.
-        sources: int64 [S], number of the dataset that each sequence is from; None where nobody asks.
+        sources: int64 [S at most], number of the dataset that each of the first sequences is from, 0 for the others;
+            None where no layer uses it.
     """
 
     tokens: Int64Array
@@ -49,7 +52,8 @@ class ThdBatch:
 
     @property
     def num_sequences(self) -> int:
-        return int(self.cu_seqlens.shape[0]) - 1
+        """Sequences with a real token."""
+        return int(np.count_nonzero(np.diff(self.cu_seqlens)))
 
     @property
     def num_tokens(self) -> int:
@@ -96,7 +100,7 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int =
     Returns:
         tokens int64 [T], labels int64 [T], position_ids int64 [T], loss_mask float32 [T], cu_seqlens int32 [S + 1] of
         real tokens, cu_seqlens_padded int32 [S + 1] of padded ones (its last entry is T), max_seqlen of padded
-        tokens, padding_mask bool [T].
+        tokens, padding_mask bool [T]. S is one more where only the last sequence has padding, see `visible_bounds`.
 
     Raises:
         ScheduleError: no sequences, or one of a single token.
@@ -174,11 +178,12 @@ def thd_from_model_tokens(
         pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
     """
     padded = padded_lengths(lengths + 1, pad_to_multiple)
-    cu_seqlens, cu_seqlens_padded = (np.concatenate([[0], np.cumsum(sizes)]) for sizes in (lengths, padded))
-    total = int(cu_seqlens_padded[-1])
+    ends = np.cumsum(padded)
+    total = int(ends[-1])
     counted = np.arange(total, dtype=np.int64)
-    counted -= np.repeat(cu_seqlens_padded[:-1], padded)
-    is_padded = total > cu_seqlens[-1]
+    counted -= np.repeat(ends - padded, padded)
+    is_padded = total > lengths.sum()
+    cu_seqlens, cu_seqlens_padded = visible_bounds([0, *np.cumsum(lengths)], [0, *ends])
     real = counted < np.repeat(lengths, padded) if is_padded else np.ones(total, dtype=np.bool_)
 
     def laid_out(values: npt.NDArray[Any], dtype: type[np.generic], into: npt.NDArray[Any] | None = None) -> Any:
@@ -193,11 +198,30 @@ def thd_from_model_tokens(
         labels=laid_out(labels, np.int64),
         position_ids=counted if position_ids is None else laid_out(position_ids, np.int64, counted),
         loss_mask=laid_out(loss_mask, np.float32),
-        cu_seqlens=cu_seqlens.astype(np.int32),
-        cu_seqlens_padded=cu_seqlens_padded.astype(np.int32),
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_padded=cu_seqlens_padded,
         max_seqlen=int(padded.max()),
         padding_mask=~real,
     )
+
+
+def visible_bounds(cu_seqlens: npt.ArrayLike, cu_seqlens_padded: npt.ArrayLike) -> tuple[Int32Array, Int32Array]:
+    """Return the bounds of a row, with an empty sequence at its end if only the last sequence has padding.
+
+    Transformer Engine up to 2.17.1 finds padding by comparing the bounds without their last entries. It takes a row
+    that is padded only at its end for one without padding, and context parallelism then drops real keys
+    (TransformerEngine issue 3331). The empty sequence takes no token, and makes the padding one between sequences.
+
+    Args:
+        cu_seqlens, cu_seqlens_padded: [S + 1] integers, running sums of real and of padded tokens.
+
+    Returns:
+        both as int32, [S + 1] or [S + 2].
+    """
+    real, padded = np.asarray(cu_seqlens, dtype=np.int32), np.asarray(cu_seqlens_padded, dtype=np.int32)
+    if real[-1] != padded[-1] and np.array_equal(real[:-1], padded[:-1]):
+        real, padded = np.append(real, real[-1]), np.append(padded, padded[-1])
+    return real, padded
 
 
 def zero_loss_row(pad_to_multiple: int = 1) -> ThdBatch:
@@ -226,23 +250,27 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
         )
     if missing == 0:
         return row
+    cu_seqlens, cu_seqlens_padded = visible_bounds(
+        np.append(row.cu_seqlens, row.cu_seqlens[-1]), np.append(row.cu_seqlens_padded, total)
+    )
     return ThdBatch(
         tokens=np.pad(row.tokens, (0, missing)),
         labels=np.pad(row.labels, (0, missing)),
         position_ids=np.concatenate([row.position_ids, np.arange(missing, dtype=np.int64)]),
         loss_mask=np.pad(row.loss_mask, (0, missing)),
-        cu_seqlens=np.append(row.cu_seqlens, row.cu_seqlens[-1:]),
-        cu_seqlens_padded=np.append(row.cu_seqlens_padded, np.int32(total)),
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_padded=cu_seqlens_padded,
         max_seqlen=max(row.max_seqlen, missing),
         padding_mask=np.pad(row.padding_mask, (0, missing), constant_values=True),
-        sources=None if row.sources is None else np.append(row.sources, 0),
+        sources=row.sources,
     )
 
 
 def static_row(row: ThdBatch, *, total: int, num_sequences: int) -> ThdBatch:
     """Pad a row at its end to `total` tokens, and its bounds with empty sequences, so that rows differ in values alone.
 
-    The bounds are then [num_sequences + 2]: one sequence more may be the padding of `pad_row`. `max_seqlen` is `total`.
+    The bounds are then [num_sequences + 3]: of two sequences more, one may be the padding of `pad_row`, and one that of
+    `visible_bounds`. `max_seqlen` is `total`.
 
     Args:
         num_sequences: the most that a row has.
@@ -257,13 +285,12 @@ def static_row(row: ThdBatch, *, total: int, num_sequences: int) -> ThdBatch:
             fix="parallel.cuda_graphs=false",
         )
     row = pad_row(row, total)
-    empty = num_sequences + 1 - row.num_sequences
+    empty = num_sequences + 3 - len(row.cu_seqlens)
     return replace(
         row,
         cu_seqlens=np.pad(row.cu_seqlens, (0, empty), mode="edge"),
         cu_seqlens_padded=np.pad(row.cu_seqlens_padded, (0, empty), mode="edge"),
         max_seqlen=total,
-        sources=None if row.sources is None else np.pad(row.sources, (0, empty)),
     )
 
 

@@ -6,6 +6,7 @@ Exit codes: 0 all is well, 1 a check found something, 2 the command could not be
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,8 @@ from harness.errors import exit_on_error
 from harness.storage import name_bus_errors
 
 _PROJECT = "megatron-sft-harness"
+# Commands with an argument or a mode that reads standard input.
+_READING = frozenset(("chat", "live", "preflight"))
 
 app = typer.Typer(
     name="harness",
@@ -73,7 +76,7 @@ def _root(
 def main() -> None:
     """Run the command line; a HarnessError becomes its message and exit code 2."""
     name_bus_errors()
-    with exit_on_error():
+    with exit_on_error(reads_input=bool(_READING.intersection(sys.argv[1:2]))):
         app()
 
 

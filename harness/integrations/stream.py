@@ -30,7 +30,7 @@ class RankStream:
         config: see LoaderConfig.
         schedule: how sequences become rows; None for the defaults of ScheduleConfig.
         layout: the place of this rank; None for data parallelism alone, as `dp_rank` and `dp_size` give it.
-        dp_rank, dp_size: rank and number of ranks, without a layout.
+        dp_rank, dp_size: rank and number of ranks, without a layout; optional in a job of one rank.
         cost: of training a sequence, for `cost_balanced`.
 
     Raises:
@@ -44,8 +44,8 @@ class RankStream:
         *,
         schedule: ScheduleConfig | None = None,
         layout: RankLayout | None = None,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
         cost: SequenceCost | None = None,
     ) -> None:
         blend: Blend | None = None
@@ -58,21 +58,19 @@ class RankStream:
             if isinstance(reader, PackReader) and reader.manifest is not None:
                 tokenizer = reader.manifest.provenance.tokenizer_hash
         self.config = config
-        self.layout = layout or RankLayout(dp_rank=dp_rank, dp_size=dp_size)
         self._settings: dict[str, Any] = {
             "reader": reader,
             "config": config,
             "schedule": schedule,
             "layout": layout,
-            "dp_rank": dp_rank,
-            "dp_size": dp_size,
             "cost": cost,
             "tokenizer": tokenizer,
             "blend": blend,
         }
         self._loader: Loader | None = None
         # Settings and data are checked here, not at the first step.
-        first = Loader(**self._settings)
+        first = Loader(**self._settings, dp_rank=dp_rank, dp_size=dp_size)
+        self.layout = self._settings["layout"] = first.layout
         self._state = first.state
         self.num_steps_per_epoch = first.num_steps_per_epoch
         self._rows: tuple[int, list[int] | None] | None = None

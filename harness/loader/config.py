@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 
 from harness.checks import LONGEST_S, bounded, check_numbers
@@ -97,3 +99,36 @@ class RankLayout:
     def needs_tokens(self) -> bool:
         """True for the two ends of a pipeline; stages between need only the boundaries of sequences."""
         return self.is_first_stage or self.is_last_stage
+
+
+def rank_layout(layout: RankLayout | None, dp_rank: int | None, dp_size: int | None) -> RankLayout:
+    """Return the place of this rank: the layout, or that of data parallelism alone; a single rank by default.
+
+    Raises:
+        ConfigError: both are given, or the job has several ranks and nothing names this one.
+    """
+    if layout is not None:
+        if (dp_rank, dp_size) == (None, None):
+            return layout
+        raise ConfigError(
+            f"dp_rank={dp_rank} and dp_size={dp_size} are given beside a layout, which has them too",
+            where="Loader",
+            fix="set them in the layout, or pass no layout",
+        )
+    num_ranks = _ranks_of_job()
+    if num_ranks > 1 and (dp_rank is None or dp_size is None):
+        raise ConfigError(
+            f"the job has {num_ranks} ranks, and dp_rank is {dp_rank}, dp_size {dp_size}: every rank would train the "
+            "same packs",
+            where="torch.distributed, or WORLD_SIZE in the environment",
+            fix="pass dp_rank and dp_size, or a layout; dp_rank=0, dp_size=1 gives every rank all packs",
+        )
+    return RankLayout(dp_rank=dp_rank or 0, dp_size=1 if dp_size is None else dp_size)
+
+
+def _ranks_of_job() -> int:
+    """Return the ranks of the process group or, before there is one, of the launcher."""
+    distributed = sys.modules.get("torch.distributed")  # importing PyTorch is not this module's to do
+    is_grouped = distributed and distributed.is_available() and distributed.is_initialized()
+    launched = os.environ.get("WORLD_SIZE", "")
+    return max(distributed.get_world_size() if is_grouped else 1, int(launched) if launched.isdecimal() else 1)

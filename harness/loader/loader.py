@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from harness.errors import ConfigError, LoaderError
+from harness.errors import LoaderError
 from harness.loader.blend import Blend
-from harness.loader.config import LoaderConfig, RankLayout
+from harness.loader.config import LoaderConfig, RankLayout, rank_layout
 from harness.loader.order import BatchRange, steps_from, steps_per_epoch
 from harness.loader.plan import BatchReader, PackSource, RankBatch, RawBatch, build_batch
 from harness.loader.state import LoaderState
@@ -28,7 +28,7 @@ class Loader(BatchStream[RawBatch]):
         config: see LoaderConfig.
         schedule: settings of how sequences become rows; None for the defaults of ScheduleConfig.
         layout: the place of this rank; None for data parallelism alone, as `dp_rank` and `dp_size` give it.
-        dp_rank, dp_size: rank and number of ranks, without a layout.
+        dp_rank, dp_size: rank and number of ranks, without a layout; optional in a job of one rank.
         cost: of training a sequence, for `cost_balanced` and the imbalance of every step.
         tokenizer: hash of the tokenizer that made the dataset, compared on resume; empty to compare nothing.
         blend: rule by which packs of several datasets, which `reader` joins, are drawn; None shuffles all of them.
@@ -36,10 +36,15 @@ class Loader(BatchStream[RawBatch]):
         num_steps: batches to yield; None for no limit.
         num_epochs: end before this epoch number (from 0); None for no limit.
 
+    Attributes:
+        layout: the place of this rank.
+        state: position to resume from.
+
     Raises:
         ScheduleError: a sequence of the dataset can never be placed.
         LoaderError: `state` belongs to another dataset, seed, order or tokenizer.
-        ConfigError: the dataset never fills a global batch, or `layout` comes with a `dp_rank` or `dp_size`.
+        ConfigError: the dataset never fills a global batch, `layout` comes with a `dp_rank` or `dp_size`, or a job of
+            several ranks gives neither.
         LoaderError: while iterating, once the epochs of a blend's source are used up.
     """
 
@@ -50,8 +55,8 @@ class Loader(BatchStream[RawBatch]):
         *,
         schedule: ScheduleConfig | None = None,
         layout: RankLayout | None = None,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
         cost: SequenceCost | None = None,
         tokenizer: str = "",
         blend: Blend | None = None,
@@ -67,13 +72,7 @@ class Loader(BatchStream[RawBatch]):
         self._num_packs = len(reader) if blend is None else blend.num_packs
         self._blend = blend
         self._config = config = replace(config)
-        if layout is not None and (dp_rank, dp_size) != (0, 1):
-            raise ConfigError(
-                f"dp_rank={dp_rank} and dp_size={dp_size} are given beside a layout, which has them too",
-                where="Loader",
-                fix="set them in the layout, or pass no layout",
-            )
-        self._layout = layout or RankLayout(dp_rank=dp_rank, dp_size=dp_size)
+        self.layout = rank_layout(layout, dp_rank, dp_size)
         self._num_steps = num_steps
         self._num_epochs = num_epochs
         order = config.order_signature if blend is None else f"{config.order_signature} {blend.signature}"
@@ -81,13 +80,13 @@ class Loader(BatchStream[RawBatch]):
         if state is not None:
             self.state = state.resumed(self.state, num_packs=self._num_packs, allow_other_data=config.allow_other_data)
         batches = BatchReader(
-            reader, config, schedule=schedule or ScheduleConfig(), layout=self._layout, cost=cost, blend=blend
+            reader, config, schedule=schedule or ScheduleConfig(), layout=self.layout, cost=cost, blend=blend
         )
         batches.check()
         self._plan = batches.plan
         # Where no global batch can be made, raise here and not in the first step.
         next(self._steps(LoaderState(config.seed)))
-        where = f"data-parallel rank {self._layout.dp_rank}, {config.num_workers} workers"
+        where = f"data-parallel rank {self.layout.dp_rank}, {config.num_workers} workers"
         super().__init__(batches.read, config, where=where, data=str(getattr(reader, "path", "")))
 
     @property
@@ -119,7 +118,7 @@ class Loader(BatchStream[RawBatch]):
             steps = itertools.takewhile(lambda step: step.epoch < num_epochs, steps)
         steps = itertools.islice(steps, self._num_steps)
         for raw in self.read(steps):
-            yield build_batch(raw, layout=self._layout, before=self.state, num_packs=self._num_packs)
+            yield build_batch(raw, layout=self.layout, before=self.state, num_packs=self._num_packs)
         # Ranges run ahead of training: raise only after every batch that exists was trained.
         if is_used_up and self._blend is not None:
             raise self._blend.used_up()

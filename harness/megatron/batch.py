@@ -135,7 +135,8 @@ def to_device(
         ahead = tokens_ahead(row, distance)
         fields += [ahead.tokens, ahead.labels, ahead.loss_mask, ahead.padding_mask]
     if row.sources is not None:
-        fields.append(np.repeat(row.sources, np.diff(row.cu_seqlens_padded)))
+        sizes = np.diff(row.cu_seqlens_padded)
+        fields.append(np.repeat(np.pad(row.sources, (0, len(sizes) - len(row.sources))), sizes))
     if cp_size > 1:
         keep = context_parallel_indices(row.cu_seqlens_padded, cp_size=cp_size, cp_rank=cp_rank)
         fields = [field[keep] for field in fields]

@@ -115,7 +115,7 @@ class Chat:
         settings = self._model.generation_config
         # For adapters the model's own settings are those of the base model.
         with suppress(OSError):
-            settings = GenerationConfig.from_pretrained(folder)
+            settings = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
         named = settings.eos_token_id
         ends = {*end_tokens(self._tokenizer), *(named if isinstance(named, list) else [named])} - {None}
         pads = (settings.pad_token_id, self._tokenizer.pad_token_id, min(ends, default=None))

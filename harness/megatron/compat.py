@@ -284,6 +284,16 @@ def with_router(layer: Any, router: type[TopKRouter]) -> Any:
     return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))
 
 
+def reduce_over_copies(experts: torch.nn.Module) -> None:
+    """Sum the gradients of a layer's experts over the ranks that have the same ones, as Megatron 0.19 does.
+
+    Megatron 0.16 sums those of experts on one expert-parallel rank over the data-parallel ranks, as if they were dense:
+    tensor-parallel ranks, which send them tokens of their own, would be left out.
+    """
+    for parameter in experts.parameters():
+        parameter.allreduce = False
+
+
 def predicting_layer(layer: Any) -> Any:
     """Return the decoder layer inside Megatron's layer that predicts a further token."""
     return layer.transformer_layer if hasattr(layer, "transformer_layer") else layer.mtp_model_layer

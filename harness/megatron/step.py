@@ -24,6 +24,7 @@ from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout, Sources
 from harness.megatron import compat
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
+from harness.megatron.drift import check_drift
 from harness.megatron.model import (
     build_model,
     expert_metrics,
@@ -219,12 +220,8 @@ class MegatronStep:
         """Take one optimizer step on this rank's rows of a global batch; every rank of the job takes part."""
         if self.sources is None or not self.has_experts:
             return self.train_rows(batch.rows)
-        rows = []
-        for row, sequences in zip(batch.rows, batch.sequence_ids, strict=True):
-            # A row of zero loss has one sequence, which is nobody's.
-            known = self.sources.of(sequences) if len(sequences) else np.zeros(row.num_sequences, np.int64)
-            rows.append(replace(row, sources=known))
-        return self.train_rows(rows)
+        pairs = zip(batch.rows, batch.sequence_ids, strict=True)
+        return self.train_rows([replace(row, sources=self.sources.of(sequences)) for row, sequences in pairs])
 
     def train_rows(self, rows: Sequence[ThdBatch]) -> StepResult:
         """Do what `train` does, with the rows of a batch."""
@@ -271,6 +268,11 @@ class MegatronStep:
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+
+    def check_drift(self, number: int) -> None:
+        """Raise HarnessError if copies of a parameter differ between ranks after step `number`; all ranks take part."""
+        self.gather_weights()
+        check_drift(self.chunks, number, self.device)
 
     def _count_tokens(self, rows: Sequence[ThdBatch]) -> dict[str, float]:
         """Return the trained and the real tokens of the global batch; middle stages know only the latter themselves."""

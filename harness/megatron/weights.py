@@ -233,15 +233,15 @@ def _check_copies(weights: HfWeights, model: ModelConfig, shard: TensorShard) ->
             )
 
 
-def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, and biases of experts, by name, without those of adapters.
+def global_parameters(chunk: GPTModel, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, and biases of experts, by name; those of adapters too where `adapters` is set.
 
     Layers are numbered from 0 over the whole model, those that predict further tokens after its own, and experts over
     their layer, as `mlp.experts.N.linear_fc1.weight`.
     """
     biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
     for name, parameter in [*chunk.named_parameters(), *biases]:
-        if ADAPTER in name:
+        if ADAPTER in name and not adapters:
             continue
         if (further := _FURTHER_LAYER.fullmatch(name)) is not None:
             number, end = chunk.config.num_layers + int(further[1]), further[2]

@@ -151,7 +151,7 @@ class IsolationCheck:
     def _owners(self) -> npt.NDArray[np.int64]:
         """Return int64 [T]: the document of each token of the row, or PADDING."""
         bounds = self.row.cu_seqlens_padded
-        owners = np.repeat(np.arange(len(self.sequences)), np.diff(bounds))
+        owners = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
         owners[self.row.padding_mask] = PADDING
         return owners
 

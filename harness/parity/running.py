@@ -294,6 +294,7 @@ class CellBatch:
             self._process = subprocess.Popen(
                 [*first.launcher, "-m", "recipes.sft_runs", str(listed)],
                 env=rank_environment(),
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

@@ -126,6 +126,8 @@ class TrainerConfig:
         timeout_s: a rank without progress for this long ends the job, with a message that names it.
         startup_timeout_s: the same limit for each part of the startup: meeting the ranks, opening the data, building
             indices, loading weights.
+        drift_interval: steps between comparisons of the parameters that several ranks hold copies of, which end a run
+            whose ranks have drifted apart; the last step is compared too. 0 for none.
         record_digests: write digests of every step's data into the run's folder (`harness.train.digests`).
         record_batches: write the data itself too, for small runs: 28 bytes a token before compression.
         trackers: services that show the curves, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always
@@ -153,6 +155,7 @@ class TrainerConfig:
     deterministic: bool = False
     timeout_s: float = bounded(600.0, above=0, highest=LONGEST_S)
     startup_timeout_s: float = bounded(1800.0, above=0, highest=LONGEST_S)
+    drift_interval: int = bounded(20)
     record_digests: bool = False
     record_batches: bool = False
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])

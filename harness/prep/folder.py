@@ -85,23 +85,46 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
     raise ConfigError(what, where=where, fix="--overwrite replaces it, or name another folder in data.path")
 
 
-def upload(prepared: Path, folder: BucketFolder, advance: Callable[[int], None]) -> int:
+def upload(
+    prepared: Path,
+    folder: BucketFolder,
+    settings: dict[str, Any],
+    advance: Callable[[int], None],
+    *,
+    overwrite: bool,
+) -> int:
     """Upload a finished preparation: each dataset's manifest after its shards, the report last.
 
-    Files that are there whole, from an upload that was interrupted, are not sent again. Files of an earlier
-    preparation are removed, its report and its manifests first.
+    Files that are there whole, from an upload that was interrupted, are not sent again, nor is anything where another
+    process has finished the same preparation. Files of an earlier one are removed, its report and its manifests first.
 
     Args:
         advance: called with the bytes of each file.
 
     Returns:
         the bytes that were sent.
+
+    Raises:
+        FormatError: another process is uploading to the folder.
+        ConfigError: another process has finished one with other settings, and `overwrite` is not set.
     """
     paths = {path.relative_to(prepared).as_posix(): path for path in prepared.rglob("*") if path.is_file()}
     names = [name for name in paths if name.split("/")[0] in _OWNED and name != REPORT]
     names.sort(key=lambda name: (name.endswith("/manifest.json"), name))
     marker = folder.lock(_MARKER)
     marker.acquire()
+    is_whole = False
+    try:
+        sent = 0
+        if finished_report(folder, settings, overwrite=overwrite) is None:
+            sent = _send(paths, names, folder, advance)
+        is_whole = True
+        return sent
+    finally:
+        marker.release(remove=is_whole)
+
+
+def _send(paths: dict[str, Path], names: list[str], folder: BucketFolder, advance: Callable[[int], None]) -> int:
     folder.remove(REPORT)
     stored = [name for name in folder.files() if name.split("/")[0] in _OWNED]
     for name in stored:
@@ -115,7 +138,6 @@ def upload(prepared: Path, folder: BucketFolder, advance: Callable[[int], None])
         num_bytes = paths[name].stat().st_size
         sent += num_bytes * folder.upload(name, paths[name])
         advance(num_bytes)
-    marker.release(remove=True)
     return sent
 
 

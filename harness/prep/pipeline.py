@@ -134,7 +134,7 @@ def prepare(
             finally:
                 folder.abandon()
     if copy is not None and isinstance(target, BucketFolder):
-        _upload(copy, target, stages)
+        _upload(copy, target, depends_on, stages, overwrite=config.data.overwrite)
     stages.show("")
     console.print(render_report(report))
     return report
@@ -146,7 +146,9 @@ def _working_folder(target: BucketFolder) -> Path:
     return LocalCache().folder / "preparations" / name
 
 
-def _upload(prepared: Path, target: BucketFolder, stages: Stages) -> None:
+def _upload(
+    prepared: Path, target: BucketFolder, settings: dict[str, Any], stages: Stages, *, overwrite: bool
+) -> None:
     """Upload a finished preparation and remove it here."""
     total = sum(path.stat().st_size for path in prepared.rglob("*") if path.is_file())
     fix = "start again: what was prepared is kept, and what was uploaded is not sent again"
@@ -154,7 +156,7 @@ def _upload(prepared: Path, target: BucketFolder, stages: Stages) -> None:
         os_errors_as(PrepError, "the preparation cannot be uploaded", where=prepared, fix=fix),
         stages.stage("upload", f"uploading to {target.where()}", total=total) as stage,
     ):
-        sent = layout.upload(prepared, target, stage.advance)
+        sent = layout.upload(prepared, target, settings, stage.advance, overwrite=overwrite)
         stage.summary = f"{sent:,} of {total:,} bytes sent to {target.where()}"
     shutil.rmtree(prepared, ignore_errors=True)
 

@@ -11,6 +11,7 @@ one request, all attempts together. No error shows credentials.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import queue
@@ -246,9 +247,14 @@ def etag_of(path: Path) -> str:
 
 
 class UploadFile(OutputFile):
-    """An object under way. Bytes go out in parts of REQUEST_BYTES, and their size and hash are known at the end."""
+    """An object under way. Bytes go out in parts of REQUEST_BYTES, and their size and hash are known at the end.
 
-    def __init__(self, store: ObjectStore, place: ObjectPath) -> None:
+    Args:
+        check: called before the object appears or is deleted; an error that it raises prevents that.
+    """
+
+    def __init__(self, store: ObjectStore, place: ObjectPath, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
         self._digest = xxhash.xxh3_64()
         self._parts = _PartsDigest()
         self._num_bytes = 0
@@ -288,6 +294,7 @@ class UploadFile(OutputFile):
         if self._done:
             return
         self._send()
+        self._check()
         self._store.upload(self._place, self._stream.close)
         self._done = True
         stored = self._store.find_stamp(self._place)
@@ -314,6 +321,12 @@ class UploadFile(OutputFile):
         self._done = True
         self._buffer.clear()
         # PyArrow completes an upload whose stream is dropped: completed here and deleted, no half object remains.
+        # Where the place may be another writer's by now, the stream is kept as it is until this process ends.
+        try:
+            self._check()
+        except FormatError:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._stream))
+            return
         try:
             self._store.upload(self._place, self._stream.close)
         finally:
@@ -331,8 +344,8 @@ class StagedFile(OutputFile):
     Nothing is left on the disk when the process is killed.
     """
 
-    def __init__(self, store: ObjectStore, place: ObjectPath) -> None:
-        self._store, self._place = store, place
+    def __init__(self, store: ObjectStore, place: ObjectPath, check: Callable[[], None] = lambda: None) -> None:
+        self._store, self._place, self._check = store, place, check
         self._file = tempfile.TemporaryFile(prefix="harness-upload-")  # noqa: SIM115 - closed by finish and abort
         self._upload: UploadFile | None = None
 
@@ -358,7 +371,7 @@ class StagedFile(OutputFile):
         if self._done:
             return
         self._file.seek(0)
-        upload = self._upload = UploadFile(self._store, self._place)
+        upload = self._upload = UploadFile(self._store, self._place, self._check)
         while block := self._file.read(REQUEST_BYTES):
             upload.write(block)
         upload.finish()

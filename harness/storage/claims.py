@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +22,12 @@ from harness.errors import ConfigError, FormatError
 from harness.storage.bucket import explain, s3_endpoint, timeout_s
 from harness.storage.uris import ObjectPath
 
-# A lease that nobody renews for that long is free. Its owner renews it often enough to miss several times.
+# A lease that nobody renews for that long is free. Its owner renews it often enough to miss several times, and relies
+# on a renewal for a part of that time only: what it sends has the rest to arrive.
 LEASE_S, _RENEW_S, _LOOK_S = 30.0, 3.0, 0.5
+_SURE_PART = 2 / 3
+# Counts on while the machine sleeps, where the system has such a clock.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 T = TypeVar("T")
 
@@ -160,7 +164,9 @@ class Lease:
     """An object that one process owns, with the methods of `Marker`: it is renewed in the background while it is held.
 
     A process that is killed leaves it; the next one takes it over at once on the same machine, and elsewhere when
-    nobody has renewed it for LEASE_S. No clocks are compared: the taker watches the object for that long.
+    nobody has renewed it for LEASE_S. No clocks are compared: the taker watches the object for that long. An owner
+    that cannot renew it stops at the next `check`. The object is never deleted, because stores that ignore conditions
+    on deletions (MinIO, Ceph before 20) would delete that of the next owner: a lease without an owner is free.
 
     Attributes:
         holder: after `acquire` was refused, who holds the lease, for messages.
@@ -171,7 +177,7 @@ class Lease:
         self.holder = ""
         self._owner: dict[str, Any] = {}
         self._body = b""
-        self._etag = ""
+        self._etag, self._token, self._sure_until = "", "", 0.0
         self._lock = threading.Lock()
         self._lost: FormatError | None = None
         self._stop = threading.Event()
@@ -181,10 +187,15 @@ class Lease:
     def where(self) -> str:
         return str(self._store.place / self._name)
 
-    @property
-    def is_lost(self) -> bool:
-        """True where another process has taken the lease over."""
-        return self._lost is not None
+    def check(self) -> None:
+        """Renew the lease unless it is surely held; call this before each write that it protects.
+
+        Raises:
+            FormatError: another process has taken the lease over, or the store does not answer.
+        """
+        if self._lost is not None or _now() >= self._sure_until:
+            with self._lock:
+                self._put()
 
     def acquire(self, *, wait: bool = False, log: Callable[[str], None] = lambda line: None) -> bytes:
         """Take the lease; return what an interrupted owner left in it.
@@ -197,8 +208,8 @@ class Lease:
             FormatError: another process holds it.
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        token = uuid.uuid4().hex
-        self._owner = {"pid": os.getpid(), "host": _host(), "since": since, "token": token}
+        self._token = uuid.uuid4().hex
+        self._owner = {"pid": os.getpid(), "host": _host(), "since": since, "token": self._token}
         seen, until = "", 0.0
         while True:
             found = self._store.get(self._name)
@@ -212,9 +223,10 @@ class Lease:
                         raise self._refused(owner)
                     if owner and not seen and not _is_dead(owner):
                         log(f"waits for {_name(owner)}: {self.where}")
-                    seen, until = expected, time.monotonic() + LEASE_S
-                is_free = not owner or _is_dead(owner) or time.monotonic() >= until
+                    seen, until = expected, _now() + LEASE_S
+                is_free = not owner or _is_dead(owner) or _now() >= until
             if is_free:
+                sent = _now()
                 etag = self._store.put(self._name, self._content(body), only_if=expected)
                 if etag is not None:
                     break
@@ -222,7 +234,7 @@ class Lease:
             if owner.get("host") == self._owner["host"] and _was_renewed(owner) and not wait:
                 raise self._refused(owner)
             time.sleep(_LOOK_S)
-        self._etag, self._body, self._lost = etag, body, None
+        self._etag, self._body, self._lost, self._sure_until = etag, body, None, sent + LEASE_S * _SURE_PART
         self._stop = threading.Event()
         self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._renewing.start()
@@ -243,28 +255,36 @@ class Lease:
         """Do nothing: the lease is renewed in the background."""
 
     def release(self, *, remove: bool) -> None:
-        """Give the lease up; a second call does nothing."""
+        """Give the lease up, if it is still this process's own; a second call does nothing, nor does a forked child.
+
+        Args:
+            remove: leave nothing to the next owner.
+        """
         renewing, self._renewing = self._renewing, None
-        if renewing is None:
+        if renewing is None or self._owner["pid"] != os.getpid():
             return
         self._stop.set()
         renewing.join()
         with self._lock, contextlib.suppress(FormatError):
-            if remove:
-                self._store.delete(self._name)
-            else:
-                self._owner = {}
-                self._put()
+            self._owner, self._body = {}, b"" if remove else self._body
+            self._put()
 
     def _put(self) -> None:
         if self._lost is not None:
             raise self._lost
-        etag = self._store.put(self._name, self._content(self._body), only_if=self._etag)
-        if etag is None:
+        for _ in range(2):
+            sent = _now()
+            etag = self._store.put(self._name, self._content(self._body), only_if=self._etag)
+            if etag is not None:
+                self._etag, self._sure_until = etag, sent + LEASE_S * _SURE_PART
+                return
             found = self._store.get(self._name)
-            self._lost = self._refused(_parse(found[0])[0] if found is not None else {})
-            raise self._lost
-        self._etag = etag
+            owner = _parse(found[0])[0] if found is not None else {}
+            if found is None or owner.get("token") != self._token:
+                break
+            self._etag = found[1]  # an earlier renewal arrived, and the answer to it did not
+        self._lost = self._refused(owner)
+        raise self._lost
 
     def _content(self, body: bytes) -> bytes:
         return json.dumps({**self._owner, "renewed": time.time()} if self._owner else {}).encode() + b"\n" + body
@@ -285,12 +305,12 @@ class Lease:
 
 
 @contextlib.contextmanager
-def leased(store: ClaimStore, name: str, *, log: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+def leased(store: ClaimStore, name: str, *, log: Callable[[str], None] = lambda line: None) -> Iterator[Lease]:
     """Hold a lease for a block, after waiting for its owner, which `log` names."""
     lease = Lease(store, name)
     lease.acquire(wait=True, log=log)
     try:
-        yield
+        yield lease
     finally:
         lease.release(remove=True)
 
@@ -338,13 +358,22 @@ def _was_renewed(owner: dict[str, Any]) -> bool:
     return isinstance(renewed, (int, float)) and abs(time.time() - renewed) < LEASE_S
 
 
+@cache
 def _host() -> str:
-    """Return the name of this machine, and of its processes where a container has its own numbers for them."""
+    """Return the name of this machine, its boot, and the space of its process ids (containers have their own).
+
+    Names repeat, and all machines have the same id for their first space. A boot without an id is equal to no other.
+    """
     try:
         space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it is no path
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        space = ""
-    return f"{socket.gethostname()} {space}".strip()
+        space, boot = "", uuid.uuid4().hex
+    return f"{socket.gethostname()} {boot} {space}".strip()
+
+
+def _now() -> float:
+    return time.clock_gettime(_CLOCK)
 
 
 def _list_page(client: Any, *, asked: dict[str, str]) -> Any:

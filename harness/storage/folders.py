@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +16,13 @@ import xxhash
 from harness.errors import FormatError
 from harness.storage.bucket import REQUEST_BYTES, ObjectStore, StagedFile, UploadFile, etag_of
 from harness.storage.cache import Entry, LocalCache
+from harness.storage.claims import ClaimStore, Lease
 from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, sync_folder
 from harness.storage.uris import ObjectPath, Place, is_uri
 
 _MARKER_BYTES = 1 << 20
+# Of the writer of a prefix. It remains there without an owner, and is no file of the folder.
+_LEASE_NAME = "_lease"
 
 
 class Folder(ABC):
@@ -203,12 +206,13 @@ class LocalFolder(Folder):
 class BucketFolder(Folder):
     """A prefix in object storage, listed once when a name is first needed.
 
-    There are no locks and no renames. An upload is invisible until it is complete; the next writer removes what an
-    interrupted one left. Uploads of a process that was killed remain invisible, and are billed until a lifecycle rule
-    of the bucket ends them.
+    There are no renames. An upload is invisible until it is complete; the next writer removes what an interrupted one
+    left. Uploads of a process that was killed remain invisible, and are billed until a lifecycle rule of the bucket
+    ends them.
 
     Attributes:
         is_staged: new files are written to a temporary file first, so that their writers may go back in them.
+        check: called before each change; an error that it raises prevents it. That of a lease, once there is one.
     """
 
     place: ObjectPath
@@ -216,6 +220,7 @@ class BucketFolder(Folder):
     def __init__(self, place: ObjectPath) -> None:
         self.place = place
         self.is_staged = False
+        self.check: Callable[[], None] = lambda: None
         self.store = ObjectStore(place)
         self._listing: dict[str, int] | None = None
         self._uploads: dict[str, UploadFile | StagedFile] = {}
@@ -227,6 +232,7 @@ class BucketFolder(Folder):
     def _sizes(self) -> dict[str, int]:
         if self._listing is None:
             self._listing = self.store.list(self.place)
+            self._listing.pop(_LEASE_NAME, None)
         return self._listing
 
     def names(self) -> list[str]:
@@ -281,7 +287,8 @@ class BucketFolder(Folder):
 
     def create_file(self, name: str) -> UploadFile | StagedFile:
         self._listing = None
-        self._uploads[name] = (StagedFile if self.is_staged else UploadFile)(self.store, self.place / name)
+        kind = StagedFile if self.is_staged else UploadFile
+        self._uploads[name] = kind(self.store, self.place / name, lambda: self.check())
         return self._uploads[name]
 
     def upload(self, name: str, path: Path) -> bool:
@@ -305,6 +312,7 @@ class BucketFolder(Folder):
     def remove(self, name: str, keep: Collection[str] = ()) -> None:
         for file in [one for one in self._sizes() if one == name or one.startswith(f"{name}/")]:
             if file not in keep:
+                self.check()
                 self.store.delete(self.place / file)
                 del self._sizes()[file]
 
@@ -318,18 +326,37 @@ class BucketFolder(Folder):
 
 @dataclass
 class BucketMarker:
-    """An object that shows a write in progress, with the methods of `Marker`; it excludes nobody."""
+    """An object that shows a write in progress, with the methods of `Marker`.
+
+    In S3 a lease beside it keeps other writers of the prefix away; in other object storage nothing does.
+    """
 
     folder: BucketFolder
     name: str
     was_created: bool = True
+    _lease: Lease | None = None
     _acquired: bool = False
 
     def acquire(self) -> bytes:
-        left = self.folder.read(self.name, _MARKER_BYTES)
-        self.was_created = left is None
-        if left is None:
-            self.folder.write(self.name, ())
+        """Take the lease, create the object, and return what an interrupted writer left in it.
+
+        Raises:
+            ConfigError: S3 without boto3.
+            FormatError: another process writes to the prefix.
+        """
+        folder = self.folder
+        if folder.place.scheme == "s3":
+            self._lease = Lease(ClaimStore(folder.place), _LEASE_NAME)
+            self._lease.acquire()
+            folder.check, folder._listing = self._lease.check, None
+        try:
+            left = folder.read(self.name, _MARKER_BYTES)
+            self.was_created = left is None
+            if left is None:
+                folder.write(self.name, ())
+        except BaseException:
+            self._give_up()
+            raise
         self._acquired = True
         return left or b""
 
@@ -338,9 +365,17 @@ class BucketMarker:
         self.folder.write(self.name, [data])
 
     def release(self, *, remove: bool) -> None:
-        if self._acquired and remove:
-            self.folder.store.delete(self.folder.place / self.name)
-        self._acquired = False
+        try:
+            if self._acquired and remove:
+                self.folder.check()
+                self.folder.store.delete(self.folder.place / self.name)
+        finally:
+            self._acquired = False
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._lease is not None:
+            self._lease.release(remove=True)
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:

@@ -118,8 +118,8 @@ def rank_rows(
 def sequence_digests(row: ThdBatch) -> UInt64Array:
     """Return the real length and the xxh3_64 of each of FIELDS of every sequence of a row, uint64 [S, 1 + fields].
 
-    They are read at the boundaries that attention receives, never those of the dataset's index: a lost boundary must
-    show.
+    Sequences without a real token, which are padding, are left out. The others are read at the boundaries that
+    attention receives, never those of the dataset's index: a lost boundary must show.
     """
     lengths = np.diff(row.cu_seqlens).astype(np.int64)
     starts = row.cu_seqlens_padded[:-1].astype(np.int64)
@@ -129,7 +129,7 @@ def sequence_digests(row: ThdBatch) -> UInt64Array:
         values = np.ascontiguousarray(getattr(row, name))
         for index, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
             table[index, column] = _xxh3(values[start : start + length])
-    return table
+    return table[lengths > 0]
 
 
 def content_digest(rows: Iterable[ThdBatch | UInt64Array]) -> str:
@@ -143,22 +143,21 @@ def content_digest(rows: Iterable[ThdBatch | UInt64Array]) -> str:
     """
     tables = [row if isinstance(row, np.ndarray) else sequence_digests(row) for row in rows]
     table = np.concatenate([np.zeros((0, 1 + len(FIELDS)), np.uint64), *tables])
-    is_empty = (table[:, 0] == 0) | (table == sequence_digests(zero_loss_row())).all(axis=1)
-    table = table[~is_empty]
+    table = table[(table != sequence_digests(zero_loss_row())).any(axis=1)]
     table = table[np.lexsort(table.T[::-1])]
     return str(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(table, dtype="<u8").tobytes()))
 
 
 def _row_digests(row: ThdBatch, sequences: Int64Array, microbatch: int, dp_rank: int, *, keep: bool) -> RowDigests:
     table = sequence_digests(row)
-    lengths = np.diff(row.cu_seqlens).astype(np.int64)
-    starts = row.cu_seqlens_padded[:-1].astype(np.int64)
+    lengths = table[:, 0].astype(np.int64)
     count = max(lengths.shape[0], sequences.shape[0])
     digests = np.zeros((count, len(FIELDS)), dtype=np.uint64)
     digests[: lengths.shape[0]] = table[:, 1:]
     arrays = {}
     if keep:
-        real = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+        spans = zip(row.cu_seqlens_padded[:-1], np.diff(row.cu_seqlens), strict=True)
+        real = np.concatenate([np.arange(start, start + n) for start, n in spans])
         arrays = {name: getattr(row, name)[real] for name in FIELDS}
     ids = np.full(count, -1, dtype=np.int64)
     ids[: sequences.shape[0]] = sequences

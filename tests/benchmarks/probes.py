@@ -187,7 +187,7 @@ def _text_megabytes(source: str, tokenizer: str) -> tuple[list[str], float]:
     """Return the text of every conversation by the template, and their megabytes."""
     import transformers
 
-    template = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    template = transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     with Path(source).open() as file:
         records = [json.loads(line) for line in file]
     texts = [

@@ -179,7 +179,7 @@ def test_a_lease_goes_to_one_and_from_a_machine_that_died_after_a_while(store: C
     thread.join()
     assert arrived == [b"done"]
     waiting.release(remove=True)
-    assert store.get("lease") is None
+    assert (store.get("lease") or (b"", ""))[0] == b"{}\n", "free, and not deleted: it may be the next owner's"
 
 
 class LosesAnAnswer(ClaimStore):

@@ -48,10 +48,11 @@ def write(path: str | Path, **options: Any) -> str:
 
 
 def stored(bucket: Any, place: str) -> dict[str, int]:
-    """Sizes of the objects below a place."""
+    """Sizes of the objects below a place, without the lease of its writers."""
     root = place.removeprefix("s3://")
     found = bucket.get_file_info(pa_fs.FileSelector(root, recursive=True, allow_not_found=True))
-    return {one.path[len(root) + 1 :]: one.size for one in found if one.type == pa_fs.FileType.File}
+    sizes = {one.path[len(root) + 1 :]: one.size for one in found if one.type == pa_fs.FileType.File}
+    return {name: size for name, size in sizes.items() if name != "_lease"}
 
 
 def fault(proxy: Any, action: str, **settings: Any) -> Any:

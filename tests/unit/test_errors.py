@@ -143,3 +143,12 @@ def test_a_full_disk_under_a_library_in_rust_is_an_error_of_the_system(tmp_path)
     assert raised.value.what == "not saved: No space left on device"
     with pytest.raises(RuntimeError), os_errors_as(ConfigError, "not saved", where=tmp_path):
         raise RuntimeError("of another kind")
+
+
+@pytest.mark.parametrize(("arguments", "read"), [("", ""), ("reads_input=True", "yes")])
+def test_only_a_command_that_reads_standard_input_is_given_it(arguments: str, read: str) -> None:
+    child = "import sys; print(sys.stdin.read().strip())"
+    program = "import subprocess, sys\nfrom harness.errors import exit_on_error\n"
+    program += f"with exit_on_error({arguments}):\n    subprocess.run([sys.executable, '-c', {child!r}], check=True)\n"
+    done = subprocess.run([sys.executable, "-c", program], input="yes\n", capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == read

@@ -14,6 +14,7 @@ from harness.thd import (
     pad_row,
     padded_lengths,
     padding_multiple,
+    static_row,
     thd_from_arrays,
     tokens_ahead,
     zero_loss_row,
@@ -75,9 +76,10 @@ def test_a_row_is_its_sequences_built_alone(sequences: list[list[tuple[int, int]
     alone = [build_thd_batch([one], pad_to_multiple=pad_to_multiple) for one in views]
     for field in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask"):
         assert getattr(row, field).tolist() == np.concatenate([getattr(one, field) for one in alone]).tolist()
-    assert np.diff(row.cu_seqlens).tolist() == [len(pairs) - 1 for pairs in sequences]
+    count = row.num_sequences
+    assert np.diff(row.cu_seqlens[: count + 1]).tolist() == [len(pairs) - 1 for pairs in sequences]
     lengths = np.asarray([len(pairs) for pairs in sequences])
-    assert np.diff(row.cu_seqlens_padded).tolist() == padded_lengths(lengths, pad_to_multiple).tolist()
+    assert np.diff(row.cu_seqlens_padded[: count + 1]).tolist() == padded_lengths(lengths, pad_to_multiple).tolist()
     assert row.max_seqlen == max(one.max_seqlen for one in alone)
     assert row.padding_mask.sum() == len(row) - row.num_tokens
 
@@ -188,6 +190,54 @@ def test_padding_longer_than_every_sequence_raises_max_seqlen() -> None:
     assert pad_row(row, len(row) + 5).max_seqlen == 5
     # Kernels size their buffers by the longest entry of cu_seqlens_padded.
     assert np.diff(pad_row(row, 20).cu_seqlens_padded).max() == pad_row(row, 20).max_seqlen == 14
+
+
+def test_a_row_with_padding_only_at_its_end_ends_with_an_empty_sequence() -> None:
+    chat = view([1] * 699, [1] * 698 + [0])
+    row = build_thd_batch([chat], pad_to_multiple=8)
+    assert (row.cu_seqlens.tolist(), row.cu_seqlens_padded.tolist()) == ([0, 698, 698], [0, 704, 704])
+    assert (len(row), row.num_sequences, row.max_seqlen) == (704, 1, 704)
+    # Padding between sequences is seen without it, and a row without padding has none to see.
+    assert build_thd_batch([chat, chat], pad_to_multiple=8).cu_seqlens.tolist() == [0, 698, 1396]
+    assert build_thd_batch([chat]).cu_seqlens.tolist() == [0, 698]
+    full = pad_row(build_thd_batch([chat]), 704)
+    assert (full.cu_seqlens.tolist(), full.cu_seqlens_padded.tolist()) == ([0, 698, 698, 698], [0, 698, 704, 704])
+    assert context_parallel_indices(row.cu_seqlens_padded, cp_size=2, cp_rank=0).tolist() == [
+        *range(176),
+        *range(528, 704),
+    ]
+
+
+def shows_its_padding(row: ThdBatch) -> bool:
+    """Transformer Engine's own comparison, up to 2.17.1."""
+    return not np.array_equal(row.cu_seqlens_padded[:-1], row.cu_seqlens[:-1])
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=6),
+    cp_size=st.integers(1, 4),
+    tp_size=st.integers(1, 4),
+    sequence_parallel=st.booleans(),
+    further=st.integers(0, 5),
+)
+def test_the_padding_of_every_row_is_visible_and_cut_by_whole_chunks(
+    lengths: list[int], cp_size: int, tp_size: int, sequence_parallel: bool, further: int
+) -> None:
+    multiple = padding_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=sequence_parallel)
+    built = build_thd_batch([view([1] * n, [1] * (n - 1) + [0]) for n in lengths], pad_to_multiple=multiple)
+    total = len(built) + further * multiple
+    fixed = [static_row(one, total=total, num_sequences=6) for one in (built, zero_loss_row(multiple))]
+    assert len({row.cu_seqlens.shape for row in fixed}) == 1
+    for row in (built, pad_row(built, total), zero_loss_row(multiple), *fixed):
+        real, padded = np.diff(row.cu_seqlens), np.diff(row.cu_seqlens_padded)
+        assert shows_its_padding(row) == (row.num_tokens < len(row))
+        assert (real >= 0).all()
+        assert (padded >= real).all()
+        assert padded.max() <= row.max_seqlen
+        held = [context_parallel_indices(row.cu_seqlens_padded, cp_size=cp_size, cp_rank=r) for r in range(cp_size)]
+        assert sorted(np.concatenate(held).tolist()) == list(range(len(row)))
+        assert tokens_ahead(row, 1).tokens.shape == row.tokens.shape
 
 
 def test_what_lies_ahead_of_a_token_is_of_its_own_sequence_wherever_padding_is() -> None:

@@ -268,6 +268,7 @@ def _run(arguments: Sequence[str], ranks: int, limit_s: float, *, log: Path) -> 
         process = subprocess.Popen(
             command,
             env=environment,
+            stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
             start_new_session=True,

@@ -42,8 +42,9 @@ from harness.integrations.megatron_lm.data_schedule_utils import (
 )
 from harness.megatron.compat import packed_seq_params
 from harness.schedule import schedule
-from harness.thd import context_parallel_indices, padding_multiple
+from harness.thd import context_parallel_indices, padding_multiple, visible_bounds
 
+_BOUNDS = ("cu_seqlens", "cu_seqlens_padded")
 _OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens", "position_ids"), ("labels", "loss_mask")
 _FAILED = -1  # in place of a row's number of bounds
 # Settings of newer configs, and the values with which rows are what this module makes.
@@ -167,11 +168,9 @@ class BasePackingScheduler:
         return create_data_iterator(rows, pp_group, tp_group, config), int(count), float(total), float(squared)
 
     def _fields(self, pp_group: ProcessGroup, config: Any) -> tuple[str, ...]:
-        """Return the fields that the chunks of this pipeline stage read: others are not exchanged."""
-        predicts_more = bool(getattr(config, "mtp_num_layers", None))
-        is_first, is_last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
-        first, last = _OF_FIRST_STAGE * (is_first or predicts_more), _OF_LAST_STAGE * (is_last or predicts_more)
-        return (*first, *last)
+        """Return the fields of this pipeline stage's rows: all at both ends, as in Megatron, and none between them."""
+        is_end = pp_group.rank() in (0, pp_group.size() - 1)
+        return tuple(FIELDS) if is_end or getattr(config, "mtp_num_layers", None) else ()
 
     def _check(self, placed: Groups, sample_id_seqlens: Sequence[tuple[int, int]]) -> None:
         """Raise ScheduleError unless every sample is in one row, the same on its context-parallel ranks."""
@@ -398,7 +397,7 @@ def get_batch_on_this_rank_for_sequence_packing(
         broadcast_tensor(tensor, source, tp_group)
         return tensor
 
-    bounds, padded_bounds = (shared(name, (ends,), torch.int32) for name in ("cu_seqlens", "cu_seqlens_padded"))
+    bounds, padded_bounds = (shared(name, (ends,), torch.int32) for name in _BOUNDS)
     size = (1, total // cp_group.size())
     row = {name: shared(name, size, FIELDS[name]) for name in fields}
     mask = shared("padding_mask", size, torch.bool)
@@ -427,18 +426,19 @@ def _own_slice(
             where="get_batch_on_this_rank_for_sequence_packing",
             fix="run as many microbatches as wrap_data_iterator returned, and call it again for the next global batch",
         )
-    needed = (*fields, "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+    needed = (*fields, *_BOUNDS, "max_seqlen")
     if missing := [name for name in needed if row.get(name) is None]:
         raise LoaderError(
             f"a row has no {', '.join(missing)}; it has {', '.join(row)}",
             where="the data iterator",
             fix="iterate over what wrap_data_iterator returned for this pipeline stage",
         )
-    values = {name: row[name].to(device, torch.int32).reshape(-1) for name in ("cu_seqlens", "cu_seqlens_padded")}
-    total = int(values["cu_seqlens_padded"][-1])
+    # Rows of another scheduler may have padding only at their end.
+    real, padded = visible_bounds(*(row[name].cpu().reshape(-1) for name in _BOUNDS))
+    values = {"cu_seqlens": torch.from_numpy(real).to(device), "cu_seqlens_padded": torch.from_numpy(padded).to(device)}
+    total = int(padded[-1])
     keep = None
     if cp_group.size() > 1:
-        padded = values["cu_seqlens_padded"].cpu().numpy()
         own = context_parallel_indices(padded, cp_size=cp_group.size(), cp_rank=cp_group.rank())
         keep = torch.from_numpy(own).to(device)
     mask = row.get("padding_mask")

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from harness.errors import HarnessError, LoaderError
 from harness.records import Pack
-from harness.thd import thd_from_arrays, zero_loss_row
+from harness.thd import thd_from_arrays, visible_bounds, zero_loss_row
 
 Sample = dict[str, torch.Tensor]
 Row = dict[str, torch.Tensor]
@@ -58,6 +58,7 @@ def samples_of_pack(pack: Pack, *, pad_to_multiple: int = 1) -> list[Sample]:
             "padded_seq_len": torch.tensor([stop - start], dtype=torch.int32),
         }
         for start, stop, length in zip(bounds[:-1].tolist(), bounds[1:].tolist(), real.tolist(), strict=True)
+        if length
     ]
 
 
@@ -283,8 +284,8 @@ def build_packed_microbatches(
             empty = zero_loss_row(pad_to_multiple)
             row = {name: torch.from_numpy(getattr(empty, name)).to(dev) for name in fields}
             real, padded = [empty.num_tokens], [len(empty)]
-        row["cu_seqlens"] = torch.tensor([0, *np.cumsum(real).tolist()], dtype=torch.int32, device=dev)
-        row["cu_seqlens_padded"] = torch.tensor([0, *np.cumsum(padded).tolist()], dtype=torch.int32, device=dev)
+        bounds = visible_bounds([0, *np.cumsum(real)], [0, *np.cumsum(padded)])
+        row["cu_seqlens"], row["cu_seqlens_padded"] = (torch.from_numpy(one).to(dev) for one in bounds)
         row["max_seqlen"] = torch.tensor(max(padded), dtype=torch.int32, device=dev)
         row["padding_mask"] = padding_mask(row["cu_seqlens"], row["cu_seqlens_padded"], is_empty=not samples)
         rows.append(row)

@@ -242,6 +242,7 @@ class LiveProducer:
 
     def _has_room(self) -> bool:
         contents = self._folder.look()
+        self._mark.check()
         # The newest record stays, because it has the position to continue from.
         self._folder.delete_completed(contents, keep=self._keep, spare=self._last_index)
         status = self._folder.status(CONSUMER_FILE)
@@ -266,11 +267,13 @@ class LiveProducer:
                 self._rows.write(path)
                 record = self._rows.record(path, self._last, stream=self._stream, position=self._pending_position)
                 files.finish_chunk(name, path)
+                self._mark.check()
                 self._folder.write_record(name + READY, record)
             except BaseException:
                 # With its record a chunk is whole, and may have been read: the next producer continues after it.
-                if index not in self._folder.look().ready:
-                    with suppress(OSError, FormatError):
+                with suppress(OSError, FormatError):
+                    self._mark.check()  # or else it may be another producer's by now
+                    if index not in self._folder.look().ready:
                         files.drop_chunk(name, path)
                 raise
         self._last, self._last_index, self.num_chunks = record, index, index + 1

@@ -138,6 +138,7 @@ class LiveFeed:
         """On rank 0, mark the chunks of which a checkpoint with this state covers every row."""
         if self._is_rank_0 and state.live:
             positions = positions_from_json(state.live, len(self._folders))
+            self._check_marks()
             for folder, position in zip(self._folders, positions, strict=True):
                 folder.complete(position.trained_chunks(folder.look().chunks))
 
@@ -185,6 +186,7 @@ class LiveFeed:
         return sorted(gathered, key=lambda offer: (offer.dp_rank, offer.source))
 
     def _report(self, positions: Sequence[LivePosition], offers: Sequence[Offer]) -> None:
+        self._check_marks()
         now = time.monotonic()
         waits = [(offer.source, offer.waiting.chunk) for offer in offers if offer.waiting is not None]
         if not waits:
@@ -226,15 +228,15 @@ class LiveFeed:
             self._written_at, self._written_waits = now, waits
             self._write_statuses()
 
+    def _check_marks(self) -> None:
+        """Stop this run where another one may have its folders by now."""
+        for mark in self._marks:
+            mark.check()
+
     def _write_statuses(self, **changed: str) -> None:
         for mark, status in zip(self._marks, self._statuses, strict=True):
-            try:
+            with suppress(OSError, FormatError):  # the producer reports a full disk, and `check` a store that is gone
                 mark.write(json.dumps({**status, **changed}).encode())
-            except OSError:  # the producer reports a full disk
-                pass
-            except FormatError:  # a bucket does not answer, which reading chunks reports
-                if isinstance(mark, Lease) and mark.is_lost:
-                    raise
 
 
 def _without_lost(folder: LiveFolder, position: LivePosition) -> LivePosition:

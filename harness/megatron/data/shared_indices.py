@@ -45,9 +45,10 @@ class SharedIndices:
             with self._fetching():
                 yield
             return
-        with leased(self._store, _BUILDING, log=lambda line: print(f"building indices: {line}", flush=True)):
+        with leased(self._store, _BUILDING, log=lambda line: print(f"building indices: {line}", flush=True)) as lease:
             with self._fetching() as remote:
                 yield
+            remote.check = lease.check
             self._upload(remote)
 
     @contextmanager

@@ -201,7 +201,7 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
             ChatTokenizer(config).save(folder)
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # The library raises almost anything for a damaged folder.
     except Exception as error:
         if (refused := os_error_of(error)) is not None and is_of_disk(refused):

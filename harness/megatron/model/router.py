@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 
+from harness.megatron import compat
 from harness.megatron.model.mtp import decoder_layers
 from harness.plan import ModelConfig
 from harness.train import ExpertMetrics
@@ -161,6 +162,8 @@ def _scores(logits: torch.Tensor, function: str) -> torch.Tensor:
 def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -> None:
     """Draw the experts' weights, which then do not depend on the layout, and let routers see their shared experts.
 
+    Their gradients are marked for the ranks that have the same experts, before adapters copy the mark.
+
     On GPUs Megatron draws them from a generator of each expert-parallel rank.
     """
     for number, layer in decoder_layers(chunk):
@@ -172,6 +175,8 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
             experts.shared_experts.register_forward_hook(_noting(experts.router))
         for parameter in experts.router.parameters():
             parameter.requires_grad = not model.freeze_router
+        if chunk.config.expert_tensor_parallel_size != chunk.config.tensor_model_parallel_size:
+            compat.reduce_over_copies(experts.experts)
         if model.has_biases:
             _prepare_biases(experts.experts)
         if device.type == "cpu" and hasattr(experts.experts, "local_experts"):  # not grouped, as on GPUs

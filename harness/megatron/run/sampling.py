@@ -55,7 +55,7 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
     # A row drops the last token, which is a label only: here a dummy.
     views = [SequenceView(np.array([*ids, 0], np.int32), np.zeros(len(ids) + 1, np.uint8)) for ids in sequences]
     row = build_thd_batch(views, pad_to_multiple=step.layout.pad_to_multiple)
-    lasts = row.cu_seqlens_padded[:-1].astype(np.int64) + np.diff(row.cu_seqlens) - 1
+    lasts = (row.cu_seqlens_padded[:-1].astype(np.int64) + np.diff(row.cu_seqlens) - 1)[: len(sequences)]
     if step.pad_rows_to is not None and len(row) <= step.pad_rows_to:
         row = pad_row(row, step.pad_rows_to)
     kept: list[torch.Tensor] = []

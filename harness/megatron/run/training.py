@@ -44,10 +44,12 @@ from harness.train import (
     METRICS_FILE,
     OWN_VALIDATION,
     Progress,
+    StepRecord,
     Stop,
     alone_in,
     choose_run_folder,
     describe_attempt,
+    is_due,
     leave_early_stop,
     leave_refusal,
     note_lost,
@@ -356,6 +358,11 @@ def _train_and_save(
         with records.progress.doing("validating"):
             yield from islice(batches, trainer.eval_batches)
 
+    def record(made: StepRecord) -> None:
+        records.step(made)
+        if trainer.drift_interval and is_due(made.step, trainer.drift_interval, trainer.last_step):
+            run.step.check_drift(made.step)
+
     if isinstance(run.training, LiveFeed):
         run.training.call_while_waiting(wait)
     with Waits(run.step.device) as waits:
@@ -367,7 +374,7 @@ def _train_and_save(
             validation={name: partial(validate, batches) for name, batches in run.validation.items()},
             save=save,
             save_locally=save_locally,
-            record=records.step,
+            record=record,
             stop=stop,
             at=watchdog.at,
             log=records.progress.log,

@@ -40,7 +40,8 @@ def load_tokenizer(name: str) -> Any:
     folder = Path(name).expanduser()
     source = str(folder) if folder.is_dir() else _hub_source(name, folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        # A folder's own code is never run. Left unset, the library would ask on standard input.
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the library raises almost anything for a damaged folder
         raise ConfigError(f"the tokenizer cannot be loaded: {_reason(error)}", where=name, fix=_FIX) from error
     if not getattr(tokenizer, "is_fast", False):

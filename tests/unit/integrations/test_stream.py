@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import LoaderConfig, open_dataset, open_writer
+from harness import Loader, LoaderConfig, open_dataset, open_writer
 from harness.errors import ConfigError, LoaderError
 from harness.integrations import INTEGRATIONS, RankStream, registry, require
+from harness.loader import RankLayout
 from harness.records import Pack
 
 
@@ -47,6 +48,19 @@ def test_a_position_in_the_middle_is_loaded_on_another_number_of_ranks(path: str
         second.load_state_dict(position)
 
         assert read + [batch.pack_ids.tolist() for batch in islice(second, 3)] == whole
+
+
+def test_a_stream_without_its_rank_is_refused_in_a_job_of_several(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stream(path).layout.dp_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for given in ({}, {"dp_size": 2}):
+        with pytest.raises(ConfigError, match=r"2 ranks, and dp_rank is None, dp_size .* the same packs"):
+            stream(path, **given)
+    with pytest.raises(ConfigError, match="dp_rank and dp_size"):
+        Loader(open_dataset(path), LoaderConfig(num_workers=0))
+    assert stream(path, dp_rank=1, dp_size=2).layout.dp_rank == 1
+    assert stream(path, dp_rank=0, dp_size=1).layout.dp_size == 1
+    assert stream(path, layout=RankLayout(dp_size=2)).layout.dp_size == 2
 
 
 def test_every_rank_has_the_same_position_of_integers_and_strings(path: str) -> None:

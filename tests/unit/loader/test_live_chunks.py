@@ -59,7 +59,7 @@ def trained_tokens(trained: Trained) -> Counter[tuple[int, ...]]:
             for row, ids in zip(batch.rows, batch.sequence_ids, strict=True):
                 bounds = row.cu_seqlens_padded.tolist()
                 for start, count in zip(bounds, np.diff(row.cu_seqlens).tolist(), strict=False):
-                    if ids.shape[0]:
+                    if ids.shape[0] and count:
                         tokens = row.tokens[start : start + count].tolist()
                         found[(*tokens, int(row.labels[start + count - 1]))] += 1
     return found

@@ -5,6 +5,8 @@ import pickle
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.loader import (
@@ -19,7 +21,7 @@ from harness.loader import (
 )
 from harness.records import Int32Array, Int64Array, Pack
 from harness.schedule import SCHEDULERS, ScheduleConfig
-from harness.thd import build_thd_batch
+from harness.thd import build_thd_batch, padding_multiple
 
 
 class MemorySource:
@@ -108,6 +110,28 @@ def test_rows_hold_the_sequences_that_they_name(name: str) -> None:
         alone = build_thd_batch([views[id] for id in ids], pad_to_multiple=2)
         for field in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded"):
             assert getattr(row, field).tolist() == getattr(alone, field).tolist()
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    packs=st.lists(st.lists(st.integers(2, 30), min_size=1, max_size=4), min_size=1, max_size=6),
+    name=st.sampled_from(sorted(SCHEDULERS)),
+    dp_size=st.integers(1, 3),
+    cp_size=st.integers(1, 2),
+    tp_size=st.integers(1, 2),
+)
+def test_no_row_of_any_rank_has_padding_only_at_its_end(
+    packs: list[list[int]], name: str, dp_size: int, cp_size: int, tp_size: int
+) -> None:
+    multiple = padding_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=True)
+    size = {"dp_size": dp_size, "cp_size": cp_size, "tp_size": tp_size, "pad_to_multiple": multiple, "capacity": 128}
+    data = MemorySource([pack(*lengths) for lengths in packs])
+    for rank in range(dp_size):
+        layout = RankLayout(dp_rank=rank, dp_size=dp_size, cp_size=cp_size, tp_size=tp_size, pad_to_multiple=multiple)
+        raw = reader(data, name, **size, dp_rank=rank).read(BatchRange(0, 0, 0, len(packs)))
+        for row in build_batch(raw, layout=layout, before=LoaderState(seed=3), num_packs=len(packs)).rows:
+            is_seen = not np.array_equal(row.cu_seqlens[:-1], row.cu_seqlens_padded[:-1])
+            assert is_seen == (row.num_tokens < len(row))
 
 
 def test_a_rank_reads_only_the_packs_of_its_rows() -> None:

@@ -86,6 +86,29 @@ def test_their_losses_count_by_their_coefficient_and_leave_the_loss_of_the_model
     assert weighted.grad_norm > unweighted.grad_norm * 1.001
 
 
+def test_each_layer_counts_by_the_coefficient_divided_by_the_number_of_layers() -> None:
+    """A step against the gradient of the last layer's own norm lowers its loss by what the gradient is the slope of."""
+    row = build_thd_batch(conversations())
+    with runtime.start("cpu"):
+        layout = join(ONE, 1)
+        still = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
+        model = ModelConfig(**{**SIZES, "mtp_loss": 0.3})
+        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=still)
+        norm = step.chunks[0].module.mtp.layers[-1].final_layernorm.weight
+        step.train(SimpleNamespace(rows=[row]))
+        slope, losses = norm.main_grad.clone(), []
+        for sign in (-1, 1):
+            with torch.no_grad():
+                norm.add_(slope, alpha=sign * 1e-2 / float(slope.norm()))
+            losses.append(step.train(SimpleNamespace(rows=[row])).mtp_losses[-1])
+            with torch.no_grad():
+                norm.sub_(slope, alpha=sign * 1e-2 / float(slope.norm()))
+    masks = [sequence.loss_mask[:-1] for sequence in conversations()]
+    tokens, trained = sum(int(mask[2:].sum()) for mask in masks), sum(int(mask.sum()) for mask in masks)
+    found = (losses[1] - losses[0]) / 2e-2 * tokens / trained * 0.3 / 2
+    assert found == pytest.approx(float(slope.norm()), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

@@ -25,6 +25,7 @@ from harness.thd import build_thd_batch, zero_loss_row
 from harness.train import StepResult
 
 ONE, CPU, VOCAB = ParallelConfig(), torch.device("cpu"), 128
+STILL = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
 SIZES = {
     "num_layers": 2,
     "hidden_size": 32,
@@ -130,6 +131,46 @@ def test_tokens_of_a_source_have_the_load_that_they_have_alone(recompute) -> Non
     assert both.source_expert_loads == pytest.approx({name: one.experts.load for name, one in alone.items()}, rel=1e-12)
     assert both.source_expert_loads["a"] != pytest.approx(both.source_expert_loads["b"], rel=0.01)
     assert alone["a"].source_expert_loads == {}
+
+
+@pytest.mark.parametrize("loss", ["aux_loss", "z_loss"])
+def test_the_losses_of_a_router_have_the_gradient_of_their_mean_over_real_tokens(loss) -> None:
+    """However few tokens are trained, and however rows are padded: compared with the formula and plain autograd."""
+    lengths = {0: [9, 30], 1: [18]}  # of the sequences of each row
+    rows = []
+    for number, row in lengths.items():
+        ids = [(np.arange(length, dtype=np.int32) * (7 + number)) % VOCAB for length in row]
+        views = [SequenceView(one, (np.arange(len(one)) % 4 == 0).astype(np.uint8)) for one in ids]
+        rows.append(build_thd_batch(views, pad_to_multiple=16))
+
+    def gradient(coefficient: float) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Return the gradient of the last router, its weight, and the states of the real tokens of each row."""
+        with runtime.start("cpu"):
+            layout = join(ONE, 1)
+            experts = {**SIZES, "router_score": "softmax", "expert_bias": False, loss: coefficient}
+            step = MegatronStep.build(
+                ModelConfig(**experts, init_std=0.3), ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=STILL
+            )
+            router, states = list(routers(step.chunks))[-1], []
+            router.register_forward_hook(lambda _, given, made: states.append(given[0].detach().reshape(-1, 32)))
+            step.train(SimpleNamespace(rows=rows))
+            real = [all_of[~row.padding_mask] for all_of, row in zip(states, rows, strict=True)]
+            return router.weight.main_grad.clone(), router.weight.detach().clone(), real
+
+    (without, weight, states), (found, *_) = gradient(0.0), gradient(0.5)
+    weight.requires_grad_()
+    total = torch.zeros(())
+    for one in states:
+        logits = one @ weight.t()
+        if loss == "z_loss":
+            total = total + logits.logsumexp(dim=1).square().sum()
+        else:
+            scores = logits.softmax(dim=1)
+            chosen = torch.zeros_like(scores).scatter(1, scores.topk(2, dim=1).indices, 1.0)
+            total = total + 4 * (chosen.mean(dim=0) / 2 * scores.mean(dim=0)).sum() * len(one)
+    (0.5 * total / sum(map(len, states))).backward()
+    assert weight.grad.norm() > 0.01
+    torch.testing.assert_close(found - without, weight.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_scores_and_biases_are_float32_in_a_bfloat16_model() -> None:

@@ -202,10 +202,10 @@ def test_rows_that_the_graph_is_not_for_are_refused() -> None:
 def test_a_static_row_has_bounds_of_one_width_and_the_same_tokens() -> None:
     row = build_thd_batch([make_sequence(n, n) for n in (9, 4)], pad_to_multiple=4)
     static = static_row(row, total=16, num_sequences=3)
-    assert static.cu_seqlens.tolist() == [0, 8, 11, 11, 11]
-    assert static.cu_seqlens_padded.tolist() == [0, 8, 12, 16, 16]
+    assert static.cu_seqlens.tolist() == [0, 8, 11, 11, 11, 11]
+    assert static.cu_seqlens_padded.tolist() == [0, 8, 12, 12, 16, 16]
     full = static_row(build_thd_batch([make_sequence(17, 0)]), total=16, num_sequences=3)
-    assert full.cu_seqlens.tolist() == full.cu_seqlens_padded.tolist() == [0, 16, 16, 16, 16]
+    assert full.cu_seqlens.tolist() == full.cu_seqlens_padded.tolist() == [0, 16, 16, 16, 16, 16]
     assert (static.max_seqlen, full.max_seqlen) == (16, 16)
     assert static.tokens[:12].tolist() == row.tokens.tolist()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -92,3 +95,25 @@ def test_the_name_of_a_file_is_refused_with_its_folder(hub, tmp_path):
     error = refusal(str(tmp_path / "tokenizer.json"))
     assert error.fix == f"set tokenizer.name={tmp_path}"
     assert asked(hub) == []
+
+
+def test_a_folder_with_code_of_its_own_is_refused_and_standard_input_is_no_consent(tmp_path):
+    folder, marker = tmp_path / "tokenizer", tmp_path / "marker"
+    folder.mkdir()
+    config = {"tokenizer_class": "Planted", "auto_map": {"AutoTokenizer": ["planted.Planted", "planted.Planted"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "planted.py").write_text(f"open({str(marker)!r}, 'w')\nclass Planted: ...\n")
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    settings = [f"source.path={chats}", f"data.path={tmp_path / 'data'}", f"tokenizer.name={folder}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.prepare", *settings],
+        input="yes\n" * 9,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert str(folder) in done.stderr
+    assert "code" in done.stderr
+    assert not marker.exists()

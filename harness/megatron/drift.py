@@ -1,0 +1,93 @@
+"""Compare the copies of parameters that several ranks hold, so that ranks that drift apart are named.
+
+Each rank digests its parameters on its device: the sum of a parameter's bits as whole numbers, exact in any order. One
+all-gather a group of 8 bytes a parameter, and one value read by the host, then compare them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+
+from harness.errors import HarnessError
+from harness.megatron.data import together
+from harness.megatron.weights import global_parameters
+
+Named = list[tuple[str, torch.Tensor]]
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_MOST_NAMED = 8
+
+
+def check_drift(chunks: Sequence[DistributedDataParallel], step: int, device: torch.device) -> None:
+    """Raise HarnessError on every rank, with parameter and ranks, if copies of a parameter differ after `step`."""
+    together(lambda: _check(chunks, step), device=device)
+
+
+def copies(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, torch.distributed.ProcessGroup, Named]]:
+    """Yield each group of ranks that hold copies: its kind, the group, and the parameters by name, alike on its ranks.
+
+    Parameters that tensor-parallel ranks divide have copies on data-parallel ranks alone, and experts on those ranks
+    that have the same experts. The expert biases of routers, which are buffers, are among them.
+    """
+    named = [pair for chunk in chunks for pair in global_parameters(chunk.module, adapters=True)]
+    experts = [(name, values) for name, values in named if ".experts." in name]
+    dense = [(name, values) for name, values in named if ".experts." not in name]
+
+    def whole(parameters: Named) -> Named:
+        return [pair for pair in parameters if not getattr(pair[1], "tensor_model_parallel", False)]
+
+    yield "data-parallel", parallel_state.get_data_parallel_group(with_context_parallel=True), dense
+    yield "tensor-parallel", parallel_state.get_tensor_model_parallel_group(), whole(dense)
+    yield "expert-data-parallel", parallel_state.get_expert_data_parallel_group(), experts
+    yield "expert-tensor-parallel", parallel_state.get_expert_tensor_parallel_group(), whole(experts)
+    # Tied embeddings, and those of layers that predict further tokens, are on the first and the last stage.
+    config = chunks[0].module.config
+    is_shared = chunks[0].module.share_embeddings_and_output_weights or config.mtp_num_layers
+    if is_shared and parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
+        place = 0 if parallel_state.is_pipeline_first_stage(ignore_virtual=True) else -1
+        weight = chunks[place].module.shared_embedding_or_output_weight()
+        yield "embedding", parallel_state.get_embedding_group(), [("embedding.word_embeddings.weight", weight)]
+
+
+def _check(chunks: Sequence[DistributedDataParallel], step: int) -> None:
+    gathered = []
+    for kind, group, parameters in copies(chunks):
+        if group.size() == 1 or not parameters:
+            continue
+        own = torch.stack([_digest(values) for _, values in parameters])
+        table = torch.empty(group.size(), len(parameters), dtype=torch.int64, device=own.device)
+        torch.distributed.all_gather(list(table), own, group=group)
+        gathered.append((kind, group, [name for name, _ in parameters], table))
+    if not gathered or not torch.cat([(table != table[0]).any(dim=0) for *_, table in gathered]).any():
+        return
+    found = [
+        (name, kind, torch.distributed.get_process_group_ranks(group), column.tolist())
+        for kind, group, names, table in gathered
+        for name, column in zip(names, table.unbind(dim=1), strict=True)
+        if bool((column != column[0]).any())
+    ]
+    name, kind, ranks, digests = found[0]
+    holders = {one: [rank for rank, other in zip(ranks, digests, strict=True) if other == one] for one in digests}
+    parts = [_describe(some) for some in sorted(holders.values(), key=len, reverse=True)]
+    more = f"; {len(found) - 1} more have drifted" if len(found) > 1 else ""
+    raise HarnessError(
+        f"after step {step}, the copies of {name} differ: {' against '.join(parts)}{more}",
+        where=f"{kind} ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{', ...' * (len(ranks) > _MOST_NAMED)}",
+        fix="resume from a checkpoint before this step; if the same rank differs again, leave its node out and test "
+        "its memory and links (`harness preflight`); if other ranks do, report the layout and the model",
+    )
+
+
+def _digest(values: torch.Tensor) -> torch.Tensor:
+    flat, size = values.detach().reshape(-1), values.element_size()
+    # Whole int64 words need no conversion: 16 GB/s on one core, where those of int16 are summed at 0.3.
+    return flat.view(torch.int64 if flat.numel() * size % 8 == 0 else _WORDS[size]).sum(dtype=torch.int64)
+
+
+def _describe(ranks: list[int]) -> str:
+    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"

@@ -1,0 +1,54 @@
+"""A rank whose copy of a parameter is no longer that of the others ends the run, with the parameter, ranks and step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.parity.running import free_ports
+
+from .conftest import forked, overrides_of, read_metrics, run_command
+
+EXPERTS = ("model.family=qwen3_moe", "model.num_experts=4", "model.expert_ffn_hidden_size=16", "schedule=as_packed")
+# Settings, the end of a drifting parameter's name on the second rank, its name in the error, and the copies.
+DRIFTS = {
+    "data": (["parallel=data"], "layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc1.weight", "data"),
+    "distributed": (["parallel=data_distributed"], "final_layernorm.weight", "decoder.final_layernorm.weight", "data"),
+    "context": (["parallel=cp2"], "layers.0.mlp.linear_fc2.weight", "decoder.layers.0.mlp.linear_fc2.weight", "data"),
+    "norms": (["parallel=tp2_sp"], "pre_mlp_layernorm.weight", "decoder.layers.0.pre_mlp_layernorm.weight", "tensor"),
+    "stages": (["parallel=pp2"], "output_layer.weight", "embedding.word_embeddings.weight", "embedding"),
+    "experts": (
+        [*EXPERTS, "parallel=data"],
+        "layers.1.mlp.experts.local_experts.3.linear_fc2.weight",
+        "decoder.layers.1.mlp.experts.3.linear_fc2.weight",
+        "expert-data",
+    ),
+    "router": ([*EXPERTS, "parallel=tp2_ep2"], "router.weight", "decoder.layers.0.mlp.router.weight", "tensor"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("drift")
+    settings = ("trainer.steps=3", "trainer.drift_interval=1", "trainer.eval_interval=0", "loader.num_workers=0")
+    listed = [
+        [port, end, overrides_of(dataset, place / name, "model.num_layers=2", *settings, *more)]
+        for port, (name, (more, end, *_)) in zip(free_ports(len(DRIFTS)), DRIFTS.items(), strict=True)
+    ]
+    (place / "runs.json").write_text(json.dumps(listed))
+    code, output = run_command([*forked(2), "tests.distributed.drift_ranks", str(place / "runs.json")])
+    assert code == 0, output
+    return place
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+def test_one_bit_on_one_rank_is_named_by_parameter_ranks_and_step(runs, name) -> None:
+    _, _, parameter, kind = DRIFTS[name]
+    for rank in (0, 1):  # every rank stops, with the same words
+        error = (runs / f"{name}-{rank}.txt").read_text()
+        assert f"after step 2, the copies of {parameter} differ: rank 0 against rank 1\n" in error
+        assert f"where: {kind}{'' if kind == 'embedding' else '-parallel'} ranks 0, 1" in error
+    # Step 1, before the drift, was compared too, and passed.
+    assert [line["step"] for line in read_metrics(runs / name)] == [1, 2]

@@ -1,0 +1,303 @@
+"""Enumerate the interleavings of a few processes that run real code over shared objects, one operation at a time.
+
+Each process is a greenlet. Code reaches another process only through operations that call `World.pause` first, and
+there the explorer chooses who goes on, who is killed, whose request or answer is lost or late, and when time passes. A
+state is what is shared, the clock, and what each process has seen so far: one that was met before is not explored again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from harness.errors import FormatError
+
+T = TypeVar("T")
+Event = tuple[str, str]
+# Ways of an operation on a store that fails: its request is lost, its answer is, or its request arrives later.
+FAULTS = ("unsent", "unanswered", "late")
+
+
+class Broken(AssertionError):
+    """A property does not hold; `path` has the events that lead there."""
+
+    def __init__(self, what: str, path: list[Event]) -> None:
+        super().__init__(f"{what}, after {' '.join(f'{who}:{how}' for who, how in path)}")
+
+
+class Process:
+    """A process of the model.
+
+    Attributes:
+        seen: the answers that it got.
+        ready: whether it can go on, asked again after each event.
+        fault_kinds: ways in which its next operation may fail.
+    """
+
+    def __init__(self, name: str, host: str, body: Callable[[], object], main: Process | None = None) -> None:
+        self.name, self.host, self.main = name, host, main or self
+        self.greenlet = greenlet(lambda how: body())
+        self.seen: list[Hashable] = []
+        self.ready: Callable[[], bool] = lambda: True
+        self.fault_kinds: tuple[str, ...] = ()
+        self.is_killed = False
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.main.is_killed and not self.greenlet.dead
+
+
+class World:
+    """What a model shares; subclasses start processes, and name what must hold.
+
+    Attributes:
+        objects: the object store: content and version by name.
+        now: seconds; time passes by `tick_s`, `ticks` times at most.
+        faults, kills: how many may still happen.
+    """
+
+    tick_s, ticks, faults, kills = 10.0, 0, 0, 0
+
+    def __init__(self) -> None:
+        self.processes: list[Process] = []
+        self.objects: dict[str, tuple[bytes, str]] = {}
+        self.late: list[Callable[[], object]] = []
+        self.now, self.num_writes, self.num_names = 1000.0, 0, 0
+        self.is_over = False
+        self._hub = getcurrent()
+
+    # ---- for the code under test
+
+    def start(self, name: str, host: str, body: Callable[[], object], main: Process | None = None) -> Process:
+        process = Process(name, host, body, main)
+        self.processes.append(process)
+        return process
+
+    @property
+    def process(self) -> Process:
+        return next(one for one in self.processes if one.greenlet is getcurrent())
+
+    def pause(self, ready: Callable[[], bool] = lambda: True, faults: tuple[str, ...] = ()) -> str:
+        """Let the others go on until the explorer chooses this process; returns how its operation goes."""
+        process = self.process
+        if self.is_over or not process.is_alive:
+            raise GreenletExit
+        process.ready, process.fault_kinds = ready, faults
+        how = str(self._hub.switch())
+        if how == "kill":
+            raise GreenletExit
+        return how
+
+    def operate(self, work: Callable[[], T], *, writes: bool = True) -> T:
+        """Run an operation on the store, at a moment and with a fault that the explorer chooses."""
+        how = self.pause(faults=FAULTS if writes else FAULTS[:1])
+        if how == "late":
+            self.late.append(work)
+        if how in ("unsent", "late"):
+            raise FormatError("the store did not answer")
+        result = work()
+        if how == "unanswered":
+            raise FormatError("the store did not answer")
+        self.process.seen.append(repr(result))
+        return result
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until something happens that can change what a look finds: time or a write."""
+        then, writes = self.now, self.num_writes
+        self.pause(lambda: self.now > then or self.num_writes > writes)
+
+    def new_name(self) -> str:
+        self.process.seen.append("name")
+        return f"{self.process.name}{len(self.process.seen)}"
+
+    # ---- the store: conditional requests, each of them atomic
+
+    def get(self, name: str) -> tuple[bytes, str] | None:
+        return self.operate(lambda: self.objects.get(name), writes=False)
+
+    def put(self, name: str, data: bytes, condition: str | None) -> str | None:
+        """`condition` is an ETag, "" for an object that must not exist, None for none."""
+
+        def write() -> str | None:
+            version = self.objects[name][1] if name in self.objects else ""
+            if condition is not None and condition != version:
+                return None
+            self.num_writes += 1
+            self.objects[name] = (data, f"v{self.num_writes}")
+            return f"v{self.num_writes}"
+
+        return self.operate(write)
+
+    def delete(self, name: str) -> None:
+        def delete() -> None:
+            self.num_writes += self.objects.pop(name, None) is not None
+
+        self.operate(delete)
+
+    # ---- for the explorer
+
+    def state(self) -> Hashable:
+        shared = frozenset((name, data) for name, (data, _) in self.objects.items())
+        versions = frozenset(version for _, version in self.objects.values())
+        seen = tuple((one.is_alive, hash(tuple(one.seen))) for one in self.processes)
+        return shared, versions, seen, self.now, len(self.late), self.faults, self.kills, self.more_state()
+
+    def more_state(self) -> Hashable:
+        return None
+
+    def events(self) -> Iterator[Event]:
+        alive = [one for one in self.processes if one.is_alive]
+        for one in alive:
+            if one.ready():
+                yield one.name, "goes"
+                if self.faults:
+                    yield from ((one.name, kind) for kind in one.fault_kinds)
+            if self.kills and one.main is one:
+                yield one.name, "kill"
+        for index in range(len(self.late)):
+            yield "late", str(index)
+        if self.ticks and alive and self.may_tick():
+            yield "time", "passes"
+
+    def may_tick(self) -> bool:
+        return True
+
+    def apply(self, event: Event) -> None:
+        who, how = event
+        if who == "time":
+            self.now, self.ticks = self.now + self.tick_s, self.ticks - 1
+        elif who == "late":
+            self.late.pop(int(how))()
+        else:
+            process = next(one for one in self.processes if one.name == who)
+            if how == "kill":
+                self.kills -= 1
+                process.is_killed = True
+                for one in self.processes:
+                    if one.main is process and one.greenlet:
+                        one.greenlet.throw(GreenletExit)
+            else:
+                self.faults -= how != "goes"
+                process.seen.append((how, self.now))
+                process.greenlet.parent = self._hub = getcurrent()
+                process.greenlet.switch(how)
+
+    def check(self) -> None:
+        """Raise AssertionError where a property does not hold now."""
+
+    def finish(self) -> None:
+        """Raise AssertionError where a property does not hold at the end, when nothing more can happen."""
+
+    def close(self) -> None:
+        self.is_over = True
+        for one in self.processes:
+            if one.greenlet:
+                one.greenlet.throw(GreenletExit)
+
+
+def explore(make: Callable[[], World], *, most: int = 10**9) -> tuple[int, int]:
+    """Enumerate all interleavings; returns the numbers of states and of ends.
+
+    Raises:
+        Broken: a property does not hold.
+    """
+    met: set[Hashable] = set()
+    left: list[list[Event]] = [[]]
+    ends = 0
+    while left:
+        path = left.pop()
+        world = make()
+        try:
+            for event in path:
+                world.apply(event)
+            while True:
+                world.check()
+                state = world.state()
+                if state in met:
+                    break
+                assert len(met) < most, f"more than {most:,} states"
+                met.add(state)
+                events = list(world.events())
+                if not events:
+                    ends += 1
+                    world.finish()
+                    break
+                left.extend([*path, event] for event in events[1:])
+                path = [*path, events[0]]
+                world.apply(events[0])
+        except AssertionError as error:
+            raise Broken(str(error).partition("\n")[0], path) from error
+        finally:
+            world.close()
+    return len(met), ends
+
+
+class Clock:
+    """The `time` of a world, for modules that read it."""
+
+    CLOCK_MONOTONIC = 1
+
+    def __init__(self, world: World) -> None:
+        self.sleep = world.sleep
+        self.monotonic = self.time = lambda: world.now
+        self.clock_gettime = lambda which: world.now
+        self.strftime = lambda *args: "then"
+        self.gmtime = lambda *args: None
+
+
+class Threads:
+    """The `threading` of a world: locks, events and threads whose every wait is a choice of the explorer."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+        class Lock:
+            owner: Any = None
+            depth = 0
+
+            def acquire(self, blocking: bool = True) -> bool:
+                me = getcurrent()
+                if self.owner not in (None, me):
+                    if not blocking:
+                        return False
+                    world.pause(lambda: self.owner is None)
+                self.owner, self.depth = me, self.depth + 1
+                return True
+
+            def release(self) -> None:
+                self.depth -= 1
+                if not self.depth:
+                    self.owner = None
+
+            def __enter__(self) -> bool:
+                return self.acquire()
+
+            def __exit__(self, *args: object) -> None:
+                self.release()
+
+        class Event:
+            is_set = False
+
+            def set(self) -> None:
+                self.is_set = True
+
+            def wait(self, timeout: float) -> bool:
+                until = world.now + timeout
+                world.pause(lambda: self.is_set or world.now >= until)
+                return self.is_set
+
+        class Thread:
+            def __init__(self, target: Callable[[], object], **settings: object) -> None:
+                main = world.process.main
+                self.process = world.start(f"{main.name}+", main.host, target, main)
+
+            def start(self) -> None:
+                """Do nothing: the explorer may choose it from now on."""
+
+            def join(self) -> None:
+                world.pause(lambda: self.process.greenlet.dead)
+
+        self.Lock = self.RLock = Lock
+        self.Event, self.Thread = Event, Thread
