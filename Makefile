@@ -99,7 +99,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/harness bench all
+	$(BIN)/python -m tests.benchmarks all
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -93,9 +93,9 @@ class Options:
             elif name == "--overwrite":
                 overrides.append("data.overwrite=true")
             elif name == "--preview":
-                if not equals and not rest:
-                    raise ConfigError(f"{name} has no value", where=where, fix=f"{name} 3 shows three records")
-                number = value if equals else rest.pop(0)
+                number = _take_value(
+                    name, value if equals else None, rest, where=where, fix=f"{name} 3 shows three records"
+                )
                 if number.strip("0") == "":
                     raise ConfigError("--preview 0 shows nothing", where=where, fix="omit it to prepare")
                 overrides.append(f"preview={number}")
@@ -103,9 +103,8 @@ class Options:
                 flags.append(argument)
                 flags += [rest.pop(0)] if name in ("--info", "-i") and rest[:1] and rest[0] in _INFO else []
             elif name in _WITH_VALUE:
-                if not equals and not rest:
-                    raise ConfigError(f"{name} has no value", where=where, fix=f"{name} VALUE")
-                values[_WITH_VALUE[name]] = value if equals else rest.pop(0)
+                taken = _take_value(name, value if equals else None, rest, where=where, fix=f"{name} VALUE")
+                values[_WITH_VALUE[name]] = taken
             elif name.startswith("-"):
                 flags_here = ", ".join(_FLAGS + _FLAGS_OF.get(where.rpartition(" ")[2], ()))
                 fix = f"settings are key=value; flags are {flags_here}"
@@ -119,6 +118,13 @@ class Options:
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError("there is no such folder", where=folder, fix="--config-dir names a folder of YAML files")
         return cls(overrides, None if folder is None else Path(folder), hydra_flags=flags, **values)
+
+
+def _take_value(flag: str, value: str | None, rest: list[str], *, where: str, fix: str) -> str:
+    """Return the value of a flag, which is the next argument where it does not follow an equals sign."""
+    if value is None and not rest:
+        raise ConfigError(f"{flag} has no value", where=where, fix=fix)
+    return rest.pop(0) if value is None else value
 
 
 @dataclass(frozen=True)

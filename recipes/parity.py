@@ -1,13 +1,13 @@
 """Prove that other settings train the same: real runs of `recipes.sft`, each compared with a reference.
 
     harness parity                      # every format against legacy npy
-    harness parity check=workers        # or layouts, schedules, versions, isolation, reference, integrations, all
+    harness parity check=workers        # or layouts, schedules, versions, isolation, reference, all
 
 Data (digests of every global batch), losses, gradient norms and counts are compared; the first difference is named.
-`check=isolation` shows on each layout that documents of a packed row do not see each other, `check=reference` that each
-model family trains unpacked conversations as plain transformers do, and `check=integrations` that other trainers read
-the same global batches. Writes report.json, report.html, report.md and junit.xml. Exit code 1 on any difference, 0 on
-none, 2 where it could not be carried out. Started again it keeps the cells that are finished.
+`check=isolation` shows on each layout that documents of a packed row do not see each other, and `check=reference` that
+each model family trains unpacked conversations as plain transformers do. Writes report.json, report.html, report.md and
+junit.xml. Exit code 1 on any difference, 0 on none, 2 where it could not be carried out. Started again it keeps the
+cells that are finished.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
 from harness.config import hydra_entry
 from harness.errors import ConfigError
 from harness.formats import FORMATS, Provenance, convert_dataset, open_writer
-from harness.loader import open_train
 from harness.parity import (
     FORMAT,
     IDENTICAL,
@@ -43,13 +42,11 @@ from harness.parity import (
     Tolerances,
     cell_result,
     command_line,
-    compare_integrations,
     default_slots,
     environment,
     live_table,
     make_model,
     parse_case,
-    parse_integrations,
     plan_check,
     run_cells,
     skipped,
@@ -59,7 +56,7 @@ from harness.plan import FAMILIES
 from harness.printing import open_console
 from harness.records import Pack
 
-CHECKS = ("formats", "workers", "schedules", "layouts", "experts", "isolation", "reference", "versions", "integrations")
+CHECKS = ("formats", "workers", "schedules", "layouts", "experts", "isolation", "reference", "versions")
 _DATA_SETTINGS = ("data=", "data.path=", "data.blend=", "data.validation_path=")
 # Name of the interpreter that runs the matrix.
 THIS = "this"
@@ -70,13 +67,11 @@ class ParityConfig:
     """A matrix of runs to compare.
 
     Attributes:
-        check: formats, workers, schedules, layouts, experts, isolation, reference, versions or integrations, several
-            as `formats+workers`, or all.
+        check: formats, workers, schedules, layouts, experts, isolation, reference or versions, several as
+            `formats+workers`, or all.
         dataset: a dataset with `train` and `validation`; null for a small one that is made for the check.
         datasets: existing datasets as `NAME=PATH`, for `format=NAME`; other formats are converted from `dataset`.
         versions: interpreters as `NAME=PATH` whose environments have other versions of the libraries.
-        integrations: trainers of `harness.integrations` to check, as NAME, or as `NAME=PATH` with the python of an
-            environment that has the trainer; empty for all.
         folder: folder of the runs and the report.
         fresh: run finished cells again.
         steps: steps of each run.
@@ -105,7 +100,6 @@ class ParityConfig:
     dataset: str | None = None
     datasets: list[str] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
-    integrations: list[str] = field(default_factory=list)
     folder: str = "runs/parity"
     fresh: bool = False
     steps: int = bounded(20, lowest=1)
@@ -148,7 +142,6 @@ class ParityConfig:
             for text in getattr(self, name):
                 if not all(text.partition("=")):
                     raise ConfigError(f"{text!r} is not NAME=PATH", where=name, fix=f"{name}='[\"NAME=PATH\"]'")
-        parse_integrations(self.integrations)
         if self.check == "versions" and not self.versions:
             raise ConfigError(
                 "no other version's interpreter is named, so there is nothing to compare",
@@ -201,14 +194,6 @@ def main(config: ParityConfig) -> int:
         for cell in cells
         if cell.is_reported
     ]
-    if "integrations" in config.checks:
-        opened = open_train(str(source))[0]
-        pythons = parse_integrations(config.integrations)
-        for result in compare_integrations(
-            pythons, opened.path, folder, steps=config.steps, timeout_s=config.timeout_s
-        ):
-            console.print(f"{result.name}: {result.status}{f' ({result.reason})' if result.reason else ''}")
-            results.append(result)
     report = ParityReport(
         title=f"Parity: {', '.join(config.checks)}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -254,8 +239,6 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
         "versions": CheckPlan(OTHER_KERNELS if across == Tolerances() else across),
     }
     for check in config.checks:
-        if check == "integrations":  # no runs of `recipes.sft`
-            continue
         if check == "reference":
             cells += reference_cells(config, source, folder, settings, plans[check])
             continue

@@ -1,8 +1,9 @@
 """Benchmarks of `harness bench`: every figure is measured against something else in the same run.
 
-Read `figures` first (how sides take turns, what a report holds), then one bench, such as `packing`. A bench is a
+Read `figures` first (how sides take turns, what a report holds), then one bench, such as `loading`. A bench is a
 module with a settings dataclass, its `QUICK` sizes and a function that measures, named in `BENCHES`. Modules are
-imported when a bench runs, because each needs other packages. Only the command line imports this package.
+imported when a bench runs, because each needs other packages. Only the command line imports this package. Benches
+against other packages are in `tests/benchmarks`, which adds its own to `BENCHES`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 from harness.doors import names_on_first_use
 
 if TYPE_CHECKING:
-    from harness.bench.everything import render_benchmarks
     from harness.bench.figures import BenchReport, Progress, render_report
     from harness.bench.workspace import Workspace
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One bench: a module of this package with the function that measures, and the name of its quick settings.
+    """One bench: `module:function` of a package, which measures, and the name of its quick settings in that module.
 
     `measure(settings, workspace, progress)` returns a `BenchReport`; the settings are of `type(quick)`.
     """
@@ -31,6 +31,7 @@ class Bench:
     about: str
     quick_name: str = "QUICK"
     uses_megatron: bool = False
+    package: str = __name__
 
     @property
     def quick(self) -> Any:
@@ -47,25 +48,10 @@ class Bench:
             from harness.megatron import prepare_process
 
             prepare_process()
-        return importlib.import_module(f"harness.bench.{self.place.partition(':')[0]}")
+        return importlib.import_module(f"{self.package}.{self.place.partition(':')[0]}")
 
 
 BENCHES = {
-    "all": Bench(
-        "everything:bench_everything",
-        "every bench in a process of its own, and BENCHMARKS.md from them; takes 45 minutes",
-    ),
-    "formats": Bench("formats:bench_formats", "read, open and write each format, against plain numpy arrays"),
-    "pack": Bench("packing:bench_packing", "plan packs of 13 million sequences, against plain best fit and trl"),
-    "repack": Bench(
-        "packing:bench_repacking",
-        "plan again over 13 million stored sequences, and read through a plan",
-        "QUICK_REPACK",
-    ),
-    "prepare": Bench(
-        "preparing:bench_preparing", "tokenize, against the tokenizers library alone; memory as the input grows"
-    ),
-    "tokens": Bench("tokens:bench_tokens", "token shards to .bin and .idx, against Megatron-Core's builder"),
     "schedule": Bench("scheduling:bench_schedule", "balance of the schedulers on a dataset or simulated lengths"),
     "loader": Bench("loading:bench_loader", "THD batches a second, shares of a step, wait for the first batch"),
     "live": Bench(
@@ -73,13 +59,10 @@ BENCHES = {
         "live data on several ranks: tokens a second and imbalance of windows, packs and the modulo reading",
         "QUICK_LIVE",
     ),
-    "integrations": Bench(
-        "integrations:bench_integrations",
-        "rows for other trainers, against the data paths of TRL, Bridge and torchtitan",
-    ),
-    "soak": Bench("soaking:bench_soak", "memory, files and threads of a loader with workers, over 20 minutes"),
     "step": Bench(
-        "step:bench_step", "the training loop against Megatron's bare step, and the wait for data", uses_megatron=True
+        "step:bench_step",
+        "the training loop against Megatron's bare step, and the wait for data",
+        uses_megatron=True,
     ),
     "kernels": Bench(
         "step:bench_kernels",
@@ -96,12 +79,9 @@ BENCHES = {
         "save a checkpoint with and without hashes, and check it at resume against loading it",
         uses_megatron=True,
     ),
-    "corpus": Bench(
-        "corpus:bench_corpus", "start of pretraining on a blend of many .bin and .idx pairs", uses_megatron=True
-    ),
 }
 
-__all__ = ["BENCHES", "Bench", "BenchReport", "Progress", "Workspace", "render_benchmarks", "render_report"]
+__all__ = ["BENCHES", "Bench", "BenchReport", "Progress", "Workspace", "render_report"]
 
 __getattr__ = names_on_first_use(
     __name__,
@@ -109,7 +89,6 @@ __getattr__ = names_on_first_use(
         "BenchReport": "figures",
         "Progress": "figures",
         "Workspace": "workspace",
-        "render_benchmarks": "everything",
         "render_report": "figures",
     },
 )

@@ -22,6 +22,8 @@ from rich.text import Text
 
 _PACKAGES = ("numpy", "pyarrow", "xxhash", "torch", "megatron-core", "tokenizers", "trl", "datasets", "torchtitan")
 
+# Of a figure's target, in Markdown.
+VERDICTS = {None: "", True: "met", False: "**missed**"}
 # Logs what a bench is doing now.
 Progress = Callable[[str], None]
 # Does its part of a round (-1 is the warm-up, then 0, 1, ...) and returns the sample to keep, or the units of work.
@@ -225,6 +227,24 @@ def render_report(report: BenchReport) -> RenderableType:
         *(Text(f"- {note}") for note in report.notes),
     ]
     return Group(table, *lines, *([] if report.drawing is None else [report.drawing]))
+
+
+def figure_table(rows: Sequence[tuple[str, Figure]]) -> list[str]:
+    """Return the lines of a Markdown table of figures with the ranges of their samples; [] for no rows."""
+    if not rows:
+        return []
+    lines = ["| measured | figure | range | target | |", "|---|--:|--:|---|---|"]
+    for name, figure in rows:
+        ends = (show_number(min(figure.samples)), show_number(max(figure.samples))) if len(figure.samples) > 1 else ()
+        shown = f"{show_number(figure.value)} {figure.unit}".rstrip()
+        cells = (escape_cell(name), shown, " – ".join(ends), figure.target, VERDICTS[figure.met])  # noqa: RUF001
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def escape_cell(text: str) -> str:
+    """Return a text for a cell of a Markdown table."""
+    return text.replace("|", "\\|")
 
 
 def show_number(value: float) -> str:

@@ -47,7 +47,7 @@ app.add_typer(live_app, name="live")
 app.add_typer(indexed_app, name="indexed")
 app.add_typer(preflight_app, name="preflight")
 app.add_typer(parity_app, name="parity")
-app.command(name="bench", context_settings={"ignore_unknown_options": True}, no_args_is_help=True)(run_bench)
+app.command(name="bench", no_args_is_help=True)(run_bench)
 
 
 def installed_version() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 
     from harness.bench import BenchReport, Progress
 
-# Names of settings in earlier versions.
-_ALIASES = {
-    "capacity": "max_tokens_per_rank",
-    "tokens_per_rank": "max_tokens_per_rank",
-    "dp": "dp_size",
-    "cp": "cp_size",
-    "group": "group_size",
-}
 _LOG_COLUMNS = 110
 _LIST = "\n\n".join(f"{name}: {bench.about}" for name, bench in BENCHES.items())
 HELP = f"""Measure this machine: ratios within one run, as tables and as JSON.
@@ -59,43 +51,26 @@ def run_bench(
     require_choice(name, BENCHES, setting="harness bench")
     chosen = BENCHES[name]
     schema = type(chosen.quick)
-    words = _translate_flags(settings or [], {setting.key for setting in explain_settings(schema)})
+    has_path = any(setting.key == "path" for setting in explain_settings(schema))
+    words = [f"path={word}" if has_path and "=" not in word else word for word in settings or []]
     sizes = parse_settings(schema, words, command=f"harness bench {name}", base=chosen.quick if quick else schema())
     if show:
         print_text(render_settings(sizes), end="")
         return
     from harness.bench import Workspace
 
-    page = Path(sizes.page) if name == "all" else None
-    # Before anything is measured.
-    for path in filter(None, (save, page)):
-        with _writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            is_new = not path.exists()
-            path.open("a").close()
+    if save is not None:  # before anything is measured
+        with _writing(save):
+            save.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not save.exists()
+            save.open("a").close()
             if is_new:
-                path.unlink()
-    failed: list[str] = []
+                save.unlink()
     with Workspace(folder, keep=keep) as workspace:
-        if page is None:
-            reports = run_benches([lambda progress: chosen.measure(sizes, workspace, progress)], as_json=as_json)
-        else:
-            measurements = chosen.measure(workspace.folder, quick=quick, failed=failed)
-            reports = run_benches(measurements, as_json=as_json)
+        reports = run_benches([lambda progress: chosen.measure(sizes, workspace, progress)], as_json=as_json)
     if save is not None:
         with _writing(save):
             save.write_text(_to_json(reports) + "\n")
-    if page is not None:
-        from harness.bench import render_benchmarks
-
-        with _writing(page):
-            page.write_text(render_benchmarks(reports))
-    if failed:
-        raise HarnessError(
-            f"{len(failed)} benches could not be measured: {', '.join(failed)}",
-            where=str(page),
-            fix="the page has the error of each",
-        )
     if broken := [part for report in reports for part in report.failed]:
         raise HarnessError(
             f"{len(broken)} parts could not be measured: {', '.join(broken)}",
@@ -109,25 +84,6 @@ def run_bench(
 
 
 run_bench.__doc__ = HELP
-
-
-def _translate_flags(words: Sequence[str], known: Container[str]) -> list[str]:
-    """Rewrite a path as `path=PATH`, and flags of earlier versions, such as `--pack-size 64`, as settings."""
-    settings: list[str] = []
-    flags: dict[str, list[str]] = {}
-    rest = iter(words)
-    for word in rest:
-        if not word.startswith("--"):
-            is_path = "=" not in word and "path" in known
-            settings.append(f"path={word}" if is_path else word)
-            continue
-        flag, equals, value = word[2:].partition("=")
-        key = flag.replace("-", "_")
-        key = _ALIASES.get(key, key)
-        # Lists took one value at a time, under a name in the singular.
-        key = f"{key}s" if f"{key}s" in known else key
-        flags.setdefault(key, []).append(value if equals else next(rest, ""))
-    return [*settings, *(f"{key}={','.join(values)}" for key, values in flags.items())]
 
 
 def run_benches(measurements: Sequence[Callable[[Progress], BenchReport]], *, as_json: bool) -> list[BenchReport]:

@@ -128,7 +128,7 @@ class InspectSettings:
         check_numbers(self, "")
 
 
-@data_app.command(cls=class_of(InspectSettings, {"--tokenizer": "tokenizer.name"}))
+@data_app.command(cls=class_of(InspectSettings))
 def inspect(
     context: typer.Context,
     path: DatasetPath,
@@ -258,7 +258,7 @@ def _repair(path: str, notes: list[str], *, quiet: bool) -> list[Problem]:
     return problems
 
 
-@data_app.command(cls=class_of(ConvertSettings, {"--to": -1}))
+@data_app.command(cls=class_of(ConvertSettings))
 def convert(
     context: typer.Context,
     source: Source,
@@ -325,7 +325,7 @@ def _convert_for_bridge(
     print_text(f"in a recipe of Megatron-Bridge:\n  cfg.dataset = {written.settings}")
 
 
-@data_app.command(name="import", cls=class_of(ImportSettings, {"--from": 2, "--to": 3}))
+@data_app.command(name="import", cls=class_of(ImportSettings))
 def import_(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="what the other tool wrote")],

@@ -98,7 +98,7 @@ class CountSettings:
     tokenizer: Vocabulary = field(default_factory=Vocabulary)
 
 
-@indexed_app.command(cls=class_of(TokenSettings, {"--to": -1}))
+@indexed_app.command(cls=class_of(TokenSettings))
 def convert(
     context: typer.Context, sources: Shards, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False
 ) -> None:
@@ -111,9 +111,7 @@ def convert(
     _print_reports([report], as_json=as_json)
 
 
-@indexed_app.command(
-    cls=class_of(FamilySettings, {"--out": 0, "--name": 1, "--split": "split.", "--shards": "shards."})
-)
+@indexed_app.command(cls=class_of(FamilySettings))
 def family(
     context: typer.Context,
     out: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the family")],
@@ -137,7 +135,7 @@ def family(
     _print_reports(list(reports.values()), as_json=as_json)
 
 
-@indexed_app.command(cls=class_of(CountSettings, {"--to": -1}))
+@indexed_app.command(cls=class_of(CountSettings))
 def counts(
     context: typer.Context,
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="as in Megatron's --data-path")],
@@ -161,7 +159,7 @@ class MergeSettings:
     """`harness indexed merge` has no settings."""
 
 
-@indexed_app.command(cls=class_of(MergeSettings, {"--to": -1}))
+@indexed_app.command(cls=class_of(MergeSettings))
 def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False) -> None:
     """Join pairs end to end as one."""
     from harness.indexed import merge_indexed

@@ -82,15 +82,7 @@ class PlanSettings:
         check_numbers(self, "")
 
 
-_RENAMED = {
-    "ranks": "parallel.ranks",
-    "gpus": "parallel.ranks",
-    "--ranks": "parallel.ranks",
-    "pack_size": "data.pack_size",
-}
-
-
-@launch_app.command(cls=class_of(PlanSettings, _RENAMED, takes_recipe=True))
+@launch_app.command(cls=class_of(PlanSettings, takes_recipe=True))
 def plan(
     context: typer.Context,
     experiment: Annotated[
@@ -104,7 +96,7 @@ def plan(
 ) -> None:
     """Compute what a run needs before anyone books a node: memory, microbatches, tokens, MFU, time, checkpoints.
 
-    `harness plan auto model=llama3_8b gpus=8` lists the layouts of a model that fit, the fastest first.
+    `harness plan auto model=llama3_8b parallel.ranks=8` lists the layouts of a model that fit, the fastest first.
     """
     from harness.config import Options, compose_run
     from harness.plan import AssumedPacks, Machine, plan_run, search_layouts
@@ -210,7 +202,7 @@ def _rehearse(config: RunConfig, world_size: int) -> None:
         print_line(f"  {done.describe()}", flush=True)
 
 
-@launch_app.command(cls=class_of(SubmitConfig, {"--cluster": "cluster"}, takes_recipe=True, is_composed=True))
+@launch_app.command(cls=class_of(SubmitConfig, takes_recipe=True, is_composed=True))
 def submit(
     context: typer.Context,
     experiment: Annotated[

@@ -111,7 +111,7 @@ class ProduceSettings:
             )
 
 
-@live_app.command(cls=class_of(ProduceSettings, {"--tokenizer": "tokenizer.name", "--to": "chunks.format"}))
+@live_app.command(cls=class_of(ProduceSettings))
 def produce(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="file, folder or glob; - for standard input")],
@@ -123,7 +123,6 @@ def produce(
     leave_open: Annotated[bool, typer.Option("--leave-open", help="write no END: more will be appended")] = False,
 ) -> None:
     """Write live chunks. Started again with the same SRC after a crash, it continues where it stopped."""
-    _check_order(source, folder)
     from harness.loader.live import (
         STDIN,
         LiveProducer,
@@ -136,6 +135,7 @@ def produce(
     from harness.prep import ChatTokenizer, as_prepared
     from harness.prep.chat import RecordReader
 
+    _check_order(source, folder)
     settings: ProduceSettings = context.obj
     chunks, packing = settings.chunks, None
     of = settings.source
@@ -184,7 +184,7 @@ def produce(
 
 
 def _check_order(source: str, folder: str) -> None:
-    """Raise ConfigError where the folder is named before the input, as in earlier versions."""
+    """Raise ConfigError where the folder is named before the input."""
     from harness.loader.live import STDIN, LiveFolder
 
     def is_stream(path: str) -> bool:
@@ -201,7 +201,7 @@ def _check_order(source: str, folder: str) -> None:
         raise ConfigError(
             "the input comes first, then the folder of chunks",
             where=f"{source} {folder}",
-            fix=f"check both names; in the new order: harness live produce {folder} {source}",
+            fix=f"check both names; swapped: harness live produce {folder} {source}",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from harness.checks import bounded, check_numbers
 from harness.cli.runs import run_recipe
-from harness.cli.settings import AsJson, class_of, print_json
+from harness.cli.settings import class_of
 from harness.printing import open_console, print_line
 
 if TYPE_CHECKING:
@@ -72,10 +72,6 @@ class RecordSettings:
     tolerances: RecordedTolerances = field(default_factory=RecordedTolerances)
 
 
-# As they were named before 0.2; their flags are the last parts of the names.
-_FLAGS_OF_RECORD = {"--run": 1} | {name: f"tolerances.{name}" for name in ("loss", "grad_norm", "reason")}
-
-
 @dataclass
 class CompareSettings:
     """Settings of `harness parity against` and `harness parity update`.
@@ -87,22 +83,6 @@ class CompareSettings:
 
     baselines: str = _BASELINES
     out: str | None = None
-
-
-@dataclass
-class HistorySettings:
-    """Settings of `harness parity history`.
-
-    Attributes:
-        out: folder of history.html; null for the folder of the reports.
-        step: step of the loss to follow; null for the last one that every night made.
-    """
-
-    out: str | None = None
-    step: int | None = bounded(None, lowest=1)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
 
 
 @dataclass
@@ -124,7 +104,7 @@ def matrix(arguments: Annotated[list[str] | None, typer.Argument(metavar="[KEY=V
     run_recipe("parity", arguments or [])
 
 
-@parity_app.command(cls=class_of(RecordSettings, _FLAGS_OF_RECORD))
+@parity_app.command(cls=class_of(RecordSettings))
 def record(context: typer.Context, name: Name, run: Run) -> None:
     """Keep a run's digests and losses, with device, versions and tolerances, as a new baseline."""
     from harness import parity
@@ -135,7 +115,7 @@ def record(context: typer.Context, name: Name, run: Run) -> None:
     print_line(f"baseline {parity.record(name, run, Path(settings.baselines), tolerances)}")
 
 
-@parity_app.command(cls=class_of(CompareSettings, {"--run": 1}))
+@parity_app.command(cls=class_of(CompareSettings))
 def against(context: typer.Context, name: Name, run: Run) -> None:
     """Compare a run with a baseline; exit code 1 where it differs, or where there is no such baseline."""
     from harness import parity
@@ -145,7 +125,7 @@ def against(context: typer.Context, name: Name, run: Run) -> None:
     raise typer.Exit(0 if report.verdict == "same" else 1)
 
 
-@parity_app.command(cls=class_of(CompareSettings, {"--run": 1}))
+@parity_app.command(cls=class_of(CompareSettings))
 def update(context: typer.Context, name: Name, run: Run) -> None:
     """Replace a baseline by a run, and report what moved and by how much."""
     from harness import parity
@@ -160,34 +140,6 @@ def update(context: typer.Context, name: Name, run: Run) -> None:
     print_line(f"baseline {name} is this run now: {len(moved)} of {len(checks)} checks moved")
 
 
-@parity_app.command(cls=class_of(HistorySettings))
-def history(
-    context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the reports of the nights, in folders of any names")],
-    as_json: AsJson = False,
-) -> None:
-    """Draw loss, speed and memory over the nights; exit code 1 where the newest night left a band."""
-    from harness.parity import read_history
-    from harness.parity.pages import render_history
-
-    settings: HistorySettings = context.obj
-    out = Path(settings.out) if settings.out else folder
-    read = read_history(folder, step=settings.step)
-    render_history(read, out)
-    latest = read.left_now
-    if as_json:
-        print_json(asdict(read))
-    else:
-        for metric, night in latest:
-            value = "no value" if night.value is None else f"{night.value:g}"
-            print_line(f"{metric.cell}, {metric.name}: {value} left its band, {night.low:g} to {night.high:g}")
-        nights = len({night.created for metric in read.metrics for night in metric.nights})
-        print_line(f"{nights} nights, {len(read.metrics)} metrics, {len(latest)} out of their band in the newest night")
-        print_line(f"page {out / 'history.html'}")
-    raise typer.Exit(1 if latest else 0)
-
-
-@parity_app.command("summarise", cls=class_of(SummarizeSettings), hidden=True)  # as spelled before 0.2
 @parity_app.command(cls=class_of(SummarizeSettings))
 def summarize(
     context: typer.Context,

@@ -146,16 +146,7 @@ class ReduceSettings:
     cluster: StepLimits = field(default_factory=StepLimits)
 
 
-# The flags of scripts that earlier versions rendered, and that may wait in a queue.
-_PROBE_FLAGS: dict[str, str | int] = {
-    "--run-dir": 0,
-    "--data": "data.path=",
-    "--live": "data.live.path=",
-    "--weights": "model.init_from",
-}
-
-
-@preflight_app.command(cls=class_of(ProbeSettings, _PROBE_FLAGS))
+@preflight_app.command(cls=class_of(ProbeSettings))
 def probe(
     context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's folder")]
 ) -> None:
@@ -198,7 +189,7 @@ def copy(
     os._exit(0)  # a thread that hangs in the kernel would keep the interpreter from ending
 
 
-@preflight_app.command(cls=class_of(JudgeSettings, {"--nodes": 0, "--gpus": "cluster.gpus_per_node"}))
+@preflight_app.command(cls=class_of(JudgeSettings))
 def judge(
     context: typer.Context,
     nodes: Annotated[str, typer.Argument(help="names of the job's nodes, separated by commas")],

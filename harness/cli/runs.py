@@ -204,7 +204,7 @@ def chat(
             open_console().print(conversation.answer(prompt), soft_wrap=True)
 
 
-@runs_app.command(cls=class_of(RequeueSettings, {"--max-same": "cluster.max_same_failures"}))
+@runs_app.command(cls=class_of(RequeueSettings))
 def requeue(
     context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]
 ) -> None:

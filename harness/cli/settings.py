@@ -1,8 +1,7 @@
 """Typer commands whose settings are `key=value`, and shared parts of their output.
 
 `class_of(schema)` makes the class of a command that fills `schema` from its `key=value` arguments and hands it over as
-`context.obj`. Names and paths stay positional, switches stay flags. Flags that named settings in earlier versions are
-translated, and are not shown in the help.
+`context.obj`. Names and paths stay positional, switches stay flags.
 """
 
 from __future__ import annotations
@@ -54,15 +53,12 @@ class SettingsCommand(TyperCommand):
 
     Attributes:
         schema: dataclass of the settings.
-        flags: names of earlier versions, of flags and of settings: the key of each, ending in a dot for the entries of
-            a map and in `=` for those of a list, or the place of a positional argument.
         takes_recipe: arguments that are not the command's own are those of a recipe; `context.obj` is then a pair of
             the filled schema and this list.
         is_composed: the command composes its own settings from files; they stay a list of `key=value`.
     """
 
     schema: type[Any]
-    flags: Mapping[str, str | int]
     takes_recipe = False
     is_composed = False
 
@@ -90,26 +86,15 @@ class SettingsCommand(TyperCommand):
         # A recipe may have settings of the same section; settings of a composed section are all the command's own.
         own_roots = {key.partition(".")[0] for key in keys} if self.is_composed or not self.takes_recipe else set()
         switches = {name for param in self.params for name in param.opts if name.startswith("-")} | {"--help"}
-        flags = {f"--{key.rpartition('.')[2].replace('_', '-')}": key for key in reversed(keys)} | dict(self.flags)
         own: list[str] = []
         settings: list[str] = []
         recipe: list[str] = []
-        places: dict[int, str] = {}
         rest = list(arguments)
         while rest:
             argument = rest.pop(0)
-            name, equals, value = argument.partition("=")
+            name, equals, _ = argument.partition("=")
             if argument in switches:
                 own.append(argument)
-            elif name in flags and (equals or name.startswith("--")):
-                value = value if equals else (rest.pop(0) if rest else "")
-                key = flags[name]
-                if isinstance(key, int):
-                    places[key] = value
-                elif key.endswith((".", "=")):
-                    _add_entry(settings, f"{key}{value}")
-                else:
-                    rest.insert(0, f"{key}={value}")
             elif argument == "data.overwrite=true" and "--overwrite" in switches:
                 own.append("--overwrite")
             elif (
@@ -123,8 +108,6 @@ class SettingsCommand(TyperCommand):
                 recipe += [rest.pop(0)] if argument in _WITH_VALUE and rest else []
             else:
                 own.append(argument)
-        for place, value in sorted(places.items(), key=lambda item: (item[0] < 0, item[0])):
-            own.insert(place if place >= 0 else len(own), value)
         return own, settings, recipe
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
@@ -172,15 +155,9 @@ def list_experiments() -> list[str]:
     return [*RECIPES, *(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))]
 
 
-def class_of(
-    schema: type[Any],
-    flags: Mapping[str, str | int] | None = None,
-    *,
-    takes_recipe: bool = False,
-    is_composed: bool = False,
-) -> type[SettingsCommand]:
+def class_of(schema: type[Any], *, takes_recipe: bool = False, is_composed: bool = False) -> type[SettingsCommand]:
     """Make the class of a command with these settings: `@app.command(cls=class_of(MySettings))`."""
-    members = {"schema": schema, "flags": flags or {}, "takes_recipe": takes_recipe, "is_composed": is_composed}
+    members = {"schema": schema, "takes_recipe": takes_recipe, "is_composed": is_composed}
     return type(f"{schema.__name__}Command", (SettingsCommand,), members)
 
 
@@ -259,16 +236,6 @@ def _fill(schema: Any, tree: Mapping[str, Any], base: Any) -> Any:
 
 def _names(arguments: list[str]) -> list[str]:
     return [argument for argument in arguments if not argument.startswith("-")]
-
-
-def _add_entry(settings: list[str], text: str) -> None:
-    """Add an entry of a map or a list; the values of a flag that was given again extend its list."""
-    name, _, value = text.partition("=")
-    for index, other in enumerate(settings):
-        if other.startswith(f"{name}="):
-            settings[index] = f"{other},{value}"
-            return
-    settings.append(text)
 
 
 @contextmanager

@@ -63,7 +63,6 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
                 command,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **place, **own},
-                stdin=subprocess.DEVNULL,
                 # Ctrl-C in a terminal reaches only this process, which forwards it.
                 start_new_session=True,
                 pass_fds=[] if rank else [store.fileno()],

@@ -1,12 +1,11 @@
-"""Proof that runs train the same: a matrix of runs, what differs first, reports, baselines and histories.
+"""Proof that runs train the same: a matrix of runs, what differs first, reports and baselines.
 
 A matrix is a list of cells (`plan_check`): a reference and the runs to compare with it, each a run of `recipes.sft` in
 processes of its own (`run_cells`). Runs record digests of every global batch and their losses; `cell_result` compares
 them and names the first difference down to the position. A `ParityReport` holds the results, and `harness.parity.pages`
-renders it. `record`, `against` and `update` keep one run as a baseline for later ones, `read_history` follows a matrix
-over the nights. `check_isolation` shows that documents of a packed row do not see each other, `train_reference` trains
-a run's conversations by plain transformers, and `compare_integrations` shows that other trainers read the same global
-batches.
+renders it. `record`, `against` and `update` keep one run as a baseline for later ones, and `summarize` joins the
+reports of many nodes. `check_isolation` shows that documents of a packed row do not see each other, and
+`train_reference` trains a run's conversations by plain transformers.
 
 Read `cells`, `compare` and `result` first.
 """
@@ -31,8 +30,7 @@ from harness.parity.cells import (
     plan_check,
 )
 from harness.parity.compare import IDENTICAL, OTHER_KERNELS, Tolerances
-from harness.parity.history import read_history, summarize
-from harness.parity.integrations import compare_integrations, parse_integrations
+from harness.parity.joined import summarize
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
 from harness.parity.running import default_slots, end_with_parent, run_cells
 from harness.parity.table import live_table, show
@@ -62,17 +60,14 @@ __all__ = [
     "cell_result",
     "check_isolation",
     "command_line",
-    "compare_integrations",
     "default_slots",
     "end_with_parent",
     "environment",
     "live_table",
     "make_model",
     "parse_case",
-    "parse_integrations",
     "plan_check",
     "planted_defects",
-    "read_history",
     "record",
     "run_cells",
     "sample_documents",

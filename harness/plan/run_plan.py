@@ -125,14 +125,14 @@ class RunPlan:
         row("fullest rank", f"{memory.total / gib:,.2f} GiB, pipeline stage {memory.stage}")
         for name in ("weights", "gradients", "optimizer", "activations"):
             row(f"  {name}", f"{getattr(memory, name) / gib:,.2f} GiB")
-        if memory.fp8:
-            row("  weights in 8 bits", f"{memory.fp8 / gib:,.2f} GiB")
-        if memory.logits:
-            row("  gradient of the logits", f"{memory.logits / gib:,.2f} GiB")
-        if memory.dispatch:
-            row("  tokens to experts", f"{memory.dispatch / gib:,.2f} GiB")
-        if memory.exchange:
-            row("  tensor-parallel exchanges", f"{memory.exchange / gib:,.2f} GiB")
+        for name, size in (
+            ("weights in 8 bits", memory.fp8),
+            ("gradient of the logits", memory.logits),
+            ("tokens to experts", memory.dispatch),
+            ("tensor-parallel exchanges", memory.exchange),
+        ):
+            if size:
+                row(f"  {name}", f"{size / gib:,.2f} GiB")
         if memory.host:
             node = memory.host * min(self.ranks, self.machine.ranks)
             row("  optimizer on the host", f"{memory.host / gib:,.2f} GiB, {node / gib:,.2f} GiB a node")

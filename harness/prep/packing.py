@@ -26,8 +26,8 @@ Key = TypeVar("Key", bound=Hashable)
 # A single token leaves nothing to predict.
 MIN_SEQUENCE_TOKENS = 2
 
-# Of sequences that are longer than a pack; `truncate` is the name that `cut` had in earlier versions.
-OVER_LONG = ("drop", "cut", "split", "truncate")
+# Of sequences that are longer than a pack.
+OVER_LONG = ("drop", "cut", "split")
 
 # Setting -> name of the format; the last is the name of npy in other tools.
 PACKED_STORAGE = {name: name for name in ("parquet", "memmap", "binidx", "jsonl", "virtual", "npy")}
@@ -48,7 +48,7 @@ class PackingConfig:
         algorithm: a name in `PACKERS`.
         seed: shuffles which of equally long sequences share a pack, and the order of packs.
         over_long: `drop` a conversation of more than `pack_size` tokens, `cut` it at `pack_size`, or `split` it at turn
-            boundaries, repeating the system prompt. (`truncate` is the old name of `cut`.)
+            boundaries, repeating the system prompt.
         packed_storage: `parquet`, `memmap`, `binidx`, `jsonl`, `virtual` (sequences stored once, packs as plans over
             them) or `npy` (pickled lists, for older tools).
         validation_fraction: share of conversations, chosen by their hash, for the split `validation`. A conversation

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_nights import NEWEST, restless
 from parity_reports import all_same, cell, one_of_each, reference, report, series
 
-from harness.parity.pages import HISTORY_FILE, HTML_FILE, render_all, render_history
+from harness.parity.pages import HTML_FILE, render_all
 from harness.parity.result import Check, ParityReport
 
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
@@ -205,21 +204,6 @@ def test_a_tolerance_is_drawn_as_a_line_among_the_differences(visit, written):
     page = visit(written("near", report([reference(), near])))
     assert page.locator("#chart-loss-difference .shapelayer path").count() == 1
     assert "tp2 : 1.00e-7" in hover(page, "loss-difference", 3)
-
-
-def test_nights_outside_their_bands_are_marked(visit, tmp_path, keep):
-    render_history(restless(), tmp_path)
-    page = visit(tmp_path / HISTORY_FILE)
-    assert "Left its band" in page.locator("#verdict").inner_text()
-    marked = page.locator(".plot").evaluate_all(
-        "all => all.map((div) => (div.data[3] ? div.data[3].y.filter((one) => one !== null) : []))"
-    )
-    assert marked == [[0.61], [1900], [4]]
-    # The newest night, as a number on the axis of dates.
-    assert "0.61" in hover(page, "metric-0", page.evaluate(f"new Date('{NEWEST}').getTime()"))
-    keep(page, "history-light")
-    page.set_viewport_size({"width": 360, "height": 740})
-    assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
 @pytest.mark.nightly

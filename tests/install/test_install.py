@@ -176,7 +176,7 @@ def test_every_command_on_datasets_runs_without_torch(prep, dataset):
 
 
 def test_live_chunks_are_written_without_torch(prep, dataset):
-    packs = ("tokenizer.name=out/tokenizer", "data.pack_size=256", "data.over_long=truncate", "chunks.rows=20")
+    packs = ("tokenizer.name=out/tokenizer", "data.pack_size=256", "data.over_long=cut", "chunks.rows=20")
     assert "rows in" in prep.run("harness", "live", "produce", "chats.jsonl", "live", *packs)
     assert "ended" in prep.run("harness", "live", "status", "live")
 

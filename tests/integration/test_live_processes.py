@@ -75,7 +75,7 @@ class Stream:
     others: tuple[Path, ...] = ()
 
     def producer(self, source: Path | str, *more: str, kind: str = "chat") -> Side:
-        command = [str(HARNESS), "live", "produce", str(source), str(self.folder), "--kind", kind, *more]
+        command = [str(HARNESS), "live", "produce", str(source), str(self.folder), f"chunks.kind={kind}", *more]
         return Side([(command, {})], self.out / "producer.log")
 
     def ranks(
@@ -132,7 +132,7 @@ def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream:
     write_stream(tmp_path / "reference", rows, [9] * 13 + [3])
     expected = train(tmp_path / "reference", dp_size=2, size=SIZE)
 
-    options = ("--rows", "9", "--max-waiting", "2", "--keep", "1")
+    options = ("chunks.rows=9", "chunks.max_waiting=2", "chunks.keep=1")
     producer = stream.producer(tmp_path / "source", *options, kind="packs")
     two, one = stream.ranks(2, step_s=0.02), stream.ranks(1)
     try:
@@ -198,7 +198,7 @@ def test_windows_of_two_folders_continue_on_fewer_processes_after_a_kill(stream:
 
 def test_a_second_producer_is_refused(stream: Stream, tmp_path: Path) -> None:
     source = write_chats(tmp_path / "chats.jsonl", 50)
-    producer = stream.producer(source, "--rows", "5", "--max-waiting", "2")
+    producer = stream.producer(source, "chunks.rows=5", "chunks.max_waiting=2")
     second = Stream(stream.folder, tmp_path).producer(source)
     try:
         producer.start()
@@ -223,7 +223,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_half_visible_and_the_rest_c
     if mounted.returncode:
         pytest.skip("mount is not allowed here")
     try:
-        producer = stream.producer(source, "--rows", "200", "--max-waiting", "100")
+        producer = stream.producer(source, "chunks.rows=200", "chunks.max_waiting=100")
         producer.start()
         assert producer.wait() == [2], producer.output()
         assert "No space left on device" in producer.output()

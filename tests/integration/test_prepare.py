@@ -230,7 +230,7 @@ def test_plain_chats_keep_their_bytes(tmp_path, chats):
         "train": "f4db2e7e41243ad8c907c7df55af947b",
         "validation": "a96cc1ae77f2ff90a20f1cef0bd682fd",
     }
-    report, _ = run(settings(tmp_path / "e", chats, over_long="truncate", drop_duplicates=True))
+    report, _ = run(settings(tmp_path / "e", chats, over_long="cut", drop_duplicates=True))
     assert {name: split.fingerprint for name, split in report.splits.items()} == {
         "train": "d22ef215e1b596555fc626a930c59aa8",
         "validation": "9a4348f7d2b872f49bf34b8937230bfa",
@@ -338,7 +338,7 @@ def test_a_failed_run_can_be_repeated(tmp_path):
 
 
 def test_truncated_conversations_fill_a_pack_and_are_counted(tmp_path, chats):
-    report, _ = run(settings(tmp_path / "d", chats, over_long="truncate"))
+    report, _ = run(settings(tmp_path / "d", chats, over_long="cut"))
     assert report.truncated > 0
     assert not report.dropped
     lengths = open_dataset(tmp_path / "d" / "train").sequence_lengths

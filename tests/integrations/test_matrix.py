@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trainers import HERE, Trainer
 
-from harness.parity import compare_integrations
+from tests.integrations.global_batches import compare_integrations
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 # Modules of Bridge are imported on a CPU with these in place, in every process that its Python starts.

@@ -14,11 +14,11 @@ import pytest
 from environments import ROOT
 from trainers import Trained, Trainer
 
-from harness.bench.integrations import collate_for_bridge
 from harness.formats import export_to_bridge, open_dataset
 from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.schedule import ScheduleConfig
 from harness.thd import ThdBatch, pad_row, thd_from_arrays
+from tests.benchmarks.integrations import collate_for_bridge
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 PROGRAM = "bridge_pretrain.py"

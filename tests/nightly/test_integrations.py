@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 def test_every_integration_reads_the_same_global_batches(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "recipes.parity", "check=integrations", f"folder={tmp_path}"]
+    command = [sys.executable, "-m", "tests.integrations.global_batches", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     cells = {cell["name"]: cell for cell in json.loads((tmp_path / "report.json").read_text())["cells"]}

@@ -89,7 +89,7 @@ def test_fifty_kills_change_nothing(stream: Stream, tokenizer: Path, tmp_path: P
             for pack in rows:
                 writer.append(pack)
 
-    options = ("--rows", str(ROWS_PER_CHUNK), "--max-waiting", "4", "--keep", "2")
+    options = (f"chunks.rows={ROWS_PER_CHUNK}", "chunks.max_waiting=4", "chunks.keep=2")
     producer = stream.producer(source, *options, kind=kind)
     name = str(tokenizer) if kind == "chat" else ""
     training = stream.ranks(ranks, interval=7, step_s=0.25 if kind == "packs" else 0.5, tokenizer=name)
@@ -125,7 +125,7 @@ def test_kills_with_another_number_of_ranks_after_each_repeat_and_lose_nothing(
             super().start()
 
     source = write_chats(tmp_path / "source.jsonl", 1500)
-    producer = stream.producer(source, "--rows", str(ROWS_PER_CHUNK), "--max-waiting", "4", "--keep", "0")
+    producer = stream.producer(source, f"chunks.rows={ROWS_PER_CHUNK}", "chunks.max_waiting=4", "chunks.keep=0")
     training = AnyRanks([], stream.out / "ranks.log")
     try:
         producer.start()

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.bench.soaking import SoakSettings, bench_soak
 from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, convert_dataset
 from recipes.parity import make_dataset
+from tests.benchmarks.soaking import SoakSettings, bench_soak
 
 from ..distributed.conftest import ROOT, environment, launcher, read_metrics
 from .conftest import TINY
@@ -55,7 +55,7 @@ def shm_bytes() -> int:
 
 
 def test_a_loader_with_4_workers_holds_the_same_after_20_minutes(tmp_path) -> None:
-    """The settings of `harness bench soak`, whose figures are in BENCHMARKS.md."""
+    """The settings of `python -m tests.benchmarks soak`, whose figures are in BENCHMARKS.md."""
     settings = SoakSettings()
     assert settings.seconds * len(settings.formats) == 20 * 60
     with Workspace(tmp_path) as workspace:

@@ -27,7 +27,7 @@ from harness.settings import find_odd, to_plain
 from harness.storage import write_atomically
 
 DONE, FAILED, MISSING = "done", "failed", "missing"
-REPORT_JSON, REPORT_HTML = "report.json", "report.html"
+REPORT_JSON, REPORT_PAGE = "report.json", "report.md"
 _MACHINE = "machine"
 # Of a launcher, which would make a part's process a rank of the job that this process is in.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
@@ -166,11 +166,11 @@ def bench_gpu(settings: GpuSettings, workspace: Workspace, progress: Progress) -
         report = _join(settings, machine, {name: results[name] for name in PARTS if name in results}, left)
         files = {
             REPORT_JSON: json.dumps({"machine": machine, "parts": results, "report": report.to_dict()}, indent=2),
-            REPORT_HTML: render_page(machine, results, {name: part.about for name, part in PARTS.items()}, left),
+            REPORT_PAGE: render_page(machine, results, {name: part.about for name, part in PARTS.items()}, left),
         }
         for name, text in files.items():
             write_atomically(out / name, text.encode(errors="replace"))
-    report.notes.append(f"report {out / REPORT_HTML}")
+    report.notes.append(f"report {out / REPORT_PAGE}")
     return report
 
 

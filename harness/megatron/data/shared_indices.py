@@ -46,7 +46,9 @@ class SharedIndices:
             with self._fetching():
                 yield
             return
-        with leased(self._store, _BUILDING, log=lambda line: print_line(f"building indices: {line}", flush=True)) as lease:
+        with leased(
+            self._store, _BUILDING, log=lambda line: print_line(f"building indices: {line}", flush=True)
+        ) as lease:
             with self._fetching() as remote:
                 yield
             remote.check = lease.check

@@ -364,7 +364,11 @@ def _train_and_save(
         on_whole=lambda _: _mark_trained(run.training, whole_checkpoints(folder)[:1]),
         local=local,
         # The settings are what an export needs, whatever becomes of config.yaml.
-        facts={"run": run.identity.run, "attempt": run.identity.attempt, "settings": redact_all(to_plain(run.settings))},
+        facts={
+            "run": run.identity.run,
+            "attempt": run.identity.attempt,
+            "settings": redact_all(to_plain(run.settings)),
+        },
     )
 
     def save(number: int, state: LoaderState) -> None:

@@ -2,21 +2,19 @@
 
 `publish` writes `report.html` (opens offline), `report.md` (at most 3,800 characters, for a chat) and `junit.xml`
 (a test case for every comparison of every cell) next to `report.json`, which `report.schema.json` in this folder
-describes. `render_history` writes `history.html`. Pages need the extra `report` (Jinja and Plotly); they only render,
-and compute nothing that the report does not hold. Read `page` first.
+describes. Pages need the extra `report` (Jinja and Plotly); they only render, and compute nothing that the report does
+not hold. Read `page` first.
 """
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.errors import ConfigError, os_errors_as
-from harness.parity.history import History
 from harness.parity.pages.junit import render_junit
 from harness.parity.pages.message import render_message
-from harness.parity.pages.page import render_nights, render_page
+from harness.parity.pages.page import render_page
 from harness.parity.result import REPORT_FILE, ParityReport, to_json
 from harness.parity.table import show
 from harness.storage import write_atomically
@@ -24,10 +22,9 @@ from harness.storage import write_atomically
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["HTML_FILE", "publish", "read_style", "render_all", "render_history"]
+__all__ = ["HTML_FILE", "publish", "render_all"]
 
 HTML_FILE, MESSAGE_FILE, JUNIT_FILE = "report.html", "report.md", "junit.xml"
-HISTORY_FILE = "history.html"
 
 
 def publish(report: ParityReport, console: Console, folder: Path | None) -> None:
@@ -51,20 +48,6 @@ def render_all(report: ParityReport, folder: Path) -> None:
     """
     files = {MESSAGE_FILE: render_message(report), JUNIT_FILE: render_junit(report), HTML_FILE: render_page(report)}
     _write_files(files, folder)
-
-
-def render_history(history: History, folder: Path) -> None:
-    """Write `history.html` to `folder`, made if missing.
-
-    Raises:
-        ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
-    """
-    _write_files({HISTORY_FILE: render_nights(history)}, folder)
-
-
-def read_style() -> str:
-    """Return the style sheet of these pages, for others that look the same."""
-    return resources.files(__package__ or "").joinpath("templates", "page.css").read_text()
 
 
 def _write_files(files: dict[str, str], folder: Path) -> None:

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.bench import integrations
-from harness.bench.formats import write_bridge_file
-from harness.bench.integrations import (
+from harness.bench.workspace import Workspace, make_packs
+from harness.errors import ConfigError
+from harness.integrations import HuggingFaceRow, MegatronRow
+from harness.thd import build_thd_batch
+from tests.benchmarks import integrations
+from tests.benchmarks.formats import write_bridge_file
+from tests.benchmarks.integrations import (
     IntegrationsSettings,
     bench_integrations,
     bridge_loader,
     trl_loader,
     write_trl_dataset,
 )
-from harness.bench.workspace import Workspace, make_packs
-from harness.errors import ConfigError
-from harness.integrations import HuggingFaceRow, MegatronRow
-from harness.thd import build_thd_batch
 
 TINY = IntegrationsSettings(packs=24, pack_size=64, workers=(0,), global_batch=4, rows=8, rounds=1)
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from harness.bench import BENCHES, everything
-from harness.bench.everything import SECTIONS, Section, bench_everything, render_benchmarks
+from harness.bench import BENCHES
 from harness.bench.figures import BenchReport, read_figures
-from harness.bench.formats import open_arrow
 from harness.bench.workspace import make_packs
-from harness.cli.app import app
-from harness.errors import ConfigError
+from tests.benchmarks import everything
+from tests.benchmarks.__main__ import peers
+from tests.benchmarks.everything import SECTIONS, Section, measure_everything, render_benchmarks, write_page
+from tests.benchmarks.formats import open_arrow
 
 
 def a_report() -> BenchReport:
@@ -82,7 +81,7 @@ def test_a_section_is_measured_by_the_command_that_the_page_names(monkeypatch, t
     section = next(section for section in SECTIONS if section.arguments == ("schedule",))
     monkeypatch.setattr(everything, "SECTIONS", [section])
     failed: list[str] = []
-    (measure,) = bench_everything(tmp_path, quick=True, failed=failed)
+    (measure,) = measure_everything(tmp_path, quick=True, failed=failed)
     report = measure(silent)
     assert failed == []
     assert report.command == "harness bench schedule --quick"
@@ -90,13 +89,14 @@ def test_a_section_is_measured_by_the_command_that_the_page_names(monkeypatch, t
     assert f"```\n{report.command}\n```" in render_benchmarks([report])
 
 
-def test_a_failed_section_reports_its_error_and_loses_no_other(monkeypatch, tmp_path):
+def test_a_failed_section_reports_its_error_and_loses_no_other(monkeypatch, tmp_path, capsys):
     broken = Section("Broken", ("formats", "parts=nonsense"), "", shares_data=True)
     whole = Section("Scheduling", ("schedule", "schedulers=as_packed"), "")
     monkeypatch.setattr(everything, "SECTIONS", [broken, whole])
     page = tmp_path / "BENCHMARKS.md"
-    done = CliRunner().invoke(app, ["bench", "all", f"page={page}", "--quick", "--dir", str(tmp_path)])
-    assert "1 benches could not be measured: Broken" in str(done.exception)
+    with pytest.raises(SystemExit):
+        write_page([str(page), "--quick"])
+    assert "1 benches could not be measured: Broken" in capsys.readouterr().err
     assert "this could not be measured: exit code 2" in page.read_text()
     assert "'nonsense' is not known" in page.read_text()
     assert "## Scheduling" in page.read_text()
@@ -105,14 +105,13 @@ def test_a_failed_section_reports_its_error_and_loses_no_other(monkeypatch, tmp_
 
 def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
     (tmp_path / "file").write_text("")
-    page = tmp_path / "file" / "page.md"
-    done = CliRunner().invoke(app, ["bench", "all", "--page", str(page), "--dir", str(tmp_path)])
-    assert isinstance(done.exception, ConfigError)
+    with pytest.raises(NotADirectoryError):
+        write_page([str(tmp_path / "file" / "page.md")])
 
 
 def test_sections_are_benches_that_exist_and_have_their_own_titles():
     assert len({section.title for section in SECTIONS}) == len(SECTIONS)
-    assert {section.arguments[0] for section in SECTIONS} == set(BENCHES) - {"all"}
+    assert {section.arguments[0] for section in SECTIONS} == set(BENCHES | peers())
 
 
 def test_a_section_about_gpus_is_left_out_by_name_where_there_is_none(monkeypatch, tmp_path):
@@ -120,7 +119,7 @@ def test_a_section_about_gpus_is_left_out_by_name_where_there_is_none(monkeypatc
     monkeypatch.setattr(everything, "SECTIONS", [section])
     monkeypatch.setattr(everything.shutil, "which", lambda name: None)
     failed: list[str] = []
-    (measure,) = bench_everything(tmp_path, quick=True, failed=failed)
+    (measure,) = measure_everything(tmp_path, quick=True, failed=failed)
     report = measure(lambda text: None)
     assert not failed
     assert not report.figures

@@ -89,34 +89,6 @@ def test_repack_plans_stored_sequences_again(harness, dataset, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (["convert", "SRC", "DST", "--to", "memmap"], ["convert", "SRC", "DST", "memmap"]),
-        (
-            ["convert", "SRC", "DST", "--packs-per-shard=1", "--to=npy"],
-            ["convert", "SRC", "DST", "npy", "data.packs_per_shard=1"],
-        ),
-        (
-            ["import", "SRC", "DST", "--pack-size", "9", "--to", "npy", "--from", "megatron_bridge"],
-            ["import", "SRC", "DST", "megatron_bridge", "npy", "data.pack_size=9"],
-        ),
-    ],
-)
-def test_flags_of_earlier_versions_mean_the_same_settings(harness, dataset, tmp_path, old, new):
-    printed = []
-    for name, arguments in (("old", old), ("new", new)):
-        names = {"SRC": str(dataset), "DST": str(tmp_path / name)}
-        if arguments[0] == "import":
-            rows = [{"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1], "seq_start_id": [0]}]
-            np.save(tmp_path / "packed.npy", np.array(rows, dtype=object), allow_pickle=True)
-            names["SRC"] = str(tmp_path / "packed.npy")
-        code, text, error = harness(*(names.get(argument, argument) for argument in arguments))
-        assert (code, error) == (0, "")
-        printed.append(text.replace(str(tmp_path / name), "DST"))
-    assert printed[0] == printed[1]
-
-
-@pytest.mark.parametrize(
     "arguments",
     [
         ["inspect", "nowhere"],
@@ -168,7 +140,7 @@ def test_a_mistake_in_an_argument_is_one_clear_error_with_code_2(harness, datase
 
 COMMANDS = [
     *("inspect x", "verify x", "convert a b npy", "diff a b", "import a b nemotron", "repack a b", "live produce a b"),
-    *("indexed convert a b", "requeue a", "export a b", "chat a", "bench pack", "plan sft_tiny", "submit sft_tiny"),
+    *("indexed convert a b", "requeue a", "export a b", "chat a", "bench schedule", "plan sft_tiny", "submit sft_tiny"),
     *("prepare", "train sft", "train pretrain", "parity", "inspect x --cfg", "plan sft_tiny --cfg", "prepare --cfg"),
 ]
 
@@ -225,8 +197,7 @@ def test_plan_computes_without_torch_from_settings_of_the_plan_and_of_the_recipe
         "plan",
         "sft_tiny",
         "packs=100",
-        "--sequence-tokens",
-        "256",
+        "sequence_tokens=256",
         "parallel.ranks=4",
         "model.vocab_size=512",
     ]
@@ -238,11 +209,11 @@ def test_plan_computes_without_torch_from_settings_of_the_plan_and_of_the_recipe
 
 def test_a_search_without_data_assumes_some_and_says_so(harness, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, printed, _ = harness("plan", "auto", "model=llama3_8b", "gpus=8", "top=1")
+    code, printed, _ = harness("plan", "auto", "model=llama3_8b", "parallel.ranks=8", "top=1")
     assert (code, "8 GPUs" in printed) == (0, True)
     assert "assumed: packs of 8,192 tokens" in printed
     assert "assumed: a vocabulary of 131,072 tokens" in printed
-    code, _, message = harness("plan", "auto", "model=llama3_8b", "gpus=8", "data.path=nowhere")
+    code, _, message = harness("plan", "auto", "model=llama3_8b", "parallel.ranks=8", "data.path=nowhere")
     assert (code, "no dataset there" in message) == (2, True)
 
 
@@ -262,25 +233,13 @@ def test_a_plan_refuses_what_it_would_not_use_and_what_would_not_run(harness, ar
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("one", "other"),
     [
-        (
-            ["plan", "sft_tiny", "model.vocab_size=512", "packs=9", "ranks=2", "--pack-size", "2048"],
-            ["plan", "sft_tiny", "model.vocab_size=512", "packs=9", "parallel.ranks=2", "data.pack_size=2048"],
-        ),
-        (
-            ["inspect", "DATA", "--pack", "1", "--tokenizer", "none"],
-            ["inspect", "DATA", "--pack=1", "tokenizer.name=none"],
-        ),
         (["convert", "DATA", "npy", "npy", "--overwrite"], ["convert", "DATA", "npy", "npy", "data.overwrite=true"]),
         (["convert", "DATA", "one", "legacy_npy_pickle"], ["convert", "DATA", "one", "npy", "data.overwrite=true"]),
-        (
-            ["requeue", "RUN", "--exit-code", "9", "--max-same", "1"],
-            ["requeue", "RUN", "exit_code=9", "cluster.max_same_failures=1"],
-        ),
     ],
 )
-def test_old_names_of_settings_are_the_same_settings(harness, dataset, tmp_path, monkeypatch, old, new):
+def test_two_names_of_a_setting_are_the_same_setting(harness, dataset, tmp_path, monkeypatch, one, other):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     names = {"DATA": str(dataset), "RUN": "run"}
@@ -290,7 +249,7 @@ def test_old_names_of_settings_are_the_same_settings(harness, dataset, tmp_path,
         (tmp_path / "run").mkdir()
         return harness(*(names.get(argument, argument) for argument in arguments))
 
-    answers = [run(arguments) for arguments in (old, new)]
+    answers = [run(arguments) for arguments in (one, other)]
     assert answers[0] == answers[1]
     assert "unknown" not in answers[0][2]
 

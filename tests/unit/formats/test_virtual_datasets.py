@@ -310,7 +310,7 @@ def test_a_child_process_reads_with_its_own_files(tmp_path: Path, store: Path) -
 def test_the_command_plans_again_and_inspect_finds_the_tokenizer(tmp_path: Path, store: Path) -> None:
     run = CliRunner()
     plan = tmp_path / "deep" / "plan"
-    done = run.invoke(app, ["repack", str(store), str(plan), "--pack-size", "16", "--seed", "5"])
+    done = run.invoke(app, ["repack", str(store), str(plan), "data.pack_size=16", "data.seed=5"])
     assert done.exit_code == 0, done.output
     assert "2 packs, 7 sequences, 24 tokens as virtual" in done.output
     shown = run.invoke(app, ["inspect", str(plan), "--json"])

@@ -302,18 +302,13 @@ def test_commands_convert_merge_count_and_verify(tmp_path: Path, monkeypatch: py
         return done.output
 
     assert "3 documents, 3 sequences, 11 tokens as uint16" in output_of(
-        "indexed", "convert", "s.parquet", "--to", "x", "--eod", "1"
+        "indexed", "convert", "s.parquet", "x", "data.eod=1"
     )
-    output_of("indexed", "merge", "x", "x.idx", "--to", "xx")
-    output_of("indexed", "counts", "x", "xx", "--to", "c.json")
+    output_of("indexed", "merge", "x", "x.idx", "xx")
+    output_of("indexed", "counts", "x", "xx", "c.json")
     assert json.loads(Path("c.json").read_text()) == {"x": [3, 4], "xx": [6, 7]}
-    assert (
-        json.loads(output_of("indexed", "family", "s.parquet", "--out", "f", "--name", "c", "--json"))[0]["num_tokens"]
-        == 8
-    )
-    output_of(
-        "indexed", "family", "--shards", "train=s.parquet", "--shards", "valid=s.parquet", "--out", "g", "--name", "c"
-    )
+    assert json.loads(output_of("indexed", "family", "f", "c", "s.parquet", "--json"))[0]["num_tokens"] == 8
+    output_of("indexed", "family", "g", "c", "shards.train=s.parquet", "shards.valid=s.parquet")
     assert sequences_of(Path("g/c_train")) == sequences_of(Path("g/c_valid")) == ROWS
     for path in ("x", "x.idx", "xx.bin", "f/c.json", "g/c.json"):
         note, _, found = output_of("verify", path).rpartition("note: ")[2].rpartition(f"{path}: ")

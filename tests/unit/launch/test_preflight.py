@@ -245,46 +245,27 @@ def test_gpus_and_their_failures_are_read_from_nvidia_smi(tmp_path, monkeypatch)
         read_gpus()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [
-            "node1,node2",
-            "srun={srun}",
-            "failed={failed}",
-            "cluster.gpus_per_node=1",
-            "cluster.preflight.min_shm_mib=64",
-        ],
-        # as scripts of earlier versions, which may wait in a queue
-        ["--nodes=node1,node2", "--srun={srun}", "--failed={failed}", "--gpus=1", "--min-shm-mib=64"],
-    ],
-)
-def test_the_command_of_a_script_judges_by_its_settings(harness, monkeypatch, tmp_path, arguments):
+def test_the_command_of_a_script_judges_by_its_settings(harness, monkeypatch, tmp_path):
     paths = {"srun": tmp_path / "srun", "failed": tmp_path / "failed"}
     paths["srun"].write_text("srun: error: node2: task 1: Killed\n")
     facts = [{"check": "gpus", "facts": {"gpus": [], "driver": "none"}}, {"check": "shm", "facts": {"mib": 63}}]
     monkeypatch.setattr(
         "sys.stdin", io.StringIO("".join(json.dumps({"node": "node1", **fact}) + "\n" for fact in facts))
     )
-    code, printed, _ = harness("preflight", "judge", *(argument.format(**paths) for argument in arguments))
+    arguments = [f"{name}={path}" for name, path in paths.items()]
+    settings = ("cluster.gpus_per_node=1", "cluster.preflight.min_shm_mib=64")
+    code, printed, _ = harness("preflight", "judge", "node1,node2", *arguments, *settings)
     assert code == 1  # none is left to run the job
     assert "preflight: node2: launch: Killed" in printed
     assert "preflight: node1: gpus: nvidia-smi shows 0, the job asks for 1" in printed
     assert "preflight: node1: shm: /dev/shm has 63 MiB, loader workers need 64" in printed
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ['data.path=[/a,"/b,c"]', "data.live.path=[/l]", "model.init_from=/w", "cluster.preflight.timeout_s=7"],
-        ["--data=/a", '--data="/b,c"', "--live=/l", "--weights=/w", "--timeout-s=7"],
-    ],
-)
-def test_the_command_of_a_script_probes_what_the_run_needs(harness, monkeypatch, arguments):
+def test_the_command_of_a_script_probes_what_the_run_needs(harness, monkeypatch):
     asked = {}
     monkeypatch.setattr("harness.launch.preflight.node_checks", lambda place, **needed: asked.update(needed) or {})
     monkeypatch.setattr("os._exit", lambda code: None)
-    run_dir = ["--run-dir=/run"] if arguments[0].startswith("--") else ["/run"]
-    assert harness("preflight", "probe", *run_dir, *arguments)[0] == 0
+    needed = ('data.path=[/a,"/b,c"]', "data.live.path=[/l]", "model.init_from=/w", "cluster.preflight.timeout_s=7")
+    assert harness("preflight", "probe", "/run", *needed)[0] == 0
     expected = {"run_dir": Path("/run"), "data": ["/a", "/b,c"], "weights": "/w", "live": ["/l"], "timeout_s": 7.0}
     assert asked == expected

@@ -28,7 +28,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path):
     runs = tmp_path / "runs"
     (runs / "sft_tiny-004").mkdir(parents=True)
     (runs / "sft_tiny-old-009").mkdir()
-    arguments = ["--nodes", "3", "--dry-run", f"runs={runs}", "cluster.time=00:10:00", "trainer.steps=5"]
+    arguments = ["nodes=3", "--dry-run", f"runs={runs}", "cluster.time=00:10:00", "trainer.steps=5"]
     done = subprocess.run(
         [sys.executable, "-m", "harness", "submit", "sft_tiny", *arguments],
         capture_output=True,
@@ -108,7 +108,7 @@ def test_every_dataset_of_a_run_is_listed(tmp_path):
     assert dataset_paths({"data": named}) == ("x", "y")
 
 
-IN_CONTAINER = ("sft_tiny", "name=tiny", "--cluster", "h100_pyxis", "runs=/shared/runs", "data.path=/shared/data")
+IN_CONTAINER = ("sft_tiny", "name=tiny", "cluster=h100_pyxis", "runs=/shared/runs", "data.path=/shared/data")
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ IN_CONTAINER = ("sft_tiny", "name=tiny", "--cluster", "h100_pyxis", "runs=/share
         (["sft_tiny", "nodes=0"], "nodes is 0"),
         (["sft_tiny", "cluster.tim=1"], "did you mean cluster.time?"),
         (["sft_tiny", "run_dir=nowhere"], "there is no run to resume"),
-        (["sft_tiny", "--cluster", "nowhere"], "the group cluster has no file 'nowhere'"),
+        (["sft_tiny", "cluster=nowhere"], "the group cluster has no file 'nowhere'"),
         (
-            ["sft", "--cluster", "h100_ib", "--nodes", "4"],
+            ["sft", "cluster=h100_ib", "nodes=4"],
             "32 data-parallel ranks (32 ranks / 1 that share a model) cannot each train a part of 16 packs",
         ),
         (
-            ["sft_tiny", "--cluster", "h100_pyxis", "data.path=data/mine"],
+            ["sft_tiny", "cluster=h100_pyxis", "data.path=data/mine"],
             "data/mine is relative, and would be looked up in the container's own folder\n  where: data.path",
         ),
         (
@@ -143,11 +143,11 @@ IN_CONTAINER = ("sft_tiny", "name=tiny", "--cluster", "h100_pyxis", "runs=/share
             "shows /shared/runs/tiny-001 at the same path: /lustre:/shared\n  where: runs",
         ),
         (
-            ["llama3_8b_4nodes", "--cluster", "h100_ib", "--nodes", "2"],
+            ["llama3_8b_4nodes", "cluster=h100_ib", "nodes=2"],
             "planned for 32 ranks, and 2 nodes of 8 have 16\n  where: nodes\n  fix:   nodes=4",
         ),
         (
-            ["llama3_8b_1node", "--cluster", "h100_ib", "schedule.max_tokens_per_rank=16384"],
+            ["llama3_8b_1node", "cluster=h100_ib", "schedule.max_tokens_per_rank=16384"],
             "llama3_8b_1node does not fit the cluster's GPUs: the fullest rank, of pipeline stage 0, needs 76.2 GiB of "
             "72.0 usable (7.5 weights + 15.0 gradients + 11.2 optimizer + 40.6 activations + 2.0 gradient of the "
             "logits)\n  where: cluster.gpu_gib=80",

@@ -129,19 +129,19 @@ def test_a_stream_is_produced_and_ended_from_the_command_line(tmp_path, harness)
     source = tmp_path / "in.jsonl"
     line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     source.write_text(f"{json.dumps(line)}\n" * 5)
-    code, out, _ = harness("live", "produce", source, tmp_path / "live", "--rows", 2, "--leave-open")
+    code, out, _ = harness("live", "produce", source, tmp_path / "live", "chunks.rows=2", "--leave-open")
     assert code == 0
     assert out.splitlines()[-1] == f"{tmp_path / 'live'}: 5 rows in 3 chunks"
     code, out, _ = harness("live", "end", tmp_path / "live")
     assert out == f"{tmp_path / 'live'}: ends after 3 chunks\n"
     assert live_status(tmp_path / "live").ended
-    code, _, err = harness("live", "produce", source, tmp_path / "live", "--kind", "images")
+    code, _, err = harness("live", "produce", source, tmp_path / "live", "chunks.kind=images")
     assert code == 2
     assert "choose one of: chat, packs" in err
 
 
 @pytest.mark.parametrize("source", ["chats.jsonl", "chats", "-"])
-def test_the_order_of_earlier_versions_is_refused_and_nothing_is_written(tmp_path, harness, monkeypatch, source):
+def test_the_folder_before_the_input_is_refused_and_nothing_is_written(tmp_path, harness, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats.jsonl").write_text("{}\n")

@@ -14,7 +14,6 @@ import pytest
 import torch
 from corpora import ALONE, VOCAB, batches, opened, settings, write_corpus
 
-from harness.bench.corpus import QUICK, bench_corpus
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
 from harness.indexed import count_sequences, save_counts
@@ -23,6 +22,7 @@ from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.data.corpus import build_corpus, open_corpus
 from harness.megatron.run.pretraining import _check_samples
 from harness.plan import PretrainConfig, TrainerConfig
+from tests.benchmarks.corpus import QUICK, bench_corpus
 
 pytestmark = pytest.mark.usefixtures("job")
 

@@ -15,12 +15,11 @@ import pytest
 from harness import LoaderConfig, open_writer
 from harness.errors import ConfigError
 from harness.integrations import INTEGRATIONS, Integration, RankStream, registry
-from harness.parity import compare_integrations, parse_integrations
-from harness.parity.integrations import BEFORE, find_difference
-from harness.parity.probes import PROBES, ProbeJob, trained_part
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.train import content_digest, sequence_digests
+from tests.integrations.global_batches import BEFORE, compare_integrations, find_difference, parse_integrations
+from tests.integrations.probes import PROBES, ProbeJob, trained_part
 
 JOB = ProbeJob("torch", "data", {}, {}, first_step=0, last_step=2, folder="")
 
@@ -79,7 +78,7 @@ def test_a_trainer_that_is_not_installed_is_shown_with_the_command_that_installs
 ) -> None:
     nothing = Integration(("nothing_of_that_name",), "pip install nothing")
     monkeypatch.setattr(registry, "INTEGRATIONS", {**INTEGRATIONS, "torchtitan": nothing})
-    monkeypatch.setattr("harness.parity.integrations.INTEGRATIONS", registry.INTEGRATIONS)
+    monkeypatch.setattr("tests.integrations.global_batches.INTEGRATIONS", registry.INTEGRATIONS)
     (result,) = compare_integrations({"torchtitan": sys.executable}, data, tmp_path, steps=4, timeout_s=60)
 
     assert result.status == "skipped"

@@ -13,7 +13,7 @@ from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
 from harness.parity.baselines import against, baseline_of, read_baseline, record
 from harness.parity.compare import Tolerances
-from harness.parity.history import read_history, summarize
+from harness.parity.joined import summarize
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, Series, read_report, write_report
 from recipes.parity import make_dataset
 
@@ -128,7 +128,7 @@ def test_an_update_is_explicit_and_reports_what_moved_and_by_how_much(kept, data
     run = write_run(tmp_path / "new", data, change=lambda step: replace(step, loss=step.loss * (1 + 2e-3)))
     with pytest.raises(ConfigError, match="there is a baseline small already"):
         record("small", run, kept, Tolerances())
-    code, output = harness("update", "small", "--run", run, "--baselines", kept)
+    code, output = harness("update", "small", run, f"baselines={kept}")
     assert code == 0, output
     assert "loss moved by up to 2.0e-03" in output
     assert "baseline small is this run now: 1 of 6 checks moved" in output
@@ -141,93 +141,20 @@ def test_an_update_is_explicit_and_reports_what_moved_and_by_how_much(kept, data
 def report(
     created: str,
     *,
-    loss: float = 2.0,
-    rate: float = 900.0,
-    memory: int = 10**9,
     host: str = "one",
     status: str = "same",
 ) -> ParityReport:
-    series = Series(step=[1, 2], loss=[3.0, loss])
+    series = Series(step=[1, 2], loss=[3.0, 2.0])
     cells = [
         CellResult("formats: npy", "formats", {}, None, "same", "", series=series, tokens_per_s=1000.0),
         CellResult(
             *("formats: parquet", "formats", {"format": "parquet"}, "formats: npy", status, "run it"),
             series=series,
-            tokens_per_s=rate,
-            peak_memory_bytes=memory,
+            tokens_per_s=900.0,
+            peak_memory_bytes=10**9,
         ),
     ]
     return ParityReport("formats", created, "parity", {"machine": f"{host}, Linux", "torch": "2.6"}, cells)
-
-
-def nights(folder: Path, *later: ParityReport) -> Path:
-    for number in range(1, 6):
-        (folder / f"night-{number}").mkdir(parents=True)
-        made = report(f"2026-01-0{number}T02:00:00+00:00", rate=900.0 + number)
-        write_report(made, folder / f"night-{number}" / REPORT_FILE)
-    for number, night in enumerate(later):
-        (folder / f"later-{number}").mkdir()
-        write_report(night, folder / f"later-{number}" / REPORT_FILE)
-    return folder
-
-
-def test_a_history_follows_loss_speed_and_memory_and_marks_the_night_that_left_its_band(tmp_path) -> None:
-    folder = nights(tmp_path / "nights", report("2026-01-06T02:00:00+00:00", loss=2.01, rate=500.0, memory=2 * 10**9))
-    found = read_history(folder)
-    assert found.title == "formats"
-    metrics = {(metric.cell, metric.name): metric for metric in found.metrics}
-    assert set(metrics) == {
-        ("formats: npy", "loss at step 2"),
-        ("formats: parquet", "loss at step 2"),
-        ("formats: parquet", "tokens/s, to the reference's"),
-        ("formats: parquet", "peak memory"),
-    }
-    speed = metrics["formats: parquet", "tokens/s, to the reference's"]
-    assert [night.value for night in speed.nights] == [0.901, 0.902, 0.903, 0.904, 0.905, 0.5]
-    assert [night.low is None for night in speed.nights] == [True, True, True, False, False, False]
-    assert speed.nights[-1].low == pytest.approx(0.903 * 0.8)
-    assert {(metric.cell, metric.name) for metric, _ in found.left} == set(metrics)
-    assert {night.created for _, night in found.left} == {"2026-01-06T02:00:00+00:00"}
-    assert {metric.nights[0].value for metric in read_history(folder, step=1).metrics if "loss" in metric.name} == {3.0}
-
-    code, output = harness("history", folder)
-    assert code == 1
-    assert "formats: parquet, loss at step 2: 2.01 left its band, 1.998 to 2.002" in output
-    assert (folder / "history.html").exists()
-
-
-def test_a_night_that_left_its_band_does_not_widen_it_and_a_quiet_history_ends_well(tmp_path) -> None:
-    odd = report("2026-01-06T02:00:00+00:00", memory=5 * 10**9)
-    folder = nights(tmp_path / "nights", odd, report("2026-01-07T02:00:00+00:00"))
-    memory = next(metric for metric in read_history(folder).metrics if metric.name == "peak memory")
-    assert [night.left_band for night in memory.nights] == [False] * 5 + [True, False]
-    assert (memory.nights[-1].low, memory.nights[-1].high) == (900.0, 1100.0)
-    code, output = harness("history", folder, "--out", tmp_path / "page")
-    assert code == 0, output
-    assert "7 nights, 4 metrics, 0 out of their band in the newest night" in output
-    with pytest.raises(FormatError, match="there is no report"):
-        harness("history", tmp_path / "page")
-
-
-def test_a_night_may_have_reports_of_several_matrices_and_a_cell_that_is_lost_left_its_band(tmp_path) -> None:
-    def workers(day: int, *, lost: bool = False) -> ParityReport:
-        made = report(f"2026-01-0{day}T03:00:00+00:00")
-        cells = [replace(cell, name=cell.name.replace("formats", "workers")) for cell in made.cells]
-        return replace(made, title="workers", cells=cells[:1] if lost else cells)
-
-    folder = nights(tmp_path / "nights", *(workers(day) for day in range(1, 6)))
-    found = read_history(folder)
-    assert (found.title, found.left) == ("2 matrices", [])
-    assert {metric.cell for metric in found.metrics} >= {"formats: parquet", "workers: parquet"}
-    assert {len(metric.nights) for metric in found.metrics} == {5}
-
-    lost = nights(tmp_path / "lost", *(workers(day, lost=day == 5) for day in range(1, 6)))
-    left = read_history(lost).left_now
-    assert {metric.cell for metric, _ in left} == {"workers: parquet"}
-    assert {night.value for _, night in left} == {None}
-    code, output = harness("history", lost)
-    assert code == 1
-    assert "workers: parquet, loss at step 2: no value left its band" in output
 
 
 def test_many_nodes_become_one_report_and_a_node_without_one_fails(tmp_path) -> None:
@@ -237,7 +164,7 @@ def test_many_nodes_become_one_report_and_a_node_without_one_fails(tmp_path) -> 
     joined = summarize([tmp_path / "a"], command="")
     assert joined.verdict == "same"
     assert joined.cells[1].reference == joined.cells[0].name == "one: formats: npy"
-    code, output = harness("summarize", tmp_path / "a", tmp_path / "b", tmp_path / "c", "--out", tmp_path / "joined")
+    code, output = harness("summarize", tmp_path / "a", tmp_path / "b", tmp_path / "c", f"out={tmp_path / 'joined'}")
     assert code == 1
     joined = read_report(tmp_path / "joined" / REPORT_FILE)
     assert [(cell.name, cell.status) for cell in joined.cells] == [

@@ -56,13 +56,12 @@ def test_an_over_long_conversation_is_dropped_or_cut_and_the_last_token_is_untra
     assert (len(kept.pieces), kept.reason, kept.is_cut, kept.num_lost) == (1, "", False, 0)
     dropped = fit(tokenizer, one, size - 1, "drop")
     assert (dropped.pieces, dropped.reason) == ((), "over_long")
-    for name in ("cut", "truncate"):
-        fitted = fit(tokenizer, one, size - 3, name)
-        (piece,) = fitted.pieces
-        assert len(piece) == size - 3
-        assert piece.loss_mask[-1] == 0
-        # The newline after the end of the turn is not trained anyway.
-        assert (fitted.is_cut, fitted.num_lost) == (True, 2)
+    fitted = fit(tokenizer, one, size - 3, "cut")
+    (piece,) = fitted.pieces
+    assert len(piece) == size - 3
+    assert piece.loss_mask[-1] == 0
+    # The newline after the end of the turn is not trained anyway.
+    assert (fitted.is_cut, fitted.num_lost) == (True, 2)
     assert fit(tokenizer, one, 3, "cut").reason == "untrained"
     with pytest.raises(ConfigError, match="over_long"):
         fit(tokenizer, one, 3, "wrap")

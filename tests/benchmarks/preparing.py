@@ -1,4 +1,4 @@
-"""`harness bench prepare`: tokenizing against the tokenizers library alone, and memory as the input grows."""
+"""Tokenizing against the tokenizers library alone, and memory as the input grows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from harness.bench.figures import BenchReport, Figure, Progress
-from harness.bench.probe import measure_apart
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import bounded, check_numbers
 from harness.prep import Conversation, cut_shards, read_shard, train_bpe
 from harness.prep.tokenize import texts_of
+from tests.benchmarks.probes import measure_apart
 
 _OURS, _THEIRS, _RATIO = (
     "prepare: file to shard on disk",

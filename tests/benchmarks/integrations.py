@@ -1,4 +1,4 @@
-"""`harness bench integrations`: the rows that other trainers get here, against each trainer's own data path."""
+"""The rows that other trainers get here, against each trainer's own data path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from harness.bench.figures import BenchReport, Progress, Side, take_turns
-from harness.bench.formats import BridgeReader, write_bridge_file
 from harness.bench.workspace import Workspace, make_packs
 from harness.checks import bounded, check_numbers
 from harness.errors import ConfigError
@@ -27,6 +26,7 @@ from harness.integrations import INTEGRATIONS, FixedRows, HuggingFaceRow, Megatr
 from harness.loader import LoaderConfig, RankLayout
 from harness.schedule import ScheduleConfig
 from harness.thd import build_thd_batch
+from tests.benchmarks.formats import BridgeReader, write_bridge_file
 
 _PREFETCH = 2
 # Yields the tokens of each row, inside a block that ends workers.

@@ -1,4 +1,4 @@
-"""`harness bench pack` and `harness bench repack`: planning packs, against other packers and over stored sequences."""
+"""Planning packs, against other packers and over stored sequences."""
 
 from __future__ import annotations
 

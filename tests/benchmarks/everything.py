@@ -1,4 +1,4 @@
-"""`harness bench all`: every bench in a process of its own, and `BENCHMARKS.md` from what they measured."""
+"""Every bench in a process of its own, and `BENCHMARKS.md` from what they measured."""
 
 from __future__ import annotations
 
@@ -10,24 +10,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.bench import BENCHES, Workspace
 from harness.bench.figures import (
+    VERDICTS,
     BenchReport,
     Figure,
     Progress,
     describe_machine,
+    escape_cell,
+    figure_table,
     list_versions,
     read_figures,
     show_number,
 )
-from harness.errors import HarnessError
+from harness.cli.bench import run_benches
+from harness.errors import HarnessError, exit_on_error
 
+ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 7200.0
 _HEAD = """# Benchmarks
 
-Made by `harness bench all`; every section names the command that makes it alone. Figures are medians over rounds in
-which the sides of a comparison take turns, on the same data, in the same run: on another machine the figures change,
-and the ratios should change little. Ranges are of the rounds. A ratio is the first side's figure over the second's,
-and a target is this project's own. Missed targets stay on the page.
+Made by `python -m tests.benchmarks all`; every section names the command that makes it alone. Figures are medians over
+rounds in which the sides of a comparison take turns, on the same data, in the same run: on another machine the figures
+change, and the ratios should change little. Ranges are of the rounds. A ratio is the first side's figure over the
+second's, and a target is this project's own. Missed targets stay on the page.
 """
 _NOT_FASTER = """## What is not faster
 
@@ -170,21 +176,23 @@ SECTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class EverythingSettings:
-    """Settings of `harness bench all`.
+def write_page(arguments: list[str]) -> None:
+    """Measure every section in processes of their own, and write the page of them; `--quick` for small sizes."""
+    page = Path(next((argument for argument in arguments if argument != "--quick"), "BENCHMARKS.md"))
+    failed: list[str] = []
+    with exit_on_error(), Workspace() as workspace:
+        page.open("a").close()  # refused before anything is measured
+        measurements = measure_everything(workspace.folder, quick="--quick" in arguments, failed=failed)
+        page.write_text(render_benchmarks(run_benches(measurements, as_json=False)))
+        if failed:
+            raise HarnessError(
+                f"{len(failed)} benches could not be measured: {', '.join(failed)}",
+                where=str(page),
+                fix="the page has the error of each",
+            )
 
-    Attributes:
-        page: file of the page to write.
-    """
 
-    page: str = "BENCHMARKS.md"
-
-
-QUICK = EverythingSettings()
-
-
-def bench_everything(folder: Path, *, quick: bool, failed: list[str]) -> list[Callable[[Progress], BenchReport]]:
+def measure_everything(folder: Path, *, quick: bool, failed: list[str]) -> list[Callable[[Progress], BenchReport]]:
     """Return a measurement for every section, with data shared in `folder`.
 
     A section that cannot be measured becomes a report with a note, and its title is added to `failed`, so that an hour
@@ -197,7 +205,8 @@ def _measurement(
     section: Section, folder: Path, *, quick: bool, failed: list[str]
 ) -> Callable[[Progress], BenchReport]:
     arguments = [*section.arguments, *(["--quick"] if quick else [])]
-    command = " ".join(["harness", "bench", *arguments])
+    program = "harness bench" if section.arguments[0] in BENCHES else "python -m tests.benchmarks"
+    command = " ".join([program, *arguments])
 
     def measure(progress: Progress) -> BenchReport:
         progress(f"{section.title}: {command}")
@@ -222,8 +231,8 @@ def _measurement(
 
 
 def _measure(arguments: list[str]) -> BenchReport:
-    command = [sys.executable, "-c", "from harness.cli import main; main()", "bench", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    command = [sys.executable, "-m", "tests.benchmarks", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     try:
         return read_figures(json.loads(done.stdout[done.stdout.index("{") :])["reports"][0])
     except (ValueError, KeyError, IndexError):
@@ -270,7 +279,7 @@ def _machine(reports: Sequence[BenchReport]) -> str:
 
 def _summary(reports: Sequence[BenchReport]) -> str:
     rows = [
-        f"| {_text(figure.name)} | {_shown(figure)} | {figure.target} | {_verdict(figure)} | {report.title} |"
+        f"| {escape_cell(figure.name)} | {_shown(figure)} | {figure.target} | {VERDICTS[figure.met]} | {report.title} |"
         for report in reports
         for figure in report.figures
         if figure.met is not None
@@ -298,11 +307,9 @@ def _not_faster(reports: Sequence[BenchReport]) -> str:
 def _section(report: BenchReport) -> str:
     lines = [f"## {report.title}", "", report.about, "", "```", report.command, "```", ""]
     if report.figures:
-        lines += ["| measured | figure | range | target | |", "|---|--:|--:|---|---|"]
-        for figure in report.figures:
-            name = f"**{_text(figure.name)}**" if figure.of and figure.unit == "x" else _text(figure.name)
-            lines.append(f"| {name} | {_shown(figure)} | {_range(figure)} | {figure.target} | {_verdict(figure)} |")
-        lines.append("")
+        bold = {figure: figure.of and figure.unit == "x" for figure in report.figures}
+        rows = [(f"**{figure.name}**" if bold[figure] else figure.name, figure) for figure in report.figures]
+        lines += [*figure_table(rows), ""]
     lines += [f"- {note}" for note in report.notes]
     if report.load is not None:
         lines.append(f"- took {report.seconds:.0f} s; load when it ended {report.load:.1f}")
@@ -314,18 +321,4 @@ def _shown(figure: Figure) -> str:
 
 
 def _named(figure: Figure) -> str:
-    return f"{_text(figure.name)} {_shown(figure)}"
-
-
-def _range(figure: Figure) -> str:
-    if len(figure.samples) < 2:
-        return ""
-    return f"{show_number(min(figure.samples))} – {show_number(max(figure.samples))}"  # noqa: RUF001
-
-
-def _verdict(figure: Figure) -> str:
-    return {None: "", True: "met", False: "**missed**"}[figure.met]
-
-
-def _text(name: str) -> str:
-    return name.replace("|", "\\|")
+    return f"{escape_cell(figure.name)} {_shown(figure)}"

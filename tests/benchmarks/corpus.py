@@ -1,4 +1,4 @@
-"""`harness bench corpus`: time to the first samples of a blend of many sources, with each fast-start option; and the
+"""Time to the first samples of a blend of many sources, with each fast-start option; and the
 pages that a step reads of a corpus larger than the cache, in Megatron's order and in blocks.
 """
 

@@ -1,4 +1,4 @@
-"""`harness bench formats`: reading, opening and writing in each format, against plain arrays of the same data."""
+"""Reading, opening and writing in each format, against plain arrays of the same data."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.bench.figures import BenchReport, Figure, Progress, Work, measure_rates
-from harness.bench.probe import measure_apart
 from harness.bench.workspace import Workspace, make_packs
 from harness.checks import bounded, check_numbers, require_choice
 from harness.formats import PackReader, ShardReader, open_dataset, open_writer
 from harness.loader import EpochOrder, LoaderConfig
 from harness.records import Int64Array, Pack
+from tests.benchmarks.probes import measure_apart
 
 _NUMPY, _PREAD = "np.memmap rows, copied, random", "pread of rows, random"
 _ARROW = "datasets' Arrow, random"

@@ -1,4 +1,10 @@
-"""The global batches of every integration compared with the loader's own, through a resume on other ranks."""
+"""The global batches of every integration compared with the loader's own, through a resume on other ranks.
+
+    python -m tests.integrations.global_batches FOLDER [NAME | NAME=PYTHON]...
+
+A trainer in another environment is named with its python; without names all are read. The report is written to FOLDER,
+beside the data; the exit code is 1 on any difference.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +19,29 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, exit_on_error
 from harness.formats import open_dataset
 from harness.integrations import INTEGRATIONS, RankStream, missing_packages
 from harness.loader import LoaderConfig
-from harness.parity.probes import PROBES, ProbeJob, trained_part
-from harness.parity.result import CellResult, Check, Difference
+from harness.parity import CellResult, ParityReport, command_line, environment
+from harness.parity.pages import publish
+from harness.parity.result import Check, Difference
 from harness.parity.running import last_words, rank_environment
 from harness.schedule import ScheduleConfig
 from harness.train import content_digest
+from recipes.parity import make_dataset
+from tests.integrations.probes import PROBES, ProbeJob, trained_part
 
 CHECK = "integrations"
+PROGRAM = Path(__file__).with_name("probes.py")
 # Packs of a global batch: 40 or 160 packs leave a ragged end of an epoch.
 _BATCH_SIZE = 12
 
@@ -197,7 +209,7 @@ def _run(
     del values["rank"], values["world_size"]
     listed.write_text(json.dumps(values))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={split.ranks}"]
-    command = [case.python, *launcher, "-m", "harness.parity.probes", str(listed)]
+    command = [case.python, *launcher, str(PROGRAM), str(listed)]
     with (place / "log.txt").open("w") as log:
         process = subprocess.Popen(command, env=rank_environment(), stdout=log, stderr=log, start_new_session=True)
         try:
@@ -260,3 +272,19 @@ def _missing(name: str, python: str) -> list[str]:
         ) from None
     missing: list[str] = json.loads(done.stdout)
     return missing
+
+
+def main(folder: Path, *named: str, steps: int = 20, timeout_s: float = 900.0) -> None:
+    """Compare the integrations of these names, print and write the report, and exit with its code."""
+    with exit_on_error():
+        dataset = make_dataset(folder.resolve() / "data" / "made") / "train"
+        pythons = parse_integrations(named)
+        results = list(compare_integrations(pythons, str(dataset), folder, steps=steps, timeout_s=timeout_s))
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        report = ParityReport("Parity: integrations", created, command_line(), environment("cpu"), results)
+        publish(report, Console(width=200), folder)
+        sys.exit(0 if report.verdict == "same" else 1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

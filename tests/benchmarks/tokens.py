@@ -1,4 +1,4 @@
-"""`harness bench tokens`: token shards to Megatron's .bin and .idx, against Megatron-Core's own builder."""
+"""Token shards to Megatron's .bin and .idx, against Megatron-Core's own builder."""
 
 from __future__ import annotations
 
