@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from harness.megatron.job import join, runtime
 from harness.megatron.state import checkpoint
 from harness.megatron.state.loading import sharded_weights
 from harness.megatron.step import MegatronStep
-from harness.plan import ParallelConfig, SftConfig
+from harness.plan import SftConfig
 
 # Momentum without memory: Adam's first moment is the gradient of the step.
 GRADIENT = "optimizer.state.exp_avg."
@@ -150,41 +150,46 @@ def _text(place: tuple[Any, ...]) -> str:
     return str([axis for axis in place if isinstance(axis, int)] or "")
 
 
-def groups_of(parallel: ParallelConfig) -> list[Any]:
-    """Return the sizes that make process groups; layouts that differ in other settings train in the same ones."""
-    return [value for name, value in asdict(parallel).items() if name.endswith("_size")]
-
-
-def main(path: Path) -> None:
-    layouts: list[tuple[str, str, SftConfig]] = pickle.loads(path.read_bytes())
+def train_layout(number: int, layout: tuple[str, str, SftConfig], path: Path) -> None:
+    """Train one layout on this rank; rank 0 adds its line when every rank has reported."""
+    name, kind, config = layout
     rank, size = map(runtime.place_in_job, ("RANK", "WORLD_SIZE"))
     store = runtime._open_store(rank, size, timedelta(seconds=600)) if size > 1 else torch.distributed.HashStore()
-    joined: list[Any] = []
-    with ExitStack() as job:
-        for number, (name, kind, config) in enumerate(layouts):
-            parallel, began = config.parallel, time.process_time()
+    # One store for all: each job has a part of it for itself.
+    own = PrefixStore(f"job {number}", store)
+    began = time.process_time()
+    try:
+        with (
+            mock.patch.object(runtime, "_open_store", return_value=own),
+            runtime.start("cpu", timeout_s=PATIENCE_S) as started,
+        ):
+            place = join(config.parallel, size, timeout_s=PATIENCE_S)
+            run = Run(config, path.with_name(f"{kind}.pt"))
+            outcome: dict[str, Any] = {**run.train(path.with_name("data") / "train", place, started.device)}
+        outcome["covered"] = {of: mask.numpy() for of, mask in run.covered.items()}
+    except Exception as error:  # of any kind: it is the result of this layout, and others follow
+        outcome = {"error": f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"}
+    outcome["cpu_s"] = time.process_time() - began
+    own.set(f"result of {rank}", pickle.dumps(outcome))
+    if rank == 0:
+        everyone = [pickle.loads(own.get(f"result of {other}")) for other in range(size)]
+        with path.with_suffix(".jsonl").open("a") as file:
+            file.write(json.dumps({"layout": name, **summary(everyone)}) + "\n")
+
+
+def main(path: Path) -> int:
+    """Train each layout in a process of its own: threads of gloo's process groups end with their process only."""
+    for number, layout in enumerate(pickle.loads(path.read_bytes())):
+        if (pid := os.fork()) == 0:
             try:
-                if groups_of(parallel) != joined:
-                    job.close()
-                    joined = groups_of(parallel)
-                    # One store for all: each job has a part of it for itself.
-                    own = PrefixStore(f"job {number}", store)
-                    with mock.patch.object(runtime, "_open_store", return_value=own):
-                        started = job.enter_context(runtime.start("cpu", timeout_s=PATIENCE_S))
-                    place = join(parallel, size, timeout_s=PATIENCE_S)
-                place = replace(place, pad_to_multiple=parallel.pad_to_multiple)
-                run = Run(config, path.with_name(f"{kind}.pt"))
-                outcome: dict[str, Any] = {**run.train(path.with_name("data") / "train", place, started.device)}
-                outcome["covered"] = {of: mask.numpy() for of, mask in run.covered.items()}
-            except Exception as error:  # of any kind: it is the result of this layout, and others follow
-                trace = traceback.format_exc(limit=-6)
-                outcome, joined = {"error": f"rank {rank}: {type(error).__name__}: {error}\n{trace}"}, []
-            outcome["cpu_s"] = time.process_time() - began
-            store.set(f"result {number} of {rank}", pickle.dumps(outcome))
-            if rank == 0:
-                everyone = [pickle.loads(store.get(f"result {number} of {other}")) for other in range(size)]
-                with path.with_suffix(".jsonl").open("a") as file:
-                    file.write(json.dumps({"layout": name, **summary(everyone)}) + "\n")
+                train_layout(number, layout, path)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(pid, 0)[1] != 0:
+            return 1
+    return 0
 
 
 def summary(everyone: list[dict[str, Any]]) -> dict[str, Any]:
@@ -201,4 +206,4 @@ def summary(everyone: list[dict[str, Any]]) -> dict[str, Any]:
 if __name__ == "__main__":
     prepare_process()
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    sys.exit(main(Path(sys.argv[1])))

@@ -53,14 +53,13 @@ sys.meta_path.insert(0, Finder())
 
 
 def train_all(layouts: list[Layout], place: Path) -> list[dict[str, Any]]:
-    """Train layouts in one process a rank, those in the same process groups one after another; return the results."""
+    """Train layouts one after another, each in a new process for every rank; return the results."""
     write_small_packs(place / "data", num_packs=NUM_PACKS)
     results = []
     # One rank first, of every kind, as the reference of the others.
     first = [next(layouts_of(kind)) for kind in dict.fromkeys(layout.kind for layout in layouts)]
     for ranks in RANKS:
         wanted = [*first * (ranks == 1), *(one for one in layouts if one.ranks == ranks and one not in first)]
-        wanted.sort(key=lambda layout: (list(map(str, layout.parallel.values())), layout not in first))
         if not wanted:
             continue
         file = place / f"{ranks}.pkl"
