@@ -131,7 +131,7 @@ def train_reference(config: SftConfig) -> int:
     if config.model.init_from is None or config.run_dir is None:
         raise ConfigError("it needs weights and a folder", where="model.init_from, run_dir", fix="name both")
     model = _transformers().AutoModelForCausalLM.from_pretrained(
-        config.model.init_from, dtype=torch.float32, attn_implementation="eager"
+        config.model.init_from, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
     adam = _adam(model, optimizer)
     folder, last = Path(config.run_dir), trainer.last_step

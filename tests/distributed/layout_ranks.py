@@ -179,6 +179,7 @@ def train_layout(number: int, layout: tuple[str, str, SftConfig], path: Path) ->
 
 def main(path: Path) -> int:
     """Train each layout in a process of its own: threads of gloo's process groups end with their process only."""
+    open_dataset(path.with_name("data") / "train").read([0])  # imports what every process needs
     for number, layout in enumerate(pickle.loads(path.read_bytes())):
         if (pid := os.fork()) == 0:
             try:

@@ -80,7 +80,7 @@ def freeze(value: Any, met: set[int], depth: int = 6) -> Hashable:
 
 
 class World:
-    """What a model shares; subclasses start processes, and name what must hold.
+    """State that the processes of a model share; subclasses start them, and name the conditions that must hold.
 
     Attributes:
         objects: the object store: content and version by name.
