@@ -112,13 +112,13 @@ def _show(
     if isinstance(record, BadRecord) or isinstance(made, BadRecord):
         bad = record if isinstance(record, BadRecord) else made
         assert isinstance(bad, BadRecord)
-        console.print(Text(one_line(bad.where), style="bold"))
-        console.print(Text(f"refused, {bad.reason}: {one_line(bad.detail)}", style="red"))
+        console.print(Text(one_line(bad.where), style="bold"), soft_wrap=True)
+        console.print(Text(f"refused, {bad.reason}: {one_line(bad.detail)}", style="red"), soft_wrap=True)
         return
     data = config.data
     fitted = fit_conversation(record, made, tokenizer, pack_size=data.pack_size, over_long=data.over_long)
     sample = make_sample(record, fitted.pieces, tokenizer, is_whole=True)
-    console.print(Text(one_line(sample.title), style="bold"))
+    console.print(Text(one_line(sample.title), style="bold"), soft_wrap=True)
     if record.messages and record.messages[-1].role == "user":
         console.print(Text("ends with a user turn, which nothing answers", style="yellow"))
     if not fitted.pieces:

@@ -309,7 +309,8 @@ def make_folder(folder: Path) -> bool:
     """Create a folder, with those above it, so that a power failure leaves it; return whether it was missing."""
     if folder.is_dir():
         return False
-    make_folder(folder.parent)
+    if not folder.parent.exists():
+        make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     sync_folder(folder.parent)
     return True

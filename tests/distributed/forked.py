@@ -34,7 +34,7 @@ def become_rank(rank: int, num_ranks: int, ports: int) -> None:
 
 def main() -> int:
     prepare_process()
-    import torch._dynamo  # the first optimizer imports it, which takes each rank two seconds
+    import torch._dynamo  # noqa: F401 - the first optimizer imports it, which takes each rank two seconds
     from torch.distributed import TCPStore
 
     num_ranks = int(sys.argv[1])

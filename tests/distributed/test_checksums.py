@@ -14,7 +14,7 @@ from harness.errors import CheckpointError
 from harness.megatron.state import find_damage, find_newest
 from harness.plan import SftConfig
 from harness.storage import CHECKSUMS_FILE, file_digest, read_checksums
-from harness.train import CHECKPOINTS, RUN_FILE, read_progress
+from harness.train import CHECKPOINTS, RUN_FILE
 
 from .conftest import command, overrides_of, read_metrics, run_command, run_here
 
@@ -112,14 +112,15 @@ def test_without_a_whole_checkpoint_the_newest_damage_is_the_error(checkpoints: 
     assert find_newest(checkpoints) == (None, [])
 
 
-def test_a_checkpoint_from_before_there_were_hashes_is_whole(checkpoints: Path) -> None:
+def test_a_checkpoint_without_hashes_is_passed_over(checkpoints: Path) -> None:
     newest = checkpoints / "step-00000004"
     document = json.loads((newest / RUN_FILE).read_text())
     del document["checksums"]
     (newest / RUN_FILE).write_text(json.dumps(document))
     (newest / CHECKSUMS_FILE).unlink()
-    assert find_newest(checkpoints) == (newest, [])
-    assert read_progress(newest).step == 4
+    found, (error,) = find_newest(checkpoints)
+    assert found == checkpoints / "step-00000002"
+    assert f"harness verify --write-checksums {newest}" in error.fix
 
 
 @pytest.mark.nightly

@@ -420,7 +420,7 @@ def test_a_template_without_generation_tags_is_masked_by_what_it_renders(tmp_pat
     path, _, _ = prepared
     template = tmp_path / "plain.jinja"
     template.write_text(
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     named = {"name": str(path / "tokenizer"), "chat_template": str(template)}

@@ -186,7 +186,7 @@ def test_a_preparation_that_is_continued_another_day_writes_the_date_of_the_firs
     template = tmp_path / "dated.jinja"
     template.write_text(
         "{{ strftime_now('%Y-%m-%d') + '\\n' }}{% for m in messages %}{{ m.role + ': ' }}"
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '\\n' }}{% endgeneration %}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>\\n' }}{% endgeneration %}"
         "{% else %}{{ m.content + '\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
     dated = TokenizerConfig(name=tokenizer, chat_template=str(template))

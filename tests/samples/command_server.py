@@ -147,13 +147,14 @@ def main() -> None:
         for name in LATE:
             importlib.import_module(name)
         compose_config("sft", SftConfig, [])
-    replies = os.fdopen(os.dup(1), "w")
+    # Commands take the place of standard input.
+    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         run(["harness", "verify", os.devnull])  # imports what a command imports late
     gc.freeze()  # so that collections of the forks leave the pages of this process alone
     print("ready", file=replies, flush=True)
-    for line in sys.stdin:
+    for line in requests:
         print(json.dumps(answer(json.loads(line))), file=replies, flush=True)
 
 

@@ -28,7 +28,7 @@ assert plan_run(settings, packs=AssumedPacks(100, 4096, 512)).work.steps > 0
 
 COMMAND = """
 import sys
-sys.argv = ["harness", "plan", "llama3_8b_1node", "--packs", "1000"]
+sys.argv = ["harness", "plan", "llama3_8b_1node", "packs=1000"]
 from harness.cli import main
 try:
     main()

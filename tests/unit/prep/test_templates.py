@@ -60,7 +60,7 @@ def test_every_built_in_template_trains_the_answers_and_the_end_of_each_turn(tok
 @pytest.mark.parametrize("name", NAMES)
 def test_special_tokens_of_a_template_are_single_tokens_of_the_tokenizer_trained_for_it(tokenizers, name):
     tokens = template_tokens(name)
-    vocabulary = tokenizers[name]._hf.get_vocab()
+    vocabulary = tokenizers[name].hf.get_vocab()
     assert [token for token in (*tokens.ends, *tokens.marks, tokens.begin) if token and token not in vocabulary] == []
     assert tokenizers[name].chat_template == load_template(name)
 
