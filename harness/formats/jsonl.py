@@ -27,6 +27,8 @@ SUFFIX = ".jsonl"
 IGNORED_LABEL = -100
 # A pack of 10 million tokens; anything longer is damage, and would take fifty times its size in memory.
 MAX_LINE_BYTES = 256 << 20
+# Quotes and brackets of a line: names of samples, say, in fields of other tools. Parsed, each takes up to 70 bytes.
+_MAX_MARKS = 1 << 20
 
 _BLOCK_BYTES = 1 << 22
 _LIVE_NAME = re.compile(r"chunk_.*\.(ready|completed)|END\.json|_producer|_consumer")
@@ -76,6 +78,8 @@ def pack_of_line(line: bytes) -> Pack:
     """Parse the pack of one line; raises FormatError for anything that `line_of_pack` could not have written."""
     if len(line) > MAX_LINE_BYTES:
         raise FormatError(f"is a line of {len(line):,} bytes, more than {MAX_LINE_BYTES:,}", fix=_SMALLER)
+    if (marks := sum(line.count(mark) for mark in (b'"', b"[", b"{"))) > _MAX_MARKS:
+        raise FormatError(f"has {marks:,} quotes and brackets, more than lists of numbers need", fix=_PACK_FIRST)
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -172,12 +176,12 @@ class JsonlShard(ShardReader):
         except FormatError as error:
             raise FormatError(f"the line {error.what}", where=self.where(row), fix=error.fix) from None
 
-    def line(self, row: int) -> bytes:
-        """Return the bytes of a line, newline included."""
+    def line(self, row: int, most: int = MAX_LINE_BYTES) -> bytes:
+        """Return the bytes of a line, newline included; raises FormatError if it has more than `most`."""
         start = int(self._ends[row - 1]) if row else 0
         num_bytes = int(self._ends[row]) - start
-        if num_bytes > MAX_LINE_BYTES:
-            raise FormatError(f"is {num_bytes:,} bytes long, more than {MAX_LINE_BYTES:,}", fix=_SMALLER)
+        if num_bytes > most:
+            raise FormatError(f"is {num_bytes:,} bytes long, more than {most:,}", fix=_SMALLER)
         return self._source.read_at(start, num_bytes)
 
     def where(self, row: int) -> str:

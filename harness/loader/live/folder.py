@@ -24,6 +24,7 @@ from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats import INDEX_FOLDER, JsonlShard, ShardReader, find_traces, load_format
 from harness.loader.live.files import open_files
 from harness.prep.chat import BadRecord, Conversation, RecordReader
+from harness.prep.sources import MAX_RECORD_BYTES, check_expansion
 from harness.records import Pack
 from harness.storage import Lease, Marker, StoredFile, file_digest, open_folder
 
@@ -298,6 +299,8 @@ class LiveChunk:
                             where=self.place,
                             fix=_WRITE_AGAIN,
                         )
+                    groups = range(parquet.num_row_groups)
+                    check_expansion(parquet, path.stat().st_size, groups, columns, self.place)
                     self._chats = parquet.read(columns=columns)
         except OSError as error:
             raise FormatError(f"the chunk cannot be read: {error}", where=self.place, fix=_WRITE_AGAIN) from error
@@ -334,7 +337,11 @@ class LiveChunk:
         if self._lines is None:
             values = {name: self._chats.column(name)[row].as_py() for name in self._chats.column_names}
             return _READER.parse_row(values, self.where(row))
-        line = self._lines.line(row)
+        try:
+            line = self._lines.line(row, MAX_RECORD_BYTES)
+        except FormatError as error:
+            what = f"the conversation {error.what}"
+            raise FormatError(what, where=self.where(row), fix="write shorter conversations") from None
         return _READER.parse_line(line, self.where(row)) if line.strip() else None
 
     def close(self) -> None:
@@ -351,7 +358,10 @@ class LiveChunk:
             return CHAT
         else:
             with suppress(ValueError, TypeError, RecursionError):
-                columns = list(json.loads(self._lines.line(0)))
+                line = self._lines.line(0)
+                # Packs may have longer lines than conversations, and begin with one of their lists.
+                is_long = len(line) > MAX_RECORD_BYTES
+                columns = ["input_ids"] if is_long else list(json.loads(line))
         if "input_ids" in columns and "messages" not in columns:
             return PACKS
         if _READER.columns_to_read(columns):

@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from harness.prep.sources.finding import SourceFiles, find_files, list_files
     from harness.prep.sources.reading import Chunk, Shard, cut_shards, read_chunks, read_shard
     from harness.prep.sources.schema import SourceSchema, find_schema, unread_columns
+    from harness.prep.sources.tables import check_expansion
+    from harness.prep.sources.text import MAX_RECORD_BYTES
 
 __all__ = [
+    "MAX_RECORD_BYTES",
     "Chunk",
     "Shard",
     "SourceConfig",
     "SourceFiles",
     "SourceSchema",
+    "check_expansion",
     "cut_shards",
     "find_files",
     "find_schema",
@@ -38,5 +42,7 @@ __getattr__ = names_on_first_use(
         **dict.fromkeys(("SourceFiles", "find_files", "list_files"), "finding"),
         **dict.fromkeys(("Chunk", "Shard", "cut_shards", "read_chunks", "read_shard"), "reading"),
         **dict.fromkeys(("SourceSchema", "find_schema", "unread_columns"), "schema"),
+        "MAX_RECORD_BYTES": "text",
+        "check_expansion": "tables",
     },
 )

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from harness.errors import PrepError
 from harness.prep.chat import MEDIA_FIELDS, RecordReader, is_media_column
 from harness.storage import Place, open_source, open_stream
 
@@ -21,6 +22,8 @@ _CHUNK_ROWS = 1024
 _CHUNK_BYTES = 32 << 20
 # Read at once of a column; otherwise that is all of it in a row group.
 _BUFFER_BYTES = 4 << 20
+# Values of a column of lists in one row group: always accepted, and for each compressed byte of the group.
+_FREE_VALUES, _VALUES_PER_BYTE = 1 << 22, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ def read_parquet(
         numbers = list(range(*(groups or (0, parquet.num_row_groups))))
         leaves = [_smallest_leaf(metadata, numbers, name) for name in presence]
         costs = _leaf_bytes(metadata, numbers)
+        check_expansion(parquet, size, numbers, values, str(place))
         num_rows = sum(metadata.row_group(number).num_rows for number in numbers)
         cost = sum(
             num for path, num in costs.items() if path in leaves or any(_is_in(path, name) for name in values)
@@ -165,6 +169,32 @@ def _leaf_bytes(metadata: Any, groups: Sequence[int]) -> dict[str, int]:
             column = group.column(place)
             total[column.path_in_schema] = total.get(column.path_in_schema, 0) + column.total_uncompressed_size
     return total
+
+
+def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Sequence[str], where: str) -> None:
+    """Refuse lists that a few bytes of run lengths expand to gigabytes.
+
+    Args:
+        parquet: an open `ParquetFile`.
+        size: bytes of the file, of which its footer can claim more.
+        groups, columns: row groups and top-level columns that are read.
+
+    Raises:
+        PrepError: a column has more values than the bytes of its row group justify.
+    """
+    schema = parquet.schema
+    nested = [number for number in range(len(schema)) if schema.column(number).max_repetition_level]
+    for number in groups:
+        group = parquet.metadata.row_group(number)
+        # Of all columns: the roles of regular conversations, and fields that are null in all, take next to nothing.
+        num_bytes = min(size, sum(group.column(place).total_compressed_size for place in range(group.num_columns)))
+        most = max(_FREE_VALUES, _VALUES_PER_BYTE * num_bytes)
+        for column in map(group.column, nested):
+            name = column.path_in_schema
+            if column.num_values > most and any(_is_in(name, one) for one in columns):
+                what = f"the column {name} claims {column.num_values:,} values, at most {most:,} can be honest"
+                fix = "write the file again"
+                raise PrepError(f"{what} in {num_bytes:,} bytes", where=f"{where}, row group {number}", fix=fix)
 
 
 def _smallest_leaf(metadata: Any, groups: Sequence[int], name: str) -> str:

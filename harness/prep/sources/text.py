@@ -19,8 +19,8 @@ from harness.storage import Place, open_stream
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 # Units in which records are counted.
 LINE, ITEM = "line", "item"
-# A longer line or item is a file of another kind, or a damaged one; memory stays bounded.
-MAX_RECORD_BYTES = 64 << 20
+# A longer line or item is a file of another kind, or a damaged one. Parsed it can take 35 times its size: `[],[],...`.
+MAX_RECORD_BYTES = 32 << 20
 
 _CHUNK_BYTES = 1 << 18
 _HEAD_BYTES = 1 << 16
