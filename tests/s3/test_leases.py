@@ -142,7 +142,7 @@ def test_a_renewal_whose_answer_was_lost_is_still_this_owners(store: ClaimStore)
     lease.acquire()
     with lease._lock:
         # The renewal arrived, and every answer to it was lost.
-        store.put("lease", lease._content(b"") + b"", only_if=lease._etag)
+        store.put("lease", lease._content(b""), only_if=lease._etag)
     lease.write(b"still mine")
     assert content(store, "lease").endswith(b"\nstill mine")
     lease.release(remove=False)
@@ -183,7 +183,6 @@ def test_preparations_of_one_prefix_exclude_each_other_and_keep_what_another_has
     with pytest.raises(ConfigError, match=r"data\.pack_size was 128 and is 256"):
         make(pack_size=256)
     assert open_dataset(f"{place}/train").fingerprint != report.splits["train"].fingerprint
-    assert "_preparing" in open_folder(place).names() or True
 
 
 def test_writing_to_s3_without_boto3_is_refused_by_name(

@@ -19,7 +19,7 @@ Event = tuple[str, str]
 # Ways of an operation on a store that fails: its request is lost, its answer is, or its request arrives later.
 FAULTS = ("unsent", "unanswered", "late")
 # Modules whose objects belong to the state of a process.
-STATEFUL = ("harness.loader.live", "harness.storage.claims", "interleavings:")
+STATEFUL = ("harness.loader.live", "harness.storage.claims", "harness.train.local", "interleavings:")
 
 
 class BrokenError(AssertionError):
@@ -75,7 +75,8 @@ def freeze(value: Any, met: set[int], depth: int = 6) -> Hashable:
         return tuple([freeze(one, met, depth - 1) for one in value])
     if depth and id(value) not in met and kind.__module__.startswith(STATEFUL):
         met.add(id(value))
-        return freeze(vars(value), met, depth - 1)
+        names = getattr(value, "__dict__", None) or getattr(kind, "__slots__", ())
+        return freeze({name: getattr(value, name) for name in names}, met, depth - 1)
     return str(value) if isinstance(value, Exception) else kind.__name__
 
 
