@@ -22,7 +22,7 @@ from harness.errors import ConfigError, FormatError
 from harness.storage.bucket import explain, s3_endpoint, timeout_s
 from harness.storage.uris import ObjectPath
 
-# A lease that nobody renews for that long is free. Its owner renews it often enough to miss several times, and relies
+# A lease that is not renewed for that long is free. Its owner renews it often enough to miss several times, and relies
 # on a renewal for a part of that time only: what it sends has the rest to arrive.
 LEASE_S, _RENEW_S, _LOOK_S = 30.0, 3.0, 0.5
 _SURE_PART = 2 / 3
@@ -164,7 +164,7 @@ class Lease:
     """An object that one process owns, with the methods of `Marker`: it is renewed in the background while it is held.
 
     A process that is killed leaves it; the next one takes it over at once on the same machine, and elsewhere when
-    nobody has renewed it for LEASE_S. No clocks are compared: the taker watches the object for that long. An owner
+    it was not renewed for LEASE_S. No clocks are compared: the taker watches the object for that long. An owner
     that cannot renew it stops at the next `check`. The object is never deleted, because stores that ignore conditions
     on deletions (MinIO, Ceph before 20) would delete that of the next owner: a lease without an owner is free.
 
