@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from greenlet import GreenletExit
-from interleavings import BrokenError, Clock, Event, Threads, World, explore
+from interleavings import BrokenError, Clock, Event, GreenletExit, Threads, World, explore
 
 from harness.errors import HarnessError
 from harness.loader import LiveConfig, LiveSource, LoaderState, RankLayout
