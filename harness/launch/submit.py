@@ -197,7 +197,7 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
     Args:
         job: that is submitted.
         text: of the script.
-        is_private: the script holds values of the environment, and nobody else reads it.
+        is_private: the script holds values of the environment: only its owner may read it.
 
     Raises:
         HarnessError: sbatch is not installed here, or refuses the job; a new folder is removed again.

@@ -27,7 +27,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _SYSTEM = "You answer questions about Python briefly and exactly."
 _QUESTIONS = ("What does `{}` do?", "Explain `{}`.", "What is `{}` for?", "I found `{}` in some code. What is it?")
 # Characters of a passage of a topic, about, and passages of a conversation.
-_PASSAGE, _PASSAGES = 2500, 4
+_PASSAGE, _PASSAGES = 1000, 2
 
 # A name, and a text about it.
 Entry = tuple[str, str]

@@ -94,7 +94,7 @@ class Owners(World):
         del self.writing[name]
         content = self.objects.get("lease", (b"{}",))[0]
         owner = json.loads(content.partition(b"\n")[0]).get("token", "")
-        assert owner.startswith(name), f"{name} writes below the lease of {owner or 'nobody'}"
+        assert owner.startswith(name), f"{name} writes below the lease of {owner or 'no owner'}"
 
     def may_tick(self) -> bool:
         limit = claims.LEASE_S * (1 - claims._SURE_PART) + 1e-6
@@ -122,7 +122,7 @@ class Owners(World):
             self.apply(("c", "goes"))
             if not last.ready():
                 self.now += self.tick_s
-        raise AssertionError("nobody can take the lease any more")
+        raise AssertionError("no process can take the lease any more")
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +151,7 @@ SAME = ("host-a boot-a", "host-a boot-a")
     ],
     ids=["pauses", "kills", "faults", "one machine"],
 )
-def test_nobody_writes_below_the_lease_of_another_and_the_next_one_gets_it(settings: dict[str, Any]) -> None:
+def test_no_process_writes_below_the_lease_of_another_and_the_next_one_gets_it(settings: dict[str, Any]) -> None:
     states, ends = explore(model(**settings), most=20_000)
     assert states > 500
     assert ends > 5
