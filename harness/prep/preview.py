@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import date
@@ -112,13 +113,13 @@ def _show(
     if isinstance(record, BadRecord) or isinstance(made, BadRecord):
         bad = record if isinstance(record, BadRecord) else made
         assert isinstance(bad, BadRecord)
-        console.print(Text(one_line(bad.where), style="bold"), soft_wrap=True)
-        console.print(Text(f"refused, {bad.reason}: {one_line(bad.detail)}", style="red"), soft_wrap=True)
+        console.print(Text(_wrapped(bad.where, console), style="bold"))
+        console.print(Text(_wrapped(f"refused, {bad.reason}: {bad.detail}", console), style="red"))
         return
     data = config.data
     fitted = fit_conversation(record, made, tokenizer, pack_size=data.pack_size, over_long=data.over_long)
     sample = make_sample(record, fitted.pieces, tokenizer, is_whole=True)
-    console.print(Text(one_line(sample.title), style="bold"), soft_wrap=True)
+    console.print(Text(_wrapped(sample.title, console), style="bold"))
     if record.messages and record.messages[-1].role == "user":
         console.print(Text("ends with a user turn, which nothing answers", style="yellow"))
     if not fitted.pieces:
@@ -132,3 +133,8 @@ def _show(
         counts = f"{sequence.num_tokens:,} tokens, {sequence.num_trained:,} trained ({share:.0%})"
         console.print(Text(f"sequence {number} of {sample.num_sequences}: {counts}", style="cyan"))
         console.print(render_runs(sequence, has_color=has_color))
+
+
+def _wrapped(text: str, console: Console) -> str:
+    """Return a text in lines of the console's width, of which no word of the text begins one but the first."""
+    return "\n".join(textwrap.wrap(one_line(text), console.width, subsequent_indent=" " * 9))

@@ -71,8 +71,10 @@ def samples(run: Path) -> list[dict[str, object]]:
 
 def of_transformers(folder: Path, prompt: str) -> list[int]:
     chat = Chat(folder, max_tokens=TOKENS)
-    chat._messages.append({"role": "user", "content": prompt})
-    asked = chat._encode()
+    turns = [{"role": "user", "content": prompt}]
+    asked = chat._tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
     ends = end_tokens(chat._tokenizer)
     made = chat._model.generate(**asked, do_sample=False, max_new_tokens=TOKENS, eos_token_id=ends, pad_token_id=0)
     answer = made[0, asked["input_ids"].shape[1] :].tolist()

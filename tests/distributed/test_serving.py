@@ -149,7 +149,7 @@ def test_the_card_has_the_facts_of_data_and_run(folder: Path, run: Path, data: P
         f"| tokens | {manifest.num_tokens:,}, of them {manifest.num_trained_tokens:,} trained |",
         f"| schema | {manifest.provenance.mask['schema']} |",
         f"| mask | assistant_turns ({manifest.provenance.mask['why']}), history as_served, train_on all_assistant |",
-        "| end of an answer | `<\\|endoftext\\|>` (0), `<\\|im_end\\|>` (2); recorded by the data |",
+        r"| end of an answer | \<\|endoftext\|\> (0), \<\|im_end\|\> (2); recorded by the data |",
         f"| tokenizer hash | {manifest.provenance.tokenizer_hash} |",
         f"| chat template hash | {manifest.provenance.chat_template_hash} |",
         "| base model | none: trained from random weights |",

@@ -75,7 +75,7 @@ def test_a_conversation_that_makes_several_sequences_shows_each(tmp_path):
     chat = [turn("user", "a"), {**turn("assistant", "b"), "reasoning_content": "think"}] * 2
     source = tmp_path / "chats.jsonl"
     source.write_text(json.dumps({"messages": chat}) + "\n")
-    page = shown(str(source), tokenizer=TokenizerConfig(name=str(tmp_path / "tokenizer")))
+    page = " ".join(shown(str(source), tokenizer=TokenizerConfig(name=str(tmp_path / "tokenizer"))).split())
     assert "4 turns, 2 sequences" in page
     assert "sequence 2 of 2" in page
 
