@@ -13,10 +13,13 @@ import torch
 from harness import LoaderConfig, open_dataset
 from harness.errors import ConfigError, LoaderError
 from harness.integrations import RankStream
-from harness.integrations.huggingface import check_boundaries
 
 from .conftest import ROOT, forked, run_command
-from .huggingface_ranks import trainer
+
+pytest.importorskip("accelerate")  # the image has the nightly tests' packages only
+from harness.integrations.huggingface import check_boundaries  # noqa: E402
+
+from .huggingface_ranks import trainer  # noqa: E402
 
 LOSSES = [
     *("schedule=as_packed", "optimizer.weight_decay=0", "optimizer.warmup_steps=0", "optimizer.decay=constant"),
