@@ -17,9 +17,9 @@ from harness.integrations import RankStream
 from .conftest import ROOT, forked, run_command
 
 pytest.importorskip("accelerate")  # the image has the nightly tests' packages only
-from harness.integrations.huggingface import check_boundaries  # noqa: E402
+from harness.integrations.huggingface import check_boundaries
 
-from .huggingface_ranks import trainer  # noqa: E402
+from .huggingface_ranks import trainer
 
 LOSSES = [
     *("schedule=as_packed", "optimizer.weight_decay=0", "optimizer.warmup_steps=0", "optimizer.decay=constant"),
