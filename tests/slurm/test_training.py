@@ -54,7 +54,7 @@ def test_a_job_that_sbatch_refuses_is_reported_and_leaves_no_folder(slurm, data,
 
 def test_every_step_of_a_job_with_an_image_runs_in_the_container(submit, tmp_path):
     """With an srun that records and removes the options of Pyxis, which is not installed, and runs on the node."""
-    recorded = tmp_path / "recorded"
+    recorded, shared = tmp_path / "recorded", tmp_path.parent  # has the runs and the dataset
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.write_text(
@@ -74,7 +74,7 @@ exec /usr/bin/srun "${{kept[@]}}"
     srun.chmod(0o755)
     job = submit(
         *("trainer.steps=2", "cluster.ranks_per_node=1", f"cluster.workdir={ROOT}", f"cluster.python={sys.executable}"),
-        *("cluster.image=/shared/x.sqsh", f"cluster.mounts=[{tmp_path}:{tmp_path}]"),
+        *("cluster.image=/shared/x.sqsh", f"cluster.mounts=[{shared}:{shared}]"),
         f"cluster.setup=['export PATH={srun.parent}:$PATH']",
     )
     assert job.wait() == "COMPLETED", job.log
@@ -83,6 +83,6 @@ exec /usr/bin/srun "${{kept[@]}}"
     assert len(steps) == 5
     assert [step for step in steps if "preflight judge" in step] == [steps[1], steps[3]]
     assert all("--relative=0 --overlap" in steps[number] for number in (1, 3))
-    expected = f"--container-image=/shared/x.sqsh --container-workdir={ROOT} --container-mounts={tmp_path}:{tmp_path}"
+    expected = f"--container-image=/shared/x.sqsh --container-workdir={ROOT} --container-mounts={shared}:{shared}"
     assert all(step.startswith(f"{expected} --no-container-mount-home --container-env=MASTER_ADDR,") for step in steps)
     assert "all-reduce by gloo over 2 ranks" in job.log
