@@ -266,8 +266,10 @@ def compose_run(
     return ComposedRun(f"recipes.{name}", (*own, *arguments), config)
 
 
-def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | None]], Callable[[], None]]:
-    """Make `main(config)` the entry point of `python -m recipes.<name> [KEY=VALUE]...`.
+def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | None]], Callable[..., None]]:
+    """Make `main(config)` the entry point of `python -m recipes.<name> [KEY=VALUE]...` and of the command `harness`.
+
+    The entry point takes a list of arguments; without one, those of the process.
 
     `--cfg` prints every setting with its value and its explanation, `--help` how to change settings; `--config-dir`
     adds a folder of YAML files. `--multirun`, `--info` and `--cfg job|hydra|all` are carried out by Hydra's own command
@@ -277,12 +279,12 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
 
     def decorate(main: Callable[[T], int | None]) -> Callable[[], None]:
         @functools.wraps(main)
-        def entry() -> None:
+        def entry(arguments: Sequence[str] | None = None) -> None:
             name_bus_errors()
             with exit_on_error():
-                options = Options.parse(sys.argv[1:], where=command_of(name))
+                options = Options.parse(sys.argv[1:] if arguments is None else arguments, where=command_of(name))
                 if options.help:
-                    print_text((sys.modules["__main__"].__doc__ or main.__doc__ or "").strip())
+                    print_text((sys.modules[main.__module__].__doc__ or main.__doc__ or "").strip())
                     print_text(_usage(KnownSettings(command_of(name), schema, _folders(options.config_dir))))
                     return
                 if options.hydra_flags:

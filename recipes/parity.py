@@ -173,7 +173,6 @@ def paths_by_name(texts: list[str]) -> dict[str, str]:
     return {text.partition("=")[0]: text.partition("=")[2] for text in texts}
 
 
-@hydra_entry("parity", ParityConfig)
 def main(config: ParityConfig) -> int:
     # SIGTERM ends the runs too; a SIGKILL reaches them through the kernel, on Linux.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -341,5 +340,7 @@ def make_dataset(folder: Path, *, pack_size: int = 256) -> Path:
     return folder
 
 
+entry = hydra_entry("parity", ParityConfig)(main)
+
 if __name__ == "__main__":
-    main()
+    entry()

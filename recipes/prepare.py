@@ -12,7 +12,6 @@ from harness.config import hydra_entry
 from harness.prep import PrepareConfig, prepare, show_preview
 
 
-@hydra_entry("prepare", PrepareConfig)
 def main(config: PrepareConfig) -> None:
     if config.preview:
         show_preview(config)
@@ -20,5 +19,7 @@ def main(config: PrepareConfig) -> None:
         prepare(config)
 
 
+entry = hydra_entry("prepare", PrepareConfig)(main)
+
 if __name__ == "__main__":
-    main()
+    entry()

@@ -16,10 +16,12 @@ from harness.plan import PretrainConfig
 def main(config: PretrainConfig) -> int:
     """Train; return the exit code, 75 if a signal ended the run before its last step."""
     prepare_process()
-    from harness.megatron.run import pretrain
+    from harness.megatron.run import open_pretraining, run_training
 
-    return pretrain(config)
+    return run_training(config, open_pretraining)
 
+
+entry = hydra_entry("pretrain", PretrainConfig)(main)
 
 if __name__ == "__main__":
-    hydra_entry("pretrain", PretrainConfig)(main)()
+    entry()

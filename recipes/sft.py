@@ -16,10 +16,12 @@ from harness.plan import SftConfig
 def main(config: SftConfig) -> int:
     """Train; return the exit code, 75 if a signal ended the run before its last step."""
     prepare_process()
-    from harness.megatron.run import fine_tune
+    from harness.megatron.run import open_fine_tuning, run_training
 
-    return fine_tune(config)
+    return run_training(config, open_fine_tuning)
 
+
+entry = hydra_entry("sft", SftConfig)(main)
 
 if __name__ == "__main__":
-    hydra_entry("sft", SftConfig)(main)()
+    entry()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,16 @@ FOLDERS = ("configs", "docker", "harness", "recipes", "slurm", "tests")
 # Written by programs.
 GENERATED = ("!configs/README.md", "!BENCHMARKS.md")
 # Files that make a CPU stand in for a GPU, or one process for many.
+IMPORTED = """
+import contextlib, io, os, sys
+from harness.cli import main
+sys.argv = ["harness", "--help"]
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main()
+for name, module in sys.modules.items():
+    if name.startswith("harness"):
+        print(os.path.relpath(module.__file__))
+"""
 STAND_INS = {"harness/megatron/compat.py", "harness/megatron/process.py", "harness/megatron/job/runtime.py"}
 # What one has to know to change how packs become an optimizer's step.
 CORE = (
@@ -36,6 +47,12 @@ CORE = (
     *(f"harness/megatron/{name}.py" for name in ("step", "batch", "model/gpt", "model/attention", "job/runtime")),
     *("harness/megatron/run/training.py", "harness/megatron/state/checkpoint.py"),
     *("harness/plan/settings.py", "harness/plan/model.py", "harness/plan/layout.py"),
+)
+# What one reads to follow packs to the optimizer's step.
+PATH = (
+    *("recipes/sft.py", "harness/records.py", "harness/thd.py", "harness/schedule/*.py", "harness/train/loop.py"),
+    *(f"harness/loader/{name}.py" for name in ("order", "config", "plan", "loader", "state")),
+    *(f"harness/megatron/{name}.py" for name in ("data/feed", "batch", "step", "run/training", "run/fine_tuning")),
 )
 
 
@@ -54,6 +71,14 @@ def count_complex() -> int:
     command = [sys.executable, "-m", "ruff", "check", "harness", "recipes", "--select=C901", "--output-format=json"]
     command += ["--no-cache", f"--config=lint.mccabe.max-complexity={MOST_COMPLEXITY}"]
     return len(json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout))
+
+
+def count_printed(*arguments: str) -> int:
+    """Return the lines that a Python program prints on the files of the project."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return len([line for line in done.stdout.splitlines() if line.startswith(("harness/", "recipes/"))])
 
 
 def measure_lines() -> dict[str, int]:
@@ -76,6 +101,9 @@ def measure_shape() -> dict[str, int]:
     pages = files_of("*.md", *(f"{folder}/**/*.md" for folder in FOLDERS), *GENERATED)
     return {
         "core ring, lines": count_lines(*CORE),
+        "from packs to the optimizer's step, lines": count_lines(*PATH),
+        "own frames from the command to the model": count_printed("-m", "tests.samples.frames"),
+        "modules that `harness --help` imports": count_printed("-c", IMPORTED),
         f"functions over {MOST_LINES} lines": sum(
             (node.end_lineno or 0) - node.lineno >= MOST_LINES for node in functions
         ),

@@ -120,3 +120,7 @@ def _to_json(reports: Sequence[BenchReport]) -> str:
 
 def _writing(path: Path) -> AbstractContextManager[None]:
     return os_errors_as(ConfigError, "the figures cannot be written", where=path, fix="name another file")
+
+
+bench_app = typer.Typer()
+bench_app.command(name="bench", no_args_is_help=True)(run_bench)

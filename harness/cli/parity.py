@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from harness.checks import bounded, check_numbers
-from harness.cli.runs import run_recipe
+from harness.cli.runs import recipe_entry
 from harness.cli.settings import class_of
 from harness.printing import open_console, print_line
 
@@ -101,7 +101,7 @@ class SummarizeSettings:
 )
 def matrix(arguments: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None) -> None:
     """Run the matrix; the same as `python -m recipes.parity`."""
-    run_recipe("parity", arguments or [])
+    recipe_entry("parity")(arguments or [])
 
 
 @parity_app.command(cls=class_of(RecordSettings))

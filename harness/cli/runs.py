@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
-import runpy
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ class RequeueSettings:
 @runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})
 def prepare(arguments: Arguments = None) -> None:
     """Turn chats into packed datasets; the same as `python -m recipes.prepare`, whose `--help` names the settings."""
-    run_recipe("prepare", arguments or [])
+    recipe_entry("prepare")(arguments or [])
 
 
 @runs_app.command(context_settings=_FORWARDED)
@@ -126,7 +127,7 @@ def train(
         ranks = _local_ranks(arguments or [])
     if ranks is None or is_shown:
         become_rank_of_slurm()
-        run_recipe(recipe, arguments or [])
+        recipe_entry(recipe)(arguments or [])
         return
     options = Options.parse(arguments or [], where=f"harness train {recipe}")
     if not (options.hydra_flags or options.config_name or options.help):
@@ -232,8 +233,7 @@ def _local_ranks(arguments: list[str]) -> int | None:
     return int(values[-1]) if values and values[-1].isdigit() and int(values[-1]) > 0 else None
 
 
-def run_recipe(name: str, arguments: list[str]) -> None:
-    """Run `python -m recipes.<name>` in this process."""
-    # The recipe reads its settings from the command line, as Hydra does.
-    sys.argv[1:] = arguments
-    runpy.run_module(f"recipes.{name}", run_name="__main__", alter_sys=True)
+def recipe_entry(name: str) -> Callable[[list[str]], None]:
+    """Return the entry point of `python -m recipes.<name>`, which takes the arguments."""
+    entry: Callable[[list[str]], None] = importlib.import_module(f"recipes.{name}").entry
+    return entry

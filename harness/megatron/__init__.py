@@ -2,7 +2,7 @@
 
 Rooms, in the order of imports: `job` (ranks, device, watchdog, signals), `weights` (Hugging Face names and shapes),
 `model` (GPTModel, packed attention, LoRA), `data` (batches on every rank), `state` (checkpoints) and `run` (a whole
-run, `fine_tune` and `pretrain`). Read `batch.py` and `step.py` first: one packed row on a device, and one optimizer
+run, `run_training`). Read `batch.py` and `step.py` first: one packed row on a device, and one optimizer
 step.
 
 Importing these modules changes nothing in the process. A program calls `prepare_process` before it imports them.

@@ -216,15 +216,9 @@ class MegatronStep:
             max_sequences=max_sequences,
         )
 
-    def train(self, batch: RankBatch) -> StepResult:
+    def train(self, batch: RankBatch | Sequence[ThdBatch]) -> StepResult:
         """Take one optimizer step on this rank's rows of a global batch; every rank of the job takes part."""
-        if self.sources is None or not self.has_experts:
-            return self.train_rows(batch.rows)
-        pairs = zip(batch.rows, batch.sequence_ids, strict=True)
-        return self.train_rows([replace(row, sources=self.sources.of(sequences)) for row, sequences in pairs])
-
-    def train_rows(self, rows: Sequence[ThdBatch]) -> StepResult:
-        """Do what `train` does, with the rows of a batch."""
+        rows = batch if isinstance(batch, Sequence) else self._rows_of(batch)
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -235,7 +229,10 @@ class MegatronStep:
         self.optimizer.zero_grad()
         if self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff:
             weigh_tokens(self.chunks, **self._count_tokens(rows))
-        sums = self._run(rows, forward_only=False)
+        if self._graph is not None:
+            sums = self._replay(rows, self._graph)
+        else:
+            sums = self._sum(self.run_rows(rows, self.forward_row, forward_only=False))
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         updated, grad_norm, _zeros = self.optimizer.step()
         if updated:
@@ -259,6 +256,13 @@ class MegatronStep:
             mtp_losses=mtp_losses,
             mtp_tokens=mtp_tokens,
         )
+
+    def _rows_of(self, batch: RankBatch) -> list[ThdBatch]:
+        """Return the rows, with the dataset of each sequence where the routers of experts count these."""
+        if self.sources is None or not self.has_experts:
+            return batch.rows
+        pairs = zip(batch.rows, batch.sequence_ids, strict=True)
+        return [replace(row, sources=self.sources.of(sequences)) for row, sequences in pairs]
 
     def gather_weights(self) -> None:
         """Make the weights of every rank those of the last step; every rank takes part.
@@ -294,17 +298,13 @@ class MegatronStep:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for batch in batches:
-                sums += self._run(batch.rows, forward_only=True)
+                sums += self._sum(self.run_rows(batch.rows, self.forward_row))
         total, tokens = self._reduce(sums)
         load = expert_metrics(self.chunks, self.num_layers, self.device).load if self.has_experts else 0.0
         return Evaluation(loss=total / max(tokens, 1), trained_tokens=int(tokens), expert_load=load or None)
 
-    def _run(self, rows: Sequence[ThdBatch], *, forward_only: bool) -> torch.Tensor:
-        if self._graph is not None and not forward_only:
-            return self._replay(rows, self._graph)
-        if self.pad_rows_to is not None:
-            rows = [pad_row(row, self.pad_rows_to) for row in rows]
-        reports = self.run_rows(rows, self.forward_row, forward_only=forward_only)
+    def _sum(self, reports: list[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of the reports of rows; zeros on a stage that computes no loss."""
         if not reports:
             return torch.zeros(2, dtype=torch.float64, device=self.device)
         return torch.stack(reports).sum(dim=0)
@@ -342,8 +342,10 @@ class MegatronStep:
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
         """Run rows through the model by Megatron's schedule; return each report of `forward`'s loss function.
 
-        Rows of a model that multiplies in 8 bits are padded to whole blocks.
+        They are padded to `pad_rows_to`, and those of a model that multiplies in 8 bits to whole blocks.
         """
+        if self.pad_rows_to is not None:
+            rows = [pad_row(row, self.pad_rows_to) for row in rows]
         rows = [pad_row(row, math.ceil(len(row) / self._row_multiple) * self._row_multiple) for row in rows]
         iterators = [RowsAhead(rows, self._copy_row, self._copies) for _ in self.chunks]
         reports: list[Any] = self._forward_backward(

@@ -52,7 +52,7 @@ def train(job: runtime.Runtime, *, graphs: bool, **layout: Any) -> list[list[flo
         pad_rows_to=64,
         max_sequences=5,
     )
-    results = [step.train_rows(rows_of(number, place.dp_rank, parallel.pad_to_multiple)) for number in range(4)]
+    results = [step.train(rows_of(number, place.dp_rank, parallel.pad_to_multiple)) for number in range(4)]
     return [[one.loss, one.grad_norm] for one in results]
 
 

@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
             for seed in seeds:
                 ids = np.random.default_rng((seed, job.rank)).integers(0, 64, size=33).astype(np.int32)
                 row = build_thd_batch([SequenceView(ids, np.r_[np.ones(32, np.uint8), np.zeros(1, np.uint8)])])
-                result = step.train_rows([row])
+                result = step.train([row])
                 results += [result.loss, result.grad_norm]
             return results
 

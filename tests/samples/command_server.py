@@ -123,7 +123,10 @@ def wait(children: list[int], statuses: dict[int, int], until: float, grace_s: f
 
 
 def main() -> None:
-    import harness.cli.app
+    from harness.cli.app import COMMANDS
+
+    for module, _ in COMMANDS.values():
+        importlib.import_module(f"harness.cli.{module}")
     import harness.formats
     import harness.indexed.token_shards
     import harness.loader.live

@@ -26,7 +26,7 @@ from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine
 from harness.megatron.pretrained import Pretrained, find_pretrained
 from harness.megatron.run.sampling import Answering
-from harness.megatron.run.training import Task, run_training
+from harness.megatron.run.training import Task
 from harness.plan import SftConfig, sequence_cost
 from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.schedule import most_sequences
@@ -34,18 +34,8 @@ from harness.thd import padded_lengths
 from harness.train import OWN_VALIDATION, Progress, check_trackers
 
 
-def fine_tune(config: SftConfig) -> int:
-    """Train on packed or live data; return the exit code, 75 if a signal ended the run before its last step.
-
-    Raises:
-        HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
-    """
-    config = runtime.settle(config.with_steps())
-    return run_training(config, partial(open_task, config))
-
-
-def open_task(config: SftConfig, ranks: runtime.Runtime) -> Task:
-    """Open the data and check the settings against it."""
+def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime) -> Task:
+    """Open packed or live data and check the settings against it."""
     data = open_live(config.data) if config.data.live.folders else open_datasets(config.data)
     pretrained = find_pretrained(config.model)
     config.model.vocab_size = check(config, data, ranks.world_size, pretrained)

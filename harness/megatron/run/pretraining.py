@@ -16,7 +16,7 @@ from harness.megatron.data import Feed, SampleLoader, SampleReader, find_packs, 
 from harness.megatron.job import runtime
 from harness.megatron.model import use_transformer_engine
 from harness.megatron.pretrained import find_pretrained
-from harness.megatron.run.training import Task, run_training
+from harness.megatron.run.training import Task
 from harness.plan import PretrainConfig, sequence_cost
 from harness.thd import padded_lengths
 from harness.train import OWN_VALIDATION, Progress, check_trackers
@@ -25,17 +25,7 @@ from harness.train import OWN_VALIDATION, Progress, check_trackers
 _SAMPLE_BYTES = 24
 
 
-def pretrain(config: PretrainConfig) -> int:
-    """Train on a corpus; return the exit code, 75 if a signal ended the run before its last step.
-
-    Raises:
-        HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
-    """
-    config = runtime.settle(config.with_steps())
-    return run_training(config, partial(open_task, config))
-
-
-def open_task(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
+def open_pretraining(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
     """Check the settings, as far as is possible without reading the corpus."""
     config.check(ranks.world_size)
     _check_samples(config)

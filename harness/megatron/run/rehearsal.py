@@ -219,7 +219,7 @@ def _rehearse_rank(
         weights = [weight for chunk in step.chunks for weight in chunk.parameters()]
         kept = KeptBytes({weight.untyped_storage().data_ptr() for weight in weights})
         with kept.counted():
-            step.train_rows([row] * microbatches)
+            step.train([row] * microbatches)
         trained = [weight for weight in weights if weight.requires_grad]
         memory = plan_stage_memory(
             model,

@@ -9,11 +9,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import yaml
@@ -37,7 +38,7 @@ from harness.megatron.state import (
     stored_moments,
 )
 from harness.megatron.step import MegatronStep
-from harness.plan import OptimizerConfig, RunConfig, plan_memory
+from harness.plan import OptimizerConfig, RunConfig, TrainerConfig, plan_memory
 from harness.printing import print_line, print_text, redact_all
 from harness.settings import to_plain, to_yaml
 from harness.train import (
@@ -133,7 +134,10 @@ class _OpenRun:
     settings: RunConfig
 
 
-def run_training(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int:
+C = TypeVar("C", bound=RunConfig)
+
+
+def run_training(config: C, open_task: Callable[[C, runtime.Runtime], Task]) -> int:
     """Train; return the exit code, 75 if a signal ended the run before its last step.
 
     Args:
@@ -142,8 +146,52 @@ def run_training(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]
     Raises:
         HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
     """
+    config = runtime.settle(config.with_steps())
+    trainer = config.trainer
+    with _explained(config), ExitStack() as stack:
+        if config.parallel.cuda_graphs:
+            # With expandable segments, registered memory would move.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        limits = {"timeout_s": trainer.patience_s, "meet_timeout_s": trainer.startup_timeout_s}
+        ranks = stack.enter_context(runtime.start(trainer.device, deterministic=trainer.deterministic, **limits))
+        signals = stack.enter_context(StopSignals())
+        folder = _slurm_folder(config)
+        leave = partial(leave_early_stop, folder) if folder is not None else lambda stop: True
+        with Watchdog(limit_s=trainer.startup_timeout_s, requested=signals.noticed, leave=leave) as watchdog:
+            run = _open_run(config, open_task, ranks, watchdog, stack)
+            records = _open_records(config, run, ranks, stack)
+            with _Hooks.open(config, run, records, signals, watchdog) as hooks, Waits(run.step.device) as waits:
+                reason = train(
+                    iter(run.training),
+                    run.step,
+                    trainer,
+                    waits_s=waits.total_s,
+                    validation={name: partial(hooks.validate, batches) for name, batches in run.validation.items()},
+                    save=hooks.save,
+                    save_locally=hooks.save_locally,
+                    record=hooks.record,
+                    stop=hooks.stop,
+                    at=watchdog.at,
+                    log=records.progress.log,
+                    first_step=run.first_step,
+                    validated=run.validated,
+                )
+                hooks.finish(reason)
+        records.close("finished" if reason is None else "stopped")
+        if reason is not None:
+            return _stop_run(run, records, reason, done=watchdog.step)
+        ended: dict[str, str] = {}
+        with suppress(FormatError):  # of a record that is damaged by now; the run is finished
+            ended = {f"attempt {n}": describe_attempt(line) for n, line in enumerate(read_attempts(run.folder), 1)}
+        records.report({**run.task.facts, **_facts(config, run.task, ranks), **ended}, title=_title(config, run))
+    return 0
+
+
+@contextmanager
+def _explained(config: RunConfig) -> Iterator[None]:
+    """Leave the reason of a refusal where Slurm's script reads it, and raise ConfigError where memory ran out."""
     try:
-        return _run(config, open_task)
+        yield
     except HarnessError as error:
         if (folder := _slurm_folder(config)) is not None:
             leave_refusal(folder, error)
@@ -182,48 +230,33 @@ def _check_memory(config: RunConfig, task: Task, layout: RankLayout, ranks: runt
         )
 
 
-def _run(config: RunConfig, open_task: Callable[[runtime.Runtime], Task]) -> int:
-    trainer = config.trainer
-    if config.parallel.cuda_graphs:
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # else with expandable segments it keeps memory that moves
-    with ExitStack() as stack:
-        limits = {"timeout_s": trainer.patience_s, "meet_timeout_s": trainer.startup_timeout_s}
-        ranks = stack.enter_context(runtime.start(trainer.device, deterministic=trainer.deterministic, **limits))
-        signals = stack.enter_context(StopSignals())
+def _open_records(config: RunConfig, run: _OpenRun, ranks: runtime.Runtime, stack: ExitStack) -> RunRecords:
+    """Begin the records of a run, with its warnings and where it resumes."""
+    trainer, sampler = config.trainer, None
+    if run.task.answering is not None:
+        writes_to = run.folder if ranks.rank == 0 else None
+        sampler = Sampler(run.step, run.task.answering, writes_to, trainer, run.first_step)
+    records = RunRecords(trainer, run.folder, ranks, run.layout, first_step=run.first_step, sampler=sampler)
+    log = stack.enter_context(records.progress).log
+    has_engine = engine_layers(config.model, config.parallel, ranks.device)
+    slow = slow_parts(config.model, config.parallel, ranks.device, has_engine=has_engine)
+    pretrained = run.task.pretrained.warnings if run.task.pretrained is not None else []
+    for warning in [*config.warnings(), *run.task.warnings, *pretrained, *slow]:
+        log(f"warning: {warning}")
+    if run.newest is not None:
+        runtime.on_rank_0(lambda: _report_resume(config, run, log))
+    return records
 
-        folder = _slurm_folder(config)
-        leave = partial(leave_early_stop, folder) if folder is not None else lambda stop: True
-        with Watchdog(limit_s=trainer.startup_timeout_s, requested=signals.noticed, leave=leave) as watchdog:
-            run = _open_run(config, open_task, ranks, watchdog, stack)
-            sampler = None
-            if run.task.answering is not None:
-                writes_to = run.folder if ranks.rank == 0 else None
-                sampler = Sampler(run.step, run.task.answering, writes_to, trainer, run.first_step)
-            records = RunRecords(trainer, run.folder, ranks, run.layout, first_step=run.first_step, sampler=sampler)
-            log = stack.enter_context(records.progress).log
-            has_engine = engine_layers(config.model, config.parallel, ranks.device)
-            slow = slow_parts(config.model, config.parallel, ranks.device, has_engine=has_engine)
-            pretrained = run.task.pretrained.warnings if run.task.pretrained is not None else []
-            for warning in [*config.warnings(), *run.task.warnings, *pretrained, *slow]:
-                log(f"warning: {warning}")
-            if run.newest is not None:
-                runtime.on_rank_0(lambda: _report_resume(config, run, log))
-            reason = _train(config, run, records, signals, watchdog)
-        records.close("finished" if reason is None else "stopped")
-        if reason is not None:
-            done = watchdog.step
-            is_slow = reason == records.leaving
-            message = reason if is_slow else f"{reason} received"
-            # Written by every rank, and the first one counts: srun ends the others as soon as one has left.
-            write_stop(run.folder, Stop(done, "straggler" if is_slow else "signal", message))
-            again = "true" if done else "auto"  # before the first step there is nothing to resume from
-            log(f"{message}: stopped after step {done}; continue with run_dir={run.folder} resume={again}")
-            return EXIT_STOPPED
-        ended: dict[str, str] = {}
-        with suppress(FormatError):  # of a record that is damaged by now; the run is finished
-            ended = {f"attempt {n}": describe_attempt(line) for n, line in enumerate(read_attempts(run.folder), 1)}
-        records.report({**run.task.facts, **_facts(config, run.task, ranks), **ended}, title=_title(config, run))
-    return 0
+
+def _stop_run(run: _OpenRun, records: RunRecords, reason: str, *, done: int) -> int:
+    """Record why a run ends before its last step; return the exit code."""
+    is_slow = reason == records.leaving
+    message = reason if is_slow else f"{reason} received"
+    # Written by every rank, and the first one counts: srun ends the others as soon as one has left.
+    write_stop(run.folder, Stop(done, "straggler" if is_slow else "signal", message))
+    again = "true" if done else "auto"  # before the first step there is nothing to resume from
+    records.progress.log(f"{message}: stopped after step {done}; continue with run_dir={run.folder} resume={again}")
+    return EXIT_STOPPED
 
 
 def _report_resume(config: RunConfig, run: _OpenRun, log: Callable[[str], None]) -> None:
@@ -256,8 +289,8 @@ def notes_of_moments(checkpoint: Path, optimizer: OptimizerConfig) -> list[str]:
 
 
 def _open_run(
-    config: RunConfig,
-    open_task: Callable[[runtime.Runtime], Task],
+    config: C,
+    open_task: Callable[[C, runtime.Runtime], Task],
     ranks: runtime.Runtime,
     watchdog: Watchdog,
     stack: ExitStack,
@@ -272,7 +305,7 @@ def _open_run(
         _check_base_weights(config)
     first_step = progress.step + 1 if progress else 1
     watchdog.at(first_step, "opening the data")
-    task = together(lambda: open_task(ranks), device=ranks.device)
+    task = together(lambda: open_task(config, ranks), device=ranks.device)
     layout = join(config.parallel, ranks.world_size, timeout_s=trainer.patience_s)
     training, validation = task.feeds(layout, progress, ranks)
     stack.enter_context(training)
@@ -331,92 +364,84 @@ def _find_newest(config: RunConfig, folder: Path) -> tuple[Path | None, list[Che
     return newest, passed_over
 
 
-def _train(
-    config: RunConfig, run: _OpenRun, records: RunRecords, signals: StopSignals, watchdog: Watchdog
-) -> str | None:
-    """Train to the last step, whose checkpoint is whole on return; return the signal that ended it earlier."""
-    trainer, log = config.trainer, records.progress.log
-    root = trainer.local_checkpoints
-    local = LocalStore.open(root, run.folder, run.identity, log=log, timeout_s=trainer.timeout_s)
-    with closing(local) if local is not None else nullcontext():
-        reason = _train_and_save(config, run, records, signals, watchdog, local)
-        if local is not None:
-            local.remove()
-    return reason
+@dataclass(frozen=True)
+class _Hooks:
+    """What a run does around its steps: checkpoints, records, validations, and the question whether to stop.
 
+    Attributes:
+        checkpoints: writes them; the chunks of live data that they hold are then marked as trained.
+        local: checkpoints on the nodes' own disks, None without.
+    """
 
-def _train_and_save(
-    config: RunConfig,
-    run: _OpenRun,
-    records: RunRecords,
-    signals: StopSignals,
-    watchdog: Watchdog,
-    local: LocalStore | None,
-) -> str | None:
-    trainer, folder = config.trainer, run.folder / CHECKPOINTS
-    checkpoints = CheckpointWriter(
-        folder,
-        run.step,
-        keep=trainer.keep_checkpoints,
-        in_background=trainer.background_checkpoints,
-        before_whole=records.sync,
-        # The newest may turn out to be damaged: chunks stay until no checkpoint needs them.
-        on_whole=lambda _: _mark_trained(run.training, whole_checkpoints(folder)[:1]),
-        local=local,
-        # The settings are what an export needs, whatever becomes of config.yaml.
-        facts={
-            "run": run.identity.run,
-            "attempt": run.identity.attempt,
-            "settings": redact_all(to_plain(run.settings)),
-        },
-    )
+    run: _OpenRun
+    trainer: TrainerConfig
+    records: RunRecords
+    signals: StopSignals
+    watchdog: Watchdog
+    checkpoints: CheckpointWriter
+    local: LocalStore | None
 
-    def save(number: int, state: LoaderState) -> None:
-        with records.progress.doing("writing a checkpoint"):
-            checkpoints.start(Progress(number, state))
-
-    def save_locally(number: int, state: LoaderState) -> None:
-        checkpoints.start_local(Progress(number, state))
-
-    def stop() -> str | None:
-        checkpoints.finish(wait=False)
-        return signals.agreed() or records.leaving
-
-    def wait() -> str | None:
-        watchdog.at(watchdog.step, "waiting for live chunks")
-        return stop()
-
-    def validate(batches: Feed) -> Iterator[RankBatch]:
-        with records.progress.doing("validating"):
-            yield from islice(batches, trainer.eval_batches)
-
-    def record(made: StepRecord) -> None:
-        records.step(made)
-        if trainer.drift_interval and is_due(made.step, trainer.drift_interval, trainer.last_step):
-            run.step.check_drift(made.step)
-
-    if isinstance(run.training, LiveFeed):
-        run.training.call_while_waiting(wait)
-    with Waits(run.step.device) as waits:
-        reason = train(
-            iter(run.training),
+    @classmethod
+    @contextmanager
+    def open(
+        cls, config: RunConfig, run: _OpenRun, records: RunRecords, signals: StopSignals, watchdog: Watchdog
+    ) -> Iterator[_Hooks]:
+        trainer, folder, log = config.trainer, run.folder / CHECKPOINTS, records.progress.log
+        root = trainer.local_checkpoints
+        local = LocalStore.open(root, run.folder, run.identity, log=log, timeout_s=trainer.timeout_s)
+        checkpoints = CheckpointWriter(
+            folder,
             run.step,
-            trainer,
-            waits_s=waits.total_s,
-            validation={name: partial(validate, batches) for name, batches in run.validation.items()},
-            save=save,
-            save_locally=save_locally,
-            record=record,
-            stop=stop,
-            at=watchdog.at,
-            log=records.progress.log,
-            first_step=run.first_step,
-            validated=run.validated,
+            keep=trainer.keep_checkpoints,
+            in_background=trainer.background_checkpoints,
+            before_whole=records.sync,
+            # The newest may turn out to be damaged: chunks stay until no checkpoint needs them.
+            on_whole=lambda _: _mark_trained(run.training, whole_checkpoints(folder)[:1]),
+            local=local,
+            # The settings are what an export needs, whatever becomes of config.yaml.
+            facts={
+                "run": run.identity.run,
+                "attempt": run.identity.attempt,
+                "settings": redact_all(to_plain(run.settings)),
+            },
         )
-    checkpoints.finish()
-    if reason is None:
-        _mark_trained(run.training, whole_checkpoints(folder)[-1:])
-    return reason
+        hooks = cls(run, trainer, records, signals, watchdog, checkpoints, local)
+        if isinstance(run.training, LiveFeed):
+            run.training.call_while_waiting(hooks.wait)
+        with closing(local) if local is not None else nullcontext():
+            yield hooks
+
+    def save(self, number: int, state: LoaderState) -> None:
+        with self.records.progress.doing("writing a checkpoint"):
+            self.checkpoints.start(Progress(number, state))
+
+    def save_locally(self, number: int, state: LoaderState) -> None:
+        self.checkpoints.start_local(Progress(number, state))
+
+    def stop(self) -> str | None:
+        self.checkpoints.finish(wait=False)
+        return self.signals.agreed() or self.records.leaving
+
+    def wait(self) -> str | None:
+        self.watchdog.at(self.watchdog.step, "waiting for live chunks")
+        return self.stop()
+
+    def validate(self, batches: Feed) -> Iterator[RankBatch]:
+        with self.records.progress.doing("validating"):
+            yield from islice(batches, self.trainer.eval_batches)
+
+    def record(self, made: StepRecord) -> None:
+        self.records.step(made)
+        if self.trainer.drift_interval and is_due(made.step, self.trainer.drift_interval, self.trainer.last_step):
+            self.run.step.check_drift(made.step)
+
+    def finish(self, reason: str | None) -> None:
+        """Wait until the last checkpoint is whole; local ones are then needless."""
+        self.checkpoints.finish()
+        if reason is None:
+            _mark_trained(self.run.training, whole_checkpoints(self.run.folder / CHECKPOINTS)[-1:])
+        if self.local is not None:
+            self.local.remove()
 
 
 def _slurm_folder(config: RunConfig) -> Path | None:

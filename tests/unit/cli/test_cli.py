@@ -272,7 +272,7 @@ def test_the_number_of_ranks_starts_as_many_processes_unless_a_launcher_has(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("harness.launch.start_ranks", lambda command, ranks: started.append((command, ranks)) or 0)
-    monkeypatch.setattr("harness.cli.runs.run_recipe", lambda name, given: here.append(given))
+    monkeypatch.setattr("harness.cli.runs.recipe_entry", lambda name: here.append)
     harness("train", "sft", *arguments)
     if processes is None:
         assert (started, here) == ([], [arguments])

@@ -6,6 +6,7 @@ The settings and their bounds come from the dataclasses, so a new setting is tri
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -18,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import harness.config
 from harness.bench import BENCHES
-from harness.cli import main
+from harness.cli.app import COMMANDS as HARNESS
 from harness.cli.settings import SettingsCommand, parse_settings
 from harness.config import compose_config
 from harness.errors import ConfigError
@@ -28,6 +29,8 @@ from harness.prep import PrepareConfig
 from harness.settings import REQUIRED, Setting, explain_settings
 from recipes.parity import ParityConfig
 
+for module, _ in HARNESS.values():
+    importlib.import_module(f"harness.cli.{module}")
 RECIPES: dict[str, type[Any]] = {
     "prepare": PrepareConfig,
     "sft": SftConfig,
@@ -39,7 +42,7 @@ COMMANDS: dict[str, type[Any]] = {
     **{
         command.schema.__name__: command.schema
         for command in SettingsCommand.__subclasses__()
-        if main and not command.is_composed
+        if not command.is_composed
     },
     **{f"harness bench {name}": type(bench.quick) for name, bench in BENCHES.items()},
 }

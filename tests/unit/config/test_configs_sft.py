@@ -119,10 +119,13 @@ def test_library_modules_need_neither_torch_nor_hydra():
     """The packages are blocked in a process of its own, which imports what a machine that prepares data uses."""
     blocked = ("torch", "megatron", "transformer_engine", "hydra", "omegaconf", "transformers", "tokenizers")
     program = f"""
-import sys
+import importlib, sys
 for name in {blocked!r}:
     sys.modules[name] = None
-import harness.cli.app, harness.formats, harness.prep.packing, harness.thd
+from harness.cli.app import COMMANDS
+for module, _ in COMMANDS.values():
+    importlib.import_module("harness.cli." + module)
+import harness.formats, harness.prep.packing, harness.thd
 import harness.schedule.imbalance, harness.loader.order, harness.loader.state, harness.loader.live.produce
 from harness.formats import FORMATS, load_format
 for name in FORMATS:

@@ -140,7 +140,7 @@ def test_a_step_of_a_full_size_model_has_the_bytes_of_its_plan(without_values, e
         gradients = [weight.main_grad for weight in weights]
         live = HeldBytes()
         with _until(step, live):
-            step.train_rows([row] * microbatches)
+            step.train([row] * microbatches)
         plan = plan_stage_memory(
             model,
             parallel,

@@ -50,7 +50,7 @@ def row(seed: int) -> ThdBatch:
 
 
 def losses(step: MegatronStep, *seeds: int) -> list[tuple[float, float]]:
-    results = [step.train_rows([row(seed)]) for seed in seeds]
+    results = [step.train([row(seed)]) for seed in seeds]
     return [(result.loss, result.grad_norm) for result in results]
 
 

@@ -22,7 +22,7 @@ from harness.megatron.job import join, runtime
 from harness.megatron.model import gpt
 from harness.megatron.model.attention import VarlenAttention
 from harness.megatron.row_graph import RowGraph
-from harness.megatron.run import fine_tune
+from harness.megatron.run import open_fine_tuning, run_training
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.settings import SftConfig, TrainerConfig
 from harness.records import Pack
@@ -63,7 +63,7 @@ def train(model: ModelConfig, *, graphs: bool) -> list[tuple[float, ...]]:
     with runtime.start("cpu") as job:
         step, results = make(job, model, graphs=graphs), []
         for number in range(len(LENGTHS)):
-            one = step.train_rows(rows_of(number))
+            one = step.train(rows_of(number))
             validated = step.evaluate([SimpleNamespace(rows=[build_thd_batch([make_sequence(20 + number, 1)])])])
             results.append((one.loss, one.grad_norm, one.trained_tokens, validated.loss))
     return results
@@ -118,7 +118,7 @@ def test_a_run_of_the_recipe_replays_its_rows(tmp_path, monkeypatch) -> None:
             run_dir=str(tmp_path / str(graphs)),
         )
         with recorded_graphs() as made:
-            assert fine_tune(config) == 0
+            assert run_training(config, open_fine_tuning) == 0
         steps = read_metrics(tmp_path / str(graphs) / METRICS_FILE)
         assert [graph.replays for graph in made] == [sum(one.num_microbatches for one in steps[1:])] * graphs
         metrics[graphs] = [(one.loss, one.grad_norm) for one in steps]
@@ -130,12 +130,12 @@ def test_a_run_of_the_recipe_replays_its_rows(tmp_path, monkeypatch) -> None:
 def test_a_replayed_row_launches_nothing_but_copies_of_its_values() -> None:
     with runtime.start("cpu") as job, recorded_graphs() as graphs:
         step = make(job)
-        step.train_rows(rows_of(0))
-        step.train_rows(rows_of(1))
+        step.train(rows_of(0))
+        step.train(rows_of(1))
         counts = []
         for rows in (rows_of(0)[:1], rows_of(2)):
             with Launches(graphs) as launches:
-                step.train_rows(rows)
+                step.train(rows)
             counts.append(launches.counts)
         (graph,) = graphs
         # Two rows more. Their values are copied (and made, on a GPU by the host), and their sums added.
@@ -180,23 +180,23 @@ def test_generators_of_a_gpu_are_those_that_a_graph_can_change(monkeypatch) -> N
 def test_attention_that_reads_a_bound_on_the_host_cannot_be_captured(monkeypatch) -> None:
     with runtime.start("cpu") as job, recorded_graphs():
         step = make(job)
-        step.train_rows(rows_of(0))
+        step.train(rows_of(0))
         monkeypatch.setattr(VarlenAttention, "_forward_as_one", lambda self, q, k, v, b: q[: int(b[1])])
         with pytest.raises(ConfigError, match=r"cannot be captured: CUDA error: .* when stream is capturing"):
-            step.train_rows(rows_of(1))
+            step.train(rows_of(1))
 
 
 def test_rows_that_the_graph_is_not_for_are_refused() -> None:
     with runtime.start("cpu") as job, recorded_graphs():
         step = make(job)
         with pytest.raises(ScheduleError, match="6 sequences, and its CUDA graph is for 5"):
-            step.train_rows([build_thd_batch([make_sequence(3, 0)] * 6)])
+            step.train([build_thd_batch([make_sequence(3, 0)] * 6)])
         with pytest.raises(ScheduleError, match="52 tokens and cannot be padded to 48"):
-            step.train_rows([build_thd_batch([make_sequence(53, 0)])])
+            step.train([build_thd_batch([make_sequence(53, 0)])])
         row = build_thd_batch([make_sequence(9, 0)])
         row.tokens[3] = VOCAB
         with pytest.raises(ConfigError, match=f"a token id is {VOCAB}"):
-            step.train_rows([row])
+            step.train([row])
 
 
 def test_a_static_row_has_bounds_of_one_width_and_the_same_tokens() -> None:

@@ -22,8 +22,9 @@ from harness.loader import (
     open_datasets,
 )
 from harness.loader.live import LiveFolder
+from harness.megatron.job import runtime
 from harness.megatron.run import training
-from harness.megatron.run.fine_tuning import check, open_task
+from harness.megatron.run.fine_tuning import check, open_fine_tuning
 from harness.plan.settings import SftConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
@@ -72,12 +73,12 @@ def test_batches_larger_than_the_data_are_warned_of(tmp_path):
     made.model.vocab_size = 90
     ranks = SimpleNamespace(world_size=1, device=torch.device("cpu"))
     made.trainer.eval_batches = 2
-    assert open_task(made, ranks).warnings == []
+    assert open_fine_tuning(made, ranks).warnings == []
     made.trainer.eval_batches = 3
-    [warning] = open_task(made, ranks).warnings
+    [warning] = open_fine_tuning(made, ranks).warnings
     assert warning.startswith("trainer.eval_batches is 3, and the validation set has 3 packs")
     made.loader.global_batch_size, made.trainer.eval_batches = 4, None
-    [warning] = open_task(made, ranks).warnings
+    [warning] = open_fine_tuning(made, ranks).warnings
     assert warning.startswith("loader.global_batch_size is 4, and the dataset has 3 packs")
 
 
@@ -89,14 +90,14 @@ def test_the_most_sequences_of_a_row_are_known_for_graphs_before_the_first_step(
     made = SftConfig(data=DataConfig(path=str(path)), loader=LoaderConfig(global_batch_size=2))
     made.parallel.static_rows = True
     ranks = SimpleNamespace(world_size=1, device=torch.device("cpu"))
-    assert open_task(made, ranks).max_sequences is None
+    assert open_fine_tuning(made, ranks).max_sequences is None
     made.parallel.cuda_graphs = True
     for schedule, most in (
         (ScheduleConfig("as_packed", max_tokens_per_rank=64), 5),
         (ScheduleConfig("dp_balanced", max_tokens_per_rank=64), 6),  # 7 + 4 * 9 + 19 model tokens
         (ScheduleConfig("dp_balanced"), 7),  # the two packs with the most
     ):
-        assert open_task(replace(made, schedule=schedule), ranks).max_sequences == most
+        assert open_fine_tuning(replace(made, schedule=schedule), ranks).max_sequences == most
 
 
 def test_a_pack_size_above_the_limit_of_the_model_is_refused(data):
@@ -320,12 +321,12 @@ def test_a_model_that_no_memory_of_the_machine_holds_is_refused_by_name():
 
 
 def test_memory_that_runs_out_is_one_clear_error(monkeypatch):
-    def fail(config, open_task):
+    def fail(*_, **__):
         raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.\nmore")
 
-    monkeypatch.setattr(training, "_run", fail)
+    monkeypatch.setattr(runtime, "start", fail)
     with pytest.raises(ConfigError, match="memory ran out: can't allocate memory: you tried to allocate 8 bytes"):
         training.run_training(SftConfig(), None)
-    monkeypatch.setattr(training, "_run", lambda config, open_task: 1 + "")
+    monkeypatch.setattr(runtime, "start", lambda *_, **__: 1 + "")
     with pytest.raises(TypeError):
         training.run_training(SftConfig(), None)

@@ -120,7 +120,7 @@ def test_memory_of_an_optimizer_on_the_host_is_what_its_tensors_take(share, grad
     with runtime.start("cpu"):
         step = MegatronStep.build(model, parallel, join(parallel, 1), device=CPU, vocab_size=VOCAB, optimizer=optimizer)
         ids = np.arange(9, dtype=np.int32)
-        step.train_rows([build_thd_batch([SequenceView(ids, np.ones(9, np.uint8))])])
+        step.train([build_thd_batch([SequenceView(ids, np.ones(9, np.uint8))])])
         (part,) = step.optimizer.chained_optimizers
         found = [0, 0]
         buffers = {buffer.grad_data.untyped_storage().data_ptr() for buffer in part.buffers}
