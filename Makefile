@@ -33,8 +33,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 # For engine=ray: its nightly tests, and the one of slurm/prepare.sbatch.
-setup-ray: setup
+setup-ray: $(VENV)/installed-ray
+
+# Once: to install the package again would take it from tests that run.
+$(VENV)/installed-ray: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	@touch $@
 
 # For msc:// in tests/s3. Megatron reads every indexed dataset through the client once it is there. Without constraints: the
 # client wants an older tzdata.
