@@ -173,4 +173,4 @@ def test_a_builder_waits_for_another_and_names_it(
         with pytest.raises(ConfigError, match=f"{name} trusts that all indices are on this machine"):
             replace(shared, **{name: True})
     with pytest.raises(ConfigError, match="has no conditional requests here"):
-        opened(replace(shared, path_to_cache="gs://bucket/indices"))
+        opened(replace(shared, path_to_cache="msc://profile/indices"))
