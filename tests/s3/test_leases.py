@@ -183,11 +183,3 @@ def test_preparations_of_one_prefix_exclude_each_other_and_keep_what_another_has
     with pytest.raises(ConfigError, match=r"data\.pack_size was 128 and is 256"):
         make(pack_size=256)
     assert open_dataset(f"{place}/train").fingerprint != report.splits["train"].fingerprint
-
-
-def test_writing_to_s3_without_boto3_is_refused_by_name(
-    store: ClaimStore, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(ConfigError, match="conditional requests need boto3, which is not installed"):
-        write(place, PACKS)
