@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow.fs as pa_fs
 import pytest
+from torch.utils.data import DataLoader
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import convert_dataset, find_datasets, inspect_dataset, open_dataset, open_writer, verify_dataset
@@ -250,12 +251,15 @@ def test_a_store_that_stalls_or_breaks_for_good_is_an_error(
     reader = open_dataset(write(place))
     reader[40]
     monkeypatch.setenv("HARNESS_STORAGE_TIMEOUT_S", "1.5")
+    threads = threading.active_count()
     for action in ("stall", "truncate"):
         proxy.faults.clear()
         fault(proxy, action, path="shard_000000", times=99, after=1000)
         error = error_of(lambda: reader[0])
         assert "did not answer" in error.what
         assert f"{place}/shard_000000.parquet" in error.where
+    # The proxy has a thread for each connection.
+    assert [one for one in threading.enumerate()[threads:] if "process_request_thread" not in one.name] == []
     proxy.faults.clear()
     monkeypatch.setenv("HARNESS_STORAGE_TIMEOUT_S", "60")
     assert reader[0] == PACKS[0], "the reader is as good as before"
@@ -449,18 +453,46 @@ def test_a_prepared_folder_is_found_with_its_two_datasets(proxy: Any, bucket: An
     assert data.validation.path == validation
 
 
-def test_a_forked_child_connects_anew(proxy: Any, bucket: Any, place: str) -> None:
+def test_forked_workers_read_after_their_parent_has(proxy: Any, bucket: Any, place: str) -> None:
+    reader = open_dataset(write(place))
+    reader[0]
+    workers = DataLoader(reader, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
+    assert list(workers) == PACKS
+    assert reader[63] == PACKS[63], "the parent reads on"
+
+
+def test_a_forked_child_and_its_child_connect_anew(proxy: Any, bucket: Any, place: str) -> None:
     reader = open_dataset(write(place))
     reader[0]
     child = os.fork()
     if child == 0:
-        os._exit(0 if reader[63] == PACKS[63] and reader[1] == PACKS[1] else 1)
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            assert status == 0
-            return
-        time.sleep(0.02)
-    os.kill(child, 9)
-    pytest.fail("the child hangs")
+        signal.alarm(60)
+        is_read = reader[63] == PACKS[63] and reader[1] == PACKS[1]
+        grandchild = os.fork()
+        if grandchild == 0:
+            signal.alarm(60)
+            os._exit(0 if reader[32] == PACKS[32] else 1)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) or not is_read)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_profile_is_honored_or_refused_by_name(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(place)
+    keys = [f"aws_{name}={os.environ[f'AWS_{name.upper()}']}" for name in ("access_key_id", "secret_access_key")]
+    (tmp_path / "credentials").write_text("\n".join(["[team]", *keys]))
+    (tmp_path / "config").write_text(
+        f"[profile team]\nregion=us-east-1\nendpoint_url={os.environ['AWS_ENDPOINT_URL']}\n"
+    )
+    for name in ("ENDPOINT_URL", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "REGION"):
+        monkeypatch.delenv(f"AWS_{name}")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    assert open_dataset(place)[7] == PACKS[7]
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    assert "nobody" in error_of(lambda: open_dataset(place)).what
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(ConfigError, match="credentials from the profile nobody need boto3, which is not installed"):
+        open_dataset(place)
