@@ -107,7 +107,13 @@ def list_below(place: ObjectPath) -> dict[str, Any]:
     with naming_errors(place):
         found = [one for page in connect(place).list(place.key) for one in page]
     start = len(place.key) + 1 if place.key else 0
-    return {str(one["path"])[start:]: one for one in found if len(one["path"]) > start}
+    below = {str(one["path"])[start:]: one for one in found if len(one["path"]) > start}
+    folders: set[str] = set()
+    for name in below:
+        while (name := name.rpartition("/")[0]) and name not in folders:
+            folders.add(name)
+    # Consoles and PyArrow make empty objects `x/` for folders, which are listed as `x`.
+    return {name: one for name, one in below.items() if one["size"] or name not in folders}
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from harness.errors import ConfigError, FormatError
 from harness.formats import convert_dataset, find_datasets, inspect_dataset, open_dataset, open_writer, verify_dataset
 from harness.loader import DataConfig, open_datasets
 from harness.records import Pack
+from harness.storage import ObjectPath, list_objects
 
 pytestmark = pytest.mark.s3
 
@@ -160,6 +161,14 @@ def test_other_formats_are_read_from_one_local_copy(
     gets = [one.path for one in proxy.requests if one.method == "GET" and "shard_000001" in one.path]
     assert gets == [], "the second reader downloads nothing of that shard again"
     assert verify_dataset(place) == []
+
+
+def test_empty_objects_that_stand_for_folders_are_no_files(proxy: Any, bucket: Any, place: str) -> None:
+    bucket.create_dir(f"{place.removeprefix('s3://')}/sub/deeper", recursive=True)
+    write(f"{place}/sub/deeper")
+    assert "sub/deeper" not in list_objects(ObjectPath.parse(place))
+    assert "" not in list_objects(ObjectPath.parse(f"{place}/sub/deeper"))
+    assert list(open_dataset(f"{place}/sub/deeper")) == PACKS
 
 
 def test_ranks_of_a_machine_download_once(proxy: Any, bucket: Any, place: str, tmp_path: Path) -> None:
