@@ -69,7 +69,7 @@ class ClaimStore:
         with naming_errors(place):
             try:
                 found = connect(place).get(place.key)
-                return bytes(found.bytes()), str(found.meta["e_tag"]).strip('"')
+                return bytes(found.bytes()), self._etag(found.meta)
             except FileNotFoundError as error:
                 _raise_unless_missing(error)
                 return None
@@ -84,8 +84,10 @@ class ClaimStore:
         if only_if is None:
             return self._put(name, data, "overwrite")
         if only_if:
-            # Some stores (Ceph before 18) compare the text with the quotes of HTTP, others require them.
-            etag = self._put(name, data, {"e_tag": only_if}) or self._put(name, data, {"e_tag": f'"{only_if}"'})
+            # Some S3 servers (Ceph before 18) compare the text with the quotes of HTTP, others require them.
+            bare = {"e_tag": only_if, "version": only_if}
+            etag = self._put(name, data, bare) if self.place.scheme == "s3" else None
+            etag = etag or self._put(name, data, {**bare, "e_tag": f'"{only_if}"'})
         else:
             etag = self._put(name, data, "create")
         if etag is None:
@@ -100,12 +102,16 @@ class ClaimStore:
         refusals = load_obstore().exceptions
         with naming_errors(place):
             try:
-                return str(connect(place).put(place.key, data, mode=mode, use_multipart=False)["e_tag"]).strip('"')
+                return self._etag(connect(place).put(place.key, data, mode=mode, use_multipart=False))
             except (refusals.AlreadyExistsError, refusals.PreconditionError):
                 return None
             except FileNotFoundError as error:  # a condition on an object that does not exist
                 _raise_unless_missing(error)
                 return None
+
+    def _etag(self, found: Any) -> str:
+        # Google compares generations, which obstore calls versions; versions of S3 are for buckets that keep old ones.
+        return str((self.place.scheme == "gs" and found["version"]) or found["e_tag"]).strip('"')
 
     def download(self, name: str, path: Path) -> bool:
         """Write an object to a file; return whether it exists."""

@@ -51,7 +51,7 @@ def _connect(pid: int, scheme: str, bucket: str, settings: tuple[tuple[str, str]
         return MscStore(bucket)
     store = load_obstore().store
     if scheme == "gs":
-        return store.GCSStore(bucket, **_limits(""))
+        return store.GCSStore(bucket, **_limits(os.environ.get("GOOGLE_BASE_URL", "")))
     if scheme == "s3":
         return _connect_s3(store, bucket)
     container, _, host = bucket.partition("@")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow.fs as pa_fs
 import pytest
@@ -132,3 +135,53 @@ def test_live_chunks_train_as_those_of_a_folder(place: str, tmp_path: Path) -> N
     write_stream(place, rows, [4, 8])  # type: ignore[arg-type]
     remote: Any = train([place])  # type: ignore[list-item]
     assert remote.digests == train(tmp_path / "live").digests
+
+
+class Google(BaseHTTPRequestHandler):
+    """What conditional requests of Google's store answer, as its XML interface documents it."""
+
+    objects: ClassVar[dict[str, tuple[int, bytes]]] = {}
+
+    def do_PUT(self) -> None:
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        generation = self.objects.get(self.path, (0, b""))[0]
+        if int(self.headers.get("x-goog-if-generation-match", generation)) != generation:
+            self.answer(412)
+            return
+        self.objects[self.path] = (generation + 1, data)
+        self.answer(200, generation + 1)
+
+    def do_GET(self) -> None:
+        if self.path in self.objects:
+            self.answer(200, *self.objects[self.path])
+        else:
+            self.answer(200 if "list-type" in self.path else 404, data=b"<ListBucketResult></ListBucketResult>")
+
+    def answer(self, status: int, generation: int = 0, data: bytes = b"") -> None:
+        self.send_response(status)
+        facts = {"ETag": '"always the same"', "Last-Modified": formatdate(0, usegmt=True), "Content-Length": len(data)}
+        for name, value in {**facts, "x-goog-generation": generation}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_conditions_of_google_are_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Google)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    monkeypatch.setenv("GOOGLE_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "a token")
+    try:
+        store = ClaimStore(ObjectPath.parse("gs://bucket/data"))
+        assert store.get("one") is None
+        assert store.put("one", b"a", only_if="") == "1"
+        assert store.put("one", b"b", only_if="") is None
+        assert store.put("one", b"c", only_if="1") == "2"
+        assert store.put("one", b"d", only_if="1") is None
+        assert store.get("one") == (b"c", "2")
+    finally:
+        server.shutdown()
+        server.server_close()
