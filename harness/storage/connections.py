@@ -103,11 +103,7 @@ def _connect_s3(store: Any, bucket: str) -> Any:
 def _limits(endpoint: str) -> dict[str, Any]:
     half = timedelta(seconds=timeout_s() / 2)
     return {
-        "client_options": {
-            "timeout": half,
-            "connect_timeout": half / 3,
-            "allow_http": endpoint.startswith("http://"),
-        },
+        "client_options": {"timeout": half, "connect_timeout": half / 3, "allow_http": endpoint.startswith("http://")},
         "retry_config": {
             "max_retries": 100,  # the time is the limit
             "retry_timeout": half,
@@ -253,9 +249,4 @@ class MscWriter:
 
 
 def _described(found: Any) -> dict[str, Any]:
-    return {
-        "path": found.key,
-        "size": found.content_length,
-        "e_tag": found.etag,
-        "last_modified": found.last_modified,
-    }
+    return {"path": found.key, "size": found.content_length, "e_tag": found.etag, "last_modified": found.last_modified}

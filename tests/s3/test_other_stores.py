@@ -138,7 +138,7 @@ def test_live_chunks_train_as_those_of_a_folder(place: str, tmp_path: Path) -> N
 
 
 class Google(BaseHTTPRequestHandler):
-    """What conditional requests of Google's store answer, as its XML interface documents it."""
+    """Answers to conditional requests as Google documents them for its XML interface."""
 
     objects: ClassVar[dict[str, tuple[int, bytes]]] = {}
 
