@@ -40,7 +40,8 @@ CORE = (
         f"harness/formats/{name}.py"
         for name in ("base", "reader", "writer", "opening", "manifest", "index", "memmap", "verify", "parquet/*")
     ),
-    *("harness/storage/*.py", "!harness/storage/bucket.py", "!harness/storage/claims.py", "!harness/storage/ranges.py"),
+    "harness/storage/*.py",
+    *(f"!harness/storage/{name}.py" for name in ("bucket", "claims", "connections", "ranges")),
     "!harness/storage/local_copies.py",
     *("harness/prep/chat/**/*.py", "harness/prep/tokenize/*.py", "harness/prep/packing.py", "harness/prep/pipeline.py"),
     *(f"harness/train/{name}.py" for name in ("loop", "folder", "checkpoints", "metrics")),

@@ -25,7 +25,7 @@ live_app = typer.Typer(
 
 # Flushed: a log shows the progress of the producer.
 _print_line = functools.partial(print, flush=True)
-Folder = Annotated[str, typer.Argument(metavar="DIR", help="the folder of chunks, on a shared disk or in s3://")]
+Folder = Annotated[str, typer.Argument(metavar="DIR", help="the folder of chunks, on a shared disk or in a bucket")]
 
 
 @dataclass

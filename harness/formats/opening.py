@@ -41,7 +41,7 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
 
     Args:
         path: a dataset folder; a folder, file or prefix of another tool in a layout that a format knows; a glob of
-            files, taken in natural order; or any of these in object storage (`s3://`, `gs://`, `abfs://`), where
+            files, taken in natural order; or any of these in a bucket (`s3://`, `gs://`, `abfs://`, `az://`), where
             Parquet is read by ranges and other formats from local copies (see `harness.storage`).
 
     Returns:

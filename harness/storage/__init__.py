@@ -14,7 +14,6 @@ Read `folders` first: the interface that readers and writers of datasets use.
 from __future__ import annotations
 
 from harness.storage.arrays import NpyStream, map_npy, npy_header, read_npy_header
-from harness.storage.bucket import s3_endpoint
 from harness.storage.cache import LocalCache
 from harness.storage.checksums import (
     CHECKSUMS_FILE,
@@ -26,6 +25,7 @@ from harness.storage.checksums import (
     write_checksums,
 )
 from harness.storage.claims import ClaimStore, Lease, ListedObject, lease_body, leased
+from harness.storage.connections import s3_endpoint
 from harness.storage.files import (
     TEMPORARY_SUFFIX,
     AtomicFile,

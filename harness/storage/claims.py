@@ -1,7 +1,4 @@
-"""Objects in S3 that one process at a time may own: conditional requests, and leases made of them.
-
-PyArrow has no conditional requests; boto3 (extra `s3`) has. Other object stores are refused by name.
-"""
+"""Objects that one process at a time may own: conditional requests of a bucket, and leases made of them."""
 
 from __future__ import annotations
 
@@ -14,12 +11,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from harness.errors import ConfigError, FormatError
-from harness.storage.bucket import explain, s3_endpoint, timeout_s
+from harness.storage.bucket import ObjectStore, Verdict, judge, list_below, naming_errors
+from harness.storage.connections import connect, load_obstore
 from harness.storage.uris import ObjectPath
 
 # A lease that is not renewed for that long is free. Its owner renews it often enough to miss several times, and relies
@@ -29,12 +27,10 @@ _SURE_PART = 2 / 3
 # Counts on while the machine sleeps, where the system has such a clock.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """An object of a listing: its bytes, its ETag, and the seconds since it was written, by the store's own clock."""
+    """An object of a listing: its bytes, its ETag, and the seconds since it was written, by this machine's clock."""
 
     num_bytes: int
     etag: str
@@ -42,46 +38,41 @@ class ListedObject:
 
 
 class ClaimStore:
-    """The objects below a prefix of S3, with conditional requests. Pickles; connects in each process anew.
+    """The objects below a prefix, with conditional requests. Pickles.
 
     Raises:
-        ConfigError: another kind of object storage, or boto3 is missing.
+        ConfigError: msc://, which has none here.
     """
 
     def __init__(self, place: ObjectPath) -> None:
-        if place.scheme != "s3":
+        if place.scheme == "msc":
             raise ConfigError(
-                f"{place.scheme}:// has no conditional requests here, which keep two writers apart",
+                "msc:// has no conditional requests here, which keep two writers apart",
                 where=str(place),
-                fix="name a folder on a file system that all machines share, or a place in s3://",
+                fix="name a folder on a file system that all machines share, or a place in s3://, gs:// or abfs://",
             )
         self.place = place
-        self._client: tuple[int, Any] | None = None
-        self._connect()
 
     def list(self) -> dict[str, ListedObject]:
         """Return all objects by their keys below the prefix."""
-        found: dict[str, ListedObject] = {}
-        prefix = f"{self.place.key}/" if self.place.key else ""
-        token: dict[str, str] = {}
-        while True:
-            page = self._call(partial(_list_page, asked={**self._bucket, "Prefix": prefix, **token}))
-            now = _http_time(page["ResponseMetadata"]["HTTPHeaders"].get("date"))
-            for one in page.get("Contents", ()):
-                age_s = max(0.0, now - one["LastModified"].timestamp())
-                found[one["Key"][len(prefix) :]] = ListedObject(int(one["Size"]), one["ETag"].strip('"'), age_s)
-            if not page.get("IsTruncated"):
-                return found
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+        now = time.time()
+        return {
+            name: ListedObject(
+                int(one["size"]), str(one["e_tag"]).strip('"'), max(0.0, now - one["last_modified"].timestamp())
+            )
+            for name, one in list_below(self.place).items()
+        }
 
     def get(self, name: str) -> tuple[bytes, str] | None:
         """Return the bytes of an object and its ETag, or None if it does not exist."""
-
-        def get(client: Any) -> tuple[bytes, str]:
-            answer = client.get_object(**self._object(name))
-            return answer["Body"].read(), answer["ETag"].strip('"')
-
-        return self._call(get, missing_is_none=True)
+        place = self.place / name
+        with naming_errors(place):
+            try:
+                found = connect(place).get(place.key)
+                return bytes(found.bytes()), self._etag(found.meta)
+            except FileNotFoundError as error:
+                _raise_unless_missing(error)
+                return None
 
     def put(self, name: str, data: bytes | Path, *, only_if: str | None = None) -> str | None:
         """Write an object whole; return its ETag, or None where the condition does not hold and its bytes are others.
@@ -91,12 +82,14 @@ class ClaimStore:
             only_if: an ETag that the object must still have; "" if it must not exist; None writes in any case.
         """
         if only_if is None:
-            return self._put(name, data, {})
+            return self._put(name, data, "overwrite")
         if only_if:
-            # Some stores (Ceph before 18) compare the text with the quotes of HTTP, others require them.
-            etag = self._put(name, data, {"IfMatch": only_if}) or self._put(name, data, {"IfMatch": f'"{only_if}"'})
+            # Some S3 servers (Ceph before 18) compare the text with the quotes of HTTP, others require them.
+            bare = {"e_tag": only_if, "version": only_if}
+            etag = self._put(name, data, bare) if self.place.scheme == "s3" else None
+            etag = etag or self._put(name, data, {**bare, "e_tag": f'"{only_if}"'})
         else:
-            etag = self._put(name, data, {"IfNoneMatch": "*"})
+            etag = self._put(name, data, "create")
         if etag is None:
             # Where an answer was lost on its way, the request that was sent again finds what the first one wrote.
             found = self.get(name)
@@ -104,60 +97,43 @@ class ClaimStore:
                 return found[1]
         return etag
 
-    def _put(self, name: str, data: bytes | Path, condition: dict[str, str]) -> str | None:
-        def put(client: Any) -> str:
-            with data.open("rb") if isinstance(data, Path) else contextlib.nullcontext(data) as body:
-                answer = client.put_object(**self._object(name), Body=body, **condition)
-            return str(answer["ETag"]).strip('"')
+    def _put(self, name: str, data: bytes | Path, mode: Any) -> str | None:
+        place = self.place / name
+        refusals = load_obstore().exceptions
+        with naming_errors(place):
+            try:
+                return self._etag(connect(place).put(place.key, data, mode=mode, use_multipart=False))
+            except (refusals.AlreadyExistsError, refusals.PreconditionError):
+                return None
+            except FileNotFoundError as error:  # a condition on an object that does not exist
+                _raise_unless_missing(error)
+                return None
 
-        return self._call(put, refusal_is_none=bool(condition))
+    def _etag(self, found: Any) -> str:
+        # Google compares generations, which obstore calls versions; versions of S3 are for buckets that keep old ones.
+        return str((self.place.scheme == "gs" and found["version"]) or found["e_tag"]).strip('"')
 
     def download(self, name: str, path: Path) -> bool:
         """Write an object to a file; return whether it exists."""
-        return self._call(lambda client: _download(client, self._object(name), path), missing_is_none=True) is not None
+        place = self.place / name
+        with naming_errors(place), path.open("wb") as file:
+            try:
+                for block in connect(place).get(place.key):
+                    file.write(block)
+            except FileNotFoundError as error:
+                _raise_unless_missing(error)
+                return False
+        return True
 
     def delete(self, name: str) -> None:
         """Delete an object; a missing one is no error."""
-        self._call(lambda client: client.delete_object(**self._object(name)))
+        ObjectStore(self.place).delete(self.place / name)
 
-    @property
-    def _bucket(self) -> dict[str, str]:
-        return {"Bucket": self.place.bucket}
 
-    def _object(self, name: str) -> dict[str, str]:
-        return {**self._bucket, "Key": (self.place / name).key}
-
-    def _connect(self) -> Any:
-        # A client's connections do not survive a fork.
-        if self._client is None or self._client[0] != os.getpid():
-            self._client = (os.getpid(), _make_client(self.place))
-        return self._client[1]
-
-    def _call(
-        self, work: Callable[[Any], T], *, missing_is_none: bool = False, refusal_is_none: bool = False
-    ) -> T | Any:
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            return work(self._connect())
-        except ClientError as error:
-            code = str(error.response.get("Error", {}).get("Code", ""))
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            if missing_is_none and code in ("NoSuchKey", "404"):
-                return None
-            # A condition on an object that does not exist is answered with 404; two writers at once with 409.
-            if refusal_is_none and (status in (409, 412) or code == "NoSuchKey"):
-                return None
-            raise explain(error, self.place) from None
-        except (BotoCoreError, OSError) as error:
-            raise FormatError(
-                f"object storage did not answer: {error}",
-                where=str(self.place),
-                fix="check the network and AWS_ENDPOINT_URL, or raise HARNESS_STORAGE_TIMEOUT_S",
-            ) from None
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return ClaimStore, (self.place,)
+def _raise_unless_missing(error: FileNotFoundError) -> None:
+    """Raise an error that is due to the bucket, not to the object."""
+    if judge(error) is not Verdict.MISSING:
+        raise error
 
 
 class Lease:
@@ -374,47 +350,3 @@ def _host() -> str:
 
 def _now() -> float:
     return time.clock_gettime(_CLOCK)
-
-
-def _list_page(client: Any, *, asked: dict[str, str]) -> Any:
-    return client.list_objects_v2(**asked)
-
-
-def _download(client: Any, place: dict[str, str], path: Path) -> bool:
-    body = client.get_object(**place)["Body"]
-    with path.open("wb") as file:
-        for block in body.iter_chunks(1 << 20):
-            file.write(block)
-    return True
-
-
-def _http_time(text: str | None) -> float:
-    from email.utils import parsedate_to_datetime
-
-    try:
-        return parsedate_to_datetime(text or "").timestamp()
-    except (TypeError, ValueError):
-        return time.time()
-
-
-def _make_client(place: ObjectPath) -> Any:
-    try:
-        import boto3
-        from botocore.config import Config
-    except ImportError:
-        raise ConfigError(
-            "conditional requests need boto3, which is not installed", where=str(place), fix="pip install '.[s3]'"
-        ) from None
-    limit_s = max(1.0, timeout_s() / 4)
-    config = Config(
-        connect_timeout=limit_s,
-        read_timeout=limit_s,
-        retries={"mode": "standard", "total_max_attempts": 4},
-        # As PyArrow's clients, which have the same setting: several servers do not know the newer checksums.
-        request_checksum_calculation=os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required"),
-        response_checksum_validation="when_required",
-    )
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return boto3.session.Session().client(
-        "s3", endpoint_url=s3_endpoint() or None, config=config, region_name=region or None
-    )

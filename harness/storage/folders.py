@@ -257,8 +257,7 @@ class BucketFolder(Folder):
     def read(self, name: str, limit: int) -> bytes | None:
         if name not in self._sizes():
             return None
-        place = self.place / name
-        return self.store.read(place, self.store.open(place), 0, min(limit, self._sizes()[name]))
+        return self.store.read(self.place / name, 0, min(limit, self._sizes()[name]))
 
     def fetch(self, files: Sequence[StoredFile]) -> Entry:
         return LocalCache().get(files, self._download)
@@ -326,7 +325,7 @@ class BucketFolder(Folder):
 class BucketMarker:
     """An object that shows a write in progress, with the methods of `Marker`.
 
-    In S3 a lease beside it keeps other writers of the prefix away; in other object storage nothing does.
+    A lease beside it keeps other writers of the prefix away; in msc:// nothing does.
     """
 
     folder: BucketFolder
@@ -339,11 +338,10 @@ class BucketMarker:
         """Take the lease, create the object, and return what an interrupted writer left in it.
 
         Raises:
-            ConfigError: S3 without boto3.
             FormatError: another process writes to the prefix.
         """
         folder = self.folder
-        if folder.place.scheme == "s3":
+        if folder.place.scheme != "msc":
             self._lease = Lease(ClaimStore(folder.place), _LEASE_NAME)
             self._lease.acquire()
             folder.check, folder._listing = self._lease.check, None

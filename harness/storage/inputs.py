@@ -61,7 +61,7 @@ def list_objects(folder: ObjectPath) -> dict[str, Stamp]:
     stamps = store.list_stamps(folder)
     if not stamps:
         store.check_bucket()
-    return {name: stamp for name, stamp in stamps.items() if not name.endswith("/")}
+    return stamps
 
 
 def glob_pattern(pattern: str) -> re.Pattern[str]:

@@ -56,8 +56,7 @@ class RemoteSource(io.RawIOBase):
     def __init__(self, place: ObjectPath) -> None:
         self._place = place
         self._store = ObjectStore(place)
-        self._file = self._store.open(place)
-        self.num_bytes = int(self._file.size())
+        self.num_bytes = self._store.find_stamp(place).num_bytes
         self._position = 0
         self._window_start, self._window = 0, b""
         self.fetch(max(0, self.num_bytes - _TAIL_BYTES), self.num_bytes)
@@ -67,14 +66,14 @@ class RemoteSource(io.RawIOBase):
         offset = start - self._window_start
         if offset >= 0 and offset + num_bytes <= len(self._window):
             return self._window[offset : offset + num_bytes]
-        return self._store.read(self._place, self._file, start, num_bytes) if num_bytes else b""
+        return self._store.read(self._place, start, num_bytes) if num_bytes else b""
 
     def fetch(self, start: int, end: int) -> None:
         if not 0 <= start <= end <= self.num_bytes:
             raise FormatError(f"bytes {start:,} to {end:,} lie outside the file of {self.num_bytes:,}")
         if start < self._window_start or end > self._window_start + len(self._window):
             self._window = b""
-            self._window = self._store.read(self._place, self._file, start, end - start)
+            self._window = self._store.read(self._place, start, end - start)
             self._window_start = start
 
     def release(self) -> None:

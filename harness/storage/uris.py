@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.errors import ConfigError
 
-SCHEMES = ("s3", "gs", "abfs", "abfss", "msc")
+SCHEMES = ("s3", "gs", "abfs", "abfss", "az", "msc")
 
 _URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^/]*)/?(.*)", re.DOTALL)
 _FIX = "set them in the environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...) or in the provider's own files"
@@ -27,8 +27,8 @@ class ObjectPath:
 
     Attributes:
         scheme: one of SCHEMES.
-        bucket: of s3 and gs; of abfs the container, with `@account...` after it if the URI names the account; of msc
-            the profile.
+        bucket: of s3 and gs; of abfs and az the container, with `@account...` after it if the URI names the account; of
+            msc the profile.
         key: without slashes at its ends; empty for the whole bucket.
     """
 

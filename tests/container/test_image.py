@@ -137,7 +137,9 @@ def test_the_nightly_tests_are_collected_and_run_in_the_image_and_buckets_are_su
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     assert "tests/nightly/test_matrix.py::" in done.stdout
     done = start(
-        "sh", "-c", "python3 -c 'import boto3' && python3 -m pytest -n 0 -q tests/unit/schedule/test_imbalance.py"
+        "sh",
+        "-c",
+        "python3 -c 'import boto3, obstore' && python3 -m pytest -n 0 -q tests/unit/schedule/test_imbalance.py",
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -77,7 +77,6 @@ def proxy(
         "AWS_ACCESS_KEY_ID": module.ACCESS_KEY,
         "AWS_SECRET_ACCESS_KEY": module.SECRET_KEY,
         "AWS_REGION": "us-east-1",
-        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
         "AWS_EC2_METADATA_DISABLED": "true",
         "HARNESS_STORAGE_TIMEOUT_S": "6",
         "HARNESS_CACHE": str(tmp_path / "cache"),

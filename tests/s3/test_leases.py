@@ -167,6 +167,8 @@ def test_preparations_of_one_prefix_exclude_each_other_and_keep_what_another_has
     assert set(open_folder(place).names()) == set()
     store.put("_lease", b"{}\n")
     report = make(pack_size=256)
+    assert "_preparing" not in open_folder(place).names()
+    assert content(store, "_lease") == b"{}\n", "without an owner"
     # Prepared for the same place on another machine, at the same time: it has only to be uploaded.
     monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "another machine"))
     upload, finish = claims.Lease.acquire, []
@@ -183,11 +185,8 @@ def test_preparations_of_one_prefix_exclude_each_other_and_keep_what_another_has
     with pytest.raises(ConfigError, match=r"data\.pack_size was 128 and is 256"):
         make(pack_size=256)
     assert open_dataset(f"{place}/train").fingerprint != report.splits["train"].fingerprint
-
-
-def test_writing_to_s3_without_boto3_is_refused_by_name(
-    store: ClaimStore, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(ConfigError, match="conditional requests need boto3, which is not installed"):
-        write(place, PACKS)
+    assert content(store, "_lease") == b"{}\n", "the refused one has given it up, and left the marker that it found"
+    assert content(store, "_preparing") == b""
+    make(pack_size=300, overwrite=True)
+    assert "_preparing" not in open_folder(place).names()
+    assert content(store, "_lease") == b"{}\n"

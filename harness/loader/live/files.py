@@ -186,7 +186,7 @@ class LocalFiles(LiveFiles):
 
 
 class BucketFiles(LiveFiles):
-    """Objects below a prefix of S3. Chunks are made in a temporary folder, and read from copies in the local cache."""
+    """Objects below a prefix. Chunks are made in a temporary folder, and read from copies in the local cache."""
 
     look_s = _LISTING_S
 
@@ -288,5 +288,5 @@ class BucketFiles(LiveFiles):
 
 
 def open_files(path: str | Path) -> LiveFiles:
-    """Return the files at a path or URI; raises ConfigError for object storage other than S3."""
+    """Return the files at a path or URI; raises ConfigError for msc://."""
     return BucketFiles(ObjectPath.parse(str(path))) if is_uri(str(path)) else LocalFiles(Path(path))

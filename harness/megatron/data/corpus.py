@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ import xxhash
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
-from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path, parse_s3_path
+from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
 from megatron.core.datasets.utils import Split
 
 from harness.errors import ConfigError, FormatError, HarnessError, os_errors_as
@@ -413,35 +414,13 @@ def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
             fix="name a folder on this machine",
         )
     in_s3 = [path for path in remote if path.startswith("s3://")]
-    for path in remote if not config.fast_cache_load else ():
-        for suffix in (IDX, BIN) if path not in in_s3 else ():
-            stamp_of(parse_place(path + suffix))
-    if not in_s3:
-        return
-    try:
-        import boto3
-        from botocore.exceptions import BotoCoreError, ClientError
-    except ImportError:
+    if in_s3 and find_spec("boto3") is None:
         raise ConfigError(
             "Megatron-Core reads from S3 with boto3, which is not installed", where=in_s3[0], fix="pip install '.[s3]'"
-        ) from None
-    if config.fast_cache_load:
-        return
-    client = boto3.client("s3", endpoint_url=s3_endpoint() or None)
-    for path in in_s3:
-        bucket, key = parse_s3_path(path)
+        )
+    for path in remote if not config.fast_cache_load else ():
         for suffix in (IDX, BIN):
-            try:
-                client.head_object(Bucket=bucket, Key=key + suffix)
-            except (BotoCoreError, ClientError) as error:
-                is_gone = isinstance(error, ClientError) and error.response["Error"]["Code"] == "404"
-                raise ConfigError(
-                    f"{key}{suffix} is not in the bucket"
-                    if is_gone
-                    else f"object storage refused the request: {error}",
-                    where=path + suffix,
-                    fix="name X of X.bin and X.idx" if is_gone else "check AWS_ENDPOINT_URL and the credentials",
-                ) from None
+            stamp_of(parse_place(path + suffix))
 
 
 def _check_dtype(dataset: IndexedDataset, path: str, *, has_counts: bool) -> None:

@@ -21,7 +21,7 @@ class SharedIndices:
     """The indices at a URI, and copies of those that this machine needs.
 
     Args:
-        uri: of a prefix in S3.
+        uri: of a prefix in a bucket.
 
     Attributes:
         folder: of the copies, in the local cache.

@@ -1,0 +1,252 @@
+"""Clients of object stores: their settings, one per process and bucket, also after a fork.
+
+S3, Google and Azure go through `obstore`, which repeats requests and resumes answers that break off. Settings come from
+the environment, as the providers' own tools read it: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (or AWS_S3_ENDPOINT_URL,
+which no tool of AWS reads but which is common), AWS_REGION, AWS_CA_BUNDLE, keys, web identities and instance roles;
+AWS_PROFILE and the files of `aws configure` through boto3 (extra `s3`); Google's application default credentials;
+AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, an identity of Azure, or `az login`.
+`msc://PROFILE/KEY` goes through NVIDIA's multi-storage-client (extra `msc`), whose file of settings MSC_CONFIG names.
+HARNESS_STORAGE_TIMEOUT_S (60) bounds one request, all attempts together.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import cache
+from importlib.machinery import ExtensionFileLoader, PathFinder
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+from harness.errors import ConfigError
+from harness.storage.uris import ObjectPath
+
+TIMEOUT_NAME = "HARNESS_STORAGE_TIMEOUT_S"
+_TIMEOUT_S = 60.0
+_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "MSC_", TIMEOUT_NAME)
+
+
+def connect(place: ObjectPath) -> Any:
+    """Return the client of a place's bucket: a store of `obstore`, or `MscStore`.
+
+    Raises:
+        ConfigError: settings are missing or malformed, or a package is not installed.
+        OSError: the region of the bucket cannot be found out.
+    """
+    timeout_s()
+    settings = tuple(sorted(one for one in os.environ.items() if one[0].startswith(_PREFIXES)))
+    return _connect(os.getpid(), place.scheme, place.bucket, settings)
+
+
+# Never emptied: a client that a fork left without its threads must not be torn down either.
+@cache
+def _connect(pid: int, scheme: str, bucket: str, settings: tuple[tuple[str, str], ...]) -> Any:
+    if scheme == "msc":
+        return MscStore(bucket)
+    store = load_obstore().store
+    if scheme == "gs":
+        return store.GCSStore(bucket, **_limits(os.environ.get("GOOGLE_BASE_URL", "")))
+    if scheme == "s3":
+        return _connect_s3(store, bucket)
+    container, _, host = bucket.partition("@")
+    account = host.partition(".")[0] or os.environ.get("AZURE_STORAGE_ACCOUNT", "")
+    if not account:
+        raise ConfigError(
+            f"no storage account for the container {container}",
+            where=f"{scheme}://{bucket}",
+            fix="set AZURE_STORAGE_ACCOUNT, or write abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY",
+        )
+    given: dict[str, Any] = {"account_key": os.environ.get("AZURE_STORAGE_KEY")}
+    known = ("KEY", "SAS_TOKEN", "ACCOUNT_KEY", "CLIENT_ID", "FEDERATED_TOKEN_FILE", "TOKEN")
+    if not any(os.environ.get(f"AZURE_{kind}{name}") for kind in ("", "STORAGE_") for name in known):
+        given["use_azure_cli"] = _has_azure_login() or None
+    endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT") or ""
+    given = {name: value for name, value in given.items() if value}
+    return store.AzureStore(container, account_name=account, **given, **_limits(endpoint))
+
+
+def _connect_s3(store: Any, bucket: str) -> Any:
+    endpoint, region = s3_endpoint(), os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if "@" in endpoint:
+        raise ConfigError(
+            "credentials do not belong in AWS_ENDPOINT_URL",
+            where="environment",
+            fix="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        )
+    given: dict[str, Any] = {}
+    if _has_aws_files():
+        session = _load_boto3().session.Session()
+        client = session.client("s3", region_name=region, endpoint_url=endpoint or None)
+        if session.get_credentials() is not None:
+            provider = importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider
+            given["credential_provider"] = provider(session, ttl=timedelta(minutes=5))
+        region = region or session.region_name
+        endpoint = endpoint or (client.meta.endpoint_url if session.region_name else "")
+    if endpoint:
+        given["aws_endpoint_url_s3"] = endpoint if "://" in endpoint else f"https://{endpoint}"
+    elif region is None:
+        from pyarrow.fs import resolve_s3_region
+
+        region = resolve_s3_region(bucket)
+    limits = _limits(endpoint)
+    if path := os.environ.get("AWS_CA_BUNDLE"):
+        limits["client_options"]["root_certificate"] = Path(path).read_bytes()
+    return store.S3Store(bucket, region=region or "us-east-1", **given, **limits)
+
+
+def _limits(endpoint: str) -> dict[str, Any]:
+    half = timedelta(seconds=timeout_s() / 2)
+    return {
+        "client_options": {"timeout": half, "connect_timeout": half / 3, "allow_http": endpoint.startswith("http://")},
+        "retry_config": {
+            "max_retries": 100,  # the time is the limit
+            "retry_timeout": half,
+            "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2},
+        },
+    }
+
+
+def timeout_s() -> float:
+    """Return the seconds that one request may take; raises ConfigError if the environment names no such number."""
+    text = os.environ.get(TIMEOUT_NAME, "")
+    try:
+        value = float(text) if text else _TIMEOUT_S
+    except ValueError:
+        value = 0.0
+    if not 0.5 <= value <= 3600:
+        raise ConfigError(f"{TIMEOUT_NAME} is {text!r}", where="environment", fix="use seconds from 0.5 to 3600")
+    return value
+
+
+def s3_endpoint() -> str:
+    """Return the address of the S3 server that the environment names, without `/` at its end; empty for that of AWS."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_S3_ENDPOINT_URL")
+    return next((value.rstrip("/") for name in names if (value := os.environ.get(name))), "")
+
+
+def _has_aws_files() -> bool:
+    """Return whether credentials are those of a profile, or of the files of `aws configure`."""
+    if os.environ.get("AWS_PROFILE"):
+        return True
+    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
+        return False
+    files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+    return any(Path(os.environ.get(name) or path).expanduser().is_file() for name, path in files.items())
+
+
+def _load_boto3() -> Any:
+    try:
+        return importlib.import_module("boto3")
+    except ImportError:
+        profile = os.environ.get("AWS_PROFILE")
+        raise ConfigError(
+            f"credentials from {f'the profile {profile}' if profile else 'the files of `aws configure`'} need boto3, "
+            "which is not installed",
+            where="AWS_PROFILE" if profile else "~/.aws",
+            fix="pip install '.[s3]', or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        ) from None
+
+
+def _has_azure_login() -> bool:
+    folder = Path(os.environ.get("AZURE_CONFIG_DIR") or "~/.azure").expanduser()
+    return shutil.which("az") is not None and (folder / "azureProfile.json").is_file()
+
+
+def load_obstore() -> Any:
+    """Return the package `obstore`, with threads of this process."""
+    return _load_obstore(os.getpid())
+
+
+@cache
+def _first_pid() -> int:
+    return os.getpid()
+
+
+@cache
+def _load_obstore(pid: int) -> Any:
+    """Import the package, anew in a process that was forked from one that has it.
+
+    Its threads do not survive a fork, and it starts them once: every later request would wait for ever, that of a new
+    client too. A second copy of its library has threads of its own. The loader of a process shares one name and one
+    file between copies, so this one is in memory, under a name that no ancestor has used.
+    """
+    if pid == _first_pid():
+        return importlib.import_module("obstore")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "obstore"]:
+        del sys.modules[name]  # what the ancestor has made remains with its own copy
+    library = "obstore._obstore"
+    package = PathFinder.find_spec("obstore")
+    found = PathFinder.find_spec(library, package.submodule_search_locations) if package is not None else None
+    assert found is not None
+    assert found.origin is not None
+    memory = os.memfd_create("obstore")
+    with os.fdopen(memory, "wb", closefd=False) as file:
+        file.write(Path(found.origin).read_bytes())
+    loader = ExtensionFileLoader(library, f"/proc/{pid}/fd/{memory}")
+    spec = spec_from_loader(library, loader)
+    assert spec is not None
+    sys.modules[library] = module_from_spec(spec)
+    loader.exec_module(sys.modules[library])
+    return importlib.import_module("obstore")
+
+
+class MscStore:
+    """A profile of multi-storage-client with the methods of a store of `obstore` that are used here."""
+
+    def __init__(self, profile: str) -> None:
+        try:
+            from multistorageclient import StorageClient, StorageClientConfig
+            from multistorageclient.types import Range
+        except ImportError:
+            raise ConfigError(
+                "msc:// needs NVIDIA's multi-storage-client, which is not installed",
+                where=f"msc://{profile}",
+                fix="pip install '.[msc]', and name its settings in MSC_CONFIG",
+            ) from None
+        self._client = StorageClient(StorageClientConfig.from_file(None, profile))
+        self._range = Range
+
+    def head(self, key: str) -> dict[str, Any]:
+        found = self._client.info(key, strict=False)
+        if found.type != "file":
+            raise FileNotFoundError(key)
+        return _described(found)
+
+    def get_range(self, key: str, *, start: int, length: int) -> bytes:
+        return bytes(self._client.read(key, byte_range=self._range(start, length)))
+
+    def list(self, prefix: str) -> Iterator[list[dict[str, Any]]]:
+        yield [_described(one) for one in self._client.list(path=prefix) if one.type == "file"]
+
+    def delete(self, key: str) -> None:
+        self._client.delete(key)
+
+    def open_writer(self, key: str) -> MscWriter:
+        return MscWriter(self._client, key)
+
+
+class MscWriter:
+    """An object on its way through a temporary file: it exists once this is closed."""
+
+    def __init__(self, client: Any, key: str) -> None:
+        self._client, self._key = client, key
+        self._file = tempfile.NamedTemporaryFile(prefix="harness-upload-")  # noqa: SIM115 - closed by both ends
+        self.write = self._file.write
+
+    def close(self) -> None:
+        self._file.flush()
+        self._client.upload_file(self._key, self._file.name)
+        self._file.close()
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+
+def _described(found: Any) -> dict[str, Any]:
+    return {"path": found.key, "size": found.content_length, "e_tag": found.etag, "last_modified": found.last_modified}
