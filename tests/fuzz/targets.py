@@ -80,6 +80,9 @@ class Target:
             return False
         return True
 
+    def try_one_quietly(self, data: bytes) -> None:
+        self.try_one(data)
+
 
 def files_target(folder: Path, files: Iterable[Path], read: Callable[[], object]) -> Target:
     """Return the target of some files of a folder, one of which is replaced at a time."""
@@ -211,7 +214,7 @@ def index(folder: Path) -> Target:
 
 def indexed(folder: Path) -> Target:
     with IndexedWriter(folder / "pair") as writer:
-        writer.append_tokens(np.arange(40, dtype=np.uint16))
+        writer.append(np.arange(40), np.array([30, 10]))
     return files_target(folder, folder.iterdir(), lambda: verify_indexed(folder / "pair"))
 
 
@@ -235,7 +238,9 @@ def live(folder: Path) -> Target:
     path = folder / "live"
     with LiveProducer(path) as producer:
         for number in range(3):
-            producer.add({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": str(number)}]})
+            producer.add(
+                {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": str(number)}]}
+            )
         producer.flush()
         producer.end()
     here = LiveFolder(path)
@@ -245,7 +250,7 @@ def live(folder: Path) -> Target:
         for name in (file.name for file in path.iterdir()):
             here.status(name)
         if (record := here.record(0)) is not None:
-            record.rows + record.total_rows
+            assert record.rows + record.total_rows >= 0
         chunk = LiveChunk(next(path.glob("chunk_00000.jsonl")), None)
         try:
             for row in range(min(chunk.num_rows, 8)):

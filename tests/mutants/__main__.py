@@ -201,7 +201,13 @@ def main(arguments: Sequence[str]) -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             copy_tree(Path(folder))
-            command = [sys.executable, "-m", "tests.mutants", f"_only={name}", *(f"{k}={v}" for k, v in options.items())]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.mutants",
+                f"_only={name}",
+                *(f"{k}={v}" for k, v in options.items()),
+            ]
             environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, cwd=folder, env=environment, check=True)
 
