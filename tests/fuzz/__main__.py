@@ -1,7 +1,7 @@
 """`python -m tests.fuzz [TARGET]... [runs=N]`: feed parsers of stored bytes what atheris makes of their own files.
 
 Each target runs in a process of its own, with a limit of memory and of time for one input. An input that is not
-answered by our own error is written to `build/fuzz/`, and belongs into `regressions.json` once it is.
+answered by our own error is written to `build/fuzz/`, and belongs into the list of `test_fuzz.py` once it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.fuzz.targets import TARGETS
 
-_RUNS = 20_000
+RUNS = 6000
 _INPUT_BYTES = 8192
 _INPUT_S = 30
 _MEMORY_MB = 3072
@@ -55,7 +55,7 @@ def _fuzz_here(name: str, runs: int, kept: str) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     options = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    runs = int(options.get("runs", _RUNS))
+    runs = int(options.get("runs", RUNS))
     if "_only" in options:
         _fuzz_here(options["_only"], runs, options["kept"])
         return

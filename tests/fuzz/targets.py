@@ -1,7 +1,4 @@
-"""What the fuzzer feeds: every parser of stored bytes, with files of the project's own writers as seeds.
-
-A target of several files takes the number of the file in its first byte, and the contents after it.
-"""
+"""What the fuzzer feeds: every parser of stored bytes, with files of the project's own writers as seeds."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 from harness.errors import HarnessError
 from harness.formats import load_format, load_manifest, open_dataset, open_writer, write_plan
@@ -27,12 +25,10 @@ from harness.loader import LoaderState
 from harness.loader.live.folder import LiveChunk, LiveFolder
 from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
 from harness.loader.live.producer import LiveProducer
-from harness.plan import SftConfig
 from harness.plan.hf_config import read_hf_config
 from harness.prep.chat import SCHEMAS, RecordReader
 from harness.prep.sources import read_chunks
 from harness.records import Pack
-from harness.settings import to_yaml
 from harness.storage import LocalFolder
 from harness.train.attempts import Stop, read_attempts
 from harness.train.checkpoints import RUN_FILE, Progress, read_progress, write_run_file
@@ -67,10 +63,14 @@ CHATS = [
 
 @dataclass(frozen=True)
 class Target:
-    """A parser: bytes that it accepts, and the function that reads any. It may raise nothing but HarnessError."""
+    """A parser: bytes that it accepts, and the function that reads any. It may raise nothing but HarnessError.
+
+    The first byte chooses one of `files`, where there are several.
+    """
 
     seeds: Sequence[bytes]
     read: Callable[[bytes], object]
+    files: Sequence[str] = ()
 
     def try_one(self, data: bytes) -> bool:
         """Return False for bytes that were refused; what else the parser raises is its mistake."""
@@ -103,7 +103,8 @@ def files_target(folder: Path, files: Iterable[Path], read: Callable[[], object]
         finally:
             put(paths[number], contents[number])
 
-    return Target([bytes([number]) + content for number, content in enumerate(contents)], feed)
+    seeds = [bytes([number]) + content for number, content in enumerate(contents)]
+    return Target(seeds, feed, [path.name for path in paths])
 
 
 def text_target(texts: Iterable[str], read: Callable[[str], object]) -> Target:
@@ -287,10 +288,10 @@ def checkpoint(folder: Path) -> Target:
 
 
 def run(folder: Path) -> Target:
-    """All records in the folder of a run."""
+    """The records in the folder of a run, but for its settings, which take a hundred times as long to parse."""
     path = folder / "run"
     path.mkdir(parents=True)
-    (path / "config.yaml").write_text(to_yaml(SftConfig()))
+    (path / "job.sbatch").touch()
     step = {"step": 1, "loss": 2.5, "validation_loss": None, "grad_norm": 1.0, "evaluation_losses": {"other": 3.0}}
     (path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
     stop = json.dumps({**asdict(Stop(4, "StopSignal", "SIGTERM", None, True)), "job": "7", "time": 1.0}) + "\n"
@@ -307,10 +308,24 @@ def run(folder: Path) -> Target:
                 one(path)
         with suppress(HarnessError):
             read_metrics(path / "metrics.jsonl")
-        with suppress(ValueError):  # its contract
-            read_settings(path / "config.yaml")
 
-    return files_target(path, (file for file in path.iterdir() if file.is_file()), read)
+    return files_target(path, (file for file in path.iterdir() if file.suffix != ".sbatch"), read)
+
+
+def settings(folder: Path) -> Target:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    sections = {"data": {"path": "a"}, "loader": {"seed": 1}, "optimizer": {"lr": 0.5}, "trainer": {"steps": 3}}
+    text = yaml.safe_dump({"model": {"num_layers": 2, "fp8": "no"}, "parallel": {}, **sections})
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            read_settings(path)
+        except ValueError as error:  # its contract
+            raise HarnessError(str(error)) from error
+
+    return Target([text.encode()], read)
 
 
 def hf_config(folder: Path) -> Target:
@@ -407,6 +422,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "live": live,
     "checkpoint": checkpoint,
     "run": run,
+    "settings": settings,
     "hf_config": hf_config,
     "weights": weights,
     "metadata": metadata,

@@ -1,8 +1,8 @@
-"""`python -m tests.mutants [MODULE]... [count=N] [seed=S]`: change modules in small ways; tests beside them must fail.
+"""`python -m tests.mutants [MODULE]... [count=N] [seed=S]`: change modules in small ways; their tests must fail.
 
-mutmut writes the mutants, all into one copy of the module. pytest collects the tests of the module once, and each mutant
-is tried in a fork of that process, first by the tests that killed the last ones. Survivors that no test can kill are
-in `equal.json`, with the reason.
+mutmut writes the mutants, all into one copy of the module. pytest collects the tests of the module once, and each
+mutant is tried in a fork of that process, first by the tests that killed most. Mutants that no test can kill are in
+`equal.json`, with the reason.
 """
 
 from __future__ import annotations
