@@ -29,13 +29,16 @@ EQUAL = Path(__file__).with_name("equal.json")
 # The modules that decide what is trained, and the tests that must notice a change of each.
 MODULES = {
     "harness/thd.py": ("tests/unit/test_thd.py",),
-    "harness/schedule/as_packed.py": ("tests/unit/schedule",),
-    "harness/schedule/dp_balanced.py": ("tests/unit/schedule",),
-    "harness/schedule/cost_balanced.py": ("tests/unit/schedule",),
-    "harness/schedule/batch.py": ("tests/unit/schedule",),
-    "harness/schedule/imbalance.py": ("tests/unit/schedule",),
-    "harness/schedule/row_bounds.py": ("tests/unit/schedule",),
-    "harness/loader/order.py": ("tests/unit/loader/test_loader_order.py", "tests/unit/loader/test_loader_blend.py"),
+    "harness/schedule/as_packed.py": ("tests/unit/schedule/test_as_packed.py",),
+    "harness/schedule/dp_balanced.py": ("tests/unit/schedule/test_dp_balanced.py",),
+    "harness/schedule/cost_balanced.py": (
+        "tests/unit/schedule/test_cost_balanced.py",
+        "tests/unit/schedule/test_schedulers.py",
+    ),
+    "harness/schedule/batch.py": ("tests/unit/schedule/test_schedulers.py",),
+    "harness/schedule/imbalance.py": ("tests/unit/schedule/test_imbalance.py",),
+    "harness/schedule/row_bounds.py": ("tests/unit/schedule/test_schedulers.py",),
+    "harness/loader/order.py": ("tests/unit/loader/test_loader_order.py",),
     "harness/loader/state.py": ("tests/unit/loader/test_loader_state.py",),
     "harness/loader/plan.py": ("tests/unit/loader/test_loader_step.py",),
     "harness/prep/packing.py": ("tests/unit/prep/test_packing.py", "tests/unit/prep/test_stream_packing.py"),
