@@ -45,7 +45,19 @@ MODULES = {
     "harness/prep/tokenize/masks.py": ("tests/unit/prep/test_masks.py", "tests/unit/prep/test_mask_properties.py"),
     "harness/megatron/batch.py": ("tests/unit/megatron/test_batch.py",),
 }
-_OPTIONS = ["-q", "-p", "no:xdist", "-p", "no:timeout", "-p", "no:cacheprovider", "-p", "tests.mutants.plain_examples"]
+_OPTIONS = [
+    "-q",
+    "-p",
+    "no:xdist",
+    "-p",
+    "no:timeout",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "tests.mutants.plain_examples",
+    "-W",
+    "ignore",
+]
 _MOST_CPU_S = 60
 
 
@@ -70,9 +82,6 @@ class Outcome:
     equal: list[Mutant] = field(default_factory=list)
     survived: list[Mutant] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        return ", ".join(f"{len(mutants)} {name}" for name, mutants in vars(self).items())
-
 
 def write_mutants(tree: Path, module: str) -> list[Mutant]:
     """Replace a module in a copy of the tree by one with all its mutants; return these."""
@@ -93,7 +102,7 @@ def write_mutants(tree: Path, module: str) -> list[Mutant]:
         function = name.partition("__mutmut_")[0]
         diff = ndiff(text_of(f"{function}__mutmut_orig"), text_of(name))
         changed = tuple(" ".join(line.split()) for line in diff if line[0] in "+-")
-        mutants.append(Mutant(name, function.removeprefix("x").strip("_ǁ").replace("ǁ", "."), changed))
+        mutants.append(Mutant(name, function.removeprefix("x_").removeprefix("xǁ").replace("ǁ", "."), changed))
     return mutants
 
 
@@ -149,7 +158,6 @@ class Trial:
             for name in state()._stats:
                 tests.setdefault(name.rpartition(".")[2], []).append(test)
             state()._stats.clear()
-        # What is called by imports alone: every test may notice it.
         return tests
 
 
@@ -193,26 +201,27 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
+def try_in_a_copy(module: str, count: int | None, seed: str) -> dict[str, int]:
+    """Try mutants of a module in a copy of the tree, in a process of its own; return their number by end."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tree(Path(folder))
+        command = [sys.executable, "-m", "tests.mutants", f"_only={module}", f"count={count or ''}", f"seed={seed}"]
+        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    counts: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
+    return counts
+
+
 def main(arguments: Sequence[str]) -> None:
     options = dict(argument.split("=") for argument in arguments if "=" in argument)
-    if (only := options.pop("_only", None)) is not None:  # in the copy, a process for each module
-        count = int(options["count"]) if "count" in options else None
-        outcome = try_mutants(only, count, options.get("seed", ""))
-        print(f"{only}: {outcome}", file=sys.__stdout__)
+    count, seed = int(options.get("count") or 0) or None, options.get("seed", "")
+    if "_only" in options:  # in the copy
+        outcome = try_mutants(options["_only"], count, seed)
+        print(json.dumps({name: len(mutants) for name, mutants in vars(outcome).items()}), file=sys.__stdout__)
         return
-    names = [argument for argument in arguments if "=" not in argument] or list(MODULES)
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            copy_tree(Path(folder))
-            command = [
-                sys.executable,
-                "-m",
-                "tests.mutants",
-                f"_only={name}",
-                *(f"{k}={v}" for k, v in options.items()),
-            ]
-            environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-            subprocess.run(command, cwd=folder, env=environment, check=True)
+    for module in [argument for argument in arguments if "=" not in argument] or MODULES:
+        counts = try_in_a_copy(module, count, seed)
+        print(f"{module}: {', '.join(f'{number} {name}' for name, number in counts.items())}", flush=True)
 
 
 if __name__ == "__main__":

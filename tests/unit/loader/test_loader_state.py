@@ -48,8 +48,8 @@ def test_the_end_of_an_epoch_begins_the_next() -> None:
 
 
 def test_a_run_resumes_where_it_stopped() -> None:
-    state = START.advance(6, of=10)
-    assert state.resumed(START, num_packs=10) == state
+    for state in (START.advance(6, of=10), LoaderState(7, 2, 9, "aaaa", "stored")):
+        assert state.resumed(START, num_packs=10) == state.resumed(START, num_packs=None) == state
 
 
 @pytest.mark.parametrize(
