@@ -40,7 +40,7 @@ MODULES = {
     "harness/schedule/row_bounds.py": ("tests/unit/schedule/test_schedulers.py",),
     "harness/loader/order.py": ("tests/unit/loader/test_loader_order.py",),
     "harness/loader/state.py": ("tests/unit/loader/test_loader_state.py",),
-    "harness/loader/plan.py": ("tests/unit/loader/test_loader_step.py",),
+    "harness/loader/plan.py": ("tests/unit/loader/test_loader_step.py", "tests/unit/loader/test_loader_blend.py"),
     "harness/prep/packing.py": ("tests/unit/prep/test_packing.py", "tests/unit/prep/test_stream_packing.py"),
     "harness/prep/tokenize/masks.py": ("tests/unit/prep/test_masks.py", "tests/unit/prep/test_mask_properties.py"),
     "harness/megatron/batch.py": ("tests/unit/megatron/test_batch.py",),
