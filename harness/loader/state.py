@@ -48,7 +48,7 @@ class LoaderState:
         """Return the state that `to_json` wrote; raise LoaderError for anything else."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise LoaderError(
                 f"the loader state is not JSON: {error}", where="the loader state", fix="resume from another checkpoint"
             ) from error

@@ -56,7 +56,7 @@ def read_hf_config(folder: Path) -> HfModel:
     try:
         values = json.loads(path.read_text())
         return _convert(values, path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         fix = "name a folder with config.json and *.safetensors, as written by save_pretrained"
         raise ConfigError(f"the model's config.json cannot be read: {error}", where=str(path), fix=fix) from None
     except KeyError as error:

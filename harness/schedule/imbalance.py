@@ -58,5 +58,5 @@ def _row_sums(schedule: Schedule, values: Float64Array) -> Float64Array:
     """Return sums of `values` over the sequences of each row, float64 [microbatches, dp_size]."""
     rows = schedule.row_offsets.shape[0] - 1
     row_of = np.repeat(np.arange(rows), np.diff(schedule.row_offsets))
-    sums = np.bincount(row_of, weights=values[schedule.order], minlength=rows).astype(np.float64, copy=False)
+    sums = np.bincount(row_of, weights=values[schedule.order], minlength=rows).astype(np.float64)
     return sums.reshape(-1, schedule.dp_size)

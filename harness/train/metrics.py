@@ -218,7 +218,7 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, r
     for number, line in enumerate(whole_lines(path), start=1):
         try:
             steps.append(parse(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             fix = f"the file was changed by hand or written by another version; {remedy}"
             raise FormatError(f"line {number} is not a step's {kind}: {error}", where=str(path), fix=fix) from error
     return steps

@@ -203,7 +203,7 @@ def _metrics_of_steps(folder: Path) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     with suppress(OSError, ValueError):
         for line in (folder / METRICS_FILE).read_bytes().decode().splitlines():
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
+            with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 values = json.loads(line)
                 found[int(values["step"])] = values
     return found
@@ -216,7 +216,7 @@ def _digests_problems(folder: Path) -> Iterator[Problem]:
     for where, line in _lines(path, "digests"):
         try:
             step = from_json(json.loads(line))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             yield Problem(f"not the digests of a step: {error}", where)
             last = None if last is None else last + 1
             continue

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,9 @@ from harness.thd import (
     padding_multiple,
     static_row,
     thd_from_arrays,
+    thd_from_model_tokens,
     tokens_ahead,
+    visible_bounds,
     zero_loss_row,
 )
 
@@ -86,7 +90,10 @@ def test_a_row_is_its_sequences_built_alone(sequences: list[list[tuple[int, int]
 
 def test_padded_lengths_round_the_model_view_up() -> None:
     assert padded_lengths(np.asarray([2, 5, 6, 9], dtype=np.int32), 4).tolist() == [4, 4, 8, 8]
-    assert padded_lengths(np.asarray([2, 5, 6], dtype=np.int32)).tolist() == [1, 4, 5]
+    for multiple in (1, 4):
+        found = padded_lengths(np.asarray([2, 5, 6], dtype=np.int32), multiple)
+        assert (found.tolist(), found.dtype) == ([1, 4, 5] if multiple == 1 else [4, 4, 8], np.int64)
+    assert padded_lengths([2, 5, 6]).tolist() == [1, 4, 5]
 
 
 def test_a_sequence_of_one_token_is_refused_by_its_place() -> None:
@@ -137,11 +144,70 @@ def test_the_multiple_lets_every_rank_hold_equal_parts(
         assert multiple // cp_size % tp_size == 0
 
 
+def test_without_parallelism_nothing_is_padded() -> None:
+    assert padding_multiple() == padding_multiple(tp_size=4) == padding_multiple(sequence_parallel=True) == 1
+    assert padding_multiple(cp_size=2) == 4
+    assert len(zero_loss_row()) == len(build_thd_batch([view([1, 2], [1, 0])])) == 1
+
+
+@pytest.mark.parametrize("pad_to_multiple", [1, 4])
+def test_positions_may_begin_anywhere_but_those_of_padding_count_from_0(pad_to_multiple: int) -> None:
+    row = thd_from_model_tokens(
+        np.asarray([11, 12, 13, 21, 22], dtype=np.int32),
+        np.asarray([12, 13, 14, 22, 23], dtype=np.int32),
+        np.asarray([0.0, 0.5, 1.0, 1.0, 0.0]),
+        np.asarray([3, 2]),
+        position_ids=np.asarray([7, 8, 9, 5, 6], dtype=np.int32),
+        pad_to_multiple=pad_to_multiple,
+    )
+    is_padded = pad_to_multiple == 4
+    assert row.position_ids.tolist() == ([7, 8, 9, 3, 5, 6, 2, 3] if is_padded else [7, 8, 9, 5, 6])
+    assert row.loss_mask.tolist() == ([0.0, 0.5, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0] if is_padded else [0, 0.5, 1, 1, 0])
+    assert (row.position_ids.dtype, row.loss_mask.dtype, row.tokens.dtype) == (np.int64, np.float32, np.int64)
+    assert row.sources is None
+
+
+def test_a_row_of_zero_loss_is_padding_alone() -> None:
+    row = zero_loss_row(4)
+    assert row.tokens.tolist() == row.labels.tolist() == row.loss_mask.tolist() == [0, 0, 0, 0]
+    assert row.position_ids.tolist() == [0, 1, 2, 3]
+    assert row.padding_mask.tolist() == [True] * 4
+    assert (row.cu_seqlens.tolist(), row.cu_seqlens_padded.tolist()) == ([0, 1, 1], [0, 4, 4])
+
+
+def test_a_row_of_a_fixed_size_has_the_bounds_of_the_most_sequences() -> None:
+    row = build_thd_batch(TWO, pad_to_multiple=2)
+    fixed = static_row(row, total=10, num_sequences=2)
+    assert (fixed.cu_seqlens.tolist(), fixed.cu_seqlens_padded.tolist()) == ([0, 3, 5, 5, 5], [0, 4, 6, 10, 10])
+    assert (fixed.max_seqlen, fixed.tokens.tolist()) == (10, [*row.tokens.tolist(), 0, 0, 0, 0])
+    assert static_row(row, total=6, num_sequences=4).cu_seqlens_padded.tolist() == [0, 4, 6, 6, 6, 6, 6]
+    with pytest.raises(ScheduleError, match="has 2 sequences, and its CUDA graph is for 1 at most"):
+        static_row(row, total=10, num_sequences=1)
+
+
+def test_padding_keeps_the_sources_of_sequences_and_the_types() -> None:
+    row = replace(build_thd_batch(TWO), sources=np.asarray([3, 1]))
+    padded = pad_row(row, 8)
+    assert padded.sources is not None
+    assert padded.sources.tolist() == [3, 1]
+    for name in ("tokens", "labels", "position_ids", "loss_mask", "padding_mask", "cu_seqlens", "cu_seqlens_padded"):
+        assert getattr(padded, name).dtype == getattr(row, name).dtype
+
+
+def test_the_bounds_of_a_row_are_int32_whatever_they_are_made_from() -> None:
+    for real, padded, found in (([0, 3], [0, 3], [0, 3]), ([0, 3], [0, 4], [0, 3, 3])):
+        bounds = visible_bounds(real, padded)
+        assert bounds[0].tolist() == found
+        assert [one.dtype for one in bounds] == [np.int32, np.int32]
+
+
 def test_context_parallel_ranks_hold_a_chunk_from_each_end() -> None:
     # One sequence of 8 and one of 4 tokens, two ranks: chunks of 2 and of 1.
     assert context_parallel_indices(np.asarray([0, 8, 12]), cp_size=2, cp_rank=0).tolist() == [0, 1, 6, 7, 8, 11]
     assert context_parallel_indices(np.asarray([0, 8, 12]), cp_size=2, cp_rank=1).tolist() == [2, 3, 4, 5, 9, 10]
     assert context_parallel_indices(np.asarray([0, 3]), cp_size=1, cp_rank=0).tolist() == [0, 1, 2]
+    for cp_size in (1, 2):
+        assert context_parallel_indices(np.array([0, 4], np.int32), cp_size=cp_size, cp_rank=0).dtype == np.int64
 
 
 @settings(deadline=None, max_examples=100)
@@ -161,8 +227,9 @@ def test_context_parallel_ranks_hold_every_token_once(chunks: list[int], cp_size
 def test_a_sequence_that_cannot_be_cut_is_refused_by_its_length() -> None:
     with pytest.raises(ScheduleError, match=r"sequence 1 has 6 padded tokens, not a multiple of 2 \* cp_size = 4"):
         context_parallel_indices(np.asarray([0, 8, 14]), cp_size=2, cp_rank=0)
-    with pytest.raises(ScheduleError, match="rank 2 does not exist among 2"):
-        context_parallel_indices(np.asarray([0, 8]), cp_size=2, cp_rank=2)
+    for rank in (2, -1):
+        with pytest.raises(ScheduleError, match=f"rank {rank} does not exist among 2"):
+            context_parallel_indices(np.asarray([0, 8]), cp_size=2, cp_rank=rank)
 
 
 def test_a_row_padded_to_a_length_gains_one_sequence_of_padding_alone() -> None:

@@ -114,7 +114,7 @@ class LivePosition:
                 drawn=int(values.get("drawn", 0)),
                 ended=bool(values.get("ended", False)),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise _unreadable(text) from error
 
 
@@ -133,7 +133,7 @@ def positions_from_json(text: str, num_folders: int) -> list[LivePosition]:
         return [LivePosition()] * num_folders
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _unreadable(text) from error
     parts = values if isinstance(values, list) else [text]
     if len(parts) != num_folders:

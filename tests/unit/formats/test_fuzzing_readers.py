@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import damage_bytes
 
 from harness.errors import FormatError
 from harness.formats import FORMATS, load_format, open_dataset, open_writer
@@ -15,7 +16,6 @@ from harness.formats.verify import verify_dataset
 from harness.records import Pack
 
 PACKS = [Pack([number, 2, 300, 70_000, 5], [1, 0, 1, 1, 0], [0, 2]) for number in range(6)]
-EXTREMES = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 62, (1 << 63) - 1, (1 << 64) - 1]
 
 
 def write(path: Path, format: str) -> Path:
@@ -23,31 +23,6 @@ def write(path: Path, format: str) -> Path:
         for pack in PACKS:
             writer.append(pack)
     return path
-
-
-def mutate(data: bytes, generator: np.random.Generator) -> bytes:
-    """One of seven kinds of damage."""
-    out = bytearray(data)
-    at = int(generator.integers(len(out))) if out else 0
-    width = int(generator.choice([1, 2, 4, 8]))
-    match int(generator.integers(7)):
-        case 0:
-            out[at : at + 1] = bytes([out[at] ^ (1 << int(generator.integers(8)))]) if out else b"\1"
-        case 1:
-            value = EXTREMES[int(generator.integers(len(EXTREMES)))] & ((1 << 8 * width) - 1)
-            out[at : at + width] = value.to_bytes(width, "little")
-        case 2:
-            del out[at:]
-        case 3:
-            out[at:at] = generator.bytes(int(generator.integers(1, 40)))
-        case 4:
-            del out[at : at + int(generator.integers(1, 40))]
-        case 5:
-            other = int(generator.integers(len(out))) if out else 0
-            out[at : at + width] = out[other : other + width]
-        case _:
-            out[at : at + 30] = generator.bytes(30)
-    return bytes(out)
 
 
 def read_everything(path: Path) -> list[Pack]:
@@ -66,7 +41,7 @@ def fuzz(path: Path, files: list[Path], count: int, *, checked: bool) -> int:
     refused = 0
     for number in range(count):
         file = files[int(generator.integers(len(files)))]
-        file.write_bytes(mutate(originals[file], generator))
+        file.write_bytes(damage_bytes(originals[file], generator))
         try:
             packs = read_everything(path)
             if checked:

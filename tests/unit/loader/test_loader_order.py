@@ -14,7 +14,7 @@ from harness.loader import (
     steps_from,
     steps_per_epoch,
 )
-from harness.loader.order import _hash
+from harness.loader.order import _hash, derive_seed, shuffle_in_windows
 
 
 def config(size: int = 4, *, seed: int = 0, block: int = 2, window: int = 2, **other: bool) -> LoaderConfig:
@@ -57,6 +57,20 @@ def test_an_epoch_cut_anywhere_is_the_same_epoch(
     assert [pack for piece in pieces for pack in read[piece]] == whole
 
 
+@settings(deadline=None, max_examples=100)
+@given(count=st.integers(0, 60), window=st.integers(1, 20), seed=st.integers(-2, 2**64 - 1), epoch=st.integers(0, 3))
+def test_a_shuffle_in_windows_moves_numbers_within_them_alone(count: int, window: int, seed: int, epoch: int) -> None:
+    shuffled = shuffle_in_windows(count, window, seed, epoch)
+    assert shuffled.dtype == np.int64
+    assert (shuffled // window).tolist() == [number // window for number in range(count)]
+    assert sorted(shuffled.tolist()) == list(range(count))
+
+
+def test_the_shuffle_in_windows_of_a_seed_and_epoch_never_changes() -> None:
+    found = [shuffle_in_windows(8, 8, seed, epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert found == [[1, 0, 2, 7, 6, 5, 3, 4], [5, 2, 7, 0, 3, 1, 6, 4], [7, 0, 3, 1, 4, 6, 2, 5]]
+
+
 def test_packs_stay_within_their_window_of_blocks() -> None:
     order = EpochOrder(config(block=10, window=3), 300, 0)
     seen = []
@@ -76,6 +90,15 @@ def test_epochs_and_seeds_differ_and_blocks_are_mixed() -> None:
     # Neighbours stay neighbours about once in a window of 32, not in every block.
     steps = np.diff(np.asarray(orders[0]))
     assert np.count_nonzero(steps == 1) < 100
+
+
+def test_the_sources_of_a_blend_have_seeds_of_their_own_but_for_the_first() -> None:
+    assert derive_seed(7, 0) == 7
+    assert len({derive_seed(seed, source) for seed in (7, 8) for source in range(5)}) == 10
+
+
+def test_an_order_knows_its_epoch() -> None:
+    assert [EpochOrder(config(shuffle=shuffle), 10, 3).epoch for shuffle in (True, False)] == [3, 3]
 
 
 def test_without_shuffle_packs_come_as_stored() -> None:

@@ -11,14 +11,31 @@ START = LoaderState(seed=7, fingerprint="aaaa", order="stored")
 def test_a_state_survives_json() -> None:
     state = LoaderState(seed=7, epoch=2, packs_consumed=31, fingerprint="aaaa", order="stored")
     assert LoaderState.from_json(state.to_json()) == state
+    assert LoaderState.from_json(START.to_json()) == START
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"seed": 1}', START.to_json().replace("7", '"7"'), START.to_json().replace("7", "true")]
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"seed": 1}',
+        START.to_json().replace("7", '"7"'),
+        START.to_json().replace("7", "true"),
+        "[" * 9999,
+    ],
 )
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(LoaderError, match="loader state"):
         LoaderState.from_json(text)
+
+
+def test_the_fields_of_a_state_are_named_where_it_has_others() -> None:
+    with pytest.raises(
+        LoaderError, match=r"the loader state is \[\], expected seed \(int\), epoch \(int\), .*, live \(str\)"
+    ):
+        LoaderState.from_json("[]")
 
 
 def test_the_end_of_an_epoch_begins_the_next() -> None:
@@ -31,8 +48,8 @@ def test_the_end_of_an_epoch_begins_the_next() -> None:
 
 
 def test_a_run_resumes_where_it_stopped() -> None:
-    state = START.advance(6, of=10)
-    assert state.resumed(START, num_packs=10) == state
+    for state in (START.advance(6, of=10), LoaderState(7, 2, 9, "aaaa", "stored")):
+        assert state.resumed(START, num_packs=10) == state.resumed(START, num_packs=None) == state
 
 
 @pytest.mark.parametrize(
@@ -74,5 +91,6 @@ def test_a_position_before_the_start_is_refused(name: str) -> None:
 
 def test_a_position_past_the_end_of_other_data_begins_its_next_epoch() -> None:
     other = LoaderState(seed=7, fingerprint="bbbb", order="stored")
-    went_on = START.advance(6, of=10).resumed(other, num_packs=5, allow_other_data=True)
-    assert (went_on.epoch, went_on.packs_consumed) == (1, 0)
+    for there in (other, other.advance(1, of=5)):
+        went_on = START.advance(6, of=10).resumed(there, num_packs=5, allow_other_data=True)
+        assert (went_on.epoch, went_on.packs_consumed) == (1, 0)

@@ -187,6 +187,8 @@ def test_a_pack_over_capacity_is_refused_as_packed() -> None:
     with pytest.raises(ScheduleError, match=r"pack 1 of the dataset takes 32 tokens .* more than the 31 of a row"):
         reader(data, "as_packed", capacity=31).check()
     reader(data, "dp_balanced", capacity=31).check()
+    with pytest.raises(ScheduleError, match="pack 1 of the dataset takes 33 tokens"):
+        reader(MemorySource([pack(17, 17), pack(4, 31)]), "as_packed", capacity=32).check()
 
 
 def test_a_sequence_of_one_token_is_refused_by_name() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from harness.megatron.job import join, runtime
 from harness.megatron.model import build_model
 from harness.plan import ModelConfig, ParallelConfig
 from harness.records import SequenceView
-from harness.thd import build_thd_batch
+from harness.thd import build_thd_batch, context_parallel_indices, tokens_ahead
 
 
 def row(length: int):
@@ -43,6 +45,48 @@ def test_rows_without_tensors_are_the_rows_themselves() -> None:
 def test_every_tensor_of_a_row_is_known_to_the_stream_that_reads_it() -> None:
     tensors = to_device(row(3), torch.device("cpu"))
     assert len(tensors.all()) == 5 + 3  # cu_seqlens twice, for queries and for keys, and the positions
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("is_static", [False, True])
+def test_the_ranks_of_a_row_hold_each_of_its_tokens_with_all_that_belongs_to_it(cp_size, is_static) -> None:
+    views = [SequenceView(np.arange(n, n + n, dtype=np.int32), np.arange(n, dtype=np.uint8) % 2) for n in (4, 9, 3)]
+    whole = build_thd_batch(views, pad_to_multiple=4)
+    whole = replace(whole, sources=np.asarray([2, 0]))
+    expected = {
+        name: getattr(whole, name) for name in ("tokens", "labels", "position_ids", "loss_mask", "padding_mask")
+    } | {"sources": np.asarray([2] * 4 + [0] * 12)}
+    ahead = [tokens_ahead(whole, distance) for distance in (1, 2)]
+    for rank in range(cp_size):
+        held = context_parallel_indices(whole.cu_seqlens_padded, cp_size=cp_size, cp_rank=rank)
+        copied = to_device(whole, torch.device("cpu"), cp_size=cp_size, cp_rank=rank, mtp_layers=2, is_static=is_static)
+        for name, values in expected.items():
+            assert getattr(copied, name).tolist() == [values[held].tolist()], name
+        params = copied.packed_seq_params
+        for fields, values in zip(params.ahead, ahead, strict=True):
+            for name in ("tokens", "labels", "loss_mask", "padding_mask"):
+                assert getattr(fields, name).tolist() == [getattr(values, name)[held].tolist()], name
+        assert params.positions.tolist() == whole.position_ids[held].tolist()
+        assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == whole.cu_seqlens.tolist()
+        assert params.cu_seqlens_q_padded.tolist() == whole.cu_seqlens_padded.tolist()
+        assert (params.max_seqlen_q, params.is_static) == (8, is_static)
+
+
+def test_padded_bounds_are_passed_where_they_differ_or_a_graph_reads_them() -> None:
+    assert to_device(row(3), torch.device("cpu")).packed_seq_params.cu_seqlens_q_padded is None
+    fixed = to_device(row(3), torch.device("cpu"), is_static=True)
+    assert fixed.packed_seq_params.cu_seqlens_q_padded.tolist() == [0, 3]
+    assert to_device(row(3), torch.device("cpu")).packed_seq_params.ahead == ()
+
+
+def test_a_row_is_filled_with_another_of_its_shape() -> None:
+    first, second = (to_device(one, torch.device("cpu"), mtp_layers=1) for one in (row(3), row(3)))
+    second.tokens.add_(7)
+    second.packed_seq_params.ahead[0].labels.add_(5)
+    first.fill(second)
+    assert [one.tolist() for one in first.all()] == [one.tolist() for one in second.all()]
+    with pytest.raises(ValueError, match="shorter"):
+        first.fill(to_device(row(3), torch.device("cpu")))
 
 
 @pytest.mark.parametrize("rank", range(4))

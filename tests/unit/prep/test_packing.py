@@ -101,6 +101,48 @@ def test_best_and_first_fit_decreasing_by_hand():
     assert sorted(map(sorted, pack_lengths(first, lengths))) == [[4, 40, 40], [32, 32, 32]]
 
 
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"algorithm": "best"}, "data.algorithm"),
+        ({"pack_size": 1}, "data.pack_size"),
+        ({"seed": -1}, "data.seed"),
+    ],
+)
+def test_a_plan_names_the_setting_that_is_wrong(changes, where):
+    with pytest.raises(ConfigError) as caught:
+        plan_packs([4, 4], **{"pack_size": 10, **changes})
+    assert caught.value.where == where
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"over_long": "leave"}, "data.over_long"),
+        ({"packed_storage": "pickle"}, "data.packed_storage"),
+        ({"algorithm": "best"}, "data.algorithm"),
+        ({"pack_size": 1}, "data.pack_size"),
+        ({"path": ""}, "data.path"),
+        ({"validation_fraction": 0.5, "test_fraction": 0.5}, "data.validation_fraction and data.test_fraction"),
+    ],
+)
+def test_settings_of_packing_are_refused_by_name(changes, where):
+    with pytest.raises(ConfigError) as caught:
+        PackingConfig(**changes)
+    assert caught.value.where == where
+
+
+def test_storage_has_the_names_of_formats_and_one_of_other_tools():
+    for storage in ("parquet", "memmap", "binidx", "jsonl", "virtual", "npy", "legacy_npy_pickle"):
+        assert PackingConfig(packed_storage=storage).packed_storage == storage
+
+
+def test_the_seed_of_a_plan_is_0_unless_given():
+    lengths = lognormal_lengths(200, 4096)
+    found = [plan_packs(lengths, pack_size=4096, **seed).sequence_ids.tolist() for seed in ({}, {"seed": 0})]
+    assert found[0] == found[1]
+
+
 def test_next_fit_keeps_the_order():
     plan = plan_packs([4, 4, 5, 2, 8, 2], pack_size=10, algorithm="next_fit", seed=3)
     assert plan.sequence_ids.tolist() == [0, 1, 2, 3, 4, 5]

@@ -34,6 +34,10 @@ def test_a_pack_over_capacity_is_refused_with_its_number_and_tokens() -> None:
         place([8, 4, 5], [0, 1, 3], dp_size=1)
 
 
+def test_a_pack_may_fill_its_row() -> None:
+    assert place([8, 4, 4], [0, 1, 3], dp_size=1).row(1, 0).tolist() == [1, 2]
+
+
 def test_packs_must_be_known() -> None:
     with pytest.raises(ScheduleError, match="stored together"):
         place([1, 2], None, dp_size=1)

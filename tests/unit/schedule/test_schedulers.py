@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,6 +29,7 @@ def test_every_sequence_is_placed_once_in_equally_many_rows_within_capacity(
         name, lengths, dp_size=dp_size, max_tokens_per_rank=30, group_size=group_size, pack_offsets=offsets
     )
     assert sorted(placed.order.tolist()) == list(range(len(lengths)))
+    assert (placed.order.dtype, placed.row_offsets.dtype) == (np.int64, np.int64)
     assert placed.num_microbatches % group_size == 0
     assert placed.num_microbatches * dp_size == placed.row_offsets.shape[0] - 1
     most = most_sequences(name, np.asarray(lengths), offsets, max_tokens_per_row=30, global_batch_size=len(packs))
@@ -45,6 +48,9 @@ def test_every_sequence_is_placed_once_in_equally_many_rows_within_capacity(
         ("dp_balanced", {"repeats": True}, 8),  # twice the pack of four
         ("dp_balanced", {"repeats": True, "global_batch_size": 9}, 10),  # ten times the shortest
         ("dp_balanced", {"max_tokens_per_row": 99}, 6),  # the larger two of three packs
+        ("dp_balanced", {"max_tokens_per_row": 99, "global_batch_size": 1}, 4),
+        ("dp_balanced", {"max_tokens_per_row": 99, "repeats": True, "global_batch_size": 3}, 12),
+        ("dp_balanced", {"max_tokens_per_row": 11, "repeats": True}, 5),  # five times the shortest, and a rest
     ],
 )
 def test_the_most_sequences_of_a_row_follow_from_the_index(name, changes, most) -> None:
@@ -68,8 +74,14 @@ def test_settings_that_cannot_work_are_refused() -> None:
         schedule("dp_balanced", [1], dp_size=0, max_tokens_per_rank=8)
     with pytest.raises(ScheduleError, match="group_size is 0"):
         schedule("dp_balanced", [1], dp_size=1, max_tokens_per_rank=8, group_size=0)
-    with pytest.raises(ConfigError, match="cannot cost"):
-        SequenceCost(linear=-1.0)
+    for linear, quadratic in ((-1.0, 2.0), (2.0, -1.0), (0.0, 0.0), (math.nan, 1.0)):
+        with pytest.raises(ConfigError, match=f"cannot cost {linear} a token and {quadratic} a token squared"):
+            SequenceCost(linear=linear, quadratic=quadratic)
+
+
+@pytest.mark.parametrize(("linear", "quadratic", "cost"), [(0.0, 0.25, 1.0), (0.25, 0.0, 0.5), (0.25, 0.5, 2.5)])
+def test_either_part_of_the_cost_may_be_0_and_both_small(linear: float, quadratic: float, cost: float) -> None:
+    assert SequenceCost(linear=linear, quadratic=quadratic).of(np.asarray([2])).tolist() == [cost]
 
 
 def test_cost_grows_with_the_square_of_the_length() -> None:

@@ -1,0 +1,228 @@
+"""`python -m tests.mutants [MODULE]... [count=N] [seed=S]`: change modules in small ways; their tests must fail.
+
+mutmut writes the mutants, all into one copy of the module. pytest collects the tests of the module once, and each
+mutant is tried in a fork of that process, first by the tests that killed most. Mutants that no test can kill are in
+`equal.json`, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import ndiff
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EQUAL = Path(__file__).with_name("equal.json")
+# The modules that decide what is trained, and the tests that must notice a change of each.
+MODULES = {
+    "harness/thd.py": ("tests/unit/test_thd.py",),
+    "harness/schedule/as_packed.py": ("tests/unit/schedule/test_as_packed.py",),
+    "harness/schedule/dp_balanced.py": ("tests/unit/schedule/test_dp_balanced.py",),
+    "harness/schedule/cost_balanced.py": (
+        "tests/unit/schedule/test_cost_balanced.py",
+        "tests/unit/schedule/test_schedulers.py",
+    ),
+    "harness/schedule/batch.py": ("tests/unit/schedule/test_schedulers.py",),
+    "harness/schedule/imbalance.py": ("tests/unit/schedule/test_imbalance.py",),
+    "harness/schedule/row_bounds.py": ("tests/unit/schedule/test_schedulers.py",),
+    "harness/loader/order.py": ("tests/unit/loader/test_loader_order.py",),
+    "harness/loader/state.py": ("tests/unit/loader/test_loader_state.py",),
+    "harness/loader/plan.py": ("tests/unit/loader/test_loader_step.py", "tests/unit/loader/test_loader_blend.py"),
+    "harness/prep/packing.py": ("tests/unit/prep/test_packing.py", "tests/unit/prep/test_stream_packing.py"),
+    "harness/prep/tokenize/masks.py": ("tests/unit/prep/test_masks.py", "tests/unit/prep/test_mask_properties.py"),
+    "harness/megatron/batch.py": ("tests/unit/megatron/test_batch.py",),
+}
+_OPTIONS = [
+    "-q",
+    "-p",
+    "no:xdist",
+    "-p",
+    "no:timeout",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "tests.mutants.plain_examples",
+    "-W",
+    "ignore",
+]
+_MOST_CPU_S = 60
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A changed function: its name in the module, and the lines that differ."""
+
+    name: str
+    function: str
+    diff: tuple[str, ...]
+
+    def as_entry(self, module: str) -> dict[str, Any]:
+        return {"module": module, "function": self.function, "diff": list(self.diff)}
+
+
+@dataclass
+class Outcome:
+    """Mutants of a module by their end."""
+
+    killed: list[Mutant] = field(default_factory=list)
+    timeout: list[Mutant] = field(default_factory=list)
+    equal: list[Mutant] = field(default_factory=list)
+    survived: list[Mutant] = field(default_factory=list)
+
+
+def write_mutants(tree: Path, module: str) -> list[Mutant]:
+    """Replace a module in a copy of the tree by one with all its mutants; return these."""
+    from mutmut.mutation.file_mutation import mutate_file_contents  # reads the pyproject.toml of the current folder
+
+    path = tree / module
+    mutated = mutate_file_contents(module, path.read_text())
+    path.write_text(mutated.code)
+    lines = mutated.code.splitlines()
+
+    def text_of(name: str) -> list[str]:
+        span = mutated.line_span_by_function_name[name]
+        return [line.replace(name, "") for line in lines[span.start - 1 : span.end]]
+
+    mutants = []
+    for name in mutated.mutant_names:
+        name = name.rpartition(".")[2]
+        function = name.partition("__mutmut_")[0]
+        diff = ndiff(text_of(f"{function}__mutmut_orig"), text_of(name))
+        changed = tuple(" ".join(line.split()) for line in diff if line[0] in "+-")
+        mutants.append(Mutant(name, function.removeprefix("x_").removeprefix("xǁ").replace("ǁ", "."), changed))
+    return mutants
+
+
+class Trial:
+    """A pytest plugin that runs collected tests on one mutant after the other, each in a fork."""
+
+    def __init__(self, module: str, mutants: Sequence[Mutant], equal: Sequence[Any]) -> None:
+        self._module = module.removesuffix(".py").replace("/", ".")
+        self._entry_of = lambda mutant: mutant.as_entry(module)
+        self._mutants, self._equal = mutants, equal
+        self._cpu_s: Counter[pytest.Item] = Counter()
+        self._kills: Counter[pytest.Item] = Counter()
+        self.outcome = Outcome()
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        from mutmut.mutation.trampoline import set_mutant_under_test
+
+        tests = self._find_tests(session)
+        for mutant in self._mutants:
+            if self._entry_of(mutant) in self._equal:
+                self.outcome.equal.append(mutant)
+                continue
+            own = sorted(tests.get(mutant.name.partition("__mutmut_")[0], ()), key=self._rank)
+            if (child := os.fork()) == 0:
+                set_mutant_under_test(f"{self._module}.{mutant.name}")
+                _limit_cpu(20 * sum(self._cpu_s[test] for test in own) + 5)
+                os._exit(next((1 + place for place, test in enumerate(own) if not _passes(test)), 0))
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code > 0:
+                self._kills[own[code - 1]] += 1
+            ends = self.outcome.timeout if code < 0 else self.outcome.killed if code else self.outcome.survived
+            ends.append(mutant)
+            if ends is self.outcome.survived:
+                print(f"survived: {mutant.function}", *mutant.diff, sep="\n    ", file=sys.__stderr__, flush=True)
+        return True
+
+    def _rank(self, test: pytest.Item) -> tuple[int, float]:
+        return -self._kills[test], self._cpu_s[test]
+
+    def _find_tests(self, session: pytest.Session) -> dict[str, list[pytest.Item]]:
+        """Run the tests on the module as it is; return by function those that call it."""
+        from mutmut.mutation.trampoline import set_mutant_under_test
+        from mutmut.state import state
+
+        set_mutant_under_test("stats")
+        tests: dict[str, list[pytest.Item]] = {}
+        for place, test in enumerate(session.items):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+            following = session.items[place + 1] if place + 1 < len(session.items) else None
+            if not _passes(test, following):
+                raise pytest.UsageError(f"{test.nodeid} fails without a mutant")
+            self._cpu_s[test] = resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
+            for name in state()._stats:
+                tests.setdefault(name.rpartition(".")[2], []).append(test)
+            state()._stats.clear()
+        return tests
+
+
+def _passes(test: pytest.Item, following: pytest.Item | None = None) -> bool:
+    from _pytest.runner import runtestprotocol
+
+    return not any(report.failed for report in runtestprotocol(test, log=False, nextitem=following))
+
+
+def _limit_cpu(seconds: float) -> None:
+    limit = min(int(seconds), _MOST_CPU_S)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+
+
+def listed() -> list[dict[str, Any]]:
+    """Return the mutants of `equal.json`."""
+    entries: list[dict[str, Any]] = json.loads(EQUAL.read_text())
+    return entries
+
+
+def try_mutants(module: str, count: int | None = None, seed: str = "") -> Outcome:
+    """Try all mutants of a module, or `count` of them; the current folder is a copy of the tree that may be changed."""
+    mutants = write_mutants(Path.cwd(), module)
+    if count is not None and count < len(mutants):
+        mutants = random.Random(seed).sample(mutants, count)
+    equal = [{name: entry[name] for name in ("module", "function", "diff")} for entry in listed()]
+    trial = Trial(module, mutants, equal)
+    options = ["-o", "addopts=--import-mode=importlib -m 'not nightly'"]
+    code = pytest.main([*_OPTIONS, *options, *MODULES[module]], plugins=[trial])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise SystemExit(f"{module}: its tests cannot be run")
+    return trial.outcome
+
+
+def copy_tree(target: Path) -> None:
+    """Copy the files of the tree that git has, or would take."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0"):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def try_in_a_copy(module: str, count: int | None, seed: str) -> dict[str, int]:
+    """Try mutants of a module in a copy of the tree, in a process of its own; return their number by end."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tree(Path(folder))
+        command = [sys.executable, "-m", "tests.mutants", f"_only={module}", f"count={count or ''}", f"seed={seed}"]
+        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    counts: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
+    return counts
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = dict(argument.split("=") for argument in arguments if "=" in argument)
+    count, seed = int(options.get("count") or 0) or None, options.get("seed", "")
+    if "_only" in options:  # in the copy
+        outcome = try_mutants(options["_only"], count, seed)
+        print(json.dumps({name: len(mutants) for name, mutants in vars(outcome).items()}), file=sys.__stdout__)
+        return
+    for module in [argument for argument in arguments if "=" not in argument] or MODULES:
+        counts = try_in_a_copy(module, count, seed)
+        print(f"{module}: {', '.join(f'{number} {name}' for name, number in counts.items())}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
