@@ -141,9 +141,12 @@ def read_parquet(
         ) / max(num_rows, 1)
         rows = _num_rows(cost)
         failed: Exception | None = None
-        for at, number in enumerate(numbers if isinstance(place, Path) else ()):
+        for at, number in enumerate(numbers):
             try:
-                rows = check_pages(place, metadata, number, [*values, *leaves], rows)
+                # In object storage each header would be a request.
+                rows = (
+                    check_pages(place, metadata, number, [*values, *leaves], rows) if isinstance(place, Path) else rows
+                )
             except (OSError, pa.ArrowException) as error:  # raised once the groups before it are read
                 numbers, failed = numbers[:at], error
                 break
