@@ -42,6 +42,7 @@ from harness.formats.inspect import (
 from harness.formats.jsonl import JsonlShard, line_of_pack, pack_of_line
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, load_manifest
 from harness.formats.opening import holds_dataset, holds_manifest, open_dataset
+from harness.formats.parquet import Chunk, read_pages
 from harness.formats.reader import PackReader
 from harness.formats.verify import PackDifference, describe_checks, diff_datasets, verify_dataset
 from harness.formats.virtual import open_store, write_plan
@@ -58,6 +59,7 @@ __all__ = [
     "TRAINED_STYLE",
     "BridgeExport",
     "BridgeFiles",
+    "Chunk",
     "Decoder",
     "Format",
     "IndexPart",
@@ -91,6 +93,7 @@ __all__ = [
     "open_writer",
     "pack_digest",
     "pack_of_line",
+    "read_pages",
     "render_pack",
     "render_summary",
     "repair_manifest",

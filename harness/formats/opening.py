@@ -304,8 +304,9 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
     stamps = [stamp_shard(format, place) for place in places]
     handles = [format.open_shard(place, None) for place in places]
     contents = [handle.contents() for handle in handles]
-    if len(places) == 1 and contents[0].sequence_counts.shape[0] == 0:
-        raise FormatError("the file holds no packs", where=str(places[0]), fix="write at least one pack")
+    if not any(one.sequence_counts.shape[0] for one in contents):
+        what = "the file holds no packs" if len(places) == 1 else f"the {len(places):,} files hold no packs"
+        raise FormatError(what, where=str(places[0] if len(places) == 1 else path), fix="write at least one pack")
     ends = np.cumsum(np.concatenate([one.sequence_counts for one in contents]), dtype=np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), ends])
     lengths = np.concatenate([one.sequence_lengths for one in contents]).astype(np.int32, copy=False)
@@ -315,7 +316,7 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
     manifest = contents[0].manifest if len(contents) == 1 else None
     # As stored, or the longest pack if that is larger.
     pack_size = max(one.pack_size or 0 for one in contents) if manifest is None else manifest.pack_size
-    if manifest is None and ends.shape[0]:
+    if manifest is None:
         pack_size = max(pack_size, int(np.add.reduceat(lengths, offsets[:-1], dtype=np.int64).max()))
     reader = PackReader(
         path=path,

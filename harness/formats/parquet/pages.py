@@ -8,7 +8,7 @@ what the column can honestly hold.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,12 @@ _VALUES_PER_BYTE = 16
 # Eight bytes of value, and levels that can take up to two more.
 _BYTES_PER_VALUE = 10
 _SLACK_BYTES = 1 << 16
-_HEADER_BYTES = 4096
+# Smallest and largest text of a page are in its header, of up to 4 KiB each.
+_HEADER_BYTES = 1 << 14
+_DICTIONARY_PAGE = 2
+# Headers of data pages of version 1 and 2, and the field of each that has the encoding.
+_DATA_HEADERS = {5: 2, 8: 4}
+_DICTIONARY_ENCODINGS = (2, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,23 @@ class Chunk:
     @property
     def end(self) -> int:
         return self.start + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page as its header describes it.
+
+    Attributes:
+        num_bytes: decompressed.
+        num_values: of a data page; 0 of a dictionary.
+        is_dictionary: it is the dictionary of its column chunk.
+        is_coded: it refers to the dictionary, so that its values can be larger than it is.
+    """
+
+    num_bytes: int
+    num_values: int
+    is_dictionary: bool
+    is_coded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,20 +162,41 @@ def check_pages(source: ByteSource, chunk: Chunk, limit: int) -> None:
     """Refuse a column chunk whose pages are larger than `limit` values can be.
 
     Raises:
-        FormatError: they are, or their headers are damaged.
+        FormatError: they are, or as for `read_pages`.
     """
-    most = _byte_limit(limit)
+    most, total = _byte_limit(limit), 0
+    for page in read_pages(source, chunk):
+        total += page.num_bytes
+        if total > most:
+            what = f"the column {chunk.column} claims pages of {total:,} bytes, at most {most:,} can be honest"
+            raise FormatError(what)
+
+
+def read_pages(source: ByteSource, chunk: Chunk) -> Iterator[Page]:
+    """Yield what the pages of a column chunk claim.
+
+    Raises:
+        FormatError: a header is damaged, or pages claim more values than their chunk, which Arrow would decode.
+    """
     position, total = chunk.start, 0
     while position < chunk.end:
         reader = _Compact(source.read_at(position, min(_HEADER_BYTES, chunk.end - position)))
         header = reader.struct(0)
-        unpacked, packed = header.get(2), header.get(3)
-        if not isinstance(unpacked, int) or not isinstance(packed, int):
-            raise FormatError("a page header is damaged: it has no sizes")
-        total += unpacked
-        if unpacked < 0 or packed < 0 or total > most:
-            what = f"the column {chunk.column} claims pages of {total:,} bytes, at most {most:,} can be honest"
-            raise FormatError(what)
+        try:
+            num_bytes, packed = int(header[2]), int(header[3])
+            num_values, is_coded = 0, False
+            for field, encoding in _DATA_HEADERS.items():
+                num_values += int(header[field][1]) if field in header else 0
+                is_coded |= field in header and header[field][encoding] in _DICTIONARY_ENCODINGS
+        except (KeyError, TypeError, ValueError):
+            raise FormatError("a page header is damaged: it has no sizes") from None
+        if min(num_bytes, packed, num_values) < 0:
+            raise FormatError("a page header is damaged: it has negative sizes")
+        total += num_values
+        if total > chunk.num_values:
+            what = f"pages of the column {chunk.column} hold {total:,} values, its footer says {chunk.num_values:,}"
+            raise FormatError(what, fix="copy the file again, or write it again")
+        yield Page(num_bytes, num_values, header.get(1) == _DICTIONARY_PAGE, is_coded)
         position += reader.position + packed
 
 

@@ -24,7 +24,7 @@ from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats import INDEX_FOLDER, JsonlShard, ShardReader, find_traces, load_format
 from harness.loader.live.files import open_files
 from harness.prep.chat import BadRecord, Conversation, RecordReader
-from harness.prep.sources import MAX_RECORD_BYTES, check_expansion
+from harness.prep.sources import MAX_RECORD_BYTES, check_expansion, check_pages, open_parquet
 from harness.records import Pack
 from harness.storage import Lease, Marker, StoredFile, file_digest, open_folder
 
@@ -291,7 +291,9 @@ class LiveChunk:
             if self.kind == PACKS:
                 self._packs = self._lines or load_format("parquet").open_shard(path, None)
             elif self._lines is None:
-                with pq.ParquetFile(path, page_checksum_verification=True) as parquet:
+                metadata = pq.read_metadata(path)
+                leaves = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+                with open_parquet(path, as_dictionaries=leaves) as parquet:
                     names = parquet.schema_arrow.names
                     if not (columns := _READER.columns_to_read(names)):
                         raise FormatError(
@@ -301,7 +303,11 @@ class LiveChunk:
                         )
                     groups = range(parquet.num_row_groups)
                     check_expansion(parquet, path.stat().st_size, groups, columns, self.place)
-                    self._chats = parquet.read(columns=columns)
+                    read = []
+                    for group in groups:
+                        check_pages(path, metadata, group, columns, 1 << 10)
+                        read.append(parquet.read_row_group(group, columns=columns))
+                    self._chats = pa.concat_tables(read or [parquet.schema_arrow.empty_table()])
         except OSError as error:
             raise FormatError(f"the chunk cannot be read: {error}", where=self.place, fix=_WRITE_AGAIN) from error
         except pa.ArrowException as error:

@@ -2,17 +2,16 @@
 
 Megatron and torch unpickle `.metadata` and the objects beside the tensors in `.distcp` files without restriction. Here
 `.metadata` goes through an unpickler with a list of classes, and every object, like `common.pt`, through torch's own
-restricted one, before either library sees it.
+restricted one, before either library sees it. `opcodes` bounds the memory and time of all of them first.
 """
 
 from __future__ import annotations
 
-import enum
 import importlib
+import io
 import pickle
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +26,7 @@ from torch.futures import Future
 
 from harness.errors import CheckpointError, HarnessError
 from harness.megatron import compat
+from harness.megatron.state.opcodes import MAX_PICKLE_BYTES, check_archive, check_pickle
 
 METADATA_FILE, COMMON_FILE = ".metadata", "common.pt"
 # Layers that group experts number those of their experts.
@@ -107,8 +107,11 @@ def reason_of(error: BaseException) -> str:
 def read_metadata(file: IO[bytes], where: Path) -> Metadata:
     """Return the metadata of a checkpoint; raise CheckpointError if it has anything that is not part of one."""
     try:
-        with _unchanged_classes():
-            metadata = _Unpickler(file).load()
+        data = file.read(MAX_PICKLE_BYTES + 1)
+        if len(data) > MAX_PICKLE_BYTES:
+            raise pickle.UnpicklingError(f"it is larger than {MAX_PICKLE_BYTES:,} bytes")
+        check_pickle(data)
+        metadata = _Unpickler(io.BytesIO(data)).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
         for stored in metadata.storage_data.values():
@@ -132,34 +135,6 @@ class _Unpickler(pickle.Unpickler):
         return getattr(importlib.import_module(module), name)
 
 
-@contextmanager
-def _unchanged_classes() -> Iterator[None]:
-    """Raise if the block changes one of the classes, which a pickle can by giving a class a state."""
-    owners: list[Any] = []
-    for module, names in _CLASSES.items():
-        if module.startswith("torch"):
-            owners += [getattr(importlib.import_module(module), name, None) for name in names]
-    for owner in [owner for owner in owners if isinstance(owner, enum.EnumMeta)]:
-        owners += list(owner)
-    owners = [owner for owner in owners if hasattr(owner, "__dict__")]
-    before = [dict(vars(owner)) for owner in owners]
-    changed = None
-    try:
-        yield
-    finally:
-        for owner, was in zip(owners, before, strict=True):
-            now = dict(vars(owner))
-            if now != was:
-                changed = owner
-                for name in now.keys() - was.keys():
-                    delattr(owner, name)
-                for name in was:
-                    if name not in now or now[name] is not was[name]:
-                        setattr(owner, name, was[name])
-    if changed is not None:
-        raise pickle.UnpicklingError(f"it changes {changed!r}")
-
-
 class _Reader(FileSystemReader):
     """Torch's reader of a checkpoint's files, given metadata that is checked; it checks the objects."""
 
@@ -169,6 +144,11 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        stored: IO[bytes] = super()._slice_file(file, sinfo)
+        check_archive(stored)
+        return stored
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         folder = Path(self.path)
@@ -212,7 +192,8 @@ def _is_empty(state: Any) -> bool:
 def _check_common(path: Path) -> None:
     file = path / COMMON_FILE
     if file.exists():
-        _load(file, COMMON_FILE, path)
+        with file.open("rb") as common:
+            _load(common, COMMON_FILE, path)
     elif compat.COMMON_VALUES_HAVE_A_FILE:
         raise CheckpointError(
             f"the checkpoint has no {COMMON_FILE}: megatron-core 0.17 and later keep its values elsewhere, where "
@@ -222,8 +203,9 @@ def _check_common(path: Path) -> None:
         )
 
 
-def _load(file: Path | IO[bytes], name: str, folder: Path) -> Any:
+def _load(file: IO[bytes], name: str, folder: Path) -> Any:
     try:
+        check_archive(file)
         return torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from harness.prep.sources.finding import SourceFiles, find_files, list_files
     from harness.prep.sources.reading import Chunk, Shard, cut_shards, read_chunks, read_shard
     from harness.prep.sources.schema import SourceSchema, find_schema, unread_columns
-    from harness.prep.sources.tables import check_expansion
+    from harness.prep.sources.tables import check_expansion, check_pages, open_parquet
     from harness.prep.sources.text import MAX_RECORD_BYTES
 
 __all__ = [
@@ -26,10 +26,12 @@ __all__ = [
     "SourceFiles",
     "SourceSchema",
     "check_expansion",
+    "check_pages",
     "cut_shards",
     "find_files",
     "find_schema",
     "list_files",
+    "open_parquet",
     "read_chunks",
     "read_shard",
     "unread_columns",
@@ -43,6 +45,6 @@ __getattr__ = names_on_first_use(
         **dict.fromkeys(("Chunk", "Shard", "cut_shards", "read_chunks", "read_shard"), "reading"),
         **dict.fromkeys(("SourceSchema", "find_schema", "unread_columns"), "schema"),
         "MAX_RECORD_BYTES": "text",
-        "check_expansion": "tables",
+        **dict.fromkeys(("check_expansion", "check_pages", "open_parquet"), "tables"),
     },
 )

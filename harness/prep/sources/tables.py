@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from harness.errors import PrepError
+from harness.errors import FormatError, PrepError
+from harness.formats import Chunk, read_pages
 from harness.prep.chat import MEDIA_FIELDS, RecordReader, is_media_column
+from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.storage import Place, open_source, open_stream
 
 ROW = "row"
@@ -22,8 +25,16 @@ _CHUNK_ROWS = 1024
 _CHUNK_BYTES = 32 << 20
 # Read at once of a column; otherwise that is all of it in a row group.
 _BUFFER_BYTES = 4 << 20
-# Values of a column of lists in one row group: always accepted, and for each compressed byte of the group.
+# Values of a column in one row group: always accepted, and for each compressed byte of the group.
 _FREE_VALUES, _VALUES_PER_BYTE = 1 << 22, 16
+# Of one page, decompressed. Writers keep dictionaries below 1 or 2 MB.
+_MAX_PAGE_BYTES, _MAX_DICTIONARY_BYTES = 256 << 20, 32 << 20
+# Read at once as a dictionary, which Arrow copies for each batch.
+_MEASURED_ROWS = 1 << 14
+# Bytes of a value of fixed length, such as a UUID: no option reads such columns as dictionaries.
+_MAX_FIXED_BYTES = 64
+# With its own type for JSON, Arrow would not read such a column as a dictionary.
+_OPTIONS = dict.fromkeys({"arrow_extensions_enabled"} & set(inspect.signature(pq.ParquetFile).parameters), False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +49,22 @@ class Undecodable:
 
 
 @contextlib.contextmanager
-def open_parquet(place: Place) -> Iterator[Any]:
-    """Open a Parquet file; raises OSError, FormatError or pyarrow.ArrowException."""
+def open_parquet(place: Place, *, as_dictionaries: Sequence[str] = ()) -> Iterator[Any]:
+    """Open a Parquet file; raises OSError, FormatError or pyarrow.ArrowException.
+
+    Args:
+        as_dictionaries: leaf columns of text to read as dictionaries, one row group at a time: Arrow cannot join those
+            of several inside lists.
+    """
     source = open_source(place)
     try:
         with pq.ParquetFile(
-            source.for_arrow(), page_checksum_verification=True, buffer_size=_BUFFER_BYTES, pre_buffer=False
+            source.for_arrow(),
+            read_dictionary=as_dictionaries,
+            page_checksum_verification=True,
+            buffer_size=_BUFFER_BYTES,
+            pre_buffer=False,
+            **_OPTIONS,
         ) as parquet:
             yield parquet
     finally:
@@ -89,9 +110,11 @@ def cut_parquet(place: Place, size: int, shard_bytes: int) -> Iterator[tuple[int
 
 
 def _offset_of(row_group: Any) -> int:
-    columns = [row_group.column(number) for number in range(row_group.num_columns)]
-    offsets = [(column.data_page_offset, column.dictionary_page_offset) for column in columns]
-    return min(int(min(data, dictionary or data)) for data, dictionary in offsets)
+    return min(_start_of(row_group.column(number)) for number in range(row_group.num_columns))
+
+
+def _start_of(column: Any) -> int:
+    return int(min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset))
 
 
 def read_parquet(
@@ -117,11 +140,23 @@ def read_parquet(
             num for path, num in costs.items() if path in leaves or any(_is_in(path, name) for name in values)
         ) / max(num_rows, 1)
         rows = _num_rows(cost)
-        columns = [*values, *leaves]
-        for batch in parquet.iter_batches(batch_size=rows, row_groups=numbers, columns=columns):
-            records = _rows(batch, values, presence)
-            yield first, records, int(row_bytes * len(records))
-            first += len(records)
+        failed: Exception | None = None
+        for at, number in enumerate(numbers):
+            try:
+                # In object storage each header would be a request.
+                rows = (
+                    check_pages(place, metadata, number, [*values, *leaves], rows) if isinstance(place, Path) else rows
+                )
+            except (OSError, pa.ArrowException) as error:  # raised once the groups before it are read
+                numbers, failed = numbers[:at], error
+                break
+        for batch in parquet.iter_batches(batch_size=rows, row_groups=numbers, columns=[*values, *leaves]):
+            for piece in _pieces(batch, values, str(place), first):
+                records = _rows(piece, values, presence)
+                yield first, records, int(row_bytes * len(records))
+                first += len(records)
+        if failed is not None:
+            raise failed
 
 
 def read_arrow(place: Place, size: int, reader: RecordReader) -> Iterator[tuple[int, list[Any], int]]:
@@ -133,10 +168,113 @@ def read_arrow(place: Place, size: int, reader: RecordReader) -> Iterator[tuple[
             cost = batch.select(values).nbytes / max(batch.num_rows, 1)
             num_rows = _num_rows(cost)
             for start in range(0, batch.num_rows, num_rows):
-                records = _rows(batch.slice(start, num_rows), values, presence)
-                at = min(size, source.tell())
-                yield first, records, at - before
-                first, before = first + len(records), at
+                for piece in _pieces(batch.slice(start, num_rows), values, str(place), first):
+                    records = _rows(piece, values, presence)
+                    at = min(size, source.tell())
+                    yield first, records, at - before
+                    first, before = first + len(records), at
+
+
+def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str], rows: int) -> int:
+    """Refuse a row group that expands to gigabytes; return how many rows, at most `rows`, can be decoded at once.
+
+    A few bytes can name a text of the dictionary of their column a million times. Such columns are read as dictionaries
+    first, as far as pages refer to one.
+
+    Raises:
+        PrepError: a page, or a row of texts, is larger than it may be, or pages have more values than the footer says.
+    """
+    group, where = metadata.row_group(number), f"{place}, row group {number}"
+    with contextlib.closing(open_source(place)) as source:
+        for column in map(group.column, range(group.num_columns)):
+            path = column.path_in_schema
+            if not any(_is_in(path, name) for name in columns):
+                continue
+            chunk = Chunk(path, column.num_values, _start_of(column), column.total_compressed_size)
+            largest = values = coded = 0
+            try:
+                for page in read_pages(source, chunk):
+                    if page.num_bytes > (_MAX_DICTIONARY_BYTES if page.is_dictionary else _MAX_PAGE_BYTES):
+                        what = f"the column {path} claims a page of {page.num_bytes:,} bytes"
+                        raise FormatError(what, fix="write the file again with smaller pages")
+                    largest = max(largest, page.num_bytes if page.is_dictionary else 0)
+                    values += page.num_values
+                    coded = values if page.is_coded else coded
+            except FormatError as error:
+                raise PrepError(error.what, where=where, fix=error.fix) from None
+            if largest * coded > MAX_RECORD_BYTES:
+                rows = min(rows, _rows_at_once(place, number, path, coded, rows))
+    return rows
+
+
+def _rows_at_once(place: Path, group: int, path: str, coded: int, rows: int) -> int:
+    """Return how many rows of a column of texts can be decoded at once, from its first `coded` values."""
+    largest = seen = 0
+    with open_parquet(place, as_dictionaries=[path]) as parquet:
+        for batch in parquet.iter_batches(batch_size=_MEASURED_ROWS, row_groups=[group], columns=[path]):
+            for start in range(0, batch.num_rows, rows):
+                part = batch.slice(start, rows)
+                if decoded_bytes(part) > MAX_RECORD_BYTES:
+                    largest = max(largest, *(decoded_bytes(part.slice(row, 1)) for row in range(part.num_rows)))
+            if largest > MAX_RECORD_BYTES:
+                what = f"a row decodes to {largest:,} bytes of {path}, more than {MAX_RECORD_BYTES:,}"
+                raise PrepError(what, where=f"{place}, row group {group}", fix="write shorter conversations")
+            leaf = batch.column(0)
+            while children := _children(leaf):
+                leaf = children[0]
+            seen += len(leaf)
+            if seen >= coded:
+                break
+    return max(1, min(rows, MAX_RECORD_BYTES // largest)) if largest else rows
+
+
+def _pieces(batch: Any, values: Sequence[str], where: str, first: int) -> Iterator[Any]:
+    """Yield a batch, whose first row is number `first`, in pieces of bounded size; raise PrepError for a larger row."""
+    num_bytes = decoded_bytes(batch.select(list(values)))
+    if num_bytes <= MAX_RECORD_BYTES:
+        yield batch
+    elif batch.num_rows == 1:
+        raise PrepError(
+            f"the row decodes to {num_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}",
+            where=f"{where}, row {first}",
+            fix="write shorter conversations",
+        )
+    else:
+        half = batch.num_rows // 2
+        yield from _pieces(batch.slice(0, half), values, where, first)
+        yield from _pieces(batch.slice(half), values, where, first + half)
+
+
+def decoded_bytes(column: Any) -> int:
+    """Return the bytes of a batch, table or column with each text written out where a dictionary only names it."""
+    if isinstance(column, pa.RecordBatch | pa.Table):
+        return sum(map(decoded_bytes, column.columns))
+    if isinstance(column, pa.ChunkedArray):
+        return sum(map(decoded_bytes, column.chunks))
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        try:
+            lengths = pc.binary_length(column.dictionary)
+        except pa.ArrowNotImplementedError:  # numbers
+            return int(len(column) * 8)
+        return int(pc.sum(lengths.take(column.indices)).as_py() or 0)
+    if "list_view" in str(kind):
+        # Lists may overlap: the bytes of their values count for each.
+        count = pc.sum(pc.list_value_length(column)).as_py() or 0
+        return int(count * decoded_bytes(column.values) / max(len(column.values), 1))
+    children = _children(column)
+    return sum(map(decoded_bytes, children)) if children else int(column.nbytes)
+
+
+def _children(column: Any) -> list[Any]:
+    """Return the columns inside one, of the same rows."""
+    kind = column.type
+    if pa.types.is_struct(kind):
+        return list(column.flatten())
+    if pa.types.is_map(kind):
+        first, end = (column.offsets[place].as_py() for place in (0, -1))
+        return [part.slice(first, end - first) for part in (column.keys, column.items)]
+    return [column.flatten()] if _is_list(kind) else []
 
 
 def _num_rows(row_bytes: float) -> int:
@@ -172,7 +310,7 @@ def _leaf_bytes(metadata: Any, groups: Sequence[int]) -> dict[str, int]:
 
 
 def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Sequence[str], where: str) -> None:
-    """Refuse lists that a few bytes of run lengths expand to gigabytes.
+    """Refuse lists that a few bytes of run lengths expand to gigabytes, and long values that no text can be.
 
     Args:
         parquet: an open `ParquetFile`.
@@ -180,16 +318,20 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
         groups, columns: row groups and top-level columns that are read.
 
     Raises:
-        PrepError: a column has more values than the bytes of its row group justify.
+        PrepError: a column has more values than the bytes of its row group justify, or is of long binary numbers.
     """
     schema = parquet.schema
-    nested = [number for number in range(len(schema)) if schema.column(number).max_repetition_level]
+    for leaf in map(schema.column, range(len(schema))):
+        is_number = leaf.logical_type.type == "DECIMAL" and leaf.physical_type == "BYTE_ARRAY"
+        if (is_number or leaf.length > _MAX_FIXED_BYTES) and any(_is_in(leaf.path, one) for one in columns):
+            what = f"the column {leaf.path} has values of type {leaf.physical_type} ({leaf.length:,} bytes)"
+            raise PrepError(what, where=where, fix="write text, or leave the column out with source.ignore_fields")
     for number in groups:
         group = parquet.metadata.row_group(number)
         # Of all columns: the roles of regular conversations, and fields that are null in all, take next to nothing.
         num_bytes = min(size, sum(group.column(place).total_compressed_size for place in range(group.num_columns)))
         most = max(_FREE_VALUES, _VALUES_PER_BYTE * num_bytes)
-        for column in map(group.column, nested):
+        for column in map(group.column, range(group.num_columns)):
             name = column.path_in_schema
             if column.num_values > most and any(_is_in(name, one) for one in columns):
                 what = f"the column {name} claims {column.num_values:,} values, at most {most:,} can be honest"

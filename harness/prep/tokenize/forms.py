@@ -168,15 +168,27 @@ def with_unique_words(
 
 
 def _with_words(tool: Mapping[str, Any], word: Callable[[str], str]) -> Mapping[str, Any]:
-    """Return a tool with unique words as its name and as the names of its parameters."""
+    """Return a tool with unique words as its name and as the names of its parameters, nested ones too."""
+    of = f"of the tool {tool['function']['name']!r}"
     function = {**tool["function"], "name": word("tools")}
-    schema: Any = function.get("parameters")
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if isinstance(properties, Mapping):
-        of = f"of the tool {tool['function']['name']!r}"
-        names = {name: word(f"parameter {name!r} {of}") for name, value in properties.items() if value is not None}
-        required = schema.get("required")
-        listed = {"required": [names.get(str(name), name) for name in required]} if isinstance(required, list) else {}
-        renamed = {names.get(name, name): value for name, value in properties.items()}
-        function["parameters"] = {**schema, "properties": renamed, **listed}
+    if "parameters" in function:
+        function["parameters"] = _renamed(function["parameters"], lambda path: word(f"parameter {path!r} {of}"))
     return {**tool, "function": function}
+
+
+def _renamed(schema: Any, word: Callable[[str], str], path: str = "") -> Any:
+    """Return a JSON Schema with other names of its properties, of objects in these, and of items; `path` names them."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, Mapping):
+        names = {name: word(f"{path}{name}") for name, value in properties.items() if value is not None}
+        made["properties"] = {
+            names.get(name, name): _renamed(value, word, f"{path}{name}.") for name, value in properties.items()
+        }
+        if isinstance(required, list):
+            made["required"] = [names.get(str(name), name) for name in required]
+    if "items" in schema:
+        made["items"] = _renamed(schema["items"], word, path)
+    return made

@@ -130,6 +130,16 @@ def test_a_tiny_parquet_file_that_expands_to_gigabytes_in_all_is_refused(tmp_pat
     assert "claims 83,886,080 values in" in what_of(path)
 
 
+def test_a_page_with_more_values_than_its_footer_says_is_refused(tmp_path: Path) -> None:
+    count = 1 << 22
+    path = tiny_parquet(tmp_path / "lie.parquet", 1, count, 1, data_page_size=1 << 30, write_statistics=False)
+    data = path.read_bytes()
+    claim, footer = b"\x80\x80\x80\x04", len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    # As long in the footer, and a list of one value there.
+    path.write_bytes(data[:footer] + data[footer:].replace(claim, b"\x82\x80\x80\x00"))
+    assert what_of(path) == "pages of the column loss_mask hold 4,194,304 values, its footer says 1"
+
+
 def test_a_tiny_parquet_shard_of_a_dataset_with_a_huge_pack_size_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

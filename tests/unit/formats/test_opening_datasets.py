@@ -48,6 +48,13 @@ def test_a_folder_without_a_manifest_lists_its_files(tmp_path: Path) -> None:
     assert "found 0 files: nothing" in error_of(tmp_path / "empty").what
 
 
+def test_files_that_all_hold_no_packs_are_refused(tmp_path: Path) -> None:
+    for count in (1, 2):
+        (tmp_path / f"{count}.jsonl").touch()
+        assert error_of(tmp_path).what == ("the file holds no packs" if count == 1 else "the 2 files hold no packs")
+    assert error_of(tmp_path / "*.jsonl").what == "the 2 files hold no packs"
+
+
 def test_a_folder_of_datasets_suggests_one_of_them(tmp_path: Path) -> None:
     for name in ("validation", "train"):
         write(tmp_path / name)

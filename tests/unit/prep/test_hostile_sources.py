@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from harness.errors import PrepError
 from harness.formats.jsonl import pack_of_line
 from harness.prep.sources import read_chunks, tables
 
@@ -87,6 +89,87 @@ def test_a_row_group_of_many_regular_conversations_is_read(tmp_path: Path, monke
     group = pq.read_metadata(tmp_path / "chats.parquet").row_group(0)
     assert min(group.column(place).total_compressed_size for place in range(3)) * 16 < 20_000
     assert sum(len(list(chunk.parse())) for chunk in read_chunks([tmp_path / "chats.parquet"])) == 2000
+
+
+TEXT = "x" * (1 << 20)
+
+
+def repeated(rows: int, turns: int) -> pa.Array:
+    """Conversations whose answers are one text of 1 MiB, stored once."""
+    count = rows * turns
+    roles = pa.DictionaryArray.from_arrays(pa.array([0, 1] * (count // 2), pa.int32()), pa.array(["user", "assistant"]))
+    texts = pa.DictionaryArray.from_arrays(pa.array([0, 1] * (count // 2), pa.int32()), pa.array(["?", TEXT]))
+    structs = pa.StructArray.from_arrays([roles, texts], ["role", "content"])
+    return pa.ListArray.from_arrays(pa.array(range(0, count + 1, turns), pa.int32()), structs)
+
+
+def write_repeated(path: Path, rows: int, turns: int) -> Path:
+    table = pa.table({"messages": repeated(rows, turns)})
+    limits = {"write_statistics": False, "store_schema": False, "dictionary_pagesize_limit": 1 << 30}
+    pq.write_table(table, path, compression="zstd", **limits)
+    assert path.stat().st_size < 2000
+    return path
+
+
+def test_a_parquet_of_a_kilobyte_whose_row_names_a_long_text_a_thousand_times_is_refused(tmp_path: Path) -> None:
+    chats, live, _ = whats_of(write_repeated(tmp_path / "chats.parquet", 1, 4096))
+    assert chats == "a row decodes to 2,147,485,696 bytes of messages.list.element.content, more than 33,554,432"
+    assert live == chats
+
+
+def test_a_parquet_whose_rows_name_one_long_text_is_read_a_few_rows_at_a_time(tmp_path: Path) -> None:
+    path = write_repeated(tmp_path / "chats.parquet", 96, 2)
+    sizes = [len(chunk.records) for chunk in read_chunks([path])]
+    assert sum(sizes) == 96
+    assert max(sizes) == 31
+    assert [chunk.first for chunk in read_chunks([path])] == [sum(sizes[:place]) for place in range(len(sizes))]
+    [*_, last] = read_chunks([path])
+    assert last.records[-1] == {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": TEXT}]}
+
+
+def test_pages_that_expand_are_refused_by_their_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_MAX_PAGE_BYTES", 8 << 20)
+    monkeypatch.setattr(tables, "_MAX_DICTIONARY_BYTES", 4 << 20)
+    options: dict[str, Any] = {"compression": "zstd", "write_statistics": False, "store_schema": False}
+    path = tmp_path / "chats.parquet"
+    for use_dictionary, size in ((False, 9 << 20), (True, 5 << 20)):
+        table = pa.table({"messages": ["x" * size]})
+        pq.write_table(table, path, use_dictionary=use_dictionary, dictionary_pagesize_limit=1 << 30, **options)
+        with pytest.raises(PrepError, match=f"the column messages claims a page of {f'{size:,}'[:5]}"):
+            list(read_chunks([path]))
+
+
+def test_an_arrow_file_whose_row_names_a_long_text_a_thousand_times_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"messages": repeated(1, 4096)})
+    with pa.ipc.new_stream(tmp_path / "chats.arrow", table.schema) as stream:
+        stream.write_table(table)
+    with pytest.raises(PrepError, match="the row decodes to 2,147,512,320 bytes") as error:
+        list(read_chunks([tmp_path / "chats.arrow"]))
+    assert error.value.where == f"{tmp_path / 'chats.arrow'}, row 0"
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([bytes(100)] * 64, pa.binary(100)),
+        pa.ListArray.from_arrays([0, 64], pa.array([bytes(100)] * 64, pa.binary(100))),
+    ],
+)
+def test_long_values_of_fixed_length_are_refused(tmp_path: Path, column: pa.Array) -> None:
+    pq.write_table(pa.table({"messages": column}), tmp_path / "chats.parquet", compression="zstd")
+    with pytest.raises(PrepError, match=r"has values of type FIXED_LEN_BYTE_ARRAY \(100 bytes\)"):
+        list(read_chunks([tmp_path / "chats.parquet"]))
+
+
+@pytest.mark.parametrize("store_schema", [True, False])
+def test_a_column_of_json_that_names_a_long_text_often_is_refused(tmp_path: Path, store_schema: bool) -> None:
+    texts = pa.ExtensionArray.from_storage(pa.json_(), pa.array([f'"{TEXT}"'] * 64))
+    lists = pa.ListArray.from_arrays(pa.array([0, 64], pa.int32()), texts)
+    pq.write_table(
+        pa.table({"messages": lists}), tmp_path / "chats.parquet", compression="zstd", store_schema=store_schema
+    )
+    with pytest.raises(PrepError, match="a row decodes to 67,108,992 bytes of messages"):
+        list(read_chunks([tmp_path / "chats.parquet"]))
 
 
 def test_a_packed_line_of_other_tools_may_name_its_samples() -> None:

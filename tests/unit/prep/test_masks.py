@@ -289,6 +289,27 @@ def test_a_parameter_that_a_template_loses_is_refused_by_name_though_a_call_has_
     assert "source.ignore_fields=[tools]" in bad.detail
 
 
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize(
+    "place", [CITY, {"type": "array", "items": CITY}, {"type": "object", "properties": {"x": CITY}}]
+)
+def test_a_parameter_inside_another_that_a_template_loses_is_refused_by_name(
+    tokenizer: Any, place: dict[str, Any]
+) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    tools = [{"name": "f", "parameters": {"type": "object", "properties": {"a": place}}}]
+    named, whole = "{{ t.function.name }}", "{{ t.function.parameters | tojson }}"
+    encode(tokenizer(TOOLS.replace(named, named + whole)), parsed(turns, tools=tools))
+
+    names = "{% for name in t.function.parameters.properties %}{{ name }}{% endfor %}"
+    bad = refused(tokenizer(TOOLS.replace(named, named + names)), parsed(turns, tools=tools))
+
+    path = "a.x" if "x" in place.get("properties", {}) else "a.city"
+    assert f"does not write the parameter '{path}' of the tool 'f'" in bad.detail
+
+
 # What is lost stands elsewhere, too: a short result in the answer, an argument in the question.
 @pytest.mark.parametrize(
     ("lost", "messages", "words"),
