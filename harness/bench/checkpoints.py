@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import statistics
-import threading
 import time
 import weakref
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from harness.storage import StoredFile
 from harness.train import Progress as RunPosition
 
 _VOCABULARY = 8192
-_SAMPLE_S = 0.02
 # Above this multiple of what a rank owns, saving needs too much of its host.
 _MOST_MEMORY = 1.3
 # Training may wait as long as one copy of that takes; with less than this to copy, it waits for a few calls.
@@ -95,8 +92,6 @@ def _add_ranks(report: BenchReport, ranks: int, found: list[dict[str, float]]) -
     report.add(Figure(f"a rank's own bytes{of}", owned / 1e6, "MB"))
     made = max(rank["made_bytes"] / rank["owned_bytes"] for rank in found)
     report.add(Figure(f"tensors made to save over own{of}", made, "x", at_most=_MOST_MEMORY))
-    # With what each of the three processes of a rank that write for it needs for itself.
-    report.add(Figure(f"memory to save{of}", max(rank["memory_bytes"] for rank in found) / 1e6, "MB"))
     is_large = owned >= _LEAST_OWNED
     # Ranks that share a core wait for one another.
     most_ms = _MOST_WAIT_MS if not is_large and ranks <= (os.cpu_count() or 1) else None
@@ -168,39 +163,6 @@ def _storage(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()
 
 
-def _tree_bytes(process: int) -> int:
-    """Return the memory of a process and its children that no file backs; pages in common count once."""
-    total = 0
-    with suppress(OSError, ValueError):
-        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
-            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
-                total += int(line.split()[1]) * 1024
-        for task in Path(f"/proc/{process}/task").iterdir():
-            total += sum(_tree_bytes(int(child)) for child in (task / "children").read_text().split())
-    return total
-
-
-class _Memory:
-    """The most memory of this process and its children inside the block, above that at its start, in bytes."""
-
-    growth = 0
-
-    def __enter__(self) -> _Memory:
-        self._is_done = threading.Event()
-        self._before = _tree_bytes(os.getpid())
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._is_done.wait(_SAMPLE_S):
-            self.growth = max(self.growth, _tree_bytes(os.getpid()) - self._before)
-
-
 class SavingRank:
     """Saves of one rank in the background, each with the seconds that training waits and that one copy takes.
 
@@ -260,16 +222,12 @@ def measure_saving(folder: str, layers: str, hidden: str, rounds: str) -> list[d
             blocked.append(rank.begin())
             rank.finish()
             copies.append(rank.copy())
-        with _Memory() as memory:
-            rank.begin()
-            rank.finish()
         with HeldBytes() as held:
             rank.begin()
         rank.finish()
         own = {
             "owned_bytes": rank.owned_bytes,
             "made_bytes": held.most,
-            "memory_bytes": memory.growth,
             "blocked_s": statistics.median(blocked[1:]),
             "copy_s": statistics.median(copies[1:]),
         }

@@ -142,7 +142,6 @@ class BenchReport:
         command: the command that measured; empty for the command of this process.
         load: load average of the last minute when the bench ended.
         title, about: heading and introduction on the page of all benches.
-        drawing: chart to print below the table.
         failed: parts of the bench that could not be measured, with their reasons among the notes.
     """
 
@@ -156,7 +155,6 @@ class BenchReport:
     load: float | None = None
     title: str = ""
     about: str = ""
-    drawing: RenderableType | None = None
     failed: list[str] = field(default_factory=list)
 
     def add(self, figure: Figure) -> Figure:
@@ -237,7 +235,7 @@ def read_figures(values: Mapping[str, Any]) -> BenchReport:
 
 
 def render_report(report: BenchReport) -> RenderableType:
-    """Return a table of figures and targets, the notes below it, and the drawing."""
+    """Return a table of figures and targets, and the notes below it."""
     table = Table(title=f"bench {report.subject}", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("measured")
     table.add_column("figure", justify="right", no_wrap=True)
@@ -251,7 +249,7 @@ def render_report(report: BenchReport) -> RenderableType:
         Text(f"{machine['processor']}, {machine['cores']} cores, load {machine['load']}; took {report.seconds:.0f} s"),
         *(Text(f"- {note}") for note in report.notes),
     ]
-    return Group(table, *lines, *([] if report.drawing is None else [report.drawing]))
+    return Group(table, *lines)
 
 
 def show_number(value: float) -> str:

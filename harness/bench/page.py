@@ -31,11 +31,11 @@ def render_section(report: BenchReport, *, claims_only: bool = False) -> list[st
     """Return the lines of a report's section: its title, sides, command, figures and notes.
 
     Args:
-        claims_only: leave out figures that are neither ratios of sides nor have a target, where there are others.
+        claims_only: leave out figures that are neither ratios nor have a target, where there are others.
     """
     lines = [f"## {report.title}", "", report.about, ""]
     lines += [f"`{report.command}`", ""] if report.command else []
-    claims = [figure for figure in report.figures if figure.met is not None or (figure.of and figure.unit == "x")]
+    claims = [figure for figure in report.figures if figure.met is not None or figure.unit == "x"]
     table = figure_table(claims if claims_only and claims else report.figures)
     lines += [*table, ""] if table else []
     lines += [f"- {note}" for note in report.notes]

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from rich.bar import Bar
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from harness.bench import BENCHES
 from harness.bench.figures import CPU, BenchReport, Figure, Progress, milliseconds, take_turns
@@ -21,7 +17,7 @@ from harness.errors import ConfigError, ScheduleError
 from harness.formats import open_dataset
 from harness.loader import EpochOrder, LoaderConfig, steps_per_epoch
 from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
-from harness.records import Float64Array, Int64Array
+from harness.records import Int64Array
 from harness.schedule import SCHEDULERS, Imbalance, SequenceCost, measure_imbalance, schedule
 from harness.thd import padded_lengths, padding_multiple
 
@@ -30,8 +26,6 @@ _PLANNED_RANKS = 64
 # Median of simulated lengths, and the tokens at which attention costs as much as everything else in a sequence.
 _MEDIAN, _ATTENTION_AT = 600.0, 8192
 _COST = SequenceCost(1.0, 1.0 / _ATTENTION_AT)
-_BAR_CELLS = 48
-_MOST_BARS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +48,7 @@ class SimulatedBatch:
 
 
 def bench_schedule(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
-    """Place batches with every scheduler; the report's drawing shows the first batch.
+    """Place batches with every scheduler.
 
     Raises:
         ScheduleError: a sequence is longer than a row.
@@ -67,7 +61,6 @@ def bench_schedule(sizes: Sizes, workspace: Workspace, progress: Progress) -> Be
         f"dp {sizes.ranks}, cp {sizes.cp_size}, {sizes.max_tokens_per_rank:,} tokens a rank; "
         "x is the busiest rank over the mean"
     )
-    ranks: dict[str, Float64Array] = {}
     schedulers = sizes.choose(SCHEDULERS)
     for name in (*schedulers, NEXT_FIT):
         progress(f"placing {len(batches)} batches: {name}")
@@ -78,12 +71,10 @@ def bench_schedule(sizes: Sizes, workspace: Workspace, progress: Progress) -> Be
                 raise
             report.notes.append(f"as_packed cannot place them: {error.what}")
             continue
-        ranks[name] = placed[0].rank_cost / placed[0].rank_cost.mean()
         _add_placement(name, placed, batches, sizes, report)
     for planned in sizes.sequences:
         progress(f"planning {planned:,} sequences")
         _measure_planning(planned, schedulers, sizes, report)
-    report.drawing = Drawing(f"cost of each of {sizes.ranks} ranks in the first batch, over their mean", ranks)
     return report
 
 
@@ -198,29 +189,3 @@ def _measure_planning(planned: int, schedulers: list[str], sizes: Sizes, report:
         title = f"{name}, {planned:,} sequences on {_PLANNED_RANKS} ranks"
         target = 15.0 if planned in BENCHES["schedule"].full["sequences"] and name != "as_packed" else None
         report.add_samples(title, samples, "ms", at_most=target)
-
-
-@dataclass(frozen=True, eq=False)
-class Drawing:
-    """Bar charts of the cost of every rank over the mean, float64 [dp_size], of each scheduler."""
-
-    title: str
-    ranks: Mapping[str, Float64Array]
-
-    def __rich__(self) -> RenderableType:
-        """Return a bar for each rank, or for the busiest of a few neighbors where there are more than fit a screen."""
-        longest = max(float(costs.max()) for costs in self.ranks.values())
-        parts: list[RenderableType] = [Text(self.title, style="bold")]
-        for name, costs in self.ranks.items():
-            busiest = int(np.argmax(costs))
-            parts.append(Text(f"\n{name}: rank {busiest} is the busiest, {costs[busiest]:.3f} x mean", style="cyan"))
-            table = Table(box=None, show_header=False, pad_edge=False)
-            together = -(-costs.shape[0] // _MOST_BARS)
-            for first in range(0, costs.shape[0], together):
-                neighbors = costs[first : first + together]
-                cost = float(neighbors.max())
-                label = f"rank {first}" if together == 1 else f"ranks {first}-{first + neighbors.shape[0] - 1}"
-                color = "red" if cost > 1.1 else "yellow" if cost > 1.02 else "green"
-                table.add_row(label, Bar(longest, 0, cost, width=_BAR_CELLS, color=color), f"{cost:.3f}")
-            parts.append(table)
-        return Group(*parts)

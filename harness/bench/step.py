@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -142,7 +142,7 @@ class LoopBench(ExitStack):
         clock = time.perf_counter if device.type == "cuda" else CPU
         began = 0.0
 
-        def run_bare(batch: RankBatch) -> None:
+        def step_bare(batch: RankBatch) -> None:
             rows = [to_device(row, device) for row in batch.rows]
             bare.append(1e3 * bare_step(self._step, rows, max(map(len, batch.rows)), device, clock=clock))
 
@@ -150,7 +150,7 @@ class LoopBench(ExitStack):
             nonlocal began
             for number, batch in enumerate(self.batches, start=1):
                 if number % 2:
-                    run_bare(batch)
+                    step_bare(batch)
                 began = clock()
                 yield batch
 
@@ -158,7 +158,7 @@ class LoopBench(ExitStack):
             # The wait for data is measured separately: here it includes bare steps, while workers read ahead.
             loop.append(1e3 * (clock() - began))
             if not step_record.step % 2:
-                run_bare(step_record.batch)
+                step_bare(step_record.batch)
 
         self._run_loop(bare_before_every_other(), record)
         return loop[self._warm_up :], bare[self._warm_up :]
@@ -199,6 +199,24 @@ def bare_step(
         updates: take the optimizer's step; False for forward and backward alone.
         clock: counts the seconds.
     """
+    wait_for(device)
+    start = clock()
+    for chunk in step.chunks:
+        chunk.zero_grad_buffer()
+    step.optimizer.zero_grad()
+    reports = run_bare(step.chunks[0], rows, seq_length)
+    if updates:
+        step.optimizer.step()
+        step.scheduler.step(increment=1)
+    sum(float(losses["loss"]) for losses in reports)  # a script logs its loss, which waits for the device
+    wait_for(device)
+    return clock() - start
+
+
+def run_bare(
+    model: DistributedDataParallel, rows: Sequence[RowTensors], seq_length: int
+) -> list[dict[str, torch.Tensor]]:
+    """Run rows forward and backward with Megatron's own calls; return the loss of each, and those of its tokens."""
 
     def forward(ready: Iterator[RowTensors], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
         row = next(ready)
@@ -211,31 +229,22 @@ def bare_step(
         )
 
         def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            total = (losses.float() * row.loss_mask).sum()
-            return total, row.loss_mask.sum().to(torch.int), {"loss": total.detach()}
+            trained = losses.float() * row.loss_mask
+            total = trained.sum()
+            return total, row.loss_mask.sum().to(torch.int), {"loss": total.detach(), "losses": trained.detach()}
 
         return output, loss
 
-    wait_for(device)
-    start = clock()
-    for chunk in step.chunks:
-        chunk.zero_grad_buffer()
-    step.optimizer.zero_grad()
-    reports = get_forward_backward_func()(
+    reports: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iter(rows),
-        model=step.chunks[0],
+        model=model,
         num_microbatches=len(rows),
         seq_length=seq_length,
         micro_batch_size=rows[0].tokens.shape[0],
         forward_only=False,
     )
-    if updates:
-        step.optimizer.step()
-        step.scheduler.step(increment=1)
-    sum(float(losses["loss"]) for losses in reports)  # a script logs its loss, which waits for the device
-    wait_for(device)
-    return clock() - start
+    return reports
 
 
 def wait_for(device: torch.device) -> None:

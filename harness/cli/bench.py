@@ -52,16 +52,11 @@ def run_bench(
     chosen, command = BENCHES[name], f"harness bench {name}"
     words = [f"path={word}" if "path" in chosen.full and "=" not in word else word for word in settings or []]
     sizes = parse_settings(Sizes, words, command=command, base=chosen.sizes(quick=quick))
-    for key in (word.partition("=")[0] for word in words):
-        if key not in chosen.full:
-            raise ConfigError(
-                f"{command} has no setting {key!r}", where=command, fix=f"it has {', '.join(chosen.full)}"
-            )
+    if unknown := [word for word in words if word.partition("=")[0] not in chosen.full]:
+        raise ConfigError(f"{unknown[0]} is not for {name}", where=command, fix=f"it has {', '.join(chosen.full)}")
     if show:
-        for setting in explain_settings(Sizes):
-            if setting.key in chosen.full:
-                value = to_yaml({setting.key: getattr(sizes, setting.key)})
-                print_text(f"# {setting.text}\n{value}", end="")
+        for setting in (one for one in explain_settings(Sizes) if one.key in chosen.full):
+            print_text(f"# {setting.text}\n{to_yaml({setting.key: getattr(sizes, setting.key)})}", end="")
         return
     from harness.bench import Workspace
 
@@ -78,11 +73,9 @@ def run_bench(
         with _writing(save):
             save.write_text(_to_json(reports) + "\n")
     if broken := [part for report in reports for part in report.failed]:
-        raise HarnessError(
-            f"{len(broken)} parts could not be measured: {', '.join(broken)}",
-            where=command,
-            fix="the notes have the reason of each, and a file .log beside it; call again to repeat them alone",
-        )
+        fix = "the notes have the reason of each, and a file .log beside it; call again to repeat them alone"
+        what = f"{len(broken)} parts could not be measured: {', '.join(broken)}"
+        raise HarnessError(what, where=command, fix=fix)
     missed = [f"{report.subject}: {figure.name}" for report in reports for figure in report.missed]
     if missed and check:
         print_line(f"{len(missed)} targets are missed: {'; '.join(missed)}", file=sys.stderr)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from harness.bench.figures import BenchReport, Figure
 from harness.bench.gpu.sizes import allow_deterministic
 from harness.bench.sizes import Sizes
+from harness.bench.step import run_bare
 from harness.bench.workspace import Workspace
 from harness.errors import HarnessError
-from harness.megatron import RowTensors, run_row, to_device
+from harness.megatron import RowTensors, to_device
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_model
 from harness.parity import IsolationCheck, planted_defects
@@ -176,29 +176,8 @@ def run_once(
     for chunk in chunks:
         chunk.train()
         chunk.zero_grad_buffer()
-    kept: list[torch.Tensor] = []
-
-    def forward(rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-        tensors = prepare(next(rows), device)
-        output = run_row(model, tensors)
-
-        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            kept.append((losses.detach().float() * tensors.loss_mask).flatten())
-            total = (losses.float() * tensors.loss_mask).sum()
-            return total, tensors.loss_mask.sum().to(torch.int), total.detach()
-
-        return output, loss
-
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iter([row]),
-        model=chunks[0],
-        num_microbatches=1,
-        seq_length=len(row),
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    return kept[0], torch.cat([weight.main_grad.float().flatten() for weight in chunks[0].parameters()])
+    (report,) = run_bare(chunks[0], [prepare(row, device)], len(row))
+    return report["losses"].flatten(), torch.cat([one.main_grad.float().flatten() for one in chunks[0].parameters()])
 
 
 def _one_sequence(row: ThdBatch, device: torch.device, **slices: Any) -> RowTensors:

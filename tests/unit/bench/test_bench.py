@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from harness.bench import BENCHES, Sizes, load, scheduling
 from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Case, Figure, rate, render_report, show_number, take_turns
-from harness.bench.scheduling import NEXT_FIT, Drawing
+from harness.bench.scheduling import NEXT_FIT
 from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, HarnessError
@@ -304,7 +304,6 @@ def test_schedulers_are_compared_on_simulated_batches(tmp_path):
     assert ours.value == statistics.mean(ours.samples) < theirs.value
     assert (ours.at_most, theirs.at_most) == (1.01, None)
     assert report.figure("cost_balanced, 300 sequences on 64 ranks").unit == "ms"
-    assert report.drawing.ranks["cost_balanced"].max() == ours.samples[0]
 
 
 def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
@@ -315,7 +314,7 @@ def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
     sizes = {"ranks": 2, "cp_size": 2, "max_tokens_per_rank": 64, "global_batch": 8, "steps": 9, "sequences": ()}
     report = measure("schedule", tmp_path / "of", path=str(path), **sizes)
     assert "means over 3 batches" in report.notes[0]
-    assert [cost.shape for cost in report.drawing.ranks.values()] == [(2,)] * 4
+    assert sum(figure.name.endswith("step cost") for figure in report.figures) == 4
     assert all(figure.met is None for figure in report.figures)
 
 
@@ -352,20 +351,10 @@ def test_packs_that_do_not_fit_a_row_are_a_note(tmp_path):
     sizes = {"path": str(path), "sequences": ()}
     report = measure("schedule", tmp_path / "of", ranks=2, max_tokens_per_rank=40, global_batch=8, **sizes)
     assert any("as_packed cannot" in note for note in report.notes)
-    assert list(report.drawing.ranks) == ["dp_balanced", "cost_balanced", NEXT_FIT]
+    placed = [figure.name for figure in report.figures if figure.name.endswith("step cost")]
+    assert placed == [f"{name}, step cost" for name in ("dp_balanced", "cost_balanced", NEXT_FIT)]
     with pytest.raises(ConfigError, match="fewer than the 9"):
         measure("schedule", tmp_path / "of", global_batch=9, **sizes)
-
-
-def test_bars_show_every_rank_or_the_busiest_of_neighbors():
-    few = Drawing("few", {"one": np.array([1.5, 0.5])})
-    shown = text_of(few)
-    assert "rank 0 is the busiest, 1.500 x mean" in shown
-    lines = [line for line in shown.splitlines() if line.startswith("rank")]
-    assert [line.count("█") for line in lines] == [48, 16]
-    many = Drawing("many", {"one": np.array([1.0] * 63 + [1.25])})
-    assert "ranks 60-63" in text_of(many)
-    assert text_of(many).count("ranks ") == 16
 
 
 def test_the_command_prints_a_table_or_json_and_saves_it(tmp_path):
@@ -374,7 +363,6 @@ def test_the_command_prints_a_table_or_json_and_saves_it(tmp_path):
     printed = run.invoke(app, arguments)
     assert printed.exit_code == 0
     assert "cost_balanced, step cost" in printed.stdout
-    assert "rank 3" in printed.stdout
     printed = run.invoke(app, [*arguments, "--json", "--save", str(tmp_path / "new" / "a.json")])
     reports = json.loads(printed.stdout)["reports"]
     assert [report["subject"] for report in reports] == ["schedule"]
