@@ -72,7 +72,7 @@ def _ask_driver() -> str:
     return (done.stdout.splitlines() or ["unknown"])[0].strip()
 
 
-def measure_environment(sizes: Sizes, workspace: Workspace) -> BenchReport:
+def measure_environment(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
     """Measure products and copies on one GPU, and note what is installed."""
     report = BenchReport("gpu")
     device = runtime.choose_device(sizes.device)
@@ -138,7 +138,7 @@ def time_on(device: torch.device, work: Callable[[], Any], number: int = 0) -> f
     return max(time.perf_counter() - start, 1e-9) / repeats
 
 
-def measure_links(sizes: Sizes, workspace: Workspace) -> BenchReport:
+def measure_links(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
     """Measure an all-reduce over all ranks; the rate is that of the links, whatever the number of ranks."""
     report = BenchReport("gpu")
     with runtime.start(sizes.device) as job:

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from harness.bench.figures import BenchReport, Figure
 from harness.bench.gpu.sizes import allow_deterministic
 from harness.bench.sizes import Sizes
-from harness.bench.step import write_rows
+from harness.bench.step import small_model, write_rows
 from harness.bench.workspace import Workspace
 from harness.config import compose_config
 from harness.errors import ConfigError
@@ -41,10 +41,10 @@ _VOCABULARY, _PACK, _PACKS, _STEPS = 256, 128, 16, 3
 _NEARNESS = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
-def measure_layouts(sizes: Sizes, workspace: Workspace, ranks: int) -> BenchReport:
+def measure_layouts(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
     """Train a small model on each layout from one checkpoint; every rank of the job calls this."""
     allow_deterministic()
-    report = BenchReport("gpu")
+    report, ranks = BenchReport("gpu"), int(word)
     names = _TINY_LAYOUTS.get(ranks, LAYOUTS[ranks]) if sizes.is_tiny else LAYOUTS[ranks]
     presets = {name: compose_config("sft", SftConfig, [f"parallel={name}"]).parallel for name in names}
     # Rows that never change in shape are padded at their end.
@@ -110,14 +110,8 @@ def _write(workspace: Workspace, *, is_single: bool) -> Path:
 
 
 def _model(device: torch.device, *, has_experts: bool) -> ModelConfig:
-    model = ModelConfig(
-        num_layers=8,
-        hidden_size=128,
-        ffn_hidden_size=256,
-        num_attention_heads=8,
-        num_query_groups=4,
-        dtype="bfloat16" if device.type == "cuda" else "float32",
-    )
+    model = replace(small_model(8, 128, _VOCABULARY), ffn_hidden_size=256, num_attention_heads=8, num_query_groups=4)
+    model = replace(model, dtype="bfloat16" if device.type == "cuda" else "float32")
     return replace(model, family="qwen3_moe", num_experts=4, experts_per_token=2) if has_experts else model
 
 

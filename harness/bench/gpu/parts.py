@@ -26,6 +26,7 @@ DONE, FAILED, MISSING = "done", "failed", "missing"
 REPORT_JSON, REPORT_PAGE = "report.json", "report.md"
 # Imports from a slow disk.
 _DESCRIBE_S = 300.0
+_WITH_ENGINE = ("attention-flash", "attention-fused", "attention-unfused")
 # Figures that a reader looks for first.
 _SPEEDS = (
     "our loop over a bare one, the same batch",
@@ -42,51 +43,47 @@ class Part:
     """One measurement on the ranks of a job.
 
     Attributes:
-        function: `module:name` in this package; called with sizes, a workspace, and `argument` where there is one.
+        place: `module:function` in this package; called with sizes, a workspace and the word after the part's name.
         about: for the page.
-        argument: of the function.
-        ranks: processes that it needs; None for one a GPU (at least `least_ranks`).
-        needs_engine: it cannot be measured without Transformer Engine.
+        ranks: processes that it needs; None for one a GPU.
     """
 
-    function: str
+    place: str
     about: str
-    argument: str | int | None = None
     ranks: int | None = 1
-    least_ranks: int = 1
-    needs_engine: bool = False
 
 
-_ATTENTION = (
-    "Losses and gradients of a model with model.attention={} against plain attention, its layers in float32; documents "
-    "of a row must not see each other, and defects that other trainers had must be found."
+_ATTENTION = Part(
+    "attention:measure_attention",
+    "Losses and gradients of a model with this attention against plain attention, its layers in float32; documents of "
+    "a row must not see each other, and defects that other trainers had must be found.",
 )
-_LAYOUTS = "Losses of each layout from one checkpoint, against one rank that trains everything; isolation on each."
-_STEP = (
-    "A model of the {} shape on packed chats: our loop and a bare Megatron loop take turns on the same batches; then "
-    "our loop alone, and two steps of it under the profiler."
+_LAYOUTS = Part(
+    "layouts:measure_layouts",
+    "Losses of each layout from one checkpoint, against one rank that trains everything; isolation on each.",
 )
-_PACKED = (
-    "Layers of the 8B shape, forward and backward: a packed row of chats, dense sequences of as many tokens and as "
-    "much attention, and one dense sequence take turns."
+_STEP = Part(
+    "training:measure_step",
+    "A model of this shape on packed chats: our loop and a bare Megatron loop take turns on the same batches; then our "
+    "loop alone, and two steps of it under the profiler.",
+    ranks=None,
 )
-_CHECKPOINT = "How long training waits for a checkpoint in the background, against one copy of what a rank owns."
 PARTS = {
     "environment": Part("environment:measure_environment", "What is installed, and the rates that one GPU reaches."),
-    "links": Part("environment:measure_links", "An all-reduce over all GPUs.", ranks=None, least_ranks=2),
-    **{
-        f"attention-{backend}": Part(
-            "attention:measure_attention", _ATTENTION.format(backend), backend, needs_engine=backend != "torch"
-        )
-        for backend in ("torch", "flash", "fused", "unfused")
-    },
-    **{f"layouts-{ranks}": Part("layouts:measure_layouts", _LAYOUTS, ranks, ranks=ranks) for ranks in (1, 2, 4, 8)},
-    **{
-        f"step-{shape}": Part("training:measure_step", _STEP.format(shape.upper()), shape, ranks=None)
-        for shape in ("1b", "8b")
-    },
-    "packed-8b": Part("training:measure_packed", _PACKED),
-    "checkpoint": Part("training:measure_checkpoint", _CHECKPOINT, ranks=None),
+    "links": Part("environment:measure_links", "An all-reduce over all GPUs.", ranks=None),
+    **{f"attention-{backend}": _ATTENTION for backend in ("torch", "flash", "fused", "unfused")},
+    **{f"layouts-{ranks}": replace(_LAYOUTS, ranks=ranks) for ranks in (1, 2, 4, 8)},
+    **{f"step-{shape}": _STEP for shape in ("1b", "8b")},
+    "packed-8b": Part(
+        "training:measure_packed",
+        "Layers of this shape, forward and backward: a packed row of chats, dense sequences of as many tokens and as "
+        "much attention, and one dense sequence take turns.",
+    ),
+    "checkpoint": Part(
+        "training:measure_checkpoint",
+        "How long training waits for a checkpoint in the background, against one copy of what a rank owns.",
+        ranks=None,
+    ),
 }
 
 
@@ -175,14 +172,14 @@ def _check_same(results: Mapping[str, dict[str, Any]], machine: dict[str, Any], 
 
 def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> dict[str, Any]:
     """Return a part's result: its report, or the reason why there is none."""
-    part, gpus = PARTS[name], len(machine["gpus"])
+    gpus = len(machine["gpus"])
     there = sizes.ranks or gpus or 2
-    ranks = there if part.ranks is None else part.ranks
+    ranks = PARTS[name].ranks or there
     of = {"part": name, "status": MISSING, "reason": "", "machine": dict(machine)}
     of |= {"host": socket.gethostname(), "size": sizes.size}
-    if part.needs_engine and machine["engine_missing"]:
+    if name in _WITH_ENGINE and machine["engine_missing"]:
         return of | {"reason": f"Transformer Engine cannot be used: {machine['engine_missing']}"}
-    needed = max(ranks, part.least_ranks)
+    needed = max(ranks, 2) if name == "links" else ranks
     if needed > there or (gpus and needed > gpus):
         return of | {"reason": f"needs {needed} {'GPUs' if gpus else 'processes'}, and there are {gpus or there}"}
     folder = out / f"{name}.work"
@@ -209,10 +206,9 @@ def run_part(name: str, size: str, device: str, folder: str) -> dict[str, Any]:
     """Measure one part on this rank."""
     from harness.bench.gpu.sizes import SIZES
 
-    part = PARTS[name]
     sizes, workspace = replace(SIZES[size], device=device), Workspace(Path(folder), keep=True)
-    arguments = [] if part.argument is None else [part.argument]
-    report: BenchReport = load(f"{__package__}.{part.function}")(sizes, workspace, *arguments)
+    word = name.partition("-")[2]
+    report: BenchReport = load(f"{__package__}.{PARTS[name].place}")(sizes, workspace, word)
     return report.to_dict()
 
 

@@ -82,14 +82,14 @@ def _build(
     return model, MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=vocabulary)
 
 
-def measure_packed(sizes: Sizes, workspace: Workspace) -> BenchReport:
+def measure_packed(sizes: Sizes, workspace: Workspace, shape: str) -> BenchReport:
     """Measure layers on a packed row of chats, and on dense sequences of as many tokens and as much attention."""
     report = BenchReport("gpu")
     with runtime.start(sizes.device) as job:
         parallel = ParallelConfig()
         layout = join(parallel, job.world_size)
         vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _FEW_TOKENS
-        model, step = _build("8b", sizes, parallel, layout, job, vocabulary, report)
+        model, step = _build(shape, sizes, parallel, layout, job, vocabulary, report)
         reader = open_dataset(str(write_rows(workspace, sizes.packs, sizes.pack_size, vocabulary)))
         # Of chats, a pack as it is stored on average: neither few long ones nor many short ones.
         row = sorted((build_thd_batch(pack.sequences()) for pack in reader), key=_attended)[len(reader) // 2]
@@ -141,7 +141,7 @@ def _dense(row: ThdBatch, count: int, length: int, device: torch.device) -> RowT
     return RowTensors(tokens, labels, position_ids, loss_mask, padding_mask, None)
 
 
-def measure_checkpoint(sizes: Sizes, workspace: Workspace) -> BenchReport:
+def measure_checkpoint(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
     """Save half of a model of the shape `1b` while it trains; every rank of the job calls this."""
     report = BenchReport("gpu")
     with runtime.start(sizes.device) as job:

@@ -217,7 +217,7 @@ def test_packed_chats_are_compared_with_as_much_dense_work(tmp_path, monkeypatch
 
     monkeypatch.setattr(training, "bare_step", step)
     with Workspace(tmp_path) as workspace:
-        report = measure_packed(replace(SIZES["tiny"], device="cpu", rounds=1), workspace)
+        report = measure_packed(replace(SIZES["tiny"], device="cpu", rounds=1), workspace, "8b")
     assert not any(updates for _, updates in done)
     # The packed row and the one dense sequence have one shape.
     (_, tokens), (count, length) = sorted({tuple(shape) for (shape,), _ in done})

@@ -101,7 +101,7 @@ def test_a_failed_section_reports_its_error_and_loses_no_other(monkeypatch, tmp_
     assert "this could not be measured: exit code 2" in page.read_text()
     assert "'nonsense' is not known" in page.read_text()
     assert "## Scheduling" in page.read_text()
-    assert "as_packed, 300 sequences" in page.read_text()
+    assert "as_packed, step cost" in page.read_text()
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
