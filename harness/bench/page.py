@@ -1,4 +1,4 @@
-"""Reports as a page of Markdown: what is met and missed, then a table for each report."""
+"""Reports as pages of Markdown."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from harness.bench.figures import BenchReport, Figure, show_number
 
 _VERDICTS = {None: "", True: "met", False: "**missed**"}
+TABLE_HEAD = ["| measured | figure | range | target | |", "|---|--:|--:|---|---|"]
 
 
 def count_targets(reports: Iterable[BenchReport]) -> str:
@@ -15,31 +16,21 @@ def count_targets(reports: Iterable[BenchReport]) -> str:
     return f"{sum(met)} targets met, {len(met) - sum(met)} missed"
 
 
+def figure_row(figure: Figure) -> str:
+    """Return the row of a figure in a table, with the range of its samples; a ratio below one is marked as slower."""
+    ends = (show_number(min(figure.samples)), show_number(max(figure.samples))) if len(figure.samples) > 1 else ()
+    shown = f"{show_number(figure.value)} {figure.unit}".rstrip()
+    is_slower = figure.met is None and figure.of and figure.unit == "x" and figure.value < 1
+    verdict = "slower" if is_slower else _VERDICTS[figure.met]
+    name = figure.name.replace("|", "\\|")
+    return f"| {name} | {shown} | {' – '.join(ends)} | {figure.target} | {verdict} |"  # noqa: RUF001
+
+
 def figure_table(figures: Sequence[Figure]) -> list[str]:
-    """Return the lines of a Markdown table of figures with the ranges of their samples; [] for no figures."""
-    lines = ["| measured | figure | range | target | |", "|---|--:|--:|---|---|"] if figures else []
-    for figure in figures:
-        ends = (show_number(min(figure.samples)), show_number(max(figure.samples))) if len(figure.samples) > 1 else ()
-        shown = f"{show_number(figure.value)} {figure.unit}".rstrip()
-        name = figure.name.replace("|", "\\|")
-        cells = (name, shown, " – ".join(ends), figure.target, _VERDICTS[figure.met])  # noqa: RUF001
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    """Return the lines of a table of figures; [] for no figures."""
+    return [*TABLE_HEAD, *map(figure_row, figures)] if figures else []
 
 
-def render_section(report: BenchReport, *, claims_only: bool = False) -> list[str]:
-    """Return the lines of a report's section: its title, sides, command, figures and notes.
-
-    Args:
-        claims_only: leave out figures that are neither ratios nor have a target, where there are others.
-    """
-    lines = [f"## {report.title}", "", report.about, ""]
-    lines += [f"`{report.command}`", ""] if report.command else []
-    claims = [figure for figure in report.figures if figure.met is not None or figure.unit == "x"]
-    table = figure_table(claims if claims_only and claims else report.figures)
-    lines += [*table, ""] if table else []
-    lines += [f"- {note}" for note in report.notes]
-    if report.seconds:
-        load = "" if report.load is None else f"; load when it ended {report.load:.1f}"
-        lines.append(f"- took {report.seconds:.0f} s{load}")
-    return [*lines, ""] if lines[-1] else lines
+def claims_of(report: BenchReport) -> list[Figure]:
+    """Return the figures with a target, and ratios."""
+    return [figure for figure in report.figures if figure.met is not None or figure.unit == "x"]

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from harness.bench import Workspace
-from harness.bench.figures import BenchReport, Progress, describe_machine, list_versions, read_figures, show_number
-from harness.bench.page import count_targets, render_section
+from harness.bench.figures import BenchReport, Progress, describe_machine, list_versions, read_figures
+from harness.bench.page import TABLE_HEAD, claims_of, count_targets, figure_row
 from harness.cli.bench import run_benches
 from harness.errors import HarnessError, exit_on_error
 from tests.benchmarks.__main__ import PEERS
@@ -24,21 +24,19 @@ _TIMEOUT_S = 7200.0
 _SHARING = ("formats", "repack", "loader", "integrations")
 _HEAD = """# Benchmarks
 
-Made by `python -m tests.benchmarks all`; every section names the command that makes it alone, which prints all of its
-figures: here are those with a target, and ratios. Figures are medians over rounds in which the sides of a comparison
-take turns, on the same data, in the same run: on another machine the figures change, and the ratios should change
-little. Ranges are of the rounds. A ratio is the first side's figure over the second's, and a target is this project's
-own. Missed targets stay on the page.
-"""
-_NOT_FASTER = """## What is not faster
+Made by `python -m tests.benchmarks all`; each command prints all figures of its bench: here are those with a target,
+and ratios. Figures are medians over rounds in which the sides of a comparison take turns, on the same data, in the same
+run: on another machine the figures change, and the ratios should change little. Ranges are of the rounds. A ratio is
+the first side's figure over the second's, and a target is this project's own. Missed targets stay on the page, and what
+is not faster is marked as slower.
 
-- **The step of a large model.** At 30 B parameters a published comparison of bin/idx and Parquet saw no difference in
-  step time (104.7 s against 103.8 s): a step waits for the model, and any of these formats is ready long before. The
-  claims are about start-up, memory, balance, safety and proof, not about the step."""
+The step of a large model is none of the claims. At 30 B parameters a published comparison of bin/idx and Parquet saw no
+difference in step time (104.7 s against 103.8 s): a step waits for the model, and any of these formats is ready long
+before. The claims are about start-up, memory, balance, safety and proof.
+"""
 _BUSY = """
 This machine had other work: more processes wanted to run than its {} cores can. Seconds on the clock are too long and
-rates too low; ratios, and what is timed by processor time, suffer less.
-"""
+rates too low; ratios, and what is timed by processor time, suffer less."""
 
 
 @dataclass(frozen=True)
@@ -206,10 +204,8 @@ def _measure(section: Section, folder: Path, quick: bool, failed: list[str], pro
             failed.append(section.title)
             report.notes.append(f"this could not be measured: {error.what}")
     report.command, report.title, report.about = command, section.title, section.about
-    if section.peers:
-        versions = list_versions()
-        peers = [f"{peer} {versions.get(peer, '(not installed, not measured)')}" for peer in section.peers]
-        report.about += f" Measured against {', '.join(peers)}."
+    missing = [peer for peer in section.peers if peer not in list_versions()]
+    report.notes += [f"{peer} is not installed, and not measured" for peer in missing]
     return report
 
 
@@ -228,10 +224,22 @@ def _run(arguments: list[str]) -> BenchReport:
 
 
 def render_benchmarks(reports: Sequence[BenchReport]) -> str:
-    """Return the page of the sections' reports, in their order."""
-    sections = [line for report in reports for line in render_section(report, claims_only=True)]
-    counted = f"{count_targets(reports)}.\n"
-    return "\n".join([_HEAD, *_describe(reports), counted, *_list_slower(reports), "", *sections]).rstrip() + "\n"
+    """Return the page of the sections' reports, in their order: one table of claims, and what each is compared with."""
+    return "\n".join([_HEAD, *_describe(reports), *render_claims(reports)]) + "\n"
+
+
+def render_claims(reports: Sequence[BenchReport]) -> list[str]:
+    """Return the lines of the table, a row a claim, and of the comparisons."""
+    lines = ["", "## Claims", "", f"{count_targets(reports)}.", "", *TABLE_HEAD]
+    for report in reports:
+        if report.figures:
+            lines += [f"| **{report.title}** `{report.command}` | | | | |", *map(figure_row, claims_of(report))]
+    lines += ["", "## What is compared", ""]
+    for report in reports:
+        # The notes of what was measured are printed by its command.
+        notes = [] if report.figures else [f"{note}." for note in report.notes]
+        lines.append(f"- **{report.title}**: {' '.join([report.about, *notes])}")
+    return lines
 
 
 def _describe(reports: Sequence[BenchReport]) -> list[str]:
@@ -249,15 +257,3 @@ def _describe(reports: Sequence[BenchReport]) -> list[str]:
     ]
     # Figures of a busy machine stay on the page, with a warning: a bench of one process has a load of one.
     return [*lines, _BUSY.format(cores) if max(loads, default=0) > cores + 1 else ""]
-
-
-def _list_slower(reports: Sequence[BenchReport]) -> list[str]:
-    lines = [_NOT_FASTER]
-    for report in reports:
-        # A ratio with an upper target is a cost, a ratio without is a speed.
-        ratios = [figure for figure in report.figures if figure.unit == "x" and figure.of]
-        slower = [figure for figure in ratios if (figure.value > 1 if figure.at_most else figure.value < 1)]
-        if slower:
-            named = (f"{figure.name} {show_number(figure.value)} x" for figure in slower)
-            lines.append(f"- **{report.title}**: {', '.join(named)}.")
-    return lines

@@ -15,7 +15,7 @@ from typing import Any
 from harness.bench import load
 from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Figure, Progress, read_figures
-from harness.bench.page import count_targets, figure_table, render_section
+from harness.bench.page import count_targets, figure_table
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, HarnessError, os_errors_as
@@ -254,11 +254,11 @@ def render_parts(machine: Mapping[str, Any], results: Mapping[str, Mapping[str, 
     for title, chosen in (("Missed", missed), ("Speed", speeds)):
         lines += [f"## {title}", "", *figure_table(chosen), ""] if chosen else []
     for name, part in PARTS.items():
-        report = reports.get(name, BenchReport("gpu"))
-        report.title, report.about, report.command = name, part.about, ""
-        report.seconds = results[name]["seconds"] if name in reports else 0.0
-        lines += render_section(report)
-        if name not in reports:
+        lines += [f"## {name}", "", part.about, ""]
+        if name in reports:
+            lines += [*figure_table(reports[name].figures), "", *(f"- {note}" for note in reports[name].notes)]
+            lines += [f"- took {results[name]['seconds']:.0f} s", ""]
+        else:
             state = results.get(name, {"status": "not measured yet", "reason": ""})
             lines += [f"**{state['status']}** {state['reason']}".rstrip(), ""]
     lines += ["## Machine", ""]
