@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Case, Figure, Progress, milliseconds
 from harness.bench.sizes import Sizes
-from harness.bench.step import small_model, wait_for
+from harness.bench.step import give_state, small_model, wait_for
 from harness.bench.workspace import Workspace
 from harness.loader import LoaderState, RankLayout
 from harness.megatron import MegatronStep
@@ -115,10 +115,7 @@ def make_step(
     """Return a step whose optimizer has a state; heads are 32 wide, the feed-forward is three times as wide."""
     model = small_model(layers, hidden, _VOCABULARY, dtype=dtype)
     step = MegatronStep.build(model, parallel, layout, device=device, vocab_size=_VOCABULARY, optimizer=optimizer)
-    # A step without gradients: an optimizer that has made none has no state to save.
-    for chunk in step.chunks:
-        chunk.zero_grad_buffer()
-    step.optimizer.step()
+    give_state(step)
     return step
 
 

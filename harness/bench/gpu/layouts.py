@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,13 @@ from megatron.core import parallel_state
 from harness.bench.figures import BenchReport, Figure
 from harness.bench.gpu.sizes import allow_deterministic
 from harness.bench.sizes import Sizes
-from harness.bench.step import small_model, write_rows
+from harness.bench.step import give_state, open_feed, small_model, write_rows
 from harness.bench.workspace import Workspace
 from harness.config import compose_config
 from harness.errors import ConfigError
-from harness.formats import open_dataset, open_writer
-from harness.loader import Loader, LoaderConfig, LoaderState, RankBatch, RankLayout
+from harness.formats import open_writer
+from harness.loader import LoaderState, RankLayout
 from harness.megatron import MegatronStep
-from harness.megatron.data import Feed
 from harness.megatron.job import join, on_rank_0, runtime
 from harness.megatron.state import CheckpointWriter, load_checkpoint
 from harness.parity import IsolationCheck
@@ -139,26 +139,12 @@ def _train(
         max_sequences=2 * _PACK,
     )
     if saves:
-        for chunk in step.chunks:
-            chunk.zero_grad_buffer()
-        step.optimizer.step()  # without gradients: an optimizer that has made no step has no state
+        give_state(step)
         CheckpointWriter(start, step, keep=1, in_background=False).start(RunPosition(1, LoaderState(0)))
         layout = RankLayout()
     else:
         load_checkpoint(start / "step-00000001", step)
 
-    def make() -> Loader:
-        return Loader(
-            open_dataset(data),
-            LoaderConfig(global_batch_size=8),
-            schedule=ScheduleConfig(schedule, max_tokens_per_rank=2 * _PACK // (1 if saves else layout.cp_size)),
-            layout=layout,
-        )
-
-    losses = []
-    with Feed(make, layout, device=job.device) as feed:
-        batches = iter(feed)
-        for _ in range(_STEPS):
-            batch: RankBatch = next(batches)
-            losses.append(step.train(batch).loss)
-    return losses
+    capacity = 2 * _PACK // (1 if saves else layout.cp_size)
+    with open_feed(Path(data), layout, job.device, ScheduleConfig(schedule, capacity), global_batch=8) as feed:
+        return [step.train(batch).loss for batch in islice(feed, _STEPS)]
