@@ -97,7 +97,8 @@ def bench_kernels(sizes: Sizes, workspace: Workspace, progress: Progress) -> Ben
     Raises:
         ConfigError: a row does not hold a number of sequences of two tokens.
     """
-    if 2 * max(sizes.sequences, default=0) > sizes.pack_size:
+    sizes.first("sequences", 1)
+    if 2 * max(sizes.sequences) > sizes.pack_size:
         what = f"{sizes.pack_size} tokens do not hold {sizes.sequences} sequences of two tokens or more"
         raise ConfigError(what, where="sequences", fix="list numbers from 1 to half of `pack_size`")
     report = BenchReport("kernels")

@@ -37,6 +37,7 @@ _STAGES = ("plan", "read packs", "join", "between processes", "build rows")
 
 def bench_loader(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure all formats."""
+    sizes.first("workers", 1)
     report = BenchReport("loader")
     progress("the loader: writing the data")
     paths = {

@@ -13,6 +13,7 @@ from harness.bench import BENCHES
 from harness.bench.figures import CPU, BenchReport, Figure, Progress, milliseconds, take_turns
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
+from harness.checks import require_at_least
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import open_dataset
 from harness.loader import EpochOrder, LoaderConfig, steps_per_epoch
@@ -53,6 +54,7 @@ def bench_schedule(sizes: Sizes, workspace: Workspace, progress: Progress) -> Be
     Raises:
         ScheduleError: a sequence is longer than a row.
     """
+    require_at_least(sizes.ranks, 1, setting="ranks")
     report = BenchReport("schedule")
     batches = list(read_batches(sizes) if sizes.path else simulate_batches(sizes))
     sequences = statistics.mean(len(batch.lengths) for batch in batches)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.checks import bounded, check_numbers, require_choice
+from harness.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,13 @@ class Sizes:
         for part in self.parts:
             require_choice(part, known, setting="parts")
         return list(dict.fromkeys(self.parts)) or known
+
+    def first(self, setting: str, count: int) -> list[int]:
+        """Return the first numbers of a list; raises ConfigError where it has fewer."""
+        numbers: tuple[int, ...] = getattr(self, setting)
+        if len(numbers) < count:
+            raise ConfigError(f"{len(numbers)} numbers, {count} needed", where=setting, fix="list more of them")
+        return list(numbers[:count])
 
     def aim(self, target: float) -> float | None:
         """Return the target of a speed; None for tiny sizes, whose speed means nothing."""

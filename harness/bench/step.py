@@ -108,11 +108,11 @@ class LoopBench(ExitStack):
         super().__init__()
         self._sizes, self._step, self._job, self._cost = sizes, step, job, sequence_cost(model)
         self._warm_up = -(-sizes.steps // 4)
-        schedule, batch = ScheduleConfig(max_tokens_per_rank=sizes.max_tokens_per_rank), sizes.global_batch
+        schedule, (workers,) = ScheduleConfig(max_tokens_per_rank=sizes.max_tokens_per_rank), sizes.first("workers", 1)
         feed = open_feed(
             *(path, layout, job.device, schedule),
-            global_batch=batch * job.world_size,
-            workers=sizes.workers[0],
+            global_batch=sizes.global_batch * job.world_size,
+            workers=workers,
             cost=self._cost,
         )
         self.batches = iter(self.enter_context(feed))

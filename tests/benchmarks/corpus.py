@@ -31,7 +31,7 @@ _CACHED = 0.1
 def bench_corpus(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure the seconds until a blend is open and its first samples are read. Files are in the machine's cache."""
     report = BenchReport("corpus")
-    folder, (documents, local) = workspace.folder / "corpus", sizes.sequences
+    folder, (documents, local) = workspace.folder / "corpus", sizes.first("sequences", 2)
     progress(f"writing {sizes.packs:,} pairs")
     prefixes = [str(folder / f"source-{number:05d}") for number in range(sizes.packs)]
     for number, prefix in enumerate(prefixes):

@@ -36,6 +36,7 @@ def bench_integrations(sizes: Sizes, workspace: Workspace, progress: Progress) -
     Raises:
         ConfigError: there are fewer packs than a round reads.
     """
+    sizes.first("workers", 1)
     needed = sizes.steps + _rows_ahead(sizes, max(sizes.workers))
     if sizes.packs < needed:
         raise ConfigError(

@@ -27,7 +27,7 @@ def bench_packing(sizes: Sizes, workspace: Workspace, progress: Progress) -> Ben
     """Measure the time of a whole plan, and the capacity that it leaves empty beyond the unavoidable."""
     report = BenchReport("pack")
     report.notes.append("seconds are processor time, on one core")
-    planned, compared = sizes.sequences
+    planned, compared = sizes.first("sequences", 2)
     for pack_size in (sizes.pack_size, 2 * sizes.pack_size):
         progress(f"packing {planned:,} sequences to {pack_size:,}")
         lengths = _draw_lengths(planned, pack_size)

@@ -29,6 +29,7 @@ _TOOL_TEMPLATE = "qwen2_5"
 
 def bench_preparing(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure MB of text a second of processor time, and megabytes of a preparation's own memory."""
+    sizes.first("sequences", 3)
     report = BenchReport("prepare")
     source, tokenizer = workspace.folder / "chats.jsonl", workspace.folder / "tokenizer"
     _write_chats(source, sizes.sequences[0], seed=0)

@@ -17,17 +17,17 @@ _NOISE = {"megabytes": 4.0, "files": 4.0, "threads": 0.0}
 
 def bench_soak(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Soak each format, and compare the last quarter of its passes with the second."""
-    report = BenchReport("soak")
+    report, (workers,) = BenchReport("soak"), sizes.first("workers", 1)
     for name in sizes.choose(FORMATS):
         progress(f"soaking {name}")
         packs = max(1, sizes.packs // 4) if name in ("npy", "jsonl") else sizes.packs
         path = workspace.dataset(name, packs=packs, pack_size=sizes.pack_size)
-        arguments = (path, sizes.workers[0], sizes.global_batch, sizes.pack_size, sizes.part_limit_s)
+        arguments = (path, workers, sizes.global_batch, sizes.pack_size, sizes.part_limit_s)
         add_soak(report, name, measure_apart("tests.benchmarks.probes:soak", *arguments))
     grown = sum(figure.value > 0 for figure in report.figures if ", growth of " in figure.name)
     report.add(Figure("what grows, of all formats", grown, "", at_most=0))
     report.notes.append(
-        f"the loader's process and its {sizes.workers[0]} workers together, at the end of each pass; shared pages are "
+        f"the loader's process and its {workers} workers together, at the end of each pass; shared pages are "
         "counted once. Growth is from the median of the second quarter of the passes to that of the last, and "
         f"less than {_NOISE['megabytes']:.0f} MB of memory or {_NOISE['files']:.0f} files are noise."
     )

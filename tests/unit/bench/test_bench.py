@@ -212,6 +212,18 @@ def test_an_unknown_part_is_refused():
         Sizes(parts=("sideways",)).choose(["random"])
 
 
+def test_a_list_that_is_too_short_and_too_few_ranks_are_refused_by_name():
+    for words, what in (
+        (["loader", "workers=[]"], "0 numbers, 1 needed"),
+        (["kernels", "sequences=[]"], "0 numbers, 1 needed"),
+        (["live", "ranks=0"], "ranks is 0"),
+        (["schedule", "ranks=0"], "0 is too small"),
+    ):
+        done = CliRunner().invoke(app, ["bench", *words])
+        assert isinstance(done.exception, ConfigError)
+        assert what in done.exception.what
+
+
 def test_a_failed_probe_reports_its_error(tmp_path):
     with pytest.raises(HarnessError, match="no dataset there"):
         measure_apart("tests.benchmarks.probes:open_apart", tmp_path / "nothing")
