@@ -1,19 +1,22 @@
 """Benchmarks of `harness bench`: every figure is measured against something else in the same run.
 
-Read `figures` first (how sides take turns, what a report holds), then one bench, such as `loading`. A bench is a
-module with a settings dataclass, its `QUICK` sizes and a function that measures, named in `BENCHES`. Modules are
-imported when a bench runs, because each needs other packages. Only the command line imports this package. Benches
-against other packages are in `tests/benchmarks`, which adds its own to `BENCHES`.
+Read `figures` first (a `Case` has sides that take turns, a report holds what they give), then one bench, such as
+`loading`. A bench is a line of `BENCHES`: a function, and its sizes as two presets of `Sizes`. Modules are imported
+when a bench runs, because each needs other packages. Only the command line imports this package. Benches against other
+packages are in `tests/benchmarks`, which adds its own to `BENCHES`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from harness.bench.sizes import Sizes
 from harness.doors import names_on_first_use
+from harness.errors import ConfigError
 
 if TYPE_CHECKING:
     from harness.bench.figures import BenchReport, Progress, render_report
@@ -22,73 +25,114 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bench:
-    """One bench: `module:function` of a package, which measures, and the name of its quick settings in that module.
+    """One bench.
 
-    `measure(settings, workspace, progress)` returns a `BenchReport`; the settings are of `type(quick)`.
+    Attributes:
+        place: `module:function` of `package`; called with sizes, a workspace and a progress, it returns a report.
+        about: one line for the command line.
+        full: the settings of `Sizes` that this bench has, with their values.
+        quick: those that differ in sizes that take seconds: they show that the bench works, not how fast anything is.
+        uses_megatron: the process must be prepared for Megatron-Core before the module is imported.
     """
 
     place: str
     about: str
-    quick_name: str = "QUICK"
+    full: Mapping[str, Any]
+    quick: Mapping[str, Any] = field(default_factory=dict)
     uses_megatron: bool = False
     package: str = __name__
 
-    @property
-    def quick(self) -> Any:
-        """Sizes that take seconds: they show that the bench works, not how fast anything is."""
-        return getattr(self._load(), self.quick_name)
+    def sizes(self, *, quick: bool = False, **others: Any) -> Sizes:
+        """Return a preset with `others` in place of its own values."""
+        return Sizes(**{**self.full, **(self.quick if quick else {}), **others})
 
-    @property
-    def measure(self) -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(self._load(), self.place.partition(":")[2])
-        return function
+    def measure(self, sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
+        """Measure in this process; data is made in the workspace."""
+        function = load(f"{self.package}.{self.place}", uses_megatron=self.uses_megatron)
+        report: BenchReport = function(sizes, workspace, progress)
+        report.settings = {name: getattr(sizes, name) for name in self.full}
+        return report
 
-    def _load(self) -> Any:
-        if self.uses_megatron:
+
+def load(place: str, *, uses_megatron: bool = False) -> Callable[..., Any]:
+    """Return the function at `module:function`.
+
+    Raises:
+        ConfigError: torch or megatron-core is not installed.
+    """
+    module, _, name = place.partition(":")
+    try:
+        if uses_megatron:
             from harness.megatron import prepare_process
 
             prepare_process()
-        return importlib.import_module(f"{self.package}.{self.place.partition(':')[0]}")
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "megatron"):
+            raise
+        raise ConfigError(
+            f"{module} needs {error.name}", where=sys.executable, fix="install the extra `train`"
+        ) from None
+    return function
 
 
 BENCHES = {
-    "schedule": Bench("scheduling:bench_schedule", "balance of the schedulers on a dataset or simulated lengths"),
-    "loader": Bench("loading:bench_loader", "THD batches a second, shares of a step, wait for the first batch"),
+    "schedule": Bench(
+        "scheduling:bench_schedule",
+        "balance of the schedulers on a dataset or simulated lengths",
+        {"path": "", "parts": (), "ranks": 8, "cp_size": 1, "max_tokens_per_rank": 8192, "global_batch": 256}
+        | {"steps": 40, "sequences": (8192,), "rounds": 9},
+        {"steps": 5, "rounds": 3},
+    ),
+    "loader": Bench(
+        "loading:bench_loader",
+        "THD batches a second, shares of a step, wait for the first batch",
+        {"parts": (), "packs": 20_000, "pack_size": 4096, "large_packs": 2_000_000, "max_tokens_per_rank": 8192}
+        | {"global_batch": 64, "workers": (0, 2, 4), "steps": 120, "rounds": 5},
+        {"parts": ("memmap", "parquet"), "packs": 2000, "large_packs": 50_000, "workers": (0, 2)}
+        | {"steps": 20, "rounds": 1},
+    ),
     "live": Bench(
-        "loading:bench_live",
+        "streaming:bench_live",
         "live data on several ranks: tokens a second and imbalance of windows, packs and the modulo reading",
-        "QUICK_LIVE",
+        {"ranks": 8, "global_batch": 512, "max_tokens_per_rank": 8192, "steps": 16, "rounds": 3},
+        {"ranks": 4, "global_batch": 64, "steps": 8, "rounds": 1},
     ),
     "step": Bench(
         "step:bench_step",
         "the training loop against Megatron's bare step, and the wait for data",
+        # Of a larger model, the noise of a step is more than what the loop adds to it.
+        {"device": "auto", "layers": 2, "hidden": 64, "packs": 96, "pack_size": 256, "max_tokens_per_rank": 512}
+        | {"global_batch": 8, "workers": (2,), "steps": 40, "peak_tflops": 0.0},
+        {"packs": 16, "steps": 4},
         uses_megatron=True,
     ),
     "kernels": Bench(
-        "step:bench_kernels",
+        "kernels:bench_kernels",
         "kernels, waits and copied bytes of one microbatch, counted on a CPU",
-        "QUICK_KERNELS",
+        {"sequences": (8, 32, 64), "pack_size": 1024, "hidden": 64},
+        {"sequences": (2, 8), "pack_size": 64},
         uses_megatron=True,
     ),
     "gpu": Bench(
         "gpu:bench_gpu",
         "first contact with a machine of GPUs, in parts that a later call continues: attention, layouts, speed",
+        {"out": "gpu-report", "device": "auto", "size": "full", "parts": (), "ranks": 0}
+        | {"part_limit_s": 480.0, "total_limit_s": 0.0},
+        {"size": "tiny"},
     ),
     "checkpoint": Bench(
         "checkpoints:bench_checkpoint",
         "save a checkpoint with and without hashes, and check it at resume against loading it",
+        {"layers": 8, "hidden": 512, "ranks": 8, "rounds": 5},
+        {"layers": 1, "hidden": 64, "ranks": 2, "rounds": 1},
         uses_megatron=True,
     ),
 }
 
-__all__ = ["BENCHES", "Bench", "BenchReport", "Progress", "Workspace", "render_report"]
+__all__ = ["BENCHES", "Bench", "BenchReport", "Progress", "Sizes", "Workspace", "render_report"]
 
 __getattr__ = names_on_first_use(
     __name__,
-    {
-        "BenchReport": "figures",
-        "Progress": "figures",
-        "Workspace": "workspace",
-        "render_report": "figures",
-    },
+    {"BenchReport": "figures", "Progress": "figures", "render_report": "figures", "Workspace": "workspace"},
 )

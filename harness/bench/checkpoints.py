@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
-import threading
 import time
 import weakref
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +14,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.bench.figures import BenchReport, Figure, Progress, take_turns
+from harness.bench.apart import measure_apart
+from harness.bench.figures import BenchReport, Case, Figure, Progress, milliseconds
+from harness.bench.sizes import Sizes
+from harness.bench.step import give_state, small_model, wait_for
 from harness.bench.workspace import Workspace
-from harness.checks import bounded, check_numbers
-from harness.errors import HarnessError
 from harness.loader import LoaderState, RankLayout
 from harness.megatron import MegatronStep
 from harness.megatron.job import join, runtime
 from harness.megatron.state import CheckpointWriter, find_damage, load_checkpoint
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
+from harness.plan import OptimizerConfig, ParallelConfig
 from harness.storage import StoredFile
 from harness.train import Progress as RunPosition
 
 _VOCABULARY = 8192
-_SAMPLE_S = 0.02
 # Above this multiple of what a rank owns, saving needs too much of its host.
 _MOST_MEMORY = 1.3
-# Training may wait as long as one copy of that takes.
-_MOST_WAIT = 1.0
-# The wait for a smaller state is the cost of a few calls.
-_LEAST_OWNED = 1e9
-
-
-@dataclass(frozen=True)
-class CheckpointSettings:
-    """Sizes of the bench.
-
-    Attributes:
-        layers: layers of the model.
-        hidden: width of the model, a multiple of 64; heads are 32 wide, the feed-forward is three times as wide.
-        rounds: turns of each side of a comparison; figures are medians over them.
-        most_ranks: ranks of the largest job; 2, 4 and so on are measured up to it.
-    """
-
-    layers: int = bounded(8, lowest=1, highest=10_000)
-    hidden: int = bounded(512, lowest=64, highest=1_000_000)
-    rounds: int = bounded(5, lowest=1)
-    most_ranks: int = bounded(8, lowest=1, highest=1024)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-
-
-QUICK = CheckpointSettings(layers=1, hidden=64, rounds=1, most_ranks=2)
+# Training may wait as long as one copy of that takes; with less than this to copy, it waits for a few calls.
+_MOST_WAIT, _LEAST_OWNED, _MOST_WAIT_MS = 1.0, 1e9, 100.0
 
 
 class _NoHashes:
@@ -78,83 +48,58 @@ class _NoHashes:
         return [StoredFile(path.name, path.stat().st_size, "") for path in files]
 
 
-def bench_checkpoint(settings: CheckpointSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+def bench_checkpoint(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure on a CPU: hashes and checks on one rank, memory and waiting on the ranks of jobs of several sizes.
 
     Saving lasts until a checkpoint is complete; loading reads the machine's cache.
     """
-    report = BenchReport("checkpoint", asdict(settings))
+    report = BenchReport("checkpoint")
     folder = workspace.folder / "checkpoints"
     with runtime.start("cpu") as job:
-        parallel = ParallelConfig()
-        layout = join(parallel, job.world_size)
-        step = make_step(settings.layers, settings.hidden, parallel, layout, job.device, dtype="float32")
+        layout = join(ParallelConfig(), job.world_size)
+        step = make_step(sizes.layers, sizes.hidden, ParallelConfig(), layout, job.device, dtype="float32")
         hashed = CheckpointWriter(folder / "hashed", step, keep=1, in_background=False)
         no_hashes: Any = _NoHashes(folder / "plain")
         plain = CheckpointWriter(folder / "plain", step, keep=1, in_background=False, hashes=no_hashes)
 
-        def seconds_of(action: Any, *arguments: Any) -> float:
-            start = time.perf_counter()
-            action(*arguments)
-            return time.perf_counter() - start
-
-        def save(writer: CheckpointWriter, number: int) -> float:
-            return seconds_of(writer.start, RunPosition(number + 2, LoaderState(0)))
+        def save(writer: CheckpointWriter, number: int) -> None:
+            writer.start(RunPosition(number + 2, LoaderState(0)))
 
         progress("saving with and without hashes, in turns")
-        sides = {"save": lambda number: save(hashed, number), "save without hashes": lambda number: save(plain, number)}
-        for name, samples in take_turns(sides, rounds=settings.rounds).items():
-            report.add_samples(name, [1e3 * sample for sample in samples], "ms")
-        path = folder / "hashed" / f"step-{settings.rounds + 1:08d}"
+        sides = {"save": partial(save, hashed), "save without hashes": partial(save, plain)}
+        timed = {name: milliseconds(work) for name, work in sides.items()}
+        report.run(Case("saving with hashes over without", timed, sizes.rounds, "ms"))
+        path = folder / "hashed" / f"step-{sizes.rounds + 1:08d}"
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         progress("checking and loading, in turns")
-        sides = {
-            "check before loading": lambda number: seconds_of(find_damage, path),
-            "load": lambda number: seconds_of(load_checkpoint, path, step),
+        timed = {
+            "check before loading": milliseconds(lambda number: find_damage(path)),
+            "load": milliseconds(lambda number: load_checkpoint(path, step)),
         }
-        for name, samples in take_turns(sides, rounds=settings.rounds).items():
-            report.add_samples(name, [1e3 * sample for sample in samples], "ms")
-    report.add_ratio("saving with hashes over without", "save", "save without hashes")
-    report.add_ratio("checking over loading", "check before loading", "load")
+        report.run(Case("checking over loading", timed, sizes.rounds, "ms"))
     report.add(Figure("checked", num_bytes / 1e6 / report.figure("check before loading").value, "GB/s"))
-    ranks = 2
-    while ranks <= settings.most_ranks:
+    for ranks in (count for count in (2, 4, 8, 16, 32, 64) if count <= sizes.ranks):
         progress(f"saving on {ranks} ranks")
-        _add_ranks(report, ranks, settings, workspace.folder / f"ranks-{ranks}")
-        ranks *= 2
+        arguments = (workspace.folder / f"ranks-{ranks}", sizes.layers, sizes.hidden, sizes.rounds)
+        _add_ranks(report, ranks, measure_apart(f"{__name__}:measure_saving", *arguments, ranks=ranks))
     report.notes.append(f"a checkpoint of {num_bytes / 1e6:,.1f} MB; each rank of a job checks a share of the files")
     return report
 
 
-def _add_ranks(report: BenchReport, ranks: int, settings: CheckpointSettings, folder: Path) -> None:
-    """Measure a job of that many ranks; the figures are those of the rank that is worst off."""
-    folder.mkdir()
-    sizes = [str(number) for number in (settings.layers, settings.hidden, settings.rounds)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    program = ["-m", "harness.bench.checkpoints", str(folder), *sizes]
-    done = subprocess.run([*torchrun, *program], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise HarnessError(
-            f"measuring a checkpoint on {ranks} ranks failed: {done.stderr.strip()[-2000:]}",
-            where=" ".join(program),
-            fix="start it with torchrun to see it alone, or measure fewer with most_ranks=",
-        )
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
-
-    def most(name: str, divisor: str) -> float:
-        return max(float(rank[name] / rank[divisor]) for rank in found)
-
-    owned = max(rank["owned_bytes"] for rank in found)
-    report.add(Figure(f"a rank's own bytes, {ranks} ranks", owned / 1e6, "MB"))
-    wait = _MOST_WAIT if owned >= _LEAST_OWNED else None
-    made = most("made_bytes", "owned_bytes")
-    report.add(Figure(f"tensors made to save over own, {ranks} ranks", made, "x", at_most=_MOST_MEMORY))
-    # With what each of the three processes of a rank that write for it needs for itself.
-    memory = max(rank["memory_bytes"] for rank in found)
-    report.add(Figure(f"memory to save, {ranks} ranks", memory / 1e6, "MB"))
-    report.add(Figure(f"training waits, {ranks} ranks", 1e3 * max(rank["blocked_s"] for rank in found), "ms"))
-    waits = most("blocked_s", "copy_s")
-    report.add(Figure(f"training waits over one copy of own, {ranks} ranks", waits, "x", at_most=wait))
+def _add_ranks(report: BenchReport, ranks: int, found: list[dict[str, float]]) -> None:
+    """Add the figures of a job of that many ranks, which are those of the rank that is worst off."""
+    of, owned = f", {ranks} ranks", max(rank["owned_bytes"] for rank in found)
+    report.add(Figure(f"a rank's own bytes{of}", owned / 1e6, "MB"))
+    made = max(rank["made_bytes"] / rank["owned_bytes"] for rank in found)
+    report.add(Figure(f"tensors made to save over own{of}", made, "x", at_most=_MOST_MEMORY))
+    is_large = owned >= _LEAST_OWNED
+    # Ranks that share a core wait for one another.
+    most_ms = _MOST_WAIT_MS if not is_large and ranks <= (os.cpu_count() or 1) else None
+    blocked = max(rank["blocked_s"] for rank in found)
+    report.add(Figure(f"training waits{of}", 1e3 * blocked, "ms", at_most=most_ms))
+    waits = max(rank["blocked_s"] / rank["copy_s"] for rank in found)
+    most = _MOST_WAIT if is_large else None
+    report.add(Figure(f"training waits over one copy of own{of}", waits, "x", at_most=most))
 
 
 def make_step(
@@ -168,20 +113,9 @@ def make_step(
     optimizer: OptimizerConfig | None = None,
 ) -> MegatronStep:
     """Return a step whose optimizer has a state; heads are 32 wide, the feed-forward is three times as wide."""
-    model = ModelConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=3 * hidden,
-        num_attention_heads=hidden // 32,
-        num_query_groups=hidden // 64,
-        vocab_size=_VOCABULARY,
-        dtype=dtype,
-    )
+    model = small_model(layers, hidden, _VOCABULARY, dtype=dtype)
     step = MegatronStep.build(model, parallel, layout, device=device, vocab_size=_VOCABULARY, optimizer=optimizer)
-    # A step without gradients: an optimizer that has made none has no state to save.
-    for chunk in step.chunks:
-        chunk.zero_grad_buffer()
-    step.optimizer.step()
+    give_state(step)
     return step
 
 
@@ -226,74 +160,74 @@ def _storage(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()
 
 
-def _tree_bytes(process: int) -> int:
-    """Return the memory of a process and its children that no file backs; pages in common count once."""
-    total = 0
-    with suppress(OSError, ValueError):
-        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
-            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
-                total += int(line.split()[1]) * 1024
-        for task in Path(f"/proc/{process}/task").iterdir():
-            total += sum(_tree_bytes(int(child)) for child in (task / "children").read_text().split())
-    return total
+class SavingRank:
+    """Saves of one rank in the background, each with the seconds that training waits and that one copy takes.
+
+    Args:
+        step: the model and its optimizer's state.
+        folder: of the checkpoints.
+        job: of this process; every rank of it makes one.
+    """
+
+    def __init__(self, step: MegatronStep, folder: Path, job: Any) -> None:
+        self._device = job.device
+        self._owned = owned_tensors(step, job.world_size)
+        self.owned_bytes = sum(tensor.nbytes for tensor in self._owned)
+        self._writer = CheckpointWriter(folder, step, keep=1)
+        self._number, self._began = 0, 0.0
+
+    def begin(self) -> float:
+        """Begin a save on all ranks at once; return the seconds that training waits for it."""
+        self._number += 1
+        torch.distributed.barrier()
+        self._began = time.perf_counter()
+        self._writer.start(RunPosition(self._number, LoaderState(0)))
+        return time.perf_counter() - self._began
+
+    def finish(self) -> float:
+        """Wait until the checkpoint is complete; return the seconds since its save began."""
+        self._writer.finish()
+        return time.perf_counter() - self._began
+
+    def copy(self) -> float:
+        """Return the seconds of one copy of the rank's own state: to pinned memory from a GPU, else to new memory."""
+        on_gpu = self._device.type == "cuda"
+        own = self._owned
+        room = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) if on_gpu else None for one in own]
+        torch.distributed.barrier()
+        wait_for(self._device)
+        start = time.perf_counter()
+        made = [
+            tensor.clone() if target is None else target.copy_(tensor, non_blocking=True)
+            for target, tensor in zip(room, own, strict=True)
+        ]
+        wait_for(self._device)
+        spent = time.perf_counter() - start
+        del made
+        return spent
 
 
-class _Memory:
-    """The most memory of this process and its children inside the block, above that at its start, in bytes."""
-
-    growth = 0
-
-    def __enter__(self) -> _Memory:
-        self._is_done = threading.Event()
-        self._before = _tree_bytes(os.getpid())
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._is_done.wait(_SAMPLE_S):
-            self.growth = max(self.growth, _tree_bytes(os.getpid()) - self._before)
-
-
-def measure(folder: Path, *, layers: int, hidden: int, rounds: int) -> None:
-    """Save checkpoints of a bfloat16 model with the distributed optimizer, and write what it cost this rank."""
+def measure_saving(folder: str, layers: str, hidden: str, rounds: str) -> list[dict[str, float]]:
+    """Save a bfloat16 model with the distributed optimizer; return what it cost every rank."""
     with runtime.start("cpu") as job:
         parallel = ParallelConfig(distributed_optimizer=True)
         layout = join(parallel, job.world_size)
-        step = make_step(layers, hidden, parallel, layout, job.device, dtype="bfloat16")
-        owned = owned_tensors(step, job.world_size)
+        step = make_step(int(layers), int(hidden), parallel, layout, job.device, dtype="bfloat16")
+        rank = SavingRank(step, Path(folder, "checkpoints"), job)
         blocked, copies = [], []
-        writer = CheckpointWriter(folder / "checkpoints", step, keep=1)
-        for number in range(rounds + 1):  # the first also decides who writes what
-            torch.distributed.barrier()
-            start = time.perf_counter()
-            writer.start(RunPosition(number + 1, LoaderState(0)))
-            blocked.append(time.perf_counter() - start)
-            writer.finish()
-            torch.distributed.barrier()
-            start = time.perf_counter()
-            copied = [tensor.clone() for tensor in owned]
-            copies.append(time.perf_counter() - start)
-            del copied
-        with _Memory() as memory:
-            writer.start(RunPosition(rounds + 2, LoaderState(0)))
-            writer.finish()
+        for _ in range(int(rounds) + 1):  # the first also decides who writes what
+            blocked.append(rank.begin())
+            rank.finish()
+            copies.append(rank.copy())
         with HeldBytes() as held:
-            writer.start(RunPosition(rounds + 3, LoaderState(0)))
-        writer.finish()
-        figures = {
-            "owned_bytes": sum(tensor.nbytes for tensor in owned),
+            rank.begin()
+        rank.finish()
+        own = {
+            "owned_bytes": rank.owned_bytes,
             "made_bytes": held.most,
-            "memory_bytes": memory.growth,
             "blocked_s": statistics.median(blocked[1:]),
             "copy_s": statistics.median(copies[1:]),
         }
-        (folder / f"rank-{job.rank}.json").write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    measure(Path(sys.argv[1]), layers=int(sys.argv[2]), hidden=int(sys.argv[3]), rounds=int(sys.argv[4]))
+        found: list[Any] = [None] * job.world_size
+        torch.distributed.all_gather_object(found, own)
+        return found

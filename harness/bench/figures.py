@@ -22,13 +22,33 @@ from rich.text import Text
 
 _PACKAGES = ("numpy", "pyarrow", "xxhash", "torch", "megatron-core", "tokenizers", "trl", "datasets", "torchtitan")
 
-# Of a figure's target, in Markdown.
-VERDICTS = {None: "", True: "met", False: "**missed**"}
 # Logs what a bench is doing now.
 Progress = Callable[[str], None]
 # Does its part of a round (-1 is the warm-up, then 0, 1, ...) and returns the sample to keep, or the units of work.
 Side = Callable[[int], float]
-Work = Side
+# Seconds of this process on a processor, whatever else the machine does. Only for works of one thread that wait for
+# nothing: on a quiet machine they equal those on the clock.
+CPU = time.process_time
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: sides that take turns in one run.
+
+    Attributes:
+        name: of the ratio of the first side to the second; empty for no ratio.
+        sides: what each side does in a round, by the name of its figure; it returns its sample.
+        rounds: turns of each side.
+        unit: of the samples.
+        at_least, at_most: the target of the ratio.
+    """
+
+    name: str
+    sides: Mapping[str, Side]
+    rounds: int
+    unit: str
+    at_least: float | None = None
+    at_most: float | None = None
 
 
 def take_turns(sides: Mapping[str, Side], *, rounds: int) -> dict[str, list[float]]:
@@ -49,27 +69,27 @@ def take_turns(sides: Mapping[str, Side], *, rounds: int) -> dict[str, list[floa
     return samples
 
 
-def measure_rates(works: Mapping[str, Work], *, rounds: int, cpu_time: bool = False) -> dict[str, list[float]]:
-    """Return the units a second of each work in each round, in turns.
+def rate(work: Side, clock: Callable[[], float] = time.perf_counter) -> Side:
+    """Return a side of the units a second of a work, which returns the units that it did."""
 
-    Args:
-        works: the sides.
-        rounds: turns of each.
-        cpu_time: count the seconds that this process spends on a processor, whatever else the machine does. Only for
-            works of one thread that wait for nothing: on a quiet machine it equals time on the clock.
-    """
-    clock = time.process_time if cpu_time else time.perf_counter
+    def side(number: int) -> float:
+        start = clock()
+        units = work(number)
+        # The clock may not have moved for work that takes no time.
+        return units / max(clock() - start, 1e-9)
 
-    def rate_of(work: Work) -> Side:
-        def side(number: int) -> float:
-            start = clock()
-            units = work(number)
-            # The clock may not have moved for work that takes no time.
-            return units / max(clock() - start, 1e-9)
+    return side
 
-        return side
 
-    return take_turns({name: rate_of(work) for name, work in works.items()}, rounds=rounds)
+def milliseconds(work: Callable[[int], object], clock: Callable[[], float] = time.perf_counter) -> Side:
+    """Return a side of the milliseconds of a work."""
+
+    def side(number: int) -> float:
+        start = clock()
+        work(number)
+        return 1e3 * (clock() - start)
+
+    return side
 
 
 @dataclass(frozen=True)
@@ -81,8 +101,8 @@ class Figure:
         value: in `unit`.
         unit: such as `packs/s`; `x` for a ratio.
         at_least, at_most: the target; None for no target.
-        samples: one a round, in `unit`, with `value` as their median; empty for a count or a value computed from other
-            figures.
+        samples: one a round, in `unit`; `value` is their median, but that of a ratio is the ratio of medians. Empty for
+            a count.
         of: names of the figures that `value` is computed from.
     """
 
@@ -122,12 +142,11 @@ class BenchReport:
         command: the command that measured; empty for the command of this process.
         load: load average of the last minute when the bench ended.
         title, about: heading and introduction on the page of all benches.
-        drawing: chart to print below the table.
         failed: parts of the bench that could not be measured, with their reasons among the notes.
     """
 
     subject: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -136,7 +155,6 @@ class BenchReport:
     load: float | None = None
     title: str = ""
     about: str = ""
-    drawing: RenderableType | None = None
     failed: list[str] = field(default_factory=list)
 
     def add(self, figure: Figure) -> Figure:
@@ -157,17 +175,22 @@ class BenchReport:
         """Add the median of `samples`."""
         return self.add(Figure(name, statistics.median(samples), unit, at_least, at_most, tuple(samples)))
 
-    def measure(self, works: Mapping[str, Work], unit: str, *, rounds: int, cpu_time: bool = False) -> None:
-        """Measure the rates of `works` in turns, and add each under its name."""
-        for name, rates in measure_rates(works, rounds=rounds, cpu_time=cpu_time).items():
-            self.add_samples(name, rates, unit)
+    def run(self, case: Case) -> None:
+        """Measure the sides of a case in turns; add the median of each, and the ratio of the first to the second."""
+        for name, samples in take_turns(case.sides, rounds=case.rounds).items():
+            self.add_samples(name, samples, case.unit)
+        if case.name:
+            over, under, *_ = case.sides
+            self.add_ratio(case.name, over, under, case.at_least, case.at_most)
 
     def add_ratio(
         self, name: str, over: str, under: str, at_least: float | None = None, at_most: float | None = None
     ) -> Figure:
-        """Add the value of figure `over` divided by that of figure `under`."""
-        value = self.figure(over).value / self.figure(under).value
-        return self.add(Figure(name, value, "x", at_least, at_most, of=(over, under)))
+        """Add the value of figure `over` divided by that of figure `under`; its samples are those of the rounds."""
+        ours, theirs = self.figure(over), self.figure(under)
+        pairs = zip(ours.samples, theirs.samples, strict=False)
+        samples = tuple(one / other for one, other in pairs) if len(ours.samples) == len(theirs.samples) else ()
+        return self.add(Figure(name, ours.value / theirs.value, "x", at_least, at_most, samples, (over, under)))
 
     def figure(self, name: str) -> Figure:
         """Return the figure of that name; raises KeyError where there is none."""
@@ -207,12 +230,12 @@ def read_figures(values: Mapping[str, Any]) -> BenchReport:
         figures.append(Figure(**known))
     report = BenchReport(values["subject"], values["settings"], figures, list(values["notes"]))
     report.began, report.seconds, report.command = values["began"], values["seconds"], values["command"]
-    report.load = values["machine"]["load"]
+    report.load = values["machine"].get("load")
     return report
 
 
 def render_report(report: BenchReport) -> RenderableType:
-    """Return a table of figures and targets, the notes below it, and the drawing."""
+    """Return a table of figures and targets, and the notes below it."""
     table = Table(title=f"bench {report.subject}", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("measured")
     table.add_column("figure", justify="right", no_wrap=True)
@@ -226,25 +249,7 @@ def render_report(report: BenchReport) -> RenderableType:
         Text(f"{machine['processor']}, {machine['cores']} cores, load {machine['load']}; took {report.seconds:.0f} s"),
         *(Text(f"- {note}") for note in report.notes),
     ]
-    return Group(table, *lines, *([] if report.drawing is None else [report.drawing]))
-
-
-def figure_table(rows: Sequence[tuple[str, Figure]]) -> list[str]:
-    """Return the lines of a Markdown table of figures with the ranges of their samples; [] for no rows."""
-    if not rows:
-        return []
-    lines = ["| measured | figure | range | target | |", "|---|--:|--:|---|---|"]
-    for name, figure in rows:
-        ends = (show_number(min(figure.samples)), show_number(max(figure.samples))) if len(figure.samples) > 1 else ()
-        shown = f"{show_number(figure.value)} {figure.unit}".rstrip()
-        cells = (escape_cell(name), shown, " – ".join(ends), figure.target, VERDICTS[figure.met])  # noqa: RUF001
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def escape_cell(text: str) -> str:
-    """Return a text for a cell of a Markdown table."""
-    return text.replace("|", "\\|")
+    return Group(table, *lines)
 
 
 def show_number(value: float) -> str:

@@ -1,13 +1,12 @@
-"""Benches of one step: `step` times the loop beside Megatron's own, `kernels` counts what a microbatch launches."""
+"""`harness bench step`: the training loop beside Megatron-Core's bare step, on the same batches in turns."""
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,181 +14,232 @@ import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.attention import SelfAttention
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.bench.figures import BenchReport, Figure, Progress
+from harness.bench.figures import CPU, BenchReport, Figure, Progress
+from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
-from harness.checks import bounded, check_numbers
-from harness.errors import ConfigError
 from harness.formats import open_dataset, open_writer
-from harness.loader import Loader, LoaderConfig, RankBatch
+from harness.loader import Loader, LoaderConfig, RankBatch, RankLayout
 from harness.megatron import MegatronStep, RowTensors, to_device
 from harness.megatron.data import Feed
 from harness.megatron.job import join, runtime
-from harness.megatron.model import RowSelfAttention
 from harness.plan import ModelConfig, ParallelConfig, TrainerConfig, sequence_cost
-from harness.records import SequenceView
 from harness.schedule import ScheduleConfig, SequenceCost
-from harness.thd import ThdBatch, build_thd_batch
 from harness.train import StepRecord, train
 
-VOCABULARY = 8192
-_FEW_TOKENS = 256
-# Above these shares of a step the loop slows the model down.
-MOST_OVERHEAD = 1.03
-MOST_WAIT = 0.01
+_VOCABULARY = 8192
+# Processor time that the loop may add to a step of any model; on a GPU it is hidden, or the ratio shows it.
+_MOST_ADDED_MS = 10.0
+_MOST_WAIT, _MOST_WAIT_ON_GPU = 0.01, 0.005
+_MOST_OVER_BARE_ON_GPU = 1.02
 
 
-@dataclass(frozen=True)
-class StepSettings:
-    """Sizes of the bench.
-
-    Attributes:
-        layers: layers of the model.
-        hidden: width of the model, a multiple of 64; heads are 32 wide, the feed-forward is three times as wide.
-        packs, pack_size: size of the dataset.
-        global_batch: packs of a step.
-        max_tokens_per_rank: tokens of a microbatch.
-        workers: worker processes of the loader.
-        steps: measured steps.
-        warm_up: steps before them that are not measured.
-        device: auto, cpu or cuda; bfloat16 on GPUs.
-        peak_tflops: of the device, dense, in the model's dtype (H100 SXM in bfloat16: 989); 0 leaves MFU out.
-    """
-
-    layers: int = bounded(4, lowest=1, highest=10_000)
-    hidden: int = bounded(128, lowest=32, highest=1_000_000)
-    packs: int = bounded(96, lowest=1)
-    pack_size: int = bounded(1024, lowest=2)
-    global_batch: int = bounded(8, lowest=1)
-    max_tokens_per_rank: int = bounded(2048, lowest=1)
-    workers: int = bounded(2, highest=1024)
-    steps: int = bounded(20, lowest=1)
-    warm_up: int = bounded(4)
-    device: str = "auto"
-    peak_tflops: float = bounded(0.0, lowest=0, highest=1_000_000_000)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-
-
-QUICK = StepSettings(layers=2, hidden=64, packs=16, pack_size=256, max_tokens_per_rank=512, steps=4, warm_up=1)
-
-
-def step_flops(cost: SequenceCost, batch: RankBatch) -> float:
-    """Count the FLOPs of one training step on the model tokens of a batch's rows, without padding.
-
-    A sequence of L tokens costs `linear * L + quadratic * L^2` forward (`harness.plan.model.sequence_cost`: 2 FLOPs
-    a weight and token; causal attention counts half of the L x L square), and the backward pass costs twice that:
-    3 * sum over sequences. MFU is this over seconds times the device's peak. Recomputation is not counted.
-    """
-    total = 0.0
-    for row in batch.rows:
-        lengths = np.diff(row.cu_seqlens).astype(np.float64)
-        total += float((cost.linear * lengths + cost.quadratic * lengths**2).sum())
-    return 3.0 * total
-
-
-def bench_step(settings: StepSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+def bench_step(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure in one process: the loop and Megatron's bare step take turns on the same batches."""
-    report = BenchReport("step", asdict(settings))
+    report = BenchReport("step")
     progress("writing the data")
-    path = write_rows(workspace, settings.packs, settings.pack_size, VOCABULARY)
-    with ExitStack() as stack:
-        job = stack.enter_context(runtime.start(settings.device))
-        parallel = ParallelConfig()
-        layout = join(parallel, job.world_size)
+    path = write_rows(workspace, sizes.packs, sizes.pack_size, _VOCABULARY)
+    with runtime.start(sizes.device) as job:
+        layout = join(ParallelConfig(), job.world_size)
         on_gpu = job.device.type == "cuda"
-        model = ModelConfig(
-            num_layers=settings.layers,
-            hidden_size=settings.hidden,
-            ffn_hidden_size=3 * settings.hidden,
-            num_attention_heads=max(1, settings.hidden // 32),
-            num_query_groups=max(1, settings.hidden // 64),
-            vocab_size=VOCABULARY,
-            dtype="bfloat16" if on_gpu else "float32",
-        )
-        step = MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=VOCABULARY)
-
-        def make() -> Loader:
-            return Loader(
-                open_dataset(str(path)),
-                LoaderConfig(global_batch_size=settings.global_batch, num_workers=settings.workers),
-                schedule=ScheduleConfig(max_tokens_per_rank=settings.max_tokens_per_rank),
-                cost=sequence_cost(model),
-            )
-
-        feed = stack.enter_context(Feed(make, layout, device=job.device))
-        batches = iter(feed)
-        progress("the loop and the bare step, in turns")
-        loop, bare = in_turns(batches, step, settings, job.device)
-        progress("the loop alone")
-        alone: list[StepRecord] = []
-        run_loop(batches, step, settings, alone.append)
-        del alone[: settings.warm_up]
-
-    report.add_samples("loop, a step", [1e3 * seconds for seconds in loop], "ms")
-    report.add_samples("bare Megatron, a step", [1e3 * seconds for seconds in bare], "ms")
-    # Pairs share the same batch and the same seconds, so a busy machine moves both.
-    ratios = [ours / theirs for ours, theirs in zip(loop, bare, strict=True)]
-    report.add(Figure("loop over bare, the same batch", statistics.median(ratios), "x", None, MOST_OVERHEAD))
-    seconds = sum(record.step_s for record in alone)
-    waited = sum(record.data_wait_s for record in alone)
-    report.add(Figure("waiting for data, share of step time", waited / seconds, "", None, MOST_WAIT))
-    report.add(Figure("tokens", sum(record.batch.num_tokens for record in alone) / seconds, "tok/s"))
-    flops = sum(step_flops(sequence_cost(model), record.batch) for record in alone) / seconds
-    report.add(Figure("model FLOPs", flops / 1e9, "GFLOP/s"))
-    if settings.peak_tflops:
-        report.add(Figure("MFU", flops / (settings.peak_tflops * 1e12), ""))
+        model = small_model(sizes.layers, sizes.hidden, _VOCABULARY, dtype="bfloat16" if on_gpu else "float32")
+        step = MegatronStep.build(model, ParallelConfig(), layout, device=job.device, vocab_size=_VOCABULARY)
+        progress("the loop and the bare step, in turns; then the loop alone")
+        with LoopBench(sizes, model, step, layout, job, path) as bench:
+            bench.add_figures(report, peak_tflops=sizes.peak_tflops)
     name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
     report.notes.append(f"device: {name}, model in {model.dtype}")
     return report
 
 
-def in_turns(
-    batches: Iterator[RankBatch], step: MegatronStep, settings: StepSettings, device: torch.device
-) -> tuple[list[float], list[float]]:
-    """Return the seconds of every measured step of the loop, and of a bare step on the same batch next to it."""
-    loop: list[float] = []
-    bare: list[float] = []
-
-    def run_bare(batch: RankBatch) -> None:
-        rows = [to_device(row, device) for row in batch.rows]
-        bare.append(bare_step(step, rows, max(map(len, batch.rows)), device))
-
-    def bare_before_every_other() -> Iterator[RankBatch]:
-        for number, batch in enumerate(batches, start=1):
-            if number % 2:
-                run_bare(batch)
-            yield batch
-
-    def record(step_record: StepRecord) -> None:
-        # The wait for data is measured separately: here it includes bare steps, while workers read ahead.
-        loop.append(step_record.step_s - step_record.data_wait_s)
-        if not step_record.step % 2:
-            run_bare(step_record.batch)
-
-    run_loop(bare_before_every_other(), step, settings, record)
-    return loop[settings.warm_up :], bare[settings.warm_up :]
+def small_model(layers: int, hidden: int, vocab_size: int, *, dtype: str = "float32") -> ModelConfig:
+    """Return a dense model whose heads are 32 wide, and whose feed-forward is three times as wide as it is."""
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=3 * hidden,
+        num_attention_heads=hidden // 32,
+        num_query_groups=hidden // 64,
+        vocab_size=vocab_size,
+        dtype=dtype,
+    )
 
 
-def run_loop(
-    batches: Iterator[RankBatch], step: MegatronStep, settings: StepSettings, record: Callable[[StepRecord], None]
-) -> None:
-    config = TrainerConfig(steps=settings.warm_up + settings.steps, eval_interval=0, checkpoint_interval=0)
-    train(batches, step, config, validation={}, save=lambda number, state: None, record=record)
+def give_state(step: MegatronStep) -> None:
+    """Make a step without gradients: an optimizer that has made none has no state to save."""
+    for chunk in step.chunks:
+        chunk.zero_grad_buffer()
+    step.optimizer.step()
+
+
+def open_feed(
+    path: Path,
+    layout: RankLayout,
+    device: torch.device,
+    schedule: ScheduleConfig,
+    *,
+    global_batch: int,
+    workers: int = 0,
+    cost: SequenceCost | None = None,
+) -> Feed:
+    """Return the batches of a dataset for this rank."""
+    config = LoaderConfig(global_batch_size=global_batch, num_workers=workers)
+
+    def make() -> Loader:
+        return Loader(open_dataset(str(path)), config, schedule=schedule, layout=layout, cost=cost)
+
+    return Feed(make, layout, device=device)
+
+
+class LoopBench(ExitStack):
+    """The training loop and a bare Megatron loop over the batches of one loader; every rank of a job makes one.
+
+    Args:
+        sizes: of a step of each data-parallel rank; `steps` are measured, and a quarter as many run before them.
+        model, step: the model, built.
+        layout: of this rank.
+        job: of this process.
+        path: the dataset.
+    """
+
+    def __init__(
+        self, sizes: Sizes, model: ModelConfig, step: MegatronStep, layout: RankLayout, job: Any, path: Path
+    ) -> None:
+        super().__init__()
+        self._sizes, self._step, self._job, self._cost = sizes, step, job, sequence_cost(model)
+        self._warm_up = -(-sizes.steps // 4)
+        schedule, (workers,) = ScheduleConfig(max_tokens_per_rank=sizes.max_tokens_per_rank), sizes.first("workers", 1)
+        feed = open_feed(
+            *(path, layout, job.device, schedule),
+            global_batch=sizes.global_batch * job.world_size,
+            workers=workers,
+            cost=self._cost,
+        )
+        self.batches = iter(self.enter_context(feed))
+
+    def add_figures(self, report: BenchReport, *, peak_tflops: float) -> None:
+        """Measure both loops in turns, then ours alone, and add what they give; MFU only with a peak."""
+        sizes, on_gpu = self._sizes, self._job.device.type == "cuda"
+        loop, bare = self._in_turns()
+        report.add_samples("our loop, a step", loop, "ms")
+        report.add_samples("a bare Megatron loop, a step", bare, "ms")
+        # Pairs share the same batch and the same seconds, so a busy machine moves both.
+        ratios = tuple(ours / theirs for ours, theirs in zip(loop, bare, strict=True))
+        most = sizes.aim(_MOST_OVER_BARE_ON_GPU) if on_gpu else None
+        report.add(
+            Figure("our loop over a bare one, the same batch", statistics.median(ratios), "x", None, most, ratios)
+        )
+        if not on_gpu:
+            added = [ours - theirs for ours, theirs in zip(loop, bare, strict=True)]
+            most = sizes.aim(_MOST_ADDED_MS)
+            report.add_samples("processor time that our loop adds to a step", added, "ms", at_most=most)
+            report.notes.append("steps are in milliseconds of processor time")
+        alone: list[StepRecord] = []
+        self._run_loop(self.batches, alone.append)
+        del alone[: self._warm_up]
+        spent = sum(record.step_s for record in alone)
+        counts = [
+            sum(record.batch.num_tokens for record in alone),
+            sum(step_flops(self._cost, record.batch) for record in alone),
+            sum(record.data_wait_s for record in alone),
+        ]
+        of_ranks = torch.tensor(counts, dtype=torch.float64, device=self._job.device)
+        torch.distributed.all_reduce(of_ranks)
+        tokens, flops, waited = of_ranks.tolist()
+        share, tflops = waited / spent / self._job.world_size, flops / spent / self._job.world_size / 1e12
+        most = sizes.aim(_MOST_WAIT_ON_GPU if on_gpu else _MOST_WAIT)
+        report.add(Figure("waiting for data, of a step", share, "share", at_most=most))
+        report.add(Figure("tokens", tokens / spent, "tok/s"))
+        report.add(Figure("model FLOPs of a rank", tflops, "TFLOP/s"))
+        if peak_tflops:
+            report.add(Figure("MFU", tflops / peak_tflops, ""))
+
+    def _in_turns(self) -> tuple[list[float], list[float]]:
+        """Return the milliseconds of measured steps of the loop, and of a bare step on the same batch next to it.
+
+        They are of processor time on a CPU; on a GPU, whose waits are processor time too, on the clock.
+        """
+        loop: list[float] = []
+        bare: list[float] = []
+        device = self._job.device
+        clock = time.perf_counter if device.type == "cuda" else CPU
+        began = 0.0
+
+        def step_bare(batch: RankBatch) -> None:
+            rows = [to_device(row, device) for row in batch.rows]
+            bare.append(1e3 * bare_step(self._step, rows, max(map(len, batch.rows)), device, clock=clock))
+
+        def bare_before_every_other() -> Iterator[RankBatch]:
+            nonlocal began
+            for number, batch in enumerate(self.batches, start=1):
+                if number % 2:
+                    step_bare(batch)
+                began = clock()
+                yield batch
+
+        def record(step_record: StepRecord) -> None:
+            # The wait for data is measured separately: here it includes bare steps, while workers read ahead.
+            loop.append(1e3 * (clock() - began))
+            if not step_record.step % 2:
+                step_bare(step_record.batch)
+
+        self._run_loop(bare_before_every_other(), record)
+        return loop[self._warm_up :], bare[self._warm_up :]
+
+    def _run_loop(self, batches: Iterator[RankBatch], record: Callable[[StepRecord], None]) -> None:
+        config = TrainerConfig(steps=self._warm_up + self._sizes.steps, eval_interval=0, checkpoint_interval=0)
+        train(batches, self._step, config, validation={}, save=lambda number, state: None, record=record)
+
+
+def flops_of(cost: SequenceCost, lengths: Any) -> float:
+    """Count the FLOPs of training on sequences of these lengths, without padding.
+
+    A sequence of L tokens costs `linear * L + quadratic * L^2` forward (`harness.plan.model.sequence_cost`: 2 FLOPs
+    a weight and token; causal attention counts half of the L x L square), and the backward pass costs twice that:
+    3 * sum over sequences. MFU is this over seconds times the device's peak. Recomputation is not counted.
+    """
+    lengths = lengths.astype(np.float64)
+    return 3.0 * float((cost.linear * lengths + cost.quadratic * lengths**2).sum())
+
+
+def step_flops(cost: SequenceCost, batch: RankBatch) -> float:
+    """Count the FLOPs of one training step on the rows of a batch."""
+    return sum(flops_of(cost, np.diff(row.cu_seqlens)) for row in batch.rows)
 
 
 def bare_step(
-    step: MegatronStep, rows: list[RowTensors], seq_length: int, device: torch.device, *, updates: bool = True
+    step: MegatronStep,
+    rows: list[RowTensors],
+    seq_length: int,
+    device: torch.device,
+    *,
+    updates: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Return the seconds of a step as a Megatron training script makes it, on tensors that are ready.
 
     Args:
         updates: take the optimizer's step; False for forward and backward alone.
+        clock: counts the seconds.
     """
+    wait_for(device)
+    start = clock()
+    for chunk in step.chunks:
+        chunk.zero_grad_buffer()
+    step.optimizer.zero_grad()
+    reports = run_bare(step.chunks[0], rows, seq_length)
+    if updates:
+        step.optimizer.step()
+        step.scheduler.step(increment=1)
+    sum(float(losses["loss"]) for losses in reports)  # a script logs its loss, which waits for the device
+    wait_for(device)
+    return clock() - start
+
+
+def run_bare(
+    model: DistributedDataParallel, rows: Sequence[RowTensors], seq_length: int
+) -> list[dict[str, torch.Tensor]]:
+    """Run rows forward and backward with Megatron's own calls; return the loss of each, and those of its tokens."""
 
     def forward(ready: Iterator[RowTensors], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
         row = next(ready)
@@ -202,31 +252,22 @@ def bare_step(
         )
 
         def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            total = (losses.float() * row.loss_mask).sum()
-            return total, row.loss_mask.sum().to(torch.int), {"loss": total.detach()}
+            trained = losses.float() * row.loss_mask
+            total = trained.sum()
+            return total, row.loss_mask.sum().to(torch.int), {"loss": total.detach(), "losses": trained.detach()}
 
         return output, loss
 
-    wait_for(device)
-    start = time.perf_counter()
-    for chunk in step.chunks:
-        chunk.zero_grad_buffer()
-    step.optimizer.zero_grad()
-    reports = get_forward_backward_func()(
+    reports: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iter(rows),
-        model=step.chunks[0],
+        model=model,
         num_microbatches=len(rows),
         seq_length=seq_length,
         micro_batch_size=rows[0].tokens.shape[0],
         forward_only=False,
     )
-    if updates:
-        step.optimizer.step()
-        step.scheduler.step(increment=1)
-    sum(float(losses["loss"]) for losses in reports)  # a script logs its loss, which waits for the device
-    wait_for(device)
-    return time.perf_counter() - start
+    return reports
 
 
 def wait_for(device: torch.device) -> None:
@@ -243,176 +284,3 @@ def write_rows(workspace: Workspace, packs: int, pack_size: int, vocabulary: int
             for pack in make_packs(packs, pack_size):
                 writer.append(replace(pack, input_ids=pack.input_ids % vocabulary))
     return path
-
-
-@dataclass(frozen=True)
-class KernelsSettings:
-    """Sizes of the counted microbatch.
-
-    Attributes:
-        sequences: numbers of sequences in a row; each is counted.
-        tokens: tokens of a row, the same for every number of sequences.
-        hidden: width of the model, a multiple of 64; kernels do not depend on it.
-        depth: layers of the model that totals are given for.
-    """
-
-    sequences: tuple[int, ...] = bounded((8, 32, 64), lowest=1, highest=1_000_000)
-    tokens: int = bounded(1024, lowest=2)
-    hidden: int = bounded(64, lowest=64, highest=1_000_000)
-    depth: int = bounded(32, lowest=1, highest=10_000)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-        if not self.sequences or min(self.sequences) < 1 or 2 * max(self.sequences) > self.tokens:
-            raise ConfigError(
-                f"{self.tokens} tokens do not hold {self.sequences} sequences of two tokens or more",
-                where="sequences",
-                fix="list numbers from 1 to half of `tokens`",
-            )
-
-
-QUICK_KERNELS = KernelsSettings(sequences=(2, 8), tokens=64)
-# Operations that launch nothing, and calls that make the host wait for a GPU.
-_VIEWS = {
-    "view",
-    "_unsafe_view",
-    "t",
-    "transpose",
-    "permute",
-    "slice",
-    "split",
-    "split_with_sizes",
-    "unsqueeze",
-    "squeeze",
-}
-_VIEWS |= {"expand", "detach", "alias", "select", "as_strided", "unbind", "lift_fresh", "_reshape_alias"}
-_WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "equal", "__bool__", "__int__", "__float__", "__index__"}
-
-
-class _Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts kernels that PyTorch dispatches: every operation but those that return a view."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kernels = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.kernels += func.overloadpacket.__name__ not in _VIEWS
-        return func(*args, **(kwargs or {}))
-
-
-class _Waits(TorchFunctionMode):
-    """Counts calls that wait for a GPU, by the package that makes them, and the bytes copied to the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ours, self.others, self.copied_bytes = 0, 0, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _WAITS:
-            is_ours = sys._getframe(1).f_globals.get("__name__", "").startswith("harness.")
-            self.ours, self.others = self.ours + is_ours, self.others + (not is_ours)
-        elif name == "to" and len(args) > 1 and isinstance(args[1], torch.device):
-            self.copied_bytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
-
-
-class _OneKernel(torch.nn.Module):
-    """A core attention of one kernel a row, as Transformer Engine's is; it attends to nothing."""
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return _Copy.apply(query, key, value)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        ctx.shapes = query.shape, key.shape[1]
-        return query.clone().flatten(1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        shape, num_groups = ctx.shapes
-        gradient = gradients[0].view(shape)
-        return gradient, gradient[:, :num_groups], gradient[:, :num_groups]
-
-
-class _Unrotated(SelfAttention):  # type: ignore[misc]
-    """Self-attention without a rotary embedding."""
-
-    def forward(self, *args: Any, rotary_pos_emb: Any = None, **options: Any) -> Any:
-        return super().forward(*args, rotary_pos_emb=None, **options)
-
-
-def bench_kernels(settings: KernelsSettings, workspace: Workspace, progress: Progress) -> BenchReport:
-    """Count one microbatch, forward and backward, on a CPU: counts are exact, and the same on every machine.
-
-    Core attention is one kernel, as with Transformer Engine. The kernels of a layer are those that a second layer adds.
-    """
-    report = BenchReport("kernels", asdict(settings))
-    with runtime.start("cpu") as job:
-        parallel = ParallelConfig()
-        layout = join(parallel, job.world_size)
-
-        def build(layers: int) -> MegatronStep:
-            model = ModelConfig(
-                num_layers=layers,
-                hidden_size=settings.hidden,
-                ffn_hidden_size=settings.hidden,
-                num_attention_heads=settings.hidden // 32,
-                num_query_groups=settings.hidden // 64,
-                vocab_size=_FEW_TOKENS,
-            )
-            step = MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=_FEW_TOKENS)
-            for layer in step.chunks[0].module.decoder.layers:
-                layer.self_attention.core_attention = _OneKernel()
-            return step
-
-        one, two = build(1), build(2)
-
-        def count(step: MegatronStep, row: ThdBatch, attention: type | None = None) -> tuple[int, _Waits]:
-            for layer in step.chunks[0].module.decoder.layers:
-                layer.self_attention.__class__ = attention or RowSelfAttention
-            with _Waits() as waits, _Counts() as counts:
-                step.run_rows([row], step.forward_row, forward_only=False)
-            return counts.kernels, waits
-
-        for number in settings.sequences:
-            progress(f"{number} sequences")
-            row = _row_of(number, settings.tokens)
-            of_one, _ = count(one, row)
-            of_two, waits = count(two, row)
-            a_layer = of_two - of_one
-            # Angles are made once a row, whatever the depth: they are counted outside layers.
-            unrotated = count(two, row, _Unrotated)[0] - count(one, row, _Unrotated)[0]
-            megatrons = count(two, row, SelfAttention)[0] - count(one, row, SelfAttention)[0]
-            name = f"{number} sequences"
-            for title, value, most in (
-                ("a layer", a_layer, None),
-                ("outside layers", of_one - a_layer, None),
-                (f"{settings.depth} layers", of_one + (settings.depth - 1) * a_layer, None),
-                (f"rotary embedding of {settings.depth} layers", (a_layer - unrotated) * settings.depth, 1300),
-                (
-                    f"Megatron's rotary embedding of {settings.depth} layers",
-                    (megatrons - unrotated) * settings.depth,
-                    None,
-                ),
-            ):
-                report.add(Figure(f"{name}, {title}", float(value), "kernels", None, most))
-            report.add(Figure(f"{name}, waits for the device, ours", float(waits.ours), "calls", None, 0))
-            report.add(Figure(f"{name}, waits for the device, Megatron's and PyTorch's", float(waits.others), "calls"))
-            report.add(Figure(f"{name}, copied to the device", waits.copied_bytes / len(row), "bytes a token"))
-    report.notes.append("one microbatch, forward and backward, of a dense model; no optimizer step")
-    return report
-
-
-def _row_of(number: int, tokens: int) -> ThdBatch:
-    """Return a row of `tokens` tokens in `number` sequences of nearly equal length."""
-    ends = np.linspace(0, tokens, number + 1).astype(int)
-    return build_thd_batch(
-        [
-            SequenceView(np.arange(length + 1, dtype=np.int32) % _FEW_TOKENS, np.r_[np.ones(length, np.uint8), [0]])
-            for length in np.diff(ends)
-        ]
-    )

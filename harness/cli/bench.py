@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.bench import BENCHES
+from harness.bench import BENCHES, Sizes
 from harness.checks import require_choice
 from harness.cli.settings import parse_settings
 from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.printing import open_console, print_line, print_text
-from harness.settings import explain_settings, render_settings
+from harness.settings import explain_settings, to_yaml
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -49,13 +49,14 @@ def run_bench(
     show: Annotated[bool, typer.Option("--cfg", help="print the settings, and measure nothing")] = False,
 ) -> None:
     require_choice(name, BENCHES, setting="harness bench")
-    chosen = BENCHES[name]
-    schema = type(chosen.quick)
-    has_path = any(setting.key == "path" for setting in explain_settings(schema))
-    words = [f"path={word}" if has_path and "=" not in word else word for word in settings or []]
-    sizes = parse_settings(schema, words, command=f"harness bench {name}", base=chosen.quick if quick else schema())
+    chosen, command = BENCHES[name], f"harness bench {name}"
+    words = [f"path={word}" if "path" in chosen.full and "=" not in word else word for word in settings or []]
+    sizes = parse_settings(Sizes, words, command=command, base=chosen.sizes(quick=quick))
+    if unknown := [word for word in words if word.partition("=")[0] not in chosen.full]:
+        raise ConfigError(f"{unknown[0]} is not for {name}", where=command, fix=f"it has {', '.join(chosen.full)}")
     if show:
-        print_text(render_settings(sizes), end="")
+        for setting in (one for one in explain_settings(Sizes) if one.key in chosen.full):
+            print_text(f"# {setting.text}\n{to_yaml({setting.key: getattr(sizes, setting.key)})}", end="")
         return
     from harness.bench import Workspace
 
@@ -72,11 +73,9 @@ def run_bench(
         with _writing(save):
             save.write_text(_to_json(reports) + "\n")
     if broken := [part for report in reports for part in report.failed]:
-        raise HarnessError(
-            f"{len(broken)} parts could not be measured: {', '.join(broken)}",
-            where=f"harness bench {name}",
-            fix="the notes have the reason of each, and a file .log beside it; call again to repeat them alone",
-        )
+        fix = "the notes have the reason of each, and a file .log beside it; call again to repeat them alone"
+        what = f"{len(broken)} parts could not be measured: {', '.join(broken)}"
+        raise HarnessError(what, where=command, fix=fix)
     missed = [f"{report.subject}: {figure.name}" for report in reports for figure in report.missed]
     if missed and check:
         print_line(f"{len(missed)} targets are missed: {'; '.join(missed)}", file=sys.stderr)

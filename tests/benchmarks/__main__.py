@@ -7,44 +7,68 @@ or another page from them; it takes 45 minutes.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from functools import partial
 
 from harness.bench import BENCHES, Bench
 
+_peer = partial(Bench, package="tests.benchmarks")
 PEERS = {
-    "formats": Bench("formats:bench_formats", "read, open and write each format, against plain numpy arrays"),
-    "pack": Bench("packing:bench_packing", "plan packs of 13 million sequences, against plain best fit and trl"),
-    "repack": Bench(
+    "formats": _peer(
+        "formats:bench_formats",
+        "read, open and write each format, against plain numpy arrays",
+        {"parts": (), "packs": 20_000, "pack_size": 4096, "large_packs": 2_000_000, "steps": 4096, "rounds": 9},
+        {"packs": 2000, "large_packs": 50_000, "steps": 1000, "rounds": 3},
+    ),
+    "pack": _peer(
+        "packing:bench_packing",
+        "plan packs of 13 million sequences, and of fewer against plain best fit and trl",
+        {"parts": (), "sequences": (13_000_000, 200_000), "pack_size": 4096, "rounds": 3},
+        {"sequences": (500_000, 50_000)},
+    ),
+    "repack": _peer(
         "packing:bench_repacking",
         "plan again over 13 million stored sequences, and read through a plan",
-        "QUICK_REPACK",
+        {"packs": 20_000, "pack_size": 4096, "large_packs": 2_000_000, "rounds": 3},
+        {"packs": 2000, "large_packs": 20_000, "rounds": 1},
     ),
-    "prepare": Bench(
+    "prepare": _peer(
         "preparing:bench_preparing",
-        "tokenize, against the tokenizers library alone; memory as the input grows",
+        "tokenize as many conversations as the first of `sequences`; memory of the other, growing sources",
+        {"sequences": (4000, 10_000, 40_000, 160_000), "rounds": 3},
+        {"sequences": (300, 500, 2000), "rounds": 1},
     ),
-    "tokens": Bench("tokens:bench_tokens", "token shards to .bin and .idx, against Megatron-Core's builder"),
-    "integrations": Bench(
+    "tokens": _peer(
+        "tokens:bench_tokens",
+        "token shards to .bin and .idx, against Megatron-Core's builder",
+        {"packs": 20_000, "pack_size": 1000, "rounds": 3},
+        {"packs": 500, "rounds": 1},
+    ),
+    "integrations": _peer(
         "integrations:bench_integrations",
         "rows for other trainers, against the data paths of TRL, Bridge and torchtitan",
+        {"packs": 2000, "pack_size": 4096, "global_batch": 32, "workers": (0, 2), "steps": 1200, "rounds": 5},
+        {"packs": 400, "pack_size": 512, "global_batch": 8, "workers": (0,), "steps": 100, "rounds": 1},
     ),
-    "soak": Bench("soaking:bench_soak", "memory, files and threads of a loader with workers, over 20 minutes"),
-    "corpus": Bench(
+    "soak": _peer(
+        "soaking:bench_soak",
+        "memory, files and threads of a loader with workers, over 20 minutes",
+        {"parts": (), "packs": 1024, "pack_size": 1024, "global_batch": 32, "workers": (4,), "part_limit_s": 200.0},
+        {"parts": ("memmap", "parquet"), "packs": 64, "pack_size": 128, "global_batch": 8, "workers": (2,)}
+        | {"part_limit_s": 0.0},
+    ),
+    "corpus": _peer(
         "corpus:bench_corpus",
-        "start of pretraining on a blend of many .bin and .idx pairs",
+        "start of pretraining on a blend of many .bin and .idx pairs of the first of `sequences`; pages of the second",
+        {"packs": 1000, "sequences": (2000, 300_000), "pack_size": 2048, "global_batch": 64, "steps": 150_000}
+        | {"rounds": 5},
+        {"packs": 20, "sequences": (50, 20_000), "global_batch": 8, "steps": 50, "rounds": 2},
         uses_megatron=True,
     ),
 }
 
-
-def peers() -> dict[str, Bench]:
-    """Return the benches of this package by name."""
-    return {name: replace(bench, package="tests.benchmarks") for name, bench in PEERS.items()}
-
-
 if __name__ == "__main__":
     # Before the command line lists them.
-    BENCHES.update(peers())
+    BENCHES.update(PEERS)
     from harness.cli import main
 
     if sys.argv[1:2] == ["all"]:

@@ -6,80 +6,46 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness.bench.figures import BenchReport, Figure, Progress, take_turns
+from harness.bench.figures import BenchReport, Case, Figure, Progress
+from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
-from harness.checks import bounded, check_numbers
 from harness.indexed import UINT16, IndexedWriter, count_sequences, save_counts
 from harness.loader import CorpusConfig, CorpusSource, SplitSources
 from harness.megatron.data import build_corpus
 
 _VOCABULARY = 50_000
+_MEAN_TOKENS = 200
 _FIRST = 64
 _PAGE_BYTES = 4096
 # Of the corpus, for the cache that is smaller than it.
 _CACHED = 0.1
 
 
-@dataclass(frozen=True)
-class CorpusSettings:
-    """Sizes of the bench.
-
-    Attributes:
-        sources: .bin and .idx pairs in the blend, of equal weight.
-        documents: documents of each source.
-        tokens: mean length of a document.
-        sequence_length, samples: size of the training set.
-        rounds: turns of each side of a comparison; figures are medians over them.
-        local_documents: documents of one corpus, of the same mean length, that is read by pages; 0 leaves that out.
-        block_documents, window_blocks: as in `data` of pretraining.
-        global_batch: samples of a step of it.
-    """
-
-    sources: int = bounded(1000, lowest=2)
-    documents: int = bounded(2000, lowest=1)
-    tokens: int = bounded(200, lowest=1)
-    sequence_length: int = bounded(2048, lowest=1)
-    samples: int = bounded(150_000, lowest=1)
-    rounds: int = bounded(5, lowest=1)
-    local_documents: int = bounded(300_000)
-    block_documents: int = bounded(1024, lowest=1)
-    window_blocks: int = bounded(16, lowest=1)
-    global_batch: int = bounded(64, lowest=1)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-
-
-QUICK = CorpusSettings(
-    sources=20, documents=50, samples=50, rounds=2, local_documents=20_000, block_documents=64, global_batch=8
-)
-
-
-def bench_corpus(settings: CorpusSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+def bench_corpus(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure the seconds until a blend is open and its first samples are read. Files are in the machine's cache."""
-    report = BenchReport("corpus", asdict(settings))
-    folder = workspace.folder / "corpus"
-    progress(f"writing {settings.sources:,} pairs")
-    prefixes = [str(folder / f"source-{number:05d}") for number in range(settings.sources)]
+    report = BenchReport("corpus")
+    folder, (documents, local) = workspace.folder / "corpus", sizes.first("sequences", 2)
+    progress(f"writing {sizes.packs:,} pairs")
+    prefixes = [str(folder / f"source-{number:05d}") for number in range(sizes.packs)]
     for number, prefix in enumerate(prefixes):
-        _write(prefix, settings, seed=number)
+        _write(prefix, documents, seed=number)
     save_counts(count_sequences(prefixes, vocab_size=_VOCABULARY), folder / "counts.json")
     plain = CorpusConfig(
         blend_per_split=SplitSources(train=[CorpusSource(prefix, 1.0) for prefix in prefixes]),
-        sequence_length=settings.sequence_length,
+        sequence_length=sizes.pack_size,
         path_to_cache=str(folder / "cache"),
     )
     counted = replace(plain, per_dataset_sequences_path=str(folder / "counts.json"))
     fast = replace(counted, fast_cache_load=True)
     progress("building the indices")
-    report.add(Figure("indices built for the first time", _start(plain, settings), "s"))
+    report.add(Figure("indices built for the first time", _start(plain, sizes), "s"))
     progress("with and without the fast options, in turns")
     sides = {
         "indices found": plain,
@@ -87,34 +53,30 @@ def bench_corpus(settings: CorpusSettings, workspace: Workspace, progress: Progr
         "and fast_cache_load": fast,
         "and defer_npy_index_mmap": replace(fast, defer_npy_index_mmap=True),
     }
-    turns = {name: partial(_start, config, settings) for name, config in sides.items()}
-    for name, seconds in take_turns(turns, rounds=settings.rounds).items():
-        report.add_samples(name, seconds, "s")
+    report.run(Case("", {name: partial(_start, config, sizes) for name, config in sides.items()}, sizes.rounds, "s"))
     report.add_ratio("all fast options", "indices found", "and defer_npy_index_mmap")
     report.notes.append(f"each until {_FIRST} samples were read; on a remote disk the options save more")
-    if settings.local_documents:
-        progress("pages of a corpus that is larger than the cache")
-        _measure_pages(settings, folder, report)
+    progress("pages of a corpus that is larger than the cache")
+    _measure_pages(sizes, local, folder, report)
     return report
 
 
-def _measure_pages(settings: CorpusSettings, folder: Path, report: BenchReport) -> None:
+def _measure_pages(sizes: Sizes, documents: int, folder: Path, report: BenchReport) -> None:
     """Count the pages of a .bin that the steps of one epoch touch, and those that a cache of a tenth has to read."""
     prefix = str(folder / "local")
-    _write(prefix, replace(settings, documents=settings.local_documents), seed=0)
-    plain = CorpusConfig(
-        path=prefix, sequence_length=settings.sequence_length, split="100", path_to_cache=str(folder / "cache")
-    )
-    local = replace(plain, block_documents=settings.block_documents, window_blocks=settings.window_blocks)
+    _write(prefix, documents, seed=0)
+    plain = CorpusConfig(path=prefix, sequence_length=sizes.pack_size, split="100", path_to_cache=str(folder / "cache"))
+    # Blocks of a power of two, at most a 256th of the documents.
+    local = replace(plain, block_documents=1 << (documents // 256).bit_length() - 1, window_blocks=16)
     size = Path(f"{prefix}.bin").stat().st_size
     for name, config in (("Megatron's order", plain), ("in blocks", local)):
         train = build_corpus(config, 0, (1, None, None), _VOCABULARY, {}).train
-        steps = len(train) // settings.global_batch
+        steps = len(train) // sizes.global_batch
         held: OrderedDict[int, None] = OrderedDict()
         touched = read = 0
         for step in range(steps):
             pages: dict[int, None] = {}
-            for sample in range(step * settings.global_batch, (step + 1) * settings.global_batch):
+            for sample in range(step * sizes.global_batch, (step + 1) * sizes.global_batch):
                 pages.update(dict.fromkeys(_pages_of(train, sample)))
             touched += len(pages)
             for page in pages:
@@ -125,7 +87,7 @@ def _measure_pages(settings: CorpusSettings, folder: Path, report: BenchReport) 
                     held.popitem(last=False)
         report.add(Figure(f"{name}, pages touched a step", touched / steps, ""))
         report.add(Figure(f"{name}, pages read a step", read / steps, ""))
-    target = 10 if settings == CorpusSettings() else None
+    target = 10 if documents >= 300_000 else None
     report.add_ratio(
         "pages read, Megatron's order to blocks",
         "Megatron's order, pages read a step",
@@ -155,16 +117,16 @@ def _pages_of(train: Any, sample: int) -> list[int]:
     return pages
 
 
-def _start(config: CorpusConfig, settings: CorpusSettings, number: int = 0) -> float:
+def _start(config: CorpusConfig, sizes: Sizes, number: int = 0) -> float:
     start = time.perf_counter()
-    corpus = build_corpus(config, 0, (settings.samples, None, None), _VOCABULARY, {})
-    for index in range(min(_FIRST, settings.samples)):
+    corpus = build_corpus(config, 0, (sizes.steps, None, None), _VOCABULARY, {})
+    for index in range(min(_FIRST, sizes.steps)):
         corpus.train[index]
     return time.perf_counter() - start
 
 
-def _write(prefix: str, settings: CorpusSettings, *, seed: int) -> None:
+def _write(prefix: str, documents: int, *, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(2, 2 * settings.tokens, settings.documents)
+    lengths = rng.integers(2, 2 * _MEAN_TOKENS, documents)
     with IndexedWriter(Path(prefix), dtype=UINT16) as writer:
         writer.append(rng.integers(0, _VOCABULARY, lengths.sum()).astype(np.uint16), lengths)

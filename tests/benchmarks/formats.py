@@ -11,7 +11,6 @@ import time
 import tracemalloc
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.bench.figures import BenchReport, Figure, Progress, Work, measure_rates
+from harness.bench.apart import measure_apart
+from harness.bench.figures import CPU, BenchReport, Case, Figure, Progress, Side, rate, take_turns
+from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
-from harness.checks import bounded, check_numbers, require_choice
 from harness.formats import PackReader, ShardReader, open_dataset, open_writer
 from harness.loader import EpochOrder, LoaderConfig
 from harness.records import Int64Array, Pack
-from tests.benchmarks.probes import measure_apart
 
 _NUMPY, _PREAD = "np.memmap rows, copied, random", "pread of rows, random"
 _ARROW = "datasets' Arrow, random"
 _RAW = "one plain file"
+_OPEN = "tests.benchmarks.probes:open_apart"
 _MAPPED = ("memmap", "binidx")
 _ORDERED = ("memmap", "binidx", "parquet")
 _OPENED = ("parquet", "memmap", "binidx", "jsonl")
@@ -51,42 +51,13 @@ _BRIDGE_TYPES = {"input_ids": pa.int64(), "seq_start_id": pa.int64(), "loss_mask
 _ARROW_TYPES = {"input_ids": pa.int32(), "loss_mask": pa.uint8(), "seq_start_id": pa.int32()}
 
 
-@dataclass(frozen=True)
-class FormatsSettings:
-    """Sizes of the bench.
-
-    Attributes:
-        packs, pack_size: size of the dataset that is read.
-        rounds: turns of each side of a comparison; figures are medians over them.
-        reads: packs that a side reads in a round.
-        peer_reads: packs of a round against the row-group reader, which is slow.
-        open_packs: packs of the dataset that is opened.
-        write_packs, write_pack_size: size of the dataset that is written.
-        parts: measurements to make: random, order, peer, checks, open, write, legacy.
-    """
-
-    packs: int = bounded(20_000, lowest=1)
-    pack_size: int = bounded(4096, lowest=2)
-    rounds: int = bounded(9, lowest=1)
-    reads: int = bounded(4096, lowest=1)
-    peer_reads: int = bounded(60, lowest=1)
-    open_packs: int = bounded(2_000_000, lowest=1)
-    write_packs: int = bounded(50_000, lowest=1)
-    write_pack_size: int = bounded(2048, lowest=2)
-    parts: tuple[str, ...] = ("random", "order", "peer", "checks", "open", "write", "legacy")
-
-    def __post_init__(self) -> None:
-        for part in self.parts:
-            require_choice(part, PARTS, setting="parts")
-        check_numbers(self, "")
-
-
-def bench_formats(settings: FormatsSettings, workspace: Workspace, progress: Progress) -> BenchReport:
-    """Make the measurements that `settings.parts` names."""
-    report = BenchReport("formats", asdict(settings))
+def bench_formats(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
+    """Make the measurements that `sizes.parts` names."""
+    report = BenchReport("formats")
     report.notes.append("reading in one thread is timed by its processor time, all else on the clock")
-    for part in settings.parts:
-        PARTS[part](settings, workspace, report, progress)
+    for part in sizes.choose(PARTS):
+        progress(f"{part}: making the data, then measuring")
+        PARTS[part](sizes, workspace, report)
     return report
 
 
@@ -218,7 +189,12 @@ def open_unchecked(path: Path) -> PackReader:
     return reader
 
 
-def _read(draw: Callable[[int], list[int]], get: Callable[[int], object]) -> Work:
+def _rates(works: Mapping[str, Side]) -> dict[str, Side]:
+    """Return sides of the units a second of processor time: one thread reads, and waits for nothing."""
+    return {name: rate(work, CPU) for name, work in works.items()}
+
+
+def _read(draw: Callable[[int], list[int]], get: Callable[[int], object]) -> Side:
     """Read the packs that `draw` gives for a round, one at a time."""
 
     def work(number: int) -> float:
@@ -230,7 +206,7 @@ def _read(draw: Callable[[int], list[int]], get: Callable[[int], object]) -> Wor
     return work
 
 
-def _read_batches(draw: Callable[[int], list[int]], reader: PackReader) -> Work:
+def _read_batches(draw: Callable[[int], list[int]], reader: PackReader) -> Side:
     """Read the packs that `draw` gives for a round, in lists of the size that a loader asks for."""
 
     def work(number: int) -> float:
@@ -254,28 +230,26 @@ def _drawer(packs: int, reads: int, *, seed: int, warm_up: list[int] | None = No
     return draw
 
 
-def _datasets(names: Iterable[str], settings: FormatsSettings, workspace: Workspace) -> dict[str, Path]:
-    return {name: workspace.dataset(name, packs=settings.packs, pack_size=settings.pack_size) for name in names}
+def _datasets(names: Iterable[str], sizes: Sizes, workspace: Workspace) -> dict[str, Path]:
+    return {name: workspace.dataset(name, packs=sizes.packs, pack_size=sizes.pack_size) for name in names}
 
 
-def _measure_random(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+def _measure_random(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
     """Read memmap and binidx at random, pack by pack and in lists, against numpy's maps and pread."""
-    progress("random reads: writing the data")
-    readers = {name: open_dataset(path) for name, path in _datasets(_MAPPED, settings, workspace).items()}
-    chunk = min(settings.packs, _JSONL_PACKS)
-    jsonl = open_dataset(workspace.dataset("jsonl", packs=chunk, pack_size=settings.pack_size))
-    rows = PlainRows(workspace.folder, packs=settings.packs, pack_size=settings.pack_size)
+    readers = {name: open_dataset(path) for name, path in _datasets(_MAPPED, sizes, workspace).items()}
+    chunk = min(sizes.packs, _JSONL_PACKS)
+    jsonl = open_dataset(workspace.dataset("jsonl", packs=chunk, pack_size=sizes.pack_size))
+    rows = PlainRows(workspace.folder, packs=sizes.packs, pack_size=sizes.pack_size)
 
-    progress("random reads")
     # The warm-up touches every pack, so that no side pays for the pages that it maps first.
-    draw = _drawer(settings.packs, settings.reads, seed=7, warm_up=list(range(settings.packs)))
+    draw = _drawer(sizes.packs, sizes.steps, seed=7, warm_up=list(range(sizes.packs)))
     sides = {_NUMPY: _read(draw, rows.copy_row), _PREAD: _read(draw, rows.pread_row)}
     for name, reader in readers.items():
         sides[f"{name}, random"] = _read(draw, reader.__getitem__)
         sides[f"{name}, random, {_BATCH} at a time"] = _read_batches(draw, reader)
-    few = _drawer(chunk, max(1, settings.reads // 16), seed=7, warm_up=list(range(chunk)))
+    few = _drawer(chunk, max(1, sizes.steps // 16), seed=7, warm_up=list(range(chunk)))
     sides["jsonl, random"] = _read(few, jsonl.__getitem__)
-    report.measure(sides, "packs/s", rounds=settings.rounds, cpu_time=True)
+    report.run(Case("", _rates(sides), sizes.rounds, "packs/s"))
     for name in readers:
         report.add_ratio(f"{name} to np.memmap, random", f"{name}, random", _NUMPY, at_least=0.8)
         report.add_ratio(f"{name} to pread, random", f"{name}, random", _PREAD)
@@ -283,23 +257,21 @@ def _measure_random(settings: FormatsSettings, workspace: Workspace, report: Ben
     _close([*readers.values(), jsonl])
 
 
-def _measure_order(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+def _measure_order(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
     """Read each format in the order of a loader with its default block and window, a batch at a time."""
-    progress("the loader's order: writing the data")
-    readers = {name: open_dataset(path) for name, path in _datasets(_ORDERED, settings, workspace).items()}
-    progress("the loader's order")
-    sides = {f"{name}, loader's order": _read_in_order(reader, settings) for name, reader in readers.items()}
-    report.measure(sides, "packs/s", rounds=settings.rounds, cpu_time=True)
+    readers = {name: open_dataset(path) for name, path in _datasets(_ORDERED, sizes, workspace).items()}
+    sides = {f"{name}, loader's order": _read_in_order(reader, sizes) for name, reader in readers.items()}
+    report.run(Case("", _rates(sides), sizes.rounds, "packs/s"))
     report.add_ratio(
         "parquet to memmap, loader's order", "parquet, loader's order", "memmap, loader's order", at_least=1 / 3
     )
     _close(readers.values())
 
 
-def _read_in_order(reader: PackReader, settings: FormatsSettings) -> Work:
+def _read_in_order(reader: PackReader, sizes: Sizes) -> Side:
     """Warm up with an epoch, then read the next stretch of an epoch in every round, and the next epoch after it."""
     config = LoaderConfig()
-    reads = min(settings.reads, len(reader))
+    reads = min(sizes.steps, len(reader))
     rounds_per_epoch = len(reader) // reads
     orders: dict[int, EpochOrder] = {}
 
@@ -318,50 +290,43 @@ def _read_in_order(reader: PackReader, settings: FormatsSettings) -> Work:
     return _read_batches(draw, reader)
 
 
-def _measure_peer(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+def _measure_peer(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
     """Read at random: Parquet against a reader that keeps one large row group, memmap against mapped Arrow."""
-    progress("fully random Parquet: writing the data")
-    size = f"{settings.packs}x{settings.pack_size}"
+    size = f"{sizes.packs}x{sizes.pack_size}"
     path = workspace.folder / f"bridge-{size}.idx.parquet"
     if not path.exists():
-        write_bridge_file(path, make_packs(settings.packs, settings.pack_size))
+        write_bridge_file(path, make_packs(sizes.packs, sizes.pack_size))
     theirs = BridgeReader(path)
-    paths = _datasets(("parquet", "memmap"), settings, workspace)
+    paths = _datasets(("parquet", "memmap"), sizes, workspace)
     ours, mapped = open_dataset(paths["parquet"]), open_dataset(paths["memmap"])
-    arrow = open_arrow(workspace.folder / f"arrow-{size}", make_packs(settings.packs, settings.pack_size))
-    progress("fully random Parquet")
+    arrow = open_arrow(workspace.folder / f"arrow-{size}", make_packs(sizes.packs, sizes.pack_size))
 
-    def read(get: Callable[[int], object], reads: int = settings.peer_reads) -> Work:
-        return _read(_drawer(settings.packs, reads, seed=8), get)
+    def read(get: Callable[[int], object], reads: int = max(4, sizes.steps // 64)) -> Side:
+        return _read(_drawer(sizes.packs, reads, seed=8), get)
 
     sides = {"parquet, random": read(ours.__getitem__), "Megatron-Bridge's Parquet, random": read(theirs.__getitem__)}
     if arrow is None:
         report.notes.append("datasets is not installed; with `pip install datasets` its Arrow is measured too")
     else:
-        sides["memmap, random, on the clock"] = read(mapped.__getitem__, settings.reads)
-        sides[_ARROW] = read(arrow.__getitem__, settings.reads)
+        sides["memmap, random, on the clock"] = read(mapped.__getitem__, sizes.steps)
+        sides[_ARROW] = read(arrow.__getitem__, sizes.steps)
     # On the clock: Megatron-Bridge's reader decodes in several threads.
-    report.measure(sides, "packs/s", rounds=settings.rounds)
-    report.add_ratio(
-        "parquet to Megatron-Bridge's, random", "parquet, random", "Megatron-Bridge's Parquet, random", at_least=8
-    )
+    timed = {name: rate(work) for name, work in sides.items()}
+    report.run(Case("parquet to Megatron-Bridge's, random", timed, sizes.rounds, "packs/s", at_least=8))
     if arrow is not None:
         report.add_ratio("memmap to datasets' Arrow, random", "memmap, random, on the clock", _ARROW)
         report.add_ratio("parquet to datasets' Arrow, random", "parquet, random", _ARROW)
     _close((ours, mapped))
 
 
-def _measure_checks(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+def _measure_checks(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
     """Read in the loader's order with checksums compared, against the same reader that compares nothing."""
-    progress("cost of checks: writing the data")
-    paths = _datasets(_ORDERED, settings, workspace)
-    progress("cost of checks")
+    paths = _datasets(_ORDERED, sizes, workspace)
     for name, path in paths.items():
         checked, unchecked = open_dataset(path), open_unchecked(path)
-        readers = {f"{name}, checked": checked, f"{name}, unchecked": unchecked}
-        sides = {side: _read_in_order(reader, settings) for side, reader in readers.items()}
-        report.measure(sides, "packs/s", rounds=settings.rounds, cpu_time=True)
-        report.add_ratio(f"{name}, time with checks to without", f"{name}, unchecked", f"{name}, checked", at_most=1.15)
+        readers = {f"{name}, unchecked": unchecked, f"{name}, checked": checked}
+        sides = _rates({side: _read_in_order(reader, sizes) for side, reader in readers.items()})
+        report.run(Case(f"{name}, time with checks to without", sides, sizes.rounds, "packs/s", at_most=1.15))
         _close((checked, unchecked))
 
 
@@ -370,19 +335,15 @@ def _close(readers: Iterable[PackReader]) -> None:
         reader.close()
 
 
-def _measure_open(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+def _measure_open(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
     """Open a dataset of millions of packs whose shards are links to one another, each time in a new process."""
-    progress("opening: writing the data")
-    shard_packs = min(_SHARD_PACKS, settings.packs)
+    shard_packs = min(_SHARD_PACKS, sizes.packs)
     paths = {
-        name: workspace.large_dataset(
-            name, packs=settings.open_packs, shard_packs=shard_packs, pack_size=settings.pack_size
-        )
+        name: workspace.large_dataset(name, packs=sizes.large_packs, shard_packs=shard_packs, pack_size=sizes.pack_size)
         for name in _OPENED
     }
-    progress("opening")
-    rounds = range(min(settings.rounds, _MOST_PROCESSES))
-    turns = [{name: measure_apart("open", str(path)) for name, path in paths.items()} for _ in rounds]
+    rounds = range(min(sizes.rounds, _MOST_PROCESSES))
+    turns = [{name: measure_apart(_OPEN, path) for name, path in paths.items()} for _ in rounds]
     opened = {name: [turn[name] for turn in turns] for name in _OPENED}
     for name, samples in opened.items():
         report.add_samples(f"{name}, open", [sample["seconds"] for sample in samples], "s", at_most=0.5)
@@ -391,15 +352,15 @@ def _measure_open(settings: FormatsSettings, workspace: Workspace, report: Bench
         report.notes.append(f"{name} opened: {packs:,} packs, {sequences:,} sequences")
 
 
-def _measure_writing(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+def _measure_writing(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
     """Measure tokens and masks written a second, with index, checksums and fsync, and the peak of Python's heap."""
-    progress("writing")
-    distinct = list(make_packs(min(_DISTINCT_PACKS, settings.write_packs), settings.write_pack_size))
+    num_packs, pack_size = _written(sizes)
+    distinct = list(make_packs(min(_DISTINCT_PACKS, num_packs), pack_size))
     folder = workspace.folder / "written"
     folder.mkdir(exist_ok=True)
 
     def packs() -> Iterable[Pack]:
-        return itertools.islice(itertools.cycle(distinct), settings.write_packs)
+        return itertools.islice(itertools.cycle(distinct), num_packs)
 
     total = sum(map(len, packs())) * _BYTES_PER_TOKEN / 1e6
     processor: dict[str, list[float]] = {name: [] for name in _WRITTEN}
@@ -407,7 +368,7 @@ def _measure_writing(settings: FormatsSettings, workspace: Workspace, report: Be
     def write(name: str, number: int = -1) -> float:
         path = folder / name
         start = time.process_time()
-        with open_writer(path, format=name, pack_size=settings.write_pack_size) as writer:
+        with open_writer(path, format=name, pack_size=pack_size) as writer:
             for pack in packs():
                 writer.append(pack)
         shutil.rmtree(path)
@@ -419,21 +380,25 @@ def _measure_writing(settings: FormatsSettings, workspace: Workspace, report: Be
         _write_plain(folder / "plain", packs())
         return total
 
-    sides: dict[str, Work] = {f"{name}, write": partial(write, name) for name in _WRITTEN}
-    sides[f"{_RAW}, write"] = write_plain
-    for name, rates in measure_rates(sides, rounds=min(settings.rounds, 3)).items():
+    sides = {f"{name}, write": rate(partial(write, name)) for name in _WRITTEN}
+    sides[f"{_RAW}, write"] = rate(write_plain)
+    for name, rates in take_turns(sides, rounds=min(sizes.rounds, 3)).items():
         target = 150.0 if name in ("parquet, write", "memmap, write") else None
         report.add_samples(name, rates, "MB/s", at_least=target)
     for name in _WRITTEN:
         report.add_samples(f"{name}, write, by processor time", processor[name], "MB/s")
         report.add_ratio(f"{name} to {_RAW}, write", f"{name}, write", f"{_RAW}, write")
-    progress("memory of writing")
     for name in _WRITTEN:
         heap = _peak_heap(partial(write, name))
         target = 32.0 if name in ("parquet", "memmap") else None
         report.add(Figure(f"{name}, peak heap of write", heap, "MB", at_most=target))
     arrow = pa.default_memory_pool().max_memory() / 1e6
     report.notes.append(f"Arrow, whose memory is not on Python's heap, held {arrow:.0f} MB at most in this process")
+
+
+def _written(sizes: Sizes) -> tuple[int, int]:
+    """Return the packs of the dataset that is written, and their tokens."""
+    return sizes.packs * 5 // 2, sizes.pack_size // 2
 
 
 def _write_plain(path: Path, packs: Iterable[Pack]) -> None:
@@ -459,19 +424,17 @@ def _peak_heap(work: Callable[[], object]) -> float:
         tracemalloc.stop()
 
 
-def _measure_legacy(settings: FormatsSettings, workspace: Workspace, report: BenchReport, progress: Progress) -> None:
+def _measure_legacy(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
     """Measure the memory of opening Parquet, against `numpy.load` of a pickled `.npy` of the same packs."""
-    progress("the legacy .npy: writing the data")
-    packs, pack_size = settings.write_packs, settings.write_pack_size
+    packs, pack_size = _written(sizes)
     file = workspace.folder / f"legacy-{packs}x{pack_size}.npy"
     if not file.exists():
         with open_writer(file, format="npy", pack_size=pack_size) as writer:
             for pack in make_packs(packs, pack_size):
                 writer.append(pack)
     parquet = workspace.dataset("parquet", packs=packs, pack_size=pack_size)
-    progress("the legacy .npy: loading it")
-    loaded = measure_apart("numpy_load", str(file))
-    opened = [measure_apart("open", str(parquet)) for _ in range(min(settings.rounds, _MOST_PROCESSES))]
+    loaded = measure_apart("tests.benchmarks.probes:load_by_numpy", file)
+    opened = [measure_apart(_OPEN, parquet) for _ in range(min(sizes.rounds, _MOST_PROCESSES))]
     ours, theirs = f"parquet, memory of open, {packs:,} packs", "npy, memory of numpy.load"
     report.add(Figure(theirs, loaded["megabytes"], "MB"))
     report.add(Figure("npy, numpy.load", loaded["seconds"], "s"))
@@ -479,7 +442,7 @@ def _measure_legacy(settings: FormatsSettings, workspace: Workspace, report: Ben
     report.add_ratio("npy's memory to parquet's", theirs, ours, at_least=500)
 
 
-PARTS: dict[str, Callable[[FormatsSettings, Workspace, BenchReport, Progress], None]] = {
+PARTS: dict[str, Callable[[Sizes, Workspace, BenchReport], None]] = {
     "random": _measure_random,
     "order": _measure_order,
     "peer": _measure_peer,
@@ -488,4 +451,3 @@ PARTS: dict[str, Callable[[FormatsSettings, Workspace, BenchReport, Progress], N
     "write": _measure_writing,
     "legacy": _measure_legacy,
 }
-QUICK = FormatsSettings(packs=2000, rounds=3, reads=1000, peer_reads=20, open_packs=50_000, write_packs=2000)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from harness.bench.figures import BenchReport, Progress, Side, take_turns
+from harness.bench.figures import BenchReport, Case, Progress, Side
+from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
-from harness.checks import bounded, check_numbers
 from harness.errors import ConfigError
 from harness.formats import open_dataset
 from harness.integrations import INTEGRATIONS, FixedRows, HuggingFaceRow, MegatronRow, RankStream, missing_packages
@@ -33,83 +30,54 @@ _PREFETCH = 2
 Rows = Callable[[int], Any]
 
 
-@dataclass(frozen=True)
-class IntegrationsSettings:
-    """Sizes of the bench.
-
-    Attributes:
-        packs, pack_size: size of the dataset.
-        workers: numbers of worker processes, of both sides of a comparison; each is measured.
-        global_batch: packs of a global batch.
-        rows: rows of a round, one pack each.
-        rounds: turns of each side of a comparison; figures are medians over them.
-    """
-
-    packs: int = bounded(2000, lowest=1)
-    pack_size: int = bounded(4096, lowest=8)
-    workers: tuple[int, ...] = bounded((0, 2), highest=1024)
-    global_batch: int = bounded(32, lowest=1)
-    rows: int = bounded(1200, lowest=1)
-    rounds: int = bounded(5, lowest=1)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-        needed = self.rows + self.rows_ahead(max(self.workers, default=0))
-        if self.packs < needed:
-            raise ConfigError(
-                f"{self.packs:,} packs are fewer than the {needed:,} of a round and of what workers read ahead",
-                where="packs",
-                fix=f"set packs={needed} or more, or fewer rows",
-            )
-
-    def rows_ahead(self, workers: int) -> int:
-        """Return the rows after which queues of workers are as full as they stay."""
-        return self.global_batch * (1 + workers * _PREFETCH)
-
-
-QUICK = IntegrationsSettings(packs=400, pack_size=512, workers=(0,), global_batch=8, rows=100, rounds=1)
-
-
-def bench_integrations(settings: IntegrationsSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+def bench_integrations(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure every trainer that is installed; the others are notes.
 
     Raises:
-        ConfigError: torch is not installed.
+        ConfigError: there are fewer packs than a round reads.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("the integrations need torch", where=sys.executable, fix="install the extra `train`")
-    report = BenchReport("integrations", asdict(settings))
-    for trainer, sides in _comparisons(settings, workspace, report, progress).items():
-        for workers in settings.workers:
+    sizes.first("workers", 1)
+    needed = sizes.steps + _rows_ahead(sizes, max(sizes.workers))
+    if sizes.packs < needed:
+        raise ConfigError(
+            f"{sizes.packs:,} packs are fewer than the {needed:,} of a round and of what workers read ahead",
+            where="packs",
+            fix=f"set packs={needed} or more, or fewer steps",
+        )
+    report = BenchReport("integrations")
+    for trainer, sides in _comparisons(sizes, workspace, report, progress).items():
+        for workers in sizes.workers:
             progress(f"{trainer}, {workers} workers")
-            ours, theirs = (f"{trainer}, {side}, {workers} workers" for side in sides)
-            works = dict(zip((ours, theirs), (_rate(rows, workers, settings) for rows in sides.values()), strict=True))
-            for name, rates in take_turns(works, rounds=settings.rounds).items():
-                report.add_samples(name, rates, "M tok/s")
-            report.add_ratio(f"{trainer}, ours to theirs, {workers} workers", ours, theirs)
+            works = {f"{trainer}, {side}, {workers} workers": _rate(of, workers, sizes) for side, of in sides.items()}
+            report.run(Case(f"{trainer}, ours to theirs, {workers} workers", works, sizes.rounds, "M tok/s"))
     return report
 
 
+def _rows_ahead(sizes: Sizes, workers: int) -> int:
+    """Return the rows after which queues of workers are as full as they stay."""
+    return sizes.global_batch * (1 + workers * _PREFETCH)
+
+
 def _comparisons(
-    settings: IntegrationsSettings, workspace: Workspace, report: BenchReport, progress: Progress
+    sizes: Sizes, workspace: Workspace, report: BenchReport, progress: Progress
 ) -> dict[str, dict[str, Rows]]:
     """Return the two sides of each comparison, by trainer, with their data written; note what is left out."""
     found: dict[str, dict[str, Rows]] = {}
     progress("the integrations: writing the data")
     memmap, parquet = (
-        workspace.dataset(name, packs=settings.packs, pack_size=settings.pack_size) for name in ("memmap", "parquet")
+        workspace.dataset(name, packs=sizes.packs, pack_size=sizes.pack_size) for name in ("memmap", "parquet")
     )
     if _is_measured("trl", report):
-        arrow = write_trl_dataset(workspace.folder / f"trl-{settings.packs}x{settings.pack_size}", settings)
+        arrow = write_trl_dataset(workspace.folder / f"trl-{sizes.packs}x{sizes.pack_size}", sizes)
         found["TRL"] = {
-            "rows of a step": partial(_rows_of_steps, settings, memmap, "huggingface"),
+            "rows of a step": partial(_rows_of_steps, sizes, memmap, "huggingface"),
             "its packed dataset": partial(_trl_rows, arrow),
         }
-    bridge = workspace.folder / f"bridge-{settings.packs}x{settings.pack_size}.parquet"
+    bridge = workspace.folder / f"bridge-{sizes.packs}x{sizes.pack_size}.parquet"
     if not bridge.exists():
-        write_bridge_file(bridge, make_packs(settings.packs, settings.pack_size))
+        write_bridge_file(bridge, make_packs(sizes.packs, sizes.pack_size))
     found["Megatron-Bridge"] = {
-        "fixed rows": partial(_fixed_rows, settings, parquet),
+        "fixed rows": partial(_fixed_rows, sizes, parquet),
         "its packed Parquet": partial(_bridge_rows, bridge),
     }
     report.notes.append(
@@ -117,10 +85,10 @@ def _comparisons(
         "which is their best case"
     )
     if _is_measured("torchtitan", report, beside=("datasets",)):
-        arrow = write_titan_dataset(workspace.folder / f"titan-{settings.packs}x{settings.pack_size}", settings)
+        arrow = write_titan_dataset(workspace.folder / f"titan-{sizes.packs}x{sizes.pack_size}", sizes)
         found["torchtitan"] = {
-            "dataloader": partial(_our_titan_rows, settings, memmap),
-            "its text loader": partial(_titan_rows, settings, arrow),
+            "dataloader": partial(_our_titan_rows, sizes, memmap),
+            "its text loader": partial(_titan_rows, sizes, arrow),
         }
         report.notes.append("torchtitan's loader gets token ids for text, so that its figure has no tokenizer in it")
     return found
@@ -135,7 +103,7 @@ def _is_measured(name: str, report: BenchReport, *, beside: tuple[str, ...] = ()
     return not missing
 
 
-def _rate(rows: Rows, workers: int, settings: IntegrationsSettings) -> Side:
+def _rate(rows: Rows, workers: int, sizes: Sizes) -> Side:
     """Open a data path, let its workers fill their queues, and count millions of tokens a second of a round."""
 
     import torch
@@ -148,10 +116,10 @@ def _rate(rows: Rows, workers: int, settings: IntegrationsSettings) -> Side:
                 # Torch warns about more workers than cores, which may be measured on purpose.
                 warnings.filterwarnings("ignore", "This DataLoader will create")
                 with rows(workers) as counts:
-                    for _ in range(settings.rows_ahead(workers)):
+                    for _ in range(_rows_ahead(sizes, workers)):
                         next(counts)
                     start = time.perf_counter()
-                    tokens = sum(itertools.islice(counts, settings.rows))
+                    tokens = sum(itertools.islice(counts, sizes.steps))
                     return float(tokens / (time.perf_counter() - start) / 1e6)
         finally:
             torch.set_num_threads(threads)
@@ -159,35 +127,35 @@ def _rate(rows: Rows, workers: int, settings: IntegrationsSettings) -> Side:
     return side
 
 
-def _stream(settings: IntegrationsSettings, path: Path, workers: int) -> RankStream:
-    config = LoaderConfig(global_batch_size=settings.global_batch, num_workers=workers, prefetch_factor=_PREFETCH)
-    return RankStream(path, config, schedule=ScheduleConfig("as_packed", settings.pack_size))
+def _stream(sizes: Sizes, path: Path, workers: int) -> RankStream:
+    config = LoaderConfig(global_batch_size=sizes.global_batch, num_workers=workers, prefetch_factor=_PREFETCH)
+    return RankStream(path, config, schedule=ScheduleConfig("as_packed", sizes.pack_size))
 
 
 @contextmanager
-def _rows_of_steps(settings: IntegrationsSettings, path: Path, dialect: str, workers: int) -> Iterator[Iterator[int]]:
+def _rows_of_steps(sizes: Sizes, path: Path, dialect: str, workers: int) -> Iterator[Iterator[int]]:
     """Open the rows that `PackedTraining` of harness.integrations.huggingface and loops of one's own read."""
     from harness.integrations.torch import PackedDataset
 
-    with _stream(settings, path, workers) as stream:
+    with _stream(sizes, path, workers) as stream:
         steps = PackedDataset(stream, dialect=dialect).steps()
         yield (row["input_ids"].numel() for step in steps for row in step.rows)
 
 
 @contextmanager
-def _fixed_rows(settings: IntegrationsSettings, path: Path, workers: int) -> Iterator[Iterator[int]]:
+def _fixed_rows(sizes: Sizes, path: Path, workers: int) -> Iterator[Iterator[int]]:
     """Open the rows that the loaders for Megatron-LM and Megatron-Bridge yield."""
-    with _stream(settings, path, workers) as stream:
-        rows = FixedRows(stream, rows_per_step=settings.global_batch, layout=RankLayout())
+    with _stream(sizes, path, workers) as stream:
+        rows = FixedRows(stream, rows_per_step=sizes.global_batch, layout=RankLayout())
         yield (MegatronRow.of(row).tensors()["tokens"].numel() for row in rows)
 
 
-def write_trl_dataset(path: Path, settings: IntegrationsSettings) -> Path:
+def write_trl_dataset(path: Path, sizes: Sizes) -> Path:
     """Write the packs as TRL's `pack_dataset` returns them: token ids, labels and the lengths of sequences."""
     import datasets
 
     def rows() -> Iterator[dict[str, Any]]:
-        for pack in make_packs(settings.packs, settings.pack_size):
+        for pack in make_packs(sizes.packs, sizes.pack_size):
             row = HuggingFaceRow.of(build_thd_batch(pack.sequences()))
             lengths = np.diff(row["cu_seq_lens_q"])
             yield {"input_ids": row["input_ids"][0], "labels": row["labels"][0], "seq_lengths": lengths}
@@ -284,12 +252,12 @@ def _bridge_rows(path: Path, workers: int) -> Iterator[Iterator[int]]:
     yield (batch["token_count"][0] for batch in bridge_loader(path, workers))
 
 
-def write_titan_dataset(path: Path, settings: IntegrationsSettings) -> Path:
+def write_titan_dataset(path: Path, sizes: Sizes) -> Path:
     """Write the sequences of the packs one by one, as a text loader gets documents."""
     import datasets
 
     def rows() -> Iterator[dict[str, Any]]:
-        for pack in make_packs(settings.packs, settings.pack_size):
+        for pack in make_packs(sizes.packs, sizes.pack_size):
             for sequence in pack.sequences():
                 yield {"input_ids": sequence.input_ids}
 
@@ -298,16 +266,16 @@ def write_titan_dataset(path: Path, settings: IntegrationsSettings) -> Path:
 
 
 @contextmanager
-def _our_titan_rows(settings: IntegrationsSettings, path: Path, workers: int) -> Iterator[Iterator[float]]:
+def _our_titan_rows(sizes: Sizes, path: Path, workers: int) -> Iterator[Iterator[float]]:
     from harness.integrations.torchtitan import HarnessDataLoader
 
     config = HarnessDataLoader.Config(
         dataset_path=str(path),
-        global_batch_size=settings.global_batch,
+        global_batch_size=sizes.global_batch,
         num_workers=workers,
         prefetch_factor=_PREFETCH,
     )
-    loader = HarnessDataLoader(config, dp_world_size=1, dp_rank=0, seq_len=settings.pack_size, local_batch_size=1)
+    loader = HarnessDataLoader(config, dp_world_size=1, dp_rank=0, seq_len=sizes.pack_size, local_batch_size=1)
     reader = open_dataset(path)
     # Its rows are padded to one length; a sequence of L stored tokens has L - 1 that count.
     mean = float((reader.sequence_lengths[:] - 1).sum()) / len(reader)
@@ -318,7 +286,7 @@ def _our_titan_rows(settings: IntegrationsSettings, path: Path, workers: int) ->
 
 
 @contextmanager
-def _titan_rows(settings: IntegrationsSettings, path: Path, workers: int) -> Iterator[Iterator[int]]:
+def _titan_rows(sizes: Sizes, path: Path, workers: int) -> Iterator[Iterator[int]]:
     import datasets
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
@@ -335,7 +303,7 @@ def _titan_rows(settings: IntegrationsSettings, path: Path, workers: int) -> Ite
             dp_world_size=1,
             dp_rank=0,
             tokenizer=tokens_as_they_are,
-            seq_len=settings.pack_size,
+            seq_len=sizes.pack_size,
             local_batch_size=1,
         )
         yield (inputs["input"].numel() for inputs, _labels in loader)

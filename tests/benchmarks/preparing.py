@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Figure, Progress
+from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
-from harness.checks import bounded, check_numbers
 from harness.prep import Conversation, cut_shards, read_shard, train_bpe
 from harness.prep.tokenize import texts_of
-from tests.benchmarks.probes import measure_apart
 
+_PROBES = "tests.benchmarks.probes"
 _OURS, _THEIRS, _RATIO = (
     "prepare: file to shard on disk",
     "tokenizers alone: text to ids",
@@ -27,56 +27,30 @@ _BARE = "tokenizers alone: text to ids without their characters"
 _TOOL_TEMPLATE = "qwen2_5"
 
 
-@dataclass(frozen=True)
-class PrepareSettings:
-    """Sizes of the bench.
-
-    Attributes:
-        conversations: conversations of the source that is tokenized.
-        median: words of a conversation, lognormal.
-        vocab_size: vocabulary of the tokenizer, trained on the source.
-        memory_conversations: conversations of the smallest source of the memory measurement.
-        growth: sizes of the sources of the memory measurement, as multiples of the smallest one.
-        rounds: turns of each side of a comparison; figures are medians over them.
-    """
-
-    conversations: int = bounded(4_000, lowest=10)
-    median: float = bounded(300.0, above=0, highest=1_000_000)
-    vocab_size: int = bounded(8_000, lowest=259, highest=100_000_000)
-    memory_conversations: int = bounded(10_000, lowest=10)
-    growth: tuple[int, ...] = bounded((1, 4, 16), lowest=1, highest=10_000)
-    rounds: int = bounded(3, lowest=1)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-
-
-QUICK = PrepareSettings(conversations=300, vocab_size=1000, memory_conversations=500, growth=(1, 4), rounds=1)
-
-
-def bench_preparing(settings: PrepareSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+def bench_preparing(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure MB of text a second of processor time, and megabytes of a preparation's own memory."""
-    report = BenchReport("prepare", asdict(settings))
+    sizes.first("sequences", 3)
+    report = BenchReport("prepare")
     source, tokenizer = workspace.folder / "chats.jsonl", workspace.folder / "tokenizer"
-    _write_chats(source, settings.conversations, settings.median, seed=0)
-    _train(source, tokenizer, "chatml", settings, progress)
+    _write_chats(source, sizes.sequences[0], seed=0)
+    _train(source, tokenizer, "chatml", sizes, progress)
     progress("tokenizing")
-    _compare(settings, source, tokenizer, workspace.folder / "shards", report)
+    _compare(sizes, source, tokenizer, workspace.folder / "shards", report)
     tools, tool_tokenizer = workspace.folder / "tools.jsonl", workspace.folder / "tool-tokenizer"
-    _write_tool_chats(tools, settings.conversations, settings.median, seed=2)
-    _train(tools, tool_tokenizer, _TOOL_TEMPLATE, settings, progress)
+    _write_tool_chats(tools, sizes.sequences[0], seed=2)
+    _train(tools, tool_tokenizer, _TOOL_TEMPLATE, sizes, progress)
     progress("tokenizing conversations with tools")
-    _compare(settings, tools, tool_tokenizer, workspace.folder / "tool-shards", report, of=", with tools")
-    _measure_memory(settings, workspace.folder, tokenizer, report, progress)
+    _compare(sizes, tools, tool_tokenizer, workspace.folder / "tool-shards", report, of=", with tools")
+    _measure_memory(sizes, workspace.folder, tokenizer, report, progress)
     report.notes.append("both tokenize on one core, in seconds of processor time, with the same tokenizer")
     report.notes.append("memory is a preparation's own, above its imports and without mapped files, at its highest")
     return report
 
 
-def _train(source: Path, folder: Path, template: str, settings: PrepareSettings, progress: Progress) -> None:
+def _train(source: Path, folder: Path, template: str, sizes: Sizes, progress: Progress) -> None:
     progress("training a tokenizer")
     texts = (text for conversation in _read(source) for _, text in texts_of(conversation))
-    train_bpe(texts, folder, vocab_size=settings.vocab_size, chat_template=template)
+    train_bpe(texts, folder, vocab_size=max(500, 2 * sizes.sequences[0]), chat_template=template)
 
 
 def _read(source: Path) -> list[Conversation]:
@@ -84,9 +58,7 @@ def _read(source: Path) -> list[Conversation]:
     return [record for chunk in read_shard(shard) for record in chunk.parse() if isinstance(record, Conversation)]
 
 
-def _compare(
-    settings: PrepareSettings, source: Path, tokenizer: Path, shards: Path, report: BenchReport, *, of: str = ""
-) -> None:
+def _compare(sizes: Sizes, source: Path, tokenizer: Path, shards: Path, report: BenchReport, *, of: str = "") -> None:
     """Run each side in processes of its own: in one heap with the library's garbage, ours took half longer.
 
     Args:
@@ -94,14 +66,14 @@ def _compare(
     """
     rates: dict[str, list[float]] = {_OURS: [], _THEIRS: [], _BARE: []}
     tokens: set[float] = set()
-    for number in range(settings.rounds):
+    for number in range(sizes.rounds):
         sides = [
-            (_OURS, ("tokenize_shard", str(source), str(tokenizer), str(shards / str(number)))),
-            (_THEIRS, ("tokenizers_alone", str(source), str(tokenizer), "encode_batch")),
-            (_BARE, ("tokenizers_alone", str(source), str(tokenizer), "encode_batch_fast")),
+            (_OURS, ("tokenize_shard", source, tokenizer, shards / str(number))),
+            (_THEIRS, ("tokenizers_alone", source, tokenizer, "encode_batch")),
+            (_BARE, ("tokenizers_alone", source, tokenizer, "encode_batch_fast")),
         ]
-        for name, arguments in sides if number % 2 == 0 else sides[::-1]:
-            measured = measure_apart(*arguments)
+        for name, (probe, *arguments) in sides if number % 2 == 0 else sides[::-1]:
+            measured = measure_apart(f"{_PROBES}:{probe}", *arguments)
             rates[name].append(measured["megabytes_per_s"])
             tokens.add(measured["tokens"])
     # Speeds compare only where the work is the same.
@@ -112,39 +84,36 @@ def _compare(
     report.add_ratio(f"{_RATIO} without characters{of}", _OURS + of, _BARE + of)
 
 
-def _measure_memory(
-    settings: PrepareSettings, folder: Path, tokenizer: Path, report: BenchReport, progress: Progress
-) -> None:
+def _measure_memory(sizes: Sizes, folder: Path, tokenizer: Path, report: BenchReport, progress: Progress) -> None:
     megabytes = {}
-    for times in settings.growth:
-        progress(f"preparing {times} times as much")
-        source = folder / f"chats-{times}.jsonl"
-        _write_chats(source, settings.memory_conversations * times, settings.median, seed=1)
-        measured = measure_apart("prepare", str(source), str(tokenizer), str(folder / f"prepared-{times}"))
-        megabytes[times] = measured["megabytes"]
-        name = f"memory, {times}x: {source.stat().st_size / 1e6:,.0f} MB of source"
-        report.add(Figure(name, megabytes[times], "MB"))
+    for count in sizes.sequences[1:]:
+        progress(f"preparing {count:,} conversations")
+        source = folder / f"chats-{count}.jsonl"
+        _write_chats(source, count, seed=1)
+        megabytes[count] = measure_apart(f"{_PROBES}:prepare_all", source, tokenizer, folder / f"prepared-{count}")
+        name = f"memory, {count // sizes.sequences[1]}x: {source.stat().st_size / 1e6:,.0f} MB of source"
+        report.add(Figure(name, megabytes[count], "MB"))
         source.unlink()
     low, high = min(megabytes), max(megabytes)
-    more = settings.memory_conversations * (high - low)
-    report.add(Figure("memory a conversation more", (megabytes[high] - megabytes[low]) * 1e6 / more, "bytes"))
+    more = (megabytes[high] - megabytes[low]) * 1e6 / (high - low)
+    report.add(Figure("memory a conversation more", more, "bytes"))
 
 
-def _write_chats(path: Path, count: int, median: float, *, seed: int) -> None:
+def _write_chats(path: Path, count: int, *, seed: int) -> None:
     with path.open("w") as file:
-        for text in _texts(count, median, seed=seed):
+        for text in _texts(count, seed=seed):
             turns = [{"role": "user", "content": text[: len(text) // 4] or "a"}, {"role": "assistant", "content": text}]
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
-def _write_tool_chats(path: Path, count: int, median: float, *, seed: int) -> None:
+def _write_tool_chats(path: Path, count: int, *, seed: int) -> None:
     """Write conversations in which an assistant calls one of three tools, reads its result and answers."""
     names = ("search", "read_file", "run")
     parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
     functions = [{"name": name, "description": f"{name} something", "parameters": parameters} for name in names]
     tools = [{"type": "function", "function": function} for function in functions]
     with path.open("w") as file:
-        for number, text in enumerate(_texts(count, median, seed=seed)):
+        for number, text in enumerate(_texts(count, seed=seed)):
             fourth = max(1, len(text) // 4)
             call = {"name": names[number % 3], "arguments": {"text": text[:fourth]}}
             turns = [
@@ -156,9 +125,9 @@ def _write_tool_chats(path: Path, count: int, median: float, *, seed: int) -> No
             file.write(json.dumps({"messages": turns, "tools": tools}) + "\n")
 
 
-def _texts(count: int, median: float, *, seed: int) -> Iterator[str]:
+def _texts(count: int, *, seed: int) -> Iterator[str]:
     """Yield texts of a lognormal number of words, which are as frequent as Zipf's law has them."""
     random = np.random.default_rng(seed)
     words = np.array(["".join(map(chr, 97 + random.integers(0, 26, size))) for size in random.integers(2, 10, 5000)])
-    for length in lognormal_lengths(count, median=median, longest=8000, seed=seed).tolist():
+    for length in lognormal_lengths(count, median=300.0, longest=8000, seed=seed).tolist():
         yield " ".join(words[random.zipf(1.3, length) % 5000])

@@ -1,4 +1,4 @@
-"""Cost in a fresh process: `python -m tests.benchmarks.probes NAME ARGUMENT...` measures and prints JSON.
+"""Costs that are measured in a fresh process, by `harness.bench.apart`.
 
 Everything is imported before the measuring begins, so that the figures are those of the data alone.
 """
@@ -7,67 +7,51 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
-from typing import Any
-
-from harness.bench.probe import measure_apart as probe_of_harness
 
 _MEMORY_FILE = Path("/proc/self/statm")
 # Of a soak: three in each quarter.
 MIN_PASSES = 12
 
 
-def measure_apart(probe: str, *arguments: str) -> dict[str, Any]:
-    """Run a probe of this module in a process of its own.
-
-    Returns:
-        seconds and megabytes (resident memory above that of the imports), as far as the probe measures them; lists of
-        one number a pass of a soak.
-    """
-    return probe_of_harness(probe, *arguments, module="tests.benchmarks.probes")
-
-
-def resident_megabytes() -> float:
+def _resident_megabytes() -> float:
     """Return the resident memory of this process, with mapped pages of files."""
     return int(_MEMORY_FILE.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def anonymous_megabytes() -> float:
+def _anonymous_megabytes() -> float:
     """Return the memory of this process that is backed by no file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1e3
 
 
-def _probe_open(path: str) -> dict[str, float]:
+def open_apart(path: str) -> dict[str, float]:
     """Open a dataset and count its packs and sequences."""
     from harness.formats import FORMATS, load_format, open_dataset
 
     for name in FORMATS:
         load_format(name)
-    before = resident_megabytes()
+    before = _resident_megabytes()
     start = time.perf_counter()
     reader = open_dataset(path)
     counts = {"packs": len(reader), "sequences": int(reader.pack_offsets[-1])}
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "megabytes": resident_megabytes() - before, **counts}
+    return {"seconds": seconds, "megabytes": _resident_megabytes() - before, **counts}
 
 
-def _probe_numpy_load(path: str) -> dict[str, float]:
+def load_by_numpy(path: str) -> dict[str, float]:
     """Load a pickled `.npy` the way tools that train from it do."""
     import numpy as np
 
-    before = resident_megabytes()
+    before = _resident_megabytes()
     start = time.perf_counter()
     packs = np.load(path, allow_pickle=True)
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "megabytes": resident_megabytes() - before, "packs": len(packs)}
+    return {"seconds": seconds, "megabytes": _resident_megabytes() - before, "packs": len(packs)}
 
 
-def _probe_soak(
-    path: str, workers: str, global_batch: str, max_tokens_per_rank: str, seconds: str
-) -> dict[str, list[float]]:
+def soak(path: str, workers: str, global_batch: str, max_tokens_per_rank: str, seconds: str) -> dict[str, list[float]]:
     """Read a dataset again and again; count what this process and its workers hold at the end of each pass."""
     import warnings
 
@@ -110,8 +94,8 @@ def _proportional_megabytes(process: str) -> float:
     return sum(int(words[1]) for words in lines if words[0] in ("Pss_Anon:", "Pss_Shmem:")) / 1e3
 
 
-def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]:
-    """Run a whole preparation in this process; report its highest memory without mapped files."""
+def prepare_all(source: str, tokenizer: str, folder: str) -> float:
+    """Run a whole preparation in this process; return the megabytes that it takes at most, without mapped files."""
     import threading
 
     from rich.console import Console
@@ -124,13 +108,13 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
     ChatTokenizer(tokenizer_config)
     data = PackingConfig(path=folder, packed_storage="memmap", num_workers=0)
     config = PrepareConfig(SourceConfig("files", source), tokenizer_config, data)
-    before = most = anonymous_megabytes()
+    before = most = _anonymous_megabytes()
     is_done = threading.Event()
 
     def watch() -> None:
         nonlocal most
         while not is_done.wait(0.01):
-            most = max(most, anonymous_megabytes())
+            most = max(most, _anonymous_megabytes())
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -140,10 +124,10 @@ def _probe_prepare(source: str, tokenizer: str, folder: str) -> dict[str, float]
     finally:
         is_done.set()
         watching.join()
-    return {"megabytes": most - before}
+    return most - before
 
 
-def _probe_tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str, float]:
+def tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str, float]:
     """Tokenize a file of conversations to a shard on disk, once to fill caches and once for the clock."""
     from harness.prep import Receipt, ShardJob, TokenizerConfig, cut_shards, do_shard
 
@@ -170,12 +154,11 @@ def _probe_tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str,
 
 def _processor_s() -> float:
     """Return the processor time of this process and of its children that run, such as the one that renders."""
-    children = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
-    ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in children]
+    ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in _children()]
     return time.process_time() + sum(int(tick) for pair in ticks for tick in pair) / os.sysconf("SC_CLK_TCK")
 
 
-def _probe_tokenizers_alone(source: str, tokenizer: str, call: str) -> dict[str, float]:
+def tokenizers_alone(source: str, tokenizer: str, call: str) -> dict[str, float]:
     """Turn the same conversations, as text in memory, into token ids by this call of the tokenizers library alone."""
     import tokenizers
 
@@ -202,7 +185,3 @@ def _text_megabytes(source: str, tokenizer: str) -> tuple[list[str], float]:
         for record in records
     ]
     return texts, sum(len(text.encode()) for text in texts) / 1e6
-
-
-if __name__ == "__main__":
-    print(json.dumps(globals()[f"_probe_{sys.argv[1]}"](*sys.argv[2:])))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,51 +13,29 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.bench.figures import BenchReport, Progress, Work
+from harness.bench.figures import CPU, BenchReport, Case, Progress, Side, rate
+from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
-from harness.checks import bounded, check_numbers
 from harness.indexed import UINT16, IndexedWriter, convert_tokens
 from harness.records import Int64Array
 
 _OURS, _THEIRS = "ours", "Megatron's builder"
 _CPU = ", by processor time"
 _BLOCK = 1 << 20
+# Lengths of documents, and documents of a Parquet row group.
+_MEDIANS = (60.0, 600.0)
+_ROWS_PER_GROUP = 1000
 
 
-@dataclass(frozen=True)
-class TokensSettings:
-    """Sizes of the bench.
-
-    Attributes:
-        tokens: tokens of the shards, about.
-        medians: medians of the documents' lengths, lognormal; each is measured.
-        sigma: standard deviation of the logarithm of the lengths.
-        rows_per_group: documents of a Parquet row group.
-        rounds: turns of each side of a comparison; figures are medians over them.
-    """
-
-    tokens: int = bounded(20_000_000, lowest=1000)
-    medians: tuple[float, ...] = bounded((60.0, 600.0), above=0, highest=1_000_000)
-    sigma: float = bounded(1.0, lowest=0, highest=10)
-    rows_per_group: int = bounded(1000, lowest=1)
-    rounds: int = bounded(3, lowest=1)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-
-
-QUICK = TokensSettings(tokens=500_000, rounds=1)
-
-
-def bench_tokens(settings: TokensSettings, workspace: Workspace, progress: Progress) -> BenchReport:
+def bench_tokens(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure millions of tokens a second on the clock, and by processor time where there is a target."""
-    report = BenchReport("tokens", asdict(settings))
+    report = BenchReport("tokens")
     builder = _find_builder()
     if builder is None:
         report.notes.append("megatron-core is not installed; with `pip install megatron-core` it is measured too")
-    for median in settings.medians:
+    for median in _MEDIANS:
         progress(f"documents of a median of {median:g} tokens")
-        _measure(settings, median, builder, workspace, report)
+        _measure(sizes, median, builder, workspace, report)
     report.notes.append("ours decodes row groups on all cores, and forces its files to the disk")
     report.notes.append("the target is for rows fed as torch tensors made of Python lists")
     return report
@@ -71,9 +48,9 @@ def _find_builder() -> Any:
         return None
 
 
-def _measure(settings: TokensSettings, median: float, builder: Any, workspace: Workspace, report: BenchReport) -> None:
-    count = int(settings.tokens / (median * np.exp(settings.sigma**2 / 2)))
-    lengths = lognormal_lengths(count, median=median, sigma=settings.sigma, longest=1 << 16, seed=0)
+def _measure(sizes: Sizes, median: float, builder: Any, workspace: Workspace, report: BenchReport) -> None:
+    count = int(sizes.packs * sizes.pack_size / (median * np.exp(0.5)))
+    lengths = lognormal_lengths(count, median=median, longest=1 << 16, seed=0)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     # Skewed like the tokens of text, so that Parquet compresses as well.
     tokens = (np.random.default_rng(0).zipf(1.3, int(offsets[-1])) % 50_000).astype(np.int32)
@@ -81,9 +58,9 @@ def _measure(settings: TokensSettings, median: float, builder: Any, workspace: W
     folder.mkdir(exist_ok=True)
     shard = folder / "shard.parquet"
     column = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(tokens))
-    pq.write_table(pa.table({"input_ids": column}), shard, row_group_size=settings.rows_per_group, compression="zstd")
+    pq.write_table(pa.table({"input_ids": column}), shard, row_group_size=_ROWS_PER_GROUP, compression="zstd")
 
-    def side(write: Callable[[Path], None], name: str) -> Work:
+    def side(write: Callable[[Path], None], name: str) -> Side:
         def run(number: int) -> float:
             write(folder / name)
             return len(tokens) / 1e6
@@ -100,18 +77,19 @@ def _measure(settings: TokensSettings, median: float, builder: Any, workspace: W
         views = [tokens[begin:end] for begin, end in pairwise(offsets.tolist())]
         sides[f"{_THEIRS}, from memory"] = side(partial(_build, builder, lambda: views), "theirs-memory")
     case = f"median {median:g}: "
-    report.measure({case + name: work for name, work in sides.items()}, "M tokens/s", rounds=settings.rounds)
+    report.run(Case("", {case + name: rate(work) for name, work in sides.items()}, sizes.rounds, "M tokens/s"))
     if builder is None:
         return
-    compared = (f"{_OURS}, from Parquet", f"{_THEIRS}, a tensor a row of Parquet")
-    works = {f"{case}{name}{_CPU}": sides[name] for name in compared}
-    report.measure(works, "M tokens/s", rounds=settings.rounds, cpu_time=True)
+    tensors = f"{_THEIRS}, a tensor a row of Parquet"
+    works = {f"{case}{name}{_CPU}": rate(sides[name], CPU) for name in (f"{_OURS}, from Parquet", tensors)}
+    report.run(Case(f"{case}to tensors of rows{_CPU}", works, sizes.rounds, "M tokens/s"))
     _check_same_bytes(folder)
-    ours, tensors = f"{case}{_OURS}, from", f"{case}{_THEIRS}, a tensor a row of Parquet"
-    report.add_ratio(f"{case}to tensors of rows", f"{ours} Parquet", tensors, at_least=20)
-    report.add_ratio(f"{case}to tensors of rows{_CPU}", f"{ours} Parquet{_CPU}", tensors + _CPU)
-    report.add_ratio(f"{case}to lists of rows", f"{ours} Parquet", f"{case}{_THEIRS}, a list a row of Parquet")
-    report.add_ratio(f"{case}to tokens in memory", f"{ours} memory", f"{case}{_THEIRS}, from memory")
+    for name, ours, theirs, target in (
+        ("to tensors of rows", "from Parquet", tensors, 20.0),
+        ("to lists of rows", "from Parquet", f"{_THEIRS}, a list a row of Parquet", None),
+        ("to tokens in memory", "from memory", f"{_THEIRS}, from memory", None),
+    ):
+        report.add_ratio(case + name, f"{case}{_OURS}, {ours}", case + theirs, at_least=target)
 
 
 def _convert(shard: Path, path: Path) -> None:

@@ -1,11 +1,11 @@
 """`harness bench gpu`: first contact with a machine of GPUs, in resumable parts; on a CPU the same program in full.
 
 Each part is a process (or one a rank) that writes a JSON file; `parts` starts those that have none yet, and makes one
-JSON and one HTML report of all. Read `parts` first, then one part, such as `training`; `sizes` has what they measure.
+JSON and one page of all. Read `parts` first, then one part, such as `training`; `sizes` has what they measure.
 """
 
 from __future__ import annotations
 
-from harness.bench.gpu.parts import QUICK, GpuSettings, bench_gpu
+from harness.bench.gpu.parts import bench_gpu
 
-__all__ = ["QUICK", "GpuSettings", "bench_gpu"]
+__all__ = ["bench_gpu"]

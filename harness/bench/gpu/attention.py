@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from harness.bench.figures import BenchReport, Figure
-from harness.bench.gpu.sizes import Place, allow_deterministic
+from harness.bench.gpu.sizes import allow_deterministic
+from harness.bench.sizes import Sizes
+from harness.bench.step import run_bare
+from harness.bench.workspace import Workspace
 from harness.errors import HarnessError
-from harness.megatron import RowTensors, run_row, to_device
+from harness.megatron import RowTensors, to_device
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_model
-from harness.parity import IsolationCheck, planted_defects, sample_documents
-from harness.plan import ModelConfig, ParallelConfig
+from harness.parity import IsolationCheck, planted_defects
+from harness.plan import ModelConfig, ParallelConfig, SftConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch, pad_row
 
@@ -55,26 +57,28 @@ class PlainAttention(torch.nn.Module):
         return torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype)
 
 
-def measure_attention(place: Place, backend: str) -> BenchReport:
+def measure_attention(sizes: Sizes, workspace: Workspace, backend: str) -> BenchReport:
     """Compare losses and gradients of a model with this backend, and check that documents are isolated."""
     allow_deterministic()
-    report = BenchReport("gpu", {})
-    device = runtime.choose_device(place.device)
-    rows = {"without padding": _row(place.sizes.checked, 1), "with padding": _row(place.sizes.checked, _MULTIPLE)}
+    report = BenchReport("gpu")
+    device = runtime.choose_device(sizes.device)
+    tokens = 96 if sizes.is_tiny else 2048
+    rows = {"without padding": _row(tokens, 1), "with padding": _row(tokens, _MULTIPLE)}
     for dtype in ("float32", "bfloat16"):
         for title, row in rows.items():
             # Transformer Engine has no float32 attention for rows with padding.
             if dtype == "float32" and backend != "torch" and title == "with padding":
                 continue
-            with runtime.start(place.device) as job:
+            with runtime.start(sizes.device) as job:
                 join(ParallelConfig(), job.world_size)
-                _compare(report, f"{dtype}, {title}", _model(backend, dtype, place), row, job.device)
+                _compare(report, f"{dtype}, {title}", _model(backend, dtype, sizes), row, job.device)
     if backend != "torch":
         for recipe in _recipes_of(device):
-            _compare_in_8_bits(report, replace(_model(backend, "bfloat16", place), fp8=recipe), place)
+            model = replace(_model(backend, "bfloat16", sizes), fp8=recipe)
+            _compare_in_8_bits(report, model, rows["with padding"], sizes.device)
     # Kernels that add in another order each time would look like leaks.
-    with runtime.start(place.device, deterministic=True) as job:
-        _isolate(report, _model(backend, "float32" if device.type == "cpu" else "bfloat16", place), job)
+    with runtime.start(sizes.device, deterministic=True) as job:
+        _isolate(report, _model(backend, "float32" if device.type == "cpu" else "bfloat16", sizes), job)
     return report
 
 
@@ -85,11 +89,10 @@ def _recipes_of(device: torch.device) -> tuple[str, ...]:
     return next((recipes for since, recipes in _RECIPES.items() if there >= since), ())
 
 
-def _compare_in_8_bits(report: BenchReport, model: ModelConfig, place: Place) -> None:
+def _compare_in_8_bits(report: BenchReport, model: ModelConfig, row: ThdBatch, device: str) -> None:
     """Compare a model that multiplies in 8 bits; a recipe that this Transformer Engine refuses is reported."""
-    row = _row(place.sizes.checked, _MULTIPLE)
     row = pad_row(row, math.ceil(len(row) / _BLOCK) * _BLOCK)
-    with runtime.start(place.device) as job:
+    with runtime.start(device) as job:
         join(ParallelConfig(), job.world_size)
         try:
             _compare(report, f"8 bits {model.fp8}", model, row, job.device)
@@ -98,8 +101,8 @@ def _compare_in_8_bits(report: BenchReport, model: ModelConfig, place: Place) ->
             report.notes.append(f"8 bits {model.fp8}: {str(error).splitlines()[0]}")
 
 
-def _model(backend: str, dtype: str, place: Place) -> ModelConfig:
-    head = 32 if place.sizes.is_tiny else 128
+def _model(backend: str, dtype: str, sizes: Sizes) -> ModelConfig:
+    head = 32 if sizes.is_tiny else 128
     return ModelConfig(
         num_layers=2,
         hidden_size=4 * head,
@@ -173,29 +176,8 @@ def run_once(
     for chunk in chunks:
         chunk.train()
         chunk.zero_grad_buffer()
-    kept: list[torch.Tensor] = []
-
-    def forward(rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-        tensors = prepare(next(rows), device)
-        output = run_row(model, tensors)
-
-        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            kept.append((losses.detach().float() * tensors.loss_mask).flatten())
-            total = (losses.float() * tensors.loss_mask).sum()
-            return total, tensors.loss_mask.sum().to(torch.int), total.detach()
-
-        return output, loss
-
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iter([row]),
-        model=chunks[0],
-        num_microbatches=1,
-        seq_length=len(row),
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    return kept[0], torch.cat([weight.main_grad.float().flatten() for weight in chunks[0].parameters()])
+    (report,) = run_bare(chunks[0], [prepare(row, device)], len(row))
+    return report["losses"].flatten(), torch.cat([one.main_grad.float().flatten() for one in chunks[0].parameters()])
 
 
 def _one_sequence(row: ThdBatch, device: torch.device, **slices: Any) -> RowTensors:
@@ -210,22 +192,11 @@ def _distance(values: torch.Tensor, of: torch.Tensor) -> float:
 
 
 def _isolate(report: BenchReport, model: ModelConfig, job: runtime.Runtime) -> None:
-    parallel = ParallelConfig()
-    layout = join(parallel, job.world_size)
-    multiple = 4
-    check = IsolationCheck(
-        build_model(replace(model, init_std=0.2), parallel, vocab_size=_VOCABULARY, device=job.device),
-        sample_documents(_VOCABULARY),
-        parallel=parallel,
-        layout=layout,
-        device=job.device,
-        pad_to_multiple=multiple,
-        vocab_size=_VOCABULARY,
-    )
+    check = IsolationCheck.of_job(SftConfig(model=model), job)
     findings = check.run()
     report.add(Figure("isolation: findings", len(findings), "findings", at_most=0))
     report.notes += [f"isolation: {finding}" for finding in findings[:10]]
-    planted = planted_defects(layout, parallel, multiple)
+    planted = planted_defects(check.layout, check.parallel, check.pad_to_multiple)
     missed = [name for name, prepare in planted.items() if not check.run(prepare)]
     found = len(planted) - len(missed)
     report.add(Figure("isolation: planted defects found", found, "defects", at_least=len(planted)))

@@ -10,14 +10,17 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness.bench.figures import BenchReport, Figure, describe_machine, list_versions, take_turns
-from harness.bench.gpu.sizes import Place, known_peak
+from harness.bench.gpu.sizes import known_peak
+from harness.bench.sizes import Sizes
 from harness.bench.step import wait_for
+from harness.bench.workspace import Workspace
 from harness.megatron.job import runtime
 
 # Variables that change what is measured.
@@ -69,34 +72,40 @@ def _ask_driver() -> str:
     return (done.stdout.splitlines() or ["unknown"])[0].strip()
 
 
-def measure_environment(place: Place) -> BenchReport:
+def measure_environment(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
     """Measure products and copies on one GPU, and note what is installed."""
-    report = BenchReport("gpu", {})
-    device = runtime.choose_device(place.device)
+    report = BenchReport("gpu")
+    device = runtime.choose_device(sizes.device)
     on_gpu = device.type == "cuda"
-    size = place.sizes.matrix
+    size, copied_bytes = matrix_of(sizes), _copied_bytes(sizes)
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32} if on_gpu else {"float32": torch.float32}
     for name, dtype in dtypes.items():
-        rates = measure_products(device, dtype, size, rounds=place.sizes.rounds)
+        rates = measure_products(device, dtype, size, rounds=sizes.rounds)
         report.add_samples(f"products of {size} x {size} in {name}", rates, "TFLOP/s")
-    numbers = torch.ones(place.sizes.copied_bytes, dtype=torch.uint8, device=device)
+    numbers = torch.ones(copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(numbers)
     sides: dict[str, Callable[[], Any]] = {"copy on the device, read and written": lambda: target.copy_(numbers)}
     if on_gpu:
-        pinned, plain = (torch.ones(place.sizes.copied_bytes, dtype=torch.uint8) for _ in range(2))
+        pinned, plain = (torch.ones(copied_bytes, dtype=torch.uint8) for _ in range(2))
         pinned = pinned.pin_memory()
         sides["copy to the device, pinned"] = lambda: target.copy_(pinned, non_blocking=True)
         sides["copy to the device, pageable"] = lambda: target.copy_(plain)
         sides["copy to the host, pinned"] = lambda: pinned.copy_(target, non_blocking=True)
-    seconds = take_turns(
-        {name: lambda number, copy=copy: time_on(device, copy) for name, copy in sides.items()},  # type: ignore[misc]
-        rounds=place.sizes.rounds,
-    )
-    for name, samples in seconds.items():
+    timed = {name: partial(time_on, device, copy) for name, copy in sides.items()}
+    for name, samples in take_turns(timed, rounds=sizes.rounds).items():
         moved = numbers.nbytes * (2 if "on the device" in name else 1)
         report.add_samples(name, [moved / second / 1e9 for second in samples], "GB/s")
     report.notes += [f"{name}: {value}" for name, value in _facts(device).items()]
     return report
+
+
+def matrix_of(sizes: Sizes) -> int:
+    """Return the rows and columns of multiplied matrices."""
+    return 256 if sizes.is_tiny else 8192
+
+
+def _copied_bytes(sizes: Sizes) -> int:
+    return 1 << (20 if sizes.is_tiny else 30)
 
 
 def measure_products(device: torch.device, dtype: torch.dtype, size: int, *, rounds: int) -> list[float]:
@@ -118,7 +127,7 @@ def peak_of(device: torch.device, size: int) -> tuple[float, str]:
     return peak, f"MFU is of {peak:.3g} TFLOP/s, measured here on products of {size} x {size}: no published peak known"
 
 
-def time_on(device: torch.device, work: Callable[[], Any]) -> float:
+def time_on(device: torch.device, work: Callable[[], Any], number: int = 0) -> float:
     """Return the seconds of one run of `work`, from several in a row, with the device idle before and after."""
     repeats = _REPEATS if device.type == "cuda" else 1
     wait_for(device)
@@ -129,14 +138,14 @@ def time_on(device: torch.device, work: Callable[[], Any]) -> float:
     return max(time.perf_counter() - start, 1e-9) / repeats
 
 
-def measure_links(place: Place) -> BenchReport:
+def measure_links(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
     """Measure an all-reduce over all ranks; the rate is that of the links, whatever the number of ranks."""
-    report = BenchReport("gpu", {})
-    with runtime.start(place.device) as job:
-        numbers = torch.ones(place.sizes.copied_bytes // 2, dtype=torch.bfloat16, device=job.device)
+    report = BenchReport("gpu")
+    with runtime.start(sizes.device) as job:
+        numbers = torch.ones(_copied_bytes(sizes) // 2, dtype=torch.bfloat16, device=job.device)
         share = 2 * (job.world_size - 1) / job.world_size
         samples = []
-        for number in range(place.sizes.rounds + 1):
+        for number in range(sizes.rounds + 1):
             torch.distributed.barrier()
             seconds = time_on(job.device, lambda: torch.distributed.all_reduce(numbers))
             samples += [share * numbers.nbytes / seconds / 1e9] if number else []

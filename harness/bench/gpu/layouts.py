@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -10,19 +11,18 @@ import torch
 from megatron.core import parallel_state
 
 from harness.bench.figures import BenchReport, Figure
-from harness.bench.gpu.sizes import Place, allow_deterministic
-from harness.bench.step import write_rows
+from harness.bench.gpu.sizes import allow_deterministic
+from harness.bench.sizes import Sizes
+from harness.bench.step import give_state, open_feed, small_model, write_rows
 from harness.bench.workspace import Workspace
 from harness.config import compose_config
 from harness.errors import ConfigError
-from harness.formats import open_dataset, open_writer
-from harness.loader import Loader, LoaderConfig, LoaderState, RankBatch, RankLayout
+from harness.formats import open_writer
+from harness.loader import LoaderState, RankLayout
 from harness.megatron import MegatronStep
-from harness.megatron.data import Feed
 from harness.megatron.job import join, on_rank_0, runtime
-from harness.megatron.model import build_model
 from harness.megatron.state import CheckpointWriter, load_checkpoint
-from harness.parity import IsolationCheck, sample_documents
+from harness.parity import IsolationCheck
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
@@ -41,39 +41,39 @@ _VOCABULARY, _PACK, _PACKS, _STEPS = 256, 128, 16, 3
 _NEARNESS = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
-def measure_layouts(place: Place, ranks: int) -> BenchReport:
+def measure_layouts(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
     """Train a small model on each layout from one checkpoint; every rank of the job calls this."""
     allow_deterministic()
-    report = BenchReport("gpu", {})
-    names = _TINY_LAYOUTS.get(ranks, LAYOUTS[ranks]) if place.sizes.is_tiny else LAYOUTS[ranks]
+    report, ranks = BenchReport("gpu"), int(word)
+    names = _TINY_LAYOUTS.get(ranks, LAYOUTS[ranks]) if sizes.is_tiny else LAYOUTS[ranks]
     presets = {name: compose_config("sft", SftConfig, [f"parallel={name}"]).parallel for name in names}
     # Rows that never change in shape are padded at their end.
     presets["static rows"] = ParallelConfig(static_rows=True)
-    if runtime.choose_device(place.device).type == "cuda":
+    if runtime.choose_device(sizes.device).type == "cuda":
         presets["CUDA graphs"] = ParallelConfig(static_rows=True, cuda_graphs=True)
     for has_experts in sorted({preset.expert_parallel_size > 1 for preset in presets.values()}):
         chosen = {name: one for name, one in presets.items() if (one.expert_parallel_size > 1) == has_experts}
         # Kernels that add in another order each time would look like leaks; those of routers have no other ones.
-        with runtime.start(place.device, deterministic=not has_experts) as job:
-            _compare(report, chosen, place.folder, job, has_experts=has_experts)
+        with runtime.start(sizes.device, deterministic=not has_experts) as job:
+            _compare(report, chosen, workspace, job, has_experts=has_experts)
             if ranks == 2 and not has_experts:
                 # Padding only at the end of a row, where Transformer Engine up to 2.17.1 does not look for it.
                 single = {"one sequence a row, CP2": ParallelConfig(context_parallel_size=2)}
-                _compare(report, single, place.folder / "single", job, has_experts=False, schedule="as_packed")
+                _compare(report, single, workspace, job, has_experts=False, schedule="as_packed")
     return report
 
 
 def _compare(
     report: BenchReport,
     presets: dict[str, ParallelConfig],
-    folder: Path,
+    workspace: Workspace,
     job: runtime.Runtime,
     *,
     has_experts: bool,
     schedule: str = "dp_balanced",
 ) -> None:
-    data, start = folder / "data", folder / ("experts" if has_experts else "dense")
-    on_rank_0(lambda: _write(data, is_single=schedule == "as_packed"))
+    data = on_rank_0(lambda: str(_write(workspace, is_single=schedule == "as_packed")))
+    start = workspace.folder / f"{schedule}-{'experts' if has_experts else 'dense'}"
     model = _model(job.device, has_experts=has_experts)
     # Every rank trains the whole batch: sums and counts are all multiplied by the ranks.
     whole = _train(model, ParallelConfig(), job, data, start, schedule, saves=True)
@@ -90,33 +90,28 @@ def _compare(
         nearness = _NEARNESS[model.dtype]
         report.add(Figure(f"{title}: losses differ from one rank's", differs, "", at_most=nearness))
         if not parallel.static_rows and not has_experts:
-            findings = _check_isolation(model, parallel, job)
+            parallel_state.destroy_model_parallel()
+            findings = IsolationCheck.of_job(SftConfig(model=model, parallel=parallel), job).run()
             report.add(Figure(f"{title}: isolation findings", len(findings), "findings", at_most=0))
             report.notes += [f"{title}: {finding}" for finding in findings[:5]]
 
 
-def _write(data: Path, *, is_single: bool) -> None:
-    with Workspace(data, keep=True) as workspace:
-        if not is_single:
-            write_rows(workspace, _PACKS, _PACK, _VOCABULARY)
-            return
-        with open_writer(workspace.folder / "step-single", format="memmap", pack_size=_PACK) as writer:
-            for number in range(_PACKS):
-                size = _PACK - 4 * number - 2  # one token more than is trained, which is no multiple of 4
-                ids = np.random.default_rng(number).integers(0, _VOCABULARY, size)
-                mask = (np.arange(size) < size - 1).astype(np.uint8)
-                writer.append(Pack(ids.astype(np.int32), mask, np.zeros(1, np.int32)))
+def _write(workspace: Workspace, *, is_single: bool) -> Path:
+    if not is_single:
+        return write_rows(workspace, _PACKS, _PACK, _VOCABULARY)
+    path = workspace.folder / "single"
+    with open_writer(path, format="memmap", pack_size=_PACK) as writer:
+        for number in range(_PACKS):
+            size = _PACK - 4 * number - 2  # one token more than is trained, which is no multiple of 4
+            ids = np.random.default_rng(number).integers(0, _VOCABULARY, size)
+            mask = (np.arange(size) < size - 1).astype(np.uint8)
+            writer.append(Pack(ids.astype(np.int32), mask, np.zeros(1, np.int32)))
+    return path
 
 
 def _model(device: torch.device, *, has_experts: bool) -> ModelConfig:
-    model = ModelConfig(
-        num_layers=8,
-        hidden_size=128,
-        ffn_hidden_size=256,
-        num_attention_heads=8,
-        num_query_groups=4,
-        dtype="bfloat16" if device.type == "cuda" else "float32",
-    )
+    model = replace(small_model(8, 128, _VOCABULARY), ffn_hidden_size=256, num_attention_heads=8, num_query_groups=4)
+    model = replace(model, dtype="bfloat16" if device.type == "cuda" else "float32")
     return replace(model, family="qwen3_moe", num_experts=4, experts_per_token=2) if has_experts else model
 
 
@@ -124,7 +119,7 @@ def _train(
     model: ModelConfig,
     parallel: ParallelConfig,
     job: runtime.Runtime,
-    data: Path,
+    data: str,
     start: Path,
     schedule: str,
     *,
@@ -144,42 +139,12 @@ def _train(
         max_sequences=2 * _PACK,
     )
     if saves:
-        for chunk in step.chunks:
-            chunk.zero_grad_buffer()
-        step.optimizer.step()  # without gradients: an optimizer that has made no step has no state
+        give_state(step)
         CheckpointWriter(start, step, keep=1, in_background=False).start(RunPosition(1, LoaderState(0)))
         layout = RankLayout()
     else:
         load_checkpoint(start / "step-00000001", step)
-    (dataset,) = data.glob("*/step-*")
 
-    def make() -> Loader:
-        return Loader(
-            open_dataset(str(dataset)),
-            LoaderConfig(global_batch_size=8),
-            schedule=ScheduleConfig(schedule, max_tokens_per_rank=2 * _PACK // (1 if saves else layout.cp_size)),
-            layout=layout,
-        )
-
-    losses = []
-    with Feed(make, layout, device=job.device) as feed:
-        batches = iter(feed)
-        for _ in range(_STEPS):
-            batch: RankBatch = next(batches)
-            losses.append(step.train(batch).loss)
-    return losses
-
-
-def _check_isolation(model: ModelConfig, parallel: ParallelConfig, job: runtime.Runtime) -> list[str]:
-    parallel_state.destroy_model_parallel()
-    layout = join(parallel, job.world_size)
-    check = IsolationCheck(
-        build_model(replace(model, init_std=0.2), parallel, vocab_size=_VOCABULARY, device=job.device),
-        sample_documents(_VOCABULARY),
-        parallel=parallel,
-        layout=layout,
-        device=job.device,
-        pad_to_multiple=int(np.lcm(parallel.pad_to_multiple, 4)),
-        vocab_size=_VOCABULARY,
-    )
-    return check.run()
+    capacity = 2 * _PACK // (1 if saves else layout.cp_size)
+    with open_feed(Path(data), layout, job.device, ScheduleConfig(schedule, capacity), global_batch=8) as feed:
+        return [step.train(batch).loss for batch in islice(feed, _STEPS)]

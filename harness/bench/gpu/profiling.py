@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from harness.bench.figures import BenchReport, Figure
+from harness.bench.step import wait_for
 
 # The first pattern that a name has decides its kind; names are CUDA's kernels, and PyTorch's operations on a CPU.
 _KINDS = (
@@ -42,8 +43,7 @@ def trace_steps(run: Callable[[], Any], device: torch.device, folder: Path) -> l
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
     path = folder / f"trace-{torch.distributed.get_rank()}.json"
     profile.export_chrome_trace(str(path))
     events = json.loads(path.read_text(errors="replace"))["traceEvents"]
@@ -65,11 +65,9 @@ def add_trace(report: BenchReport, events: Sequence[Mapping[str, Any]], steps: i
     largest = sorted(times.items(), key=lambda item: -item[1])[:8]
     report.notes += [f"{spent / total:.1%} {kind_of(name)}: {name[:100]}" for name, spent in largest]
     if not on_gpu:
-        report.notes.append(
-            "times are of PyTorch's operations on a CPU, which waits for none and copies nothing to one"
-        )
+        report.notes.append("times are of PyTorch's operations on a CPU, which waits for no device")
         return
-    spans = merge((event["ts"], event["ts"] + event["dur"]) for event in kernels)
+    spans = merge(map(_span, kernels))
     report.add(Figure("kernels and copies of a step", len(kernels) / steps, "launches"))
     report.add(Figure("device idle", 1 - _length(spans) / (spans[-1][1] - spans[0][0]), "share"))
     waits = [event for event in events if event.get("cat") == "cuda_runtime" and _WAITS.match(event["name"])]
@@ -106,12 +104,13 @@ def self_times(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 def hidden_share(copies: Sequence[Mapping[str, Any]], kernels: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of the copies' time in which a kernel runs too."""
-    of_copies = merge((event["ts"], event["ts"] + event["dur"]) for event in copies)
-    of_kernels = merge((event["ts"], event["ts"] + event["dur"]) for event in kernels)
-    both = 0.0
-    for start, end in of_copies:
-        both += sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in of_kernels)
-    return both / max(_length(of_copies), 1e-9)
+    apart = _length(merge(map(_span, copies))) + _length(merge(map(_span, kernels)))
+    both = apart - _length(merge(map(_span, [*copies, *kernels])))
+    return both / max(_length(merge(map(_span, copies))), 1e-9)
+
+
+def _span(event: Mapping[str, Any]) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:

@@ -3,78 +3,30 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
+from harness.bench.sizes import Sizes
 from harness.config import compose_config
 from harness.plan import ModelConfig, ParallelConfig, SftConfig, plan_memory
 
 # Room for what the plan does not count: kernels' workspaces, the allocator's fragments, copies of logits.
 _PLANNED_SHARE = 0.65
 _PRESETS = {"1b": "llama3_2_1b", "8b": "llama3_8b"}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of all parts.
-
-    Attributes:
-        is_tiny: shapes of models are shrunk to what a CPU trains in seconds.
-        matrix: rows and columns of multiplied matrices.
-        copied_bytes: of one copy and one all-reduce.
-        row: tokens of a row, which is one pack.
-        rows: rows of a step of each data-parallel rank.
-        packs: of the dataset.
-        steps, warm_up: measured steps, and those before them.
-        workers: of the loader.
-        checked: tokens of the row that backends are compared on.
-        rounds: turns of the sides that take turns microbatch by microbatch, and of checkpoints.
-    """
-
-    is_tiny: bool
-    matrix: int
-    copied_bytes: int
-    row: int
-    rows: int
-    packs: int
-    steps: int
-    warm_up: int
-    workers: int
-    checked: int
-    rounds: int
-
-    def aim(self, target: float) -> float | None:
-        """Return the target of a speed; None for tiny sizes, whose speed means nothing."""
-        return None if self.is_tiny else target
-
-
+# A row is one pack; a step has `global_batch` rows of each data-parallel rank.
 SIZES = {
     "full": Sizes(
-        is_tiny=False,
-        matrix=8192,
-        copied_bytes=1 << 30,
-        row=8192,
-        rows=4,
-        packs=96,
-        steps=12,
-        warm_up=3,
-        workers=4,
-        checked=2048,
-        rounds=10,
+        packs=96, pack_size=8192, max_tokens_per_rank=8192, global_batch=4, workers=(4,), steps=12, rounds=10
     ),
     "tiny": Sizes(
-        is_tiny=True,
-        matrix=256,
-        copied_bytes=1 << 20,
-        row=256,
-        rows=2,
+        size="tiny",
         packs=8,
+        pack_size=256,
+        max_tokens_per_rank=256,
+        global_batch=2,
+        workers=(0,),
         steps=3,
-        warm_up=1,
-        workers=0,
-        checked=96,
         rounds=2,
     ),
 }
@@ -95,21 +47,6 @@ _PEAKS = {
 }
 
 
-@dataclass(frozen=True)
-class Place:
-    """Device, sizes and folder of a part.
-
-    Attributes:
-        device: auto, cpu or cuda.
-        sizes: of all parts.
-        folder: the part's own, for data; removed once the part is done.
-    """
-
-    device: str
-    sizes: Sizes
-    folder: Path
-
-
 def allow_deterministic() -> None:
     """Let a later job of this process be deterministic: PyTorch reads this once, when it first multiplies."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -120,10 +57,11 @@ def known_peak(name: str) -> float | None:
     return next((peak for word, peak in _PEAKS.items() if word in name), None)
 
 
-def shape_of(name: str, sizes: Sizes, device: torch.device) -> ModelConfig:
-    """Return a model of the shape `1b` or `8b`, in the dtype of the device; tiny sizes keep only its kind."""
+def shape_of(name: str, sizes: Sizes, device: torch.device, *, share: float = 1.0) -> ModelConfig:
+    """Return a share of the layers of a model `1b` or `8b`, in the device's dtype; tiny sizes keep only its kind."""
     model = _TINY if sizes.is_tiny else compose_config("sft", SftConfig, [f"model={_PRESETS[name]}"]).model
-    return replace(model, dtype="bfloat16" if device.type == "cuda" else "float32", init_from=None)
+    layers, dtype = int(share * model.num_layers), "bfloat16" if device.type == "cuda" else "float32"
+    return replace(model, num_layers=layers, dtype=dtype, init_from=None)
 
 
 def fit(

@@ -1,113 +1,60 @@
-"""The training loop against a bare Megatron loop on a model's real shape, and packed rows against dense sequences."""
+"""A model's real shape: the training loop against a bare one, packed rows against dense sequences, and checkpoints."""
 
 from __future__ import annotations
 
+import shutil
 import statistics
-from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from harness.bench.figures import BenchReport, Figure, take_turns
-from harness.bench.gpu.environment import add_memory, peak_of
+from harness.bench.checkpoints import SavingRank
+from harness.bench.figures import BenchReport, Case, Figure
+from harness.bench.gpu.environment import add_memory, matrix_of, peak_of
 from harness.bench.gpu.profiling import add_trace, trace_steps
-from harness.bench.gpu.sizes import Place, Sizes, fit, shape_of
-from harness.bench.step import StepSettings, bare_step, in_turns, run_loop, step_flops, write_rows
+from harness.bench.gpu.sizes import fit, shape_of
+from harness.bench.sizes import Sizes
+from harness.bench.step import LoopBench, bare_step, flops_of, write_rows
 from harness.bench.workspace import Workspace
 from harness.formats import open_dataset
-from harness.loader import Loader, LoaderConfig, RankLayout
+from harness.loader import RankLayout
 from harness.megatron import MegatronStep, RowTensors, to_device
-from harness.megatron.data import Feed
 from harness.megatron.job import join, on_rank_0, runtime
 from harness.megatron.model import engine_layers, slow_parts
 from harness.plan import ModelConfig, ParallelConfig, plan_memory, sequence_cost
-from harness.schedule import ScheduleConfig
+from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
-from harness.train import StepRecord
 
-MOST_OVERHEAD = 1.02
-MOST_WAIT = 0.005
-LEAST_OF_DENSE = 0.95
-_VOCABULARIES = {"1b": 128_256, "8b": 128_256}
-_TINY_VOCABULARY = 512
-# Of a model whose layers alone are looked at.
-_SMALL_VOCABULARY = 8192
+_LEAST_OF_DENSE = 0.95
+# Training may wait as long as one copy of a rank's own state takes.
+_MOST_WAIT = 1.0
+_VOCABULARY, _TINY_VOCABULARY = 128_256, 512
+# Of models whose layers alone are looked at, or that are saved.
+_FEW_TOKENS, _SAVED_TOKENS = 8192, 32_768
 _TRACED = 2
 
 
-def measure_step(place: Place, shape: str) -> BenchReport:
+def measure_step(sizes: Sizes, workspace: Workspace, shape: str) -> BenchReport:
     """Measure the loop beside a bare Megatron loop, alone, and under the profiler; every rank calls this."""
-    report, sizes = BenchReport("gpu", {}), place.sizes
-    with ExitStack() as stack:
-        job = stack.enter_context(runtime.start(place.device))
+    report = BenchReport("gpu")
+    with runtime.start(sizes.device) as job:
         parallel = ParallelConfig(distributed_optimizer=job.world_size > 1)
         layout = join(parallel, job.world_size)
-        vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _VOCABULARIES[shape]
+        vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _VOCABULARY
         model, step = _build(shape, sizes, parallel, layout, job, vocabulary, report)
-        turns = StepSettings(steps=sizes.steps, warm_up=sizes.warm_up)
-
-        def write() -> str:
-            with Workspace(place.folder, keep=True) as workspace:
-                return str(write_rows(workspace, sizes.packs, sizes.row, vocabulary))
-
-        path = on_rank_0(write)
-
-        def make() -> Loader:
-            return Loader(
-                open_dataset(path),
-                LoaderConfig(global_batch_size=sizes.rows * job.world_size, num_workers=sizes.workers),
-                schedule=ScheduleConfig(max_tokens_per_rank=sizes.row),
-                layout=layout,
-                cost=sequence_cost(model),
-            )
-
-        batches = iter(stack.enter_context(Feed(make, layout, device=job.device)))
-        loop, bare = in_turns(batches, step, turns, job.device)
-        alone: list[StepRecord] = []
-        run_loop(batches, step, turns, alone.append)
-        del alone[: sizes.warm_up]
-        traced = list(islice(batches, _TRACED))
-        events = trace_steps(lambda: [step.train(batch) for batch in traced], job.device, place.folder)
-
-        cost = sequence_cost(model)
-        spent = sum(record.step_s for record in alone)
-        done = torch.tensor(
-            [
-                sum(record.batch.num_tokens for record in alone),
-                sum(step_flops(cost, record.batch) for record in alone),
-                sum(record.data_wait_s for record in alone),
-            ],
-            dtype=torch.float64,
-            device=job.device,
-        )
-        torch.distributed.all_reduce(done)
-        tokens, flops, waited = done.tolist()
+        path = on_rank_0(lambda: write_rows(workspace, sizes.packs, sizes.pack_size, vocabulary))
+        with LoopBench(sizes, model, step, layout, job, path) as bench:
+            peak, source = peak_of(job.device, matrix_of(sizes))
+            bench.add_figures(report, peak_tflops=peak)
+            traced = list(islice(bench.batches, _TRACED))
+            events = trace_steps(lambda: [step.train(batch) for batch in traced], job.device, workspace.folder)
         planned = plan_memory(
-            model, parallel, vocab_size=vocabulary, dp_size=job.world_size, max_tokens_per_rank=sizes.row
+            model, parallel, vocab_size=vocabulary, dp_size=job.world_size, max_tokens_per_rank=sizes.pack_size
         )
         add_memory(report, job.device, planned.total)
-        peak, source = peak_of(job.device, sizes.matrix)
-
-    report.add_samples("our loop, a step", [1e3 * seconds for seconds in loop], "ms")
-    report.add_samples("a bare Megatron loop, a step", [1e3 * seconds for seconds in bare], "ms")
-    # Pairs share the same batch and the same seconds, so a busy machine moves both.
-    ratios = [ours / theirs for ours, theirs in zip(loop, bare, strict=True)]
-    report.add(
-        Figure(
-            "our loop over a bare one, the same batch",
-            statistics.median(ratios),
-            "x",
-            at_most=sizes.aim(MOST_OVERHEAD),
-            samples=tuple(ratios),
-        )
-    )
-    share = waited / spent / job.world_size
-    report.add(Figure("waiting for data, of a step", share, "share", at_most=sizes.aim(MOST_WAIT)))
-    report.add(Figure("tokens", tokens / spent, "tok/s"))
-    report.add(Figure("model FLOPs of a rank", flops / spent / job.world_size / 1e12, "TFLOP/s"))
-    report.add(Figure("MFU", flops / spent / job.world_size / 1e12 / peak, ""))
     report.notes.append(source)
     add_trace(report, events, _TRACED)
     return report
@@ -123,67 +70,56 @@ def _build(
     report: BenchReport,
 ) -> tuple[ModelConfig, MegatronStep]:
     whole = shape_of(shape, sizes, job.device)
-    model = fit(whole, parallel, vocab_size=vocabulary, ranks=job.world_size, row=sizes.row, device=job.device)
+    row = sizes.pack_size
+    model = fit(whole, parallel, vocab_size=vocabulary, ranks=job.world_size, row=row, device=job.device)
     has_engine = engine_layers(model, parallel, job.device)
     report.notes.append(
         f"{model.num_layers} of {whole.num_layers} layers of {model.hidden_size}, vocabulary {vocabulary:,}, "
-        f"{model.dtype}, rows of {sizes.row:,} tokens, {job.world_size} ranks, layers of "
+        f"{model.dtype}, rows of {row:,} tokens, {job.world_size} ranks, layers of "
         f"{'Transformer Engine' if has_engine else 'PyTorch'}"
     )
     report.notes += slow_parts(model, parallel, job.device, has_engine=has_engine)
     return model, MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=vocabulary)
 
 
-def measure_packed(place: Place) -> BenchReport:
+def measure_packed(sizes: Sizes, workspace: Workspace, shape: str) -> BenchReport:
     """Measure layers on a packed row of chats, and on dense sequences of as many tokens and as much attention."""
-    report, sizes = BenchReport("gpu", {}), place.sizes
-    with runtime.start(place.device) as job:
+    report = BenchReport("gpu")
+    with runtime.start(sizes.device) as job:
         parallel = ParallelConfig()
         layout = join(parallel, job.world_size)
-        vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _SMALL_VOCABULARY
-        model, step = _build("8b", sizes, parallel, layout, job, vocabulary, report)
-        with Workspace(place.folder, keep=True) as workspace:
-            reader = open_dataset(str(write_rows(workspace, sizes.packs, sizes.row, vocabulary)))
-            # Of chats, a pack as it is stored on average: neither few long ones nor many short ones.
-            row = sorted((build_thd_batch(pack.sequences()) for pack in reader), key=_attended)[len(reader) // 2]
-        tokens, attended = len(row), _attended(row)
-        count = max(1, round(tokens**2 / attended))
+        vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _FEW_TOKENS
+        model, step = _build(shape, sizes, parallel, layout, job, vocabulary, report)
+        reader = open_dataset(str(write_rows(workspace, sizes.packs, sizes.pack_size, vocabulary)))
+        # Of chats, a pack as it is stored on average: neither few long ones nor many short ones.
+        row = sorted((build_thd_batch(pack.sequences()) for pack in reader), key=_attended)[len(reader) // 2]
+        tokens = len(row)
+        count = max(1, round(tokens**2 / _attended(row)))
         length = tokens // count
+        cost, (peak, peak_source) = sequence_cost(model), peak_of(job.device, matrix_of(sizes))
+
+        def mfu(rows: list[RowTensors], lengths: Any, number: int) -> float:
+            seconds = bare_step(step, rows, rows[0].tokens.shape[1], job.device, updates=False)
+            return flops_of(cost, lengths) / seconds / 1e12 / peak
+
+        dense = [_dense(row, count, length, job.device)]
         sides = {
-            "packed chats": ([to_device(row, job.device)], np.diff(row.cu_seqlens)),
-            "dense, the same tokens and attention": (
-                [_dense(row, count, length, job.device)],
-                np.full(count, length),
+            "MFU, packed chats": partial(mfu, [to_device(row, job.device)], np.diff(row.cu_seqlens)),
+            "MFU, dense, the same tokens and attention": partial(mfu, dense, np.full(count, length)),
+            "MFU, one dense sequence of the row": partial(
+                mfu, [_dense(row, 1, tokens, job.device)], np.array([tokens])
             ),
-            "one dense sequence of the row": ([_dense(row, 1, tokens, job.device)], np.array([tokens])),
         }
-        cost, peak_source = sequence_cost(model), peak_of(job.device, sizes.matrix)
-
-        def seconds_of(rows: list[RowTensors]) -> float:
-            return bare_step(step, rows, rows[0].tokens.shape[1], job.device, updates=False)
-
-        times = take_turns(
-            {name: lambda number, rows=rows: seconds_of(rows) for name, (rows, _) in sides.items()},  # type: ignore[misc]
-            rounds=sizes.rounds,
+        name = "MFU of packed chats over dense ones of the same tokens and attention"
+        report.run(Case(name, sides, sizes.rounds, "", at_least=sizes.aim(_LEAST_OF_DENSE)))
+        report.add_ratio(
+            "MFU of packed chats over one dense sequence", "MFU, packed chats", "MFU, one dense sequence of the row"
         )
         planned = plan_memory(model, parallel, vocab_size=vocabulary, dp_size=1, max_tokens_per_rank=tokens).total
         add_memory(report, job.device, planned)
-    for name, samples in times.items():
-        lengths = sides[name][1].astype(np.float64)
-        flops = 3 * float((cost.linear * lengths + cost.quadratic * lengths**2).sum())
-        report.add_samples(f"MFU, {name}", [flops / seconds / 1e12 / peak_source[0] for seconds in samples], "")
-    report.add_ratio(
-        "MFU of packed chats over dense ones of the same tokens and attention",
-        "MFU, packed chats",
-        "MFU, dense, the same tokens and attention",
-        at_least=sizes.aim(LEAST_OF_DENSE),
-    )
-    report.add_ratio(
-        "MFU of packed chats over one dense sequence", "MFU, packed chats", "MFU, one dense sequence of the row"
-    )
     report.notes += [
         f"{row.num_sequences} chats of {tokens:,} tokens, against {count} dense sequences of {length:,}",
-        peak_source[1],
+        peak_source,
         "forward and backward of one microbatch, without the optimizer",
     ]
     return report
@@ -203,3 +139,42 @@ def _dense(row: ThdBatch, count: int, length: int, device: torch.device) -> RowT
     fields = (row.tokens, row.labels, positions, row.loss_mask, row.padding_mask)
     tokens, labels, position_ids, loss_mask, padding_mask = map(grid, fields)
     return RowTensors(tokens, labels, position_ids, loss_mask, padding_mask, None)
+
+
+def measure_checkpoint(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
+    """Save half of a model of the shape `1b` while it trains; every rank of the job calls this."""
+    report = BenchReport("gpu")
+    with runtime.start(sizes.device) as job:
+        parallel = ParallelConfig(distributed_optimizer=job.world_size > 1)
+        layout = join(parallel, job.world_size)
+        vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _SAVED_TOKENS
+        # Half of the layers: two checkpoints, the one before and the one being written, fit on a small disk.
+        model = shape_of("1b", sizes, job.device, share=0.5)
+        step = MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=vocabulary)
+        ids = np.arange(sizes.pack_size + 1, dtype=np.int32) % vocabulary
+        row = build_thd_batch([SequenceView(ids, np.r_[np.ones(sizes.pack_size, np.uint8), [0]])])
+        rows = [to_device(row, job.device)] * sizes.global_batch
+
+        def train() -> float:
+            return 1e3 * bare_step(step, rows, sizes.pack_size, job.device)
+
+        before = [train() for _ in range(sizes.steps + 1)][1:]
+        folder = workspace.folder / "checkpoints"
+        rank = SavingRank(step, folder, job)
+        blocked, copies, during, whole = [], [], [], []
+        for number in range(3):  # the first also decides who writes what, and pins memory
+            blocked.append(1e3 * rank.begin())
+            during += [train() for _ in range(2)] if number else []
+            whole.append(rank.finish())
+            copies.append(1e3 * rank.copy())
+    shutil.rmtree(folder, ignore_errors=True)
+    report.add(Figure("a rank's own state", rank.owned_bytes / 1e9, "GB"))
+    report.add_samples("a step", before, "ms")
+    report.add(Figure("training waits for the first checkpoint", blocked[0], "ms"))
+    waits = report.add_samples("training waits for a checkpoint", blocked[1:], "ms").name
+    copy = report.add_samples("one copy of a rank's own state to pinned memory", copies[1:], "ms").name
+    report.add_ratio("waiting over one copy", waits, copy, at_most=sizes.aim(_MOST_WAIT))
+    report.add_samples("a step while one is written", during, "ms")
+    report.add_ratio("steps while one is written over others", "a step while one is written", "a step")
+    report.add(Figure("a checkpoint is complete after", statistics.median(whole[1:]), "s"))
+    return report

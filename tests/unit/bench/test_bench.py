@@ -12,46 +12,37 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from harness.bench import BENCHES, figures, scheduling
-from harness.bench.figures import BenchReport, Figure, measure_rates, render_report, show_number, take_turns
-from harness.bench.loading import LoaderSettings, bench_loader
-from harness.bench.scheduling import NEXT_FIT, Drawing, ScheduleSettings, bench_schedule, save_picture
+from harness.bench import BENCHES, Sizes, load, scheduling
+from harness.bench.apart import measure_apart
+from harness.bench.figures import BenchReport, Case, Figure, rate, render_report, show_number, take_turns
+from harness.bench.scheduling import NEXT_FIT
 from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError, FormatError, HarnessError
 from harness.formats import open_dataset
-from harness.settings import explain_settings
-from tests.benchmarks.__main__ import peers
-from tests.benchmarks.formats import (
-    ROWS_PER_GROUP,
-    BridgeReader,
-    FormatsSettings,
-    bench_formats,
-    open_unchecked,
-    write_bridge_file,
-)
-from tests.benchmarks.packing import (
-    BenchRepackSettings,
-    PackSettings,
-    bench_packing,
-    bench_repacking,
-    lower_bound,
-    pack_one_by_one,
-)
-from tests.benchmarks.preparing import PrepareSettings, bench_preparing
-from tests.benchmarks.probes import measure_apart
-from tests.benchmarks.soaking import SoakSettings, add_soak, bench_soak
-from tests.benchmarks.tokens import TokensSettings, bench_tokens
+from tests.benchmarks.__main__ import PEERS
+from tests.benchmarks.formats import ROWS_PER_GROUP, BridgeReader, open_unchecked, write_bridge_file
+from tests.benchmarks.packing import lower_bound, pack_one_by_one
+from tests.benchmarks.soaking import add_soak
 
-ALL = BENCHES | peers()
+ALL = BENCHES | PEERS
 KERNELS = Path(__file__).resolve().parents[2] / "golden" / "kernels.json"
-TINY = FormatsSettings(
-    packs=96, pack_size=64, rounds=1, reads=32, peer_reads=4, open_packs=300, write_packs=80, write_pack_size=64
-)
+
+WORKS = {"many": 1000.0, "few": 100.0, "none": 0.0}
 
 
 def silent(text: str) -> None:
     pass
+
+
+def measure(bench: str, folder: Path, **sizes) -> BenchReport:
+    """Measure with quick sizes but these, and check what every report keeps."""
+    with Workspace(folder) as workspace:
+        report = ALL[bench].measure(ALL[bench].sizes(quick=True, **sizes), workspace, silent)
+    assert list(folder.iterdir()) == []
+    assert report.settings.keys() == ALL[bench].full.keys()
+    check(report)
+    return report
 
 
 def text_of(renderable) -> str:
@@ -82,10 +73,11 @@ def test_a_figure_meets_its_target_or_misses_it_or_has_none():
 
 
 def test_a_report_takes_medians_and_divides_what_it_names():
-    report = BenchReport("subject", {"size": 3})
+    report = BenchReport("subject")
     report.add_samples("ours", [9.0, 1.0, 8.0], "packs/s")
     report.add_samples("theirs", [2.0, 4.0, 1000.0], "packs/s", at_least=5)
     report.add_ratio("ours to theirs", "ours", "theirs", at_least=3)
+    assert report.figures[-1].samples == (4.5, 0.25, 0.008)
     assert [figure.value for figure in report.figures] == [8.0, 4.0, 2.0]
     assert [figure.name for figure in report.missed] == ["theirs", "ours to theirs"]
     assert "missed" in text_of(render_report(report))
@@ -112,11 +104,19 @@ def test_sides_take_turns_and_the_warm_up_is_not_counted():
     assert calls == [(-1, "b"), (-1, "a"), (0, "a"), (0, "b"), (1, "b"), (1, "a")]
 
 
-def test_a_rate_is_units_over_seconds(monkeypatch):
+def test_a_case_adds_its_sides_and_the_ratio_of_the_first_to_the_second():
     clock = iter(range(0, 100, 2))  # two seconds between any two readings
-    monkeypatch.setattr(figures.time, "process_time", lambda: next(clock))
-    rates = measure_rates({"many": lambda number: 1000.0, "none": lambda number: 0.0}, rounds=3, cpu_time=True)
-    assert rates == {"many": [500.0] * 3, "none": [0.0] * 3}
+    sides = {name: rate(lambda number, units=units: units, lambda: next(clock)) for name, units in WORKS.items()}
+    report = BenchReport("subject")
+    report.run(Case("many to few", sides, 3, "packs/s", at_least=5))
+    assert [(figure.name, figure.value, figure.samples) for figure in report.figures] == [
+        ("many", 500.0, (500.0,) * 3),
+        ("few", 50.0, (50.0,) * 3),
+        ("none", 0.0, (0.0,) * 3),
+        ("many to few", 10.0, (10.0,) * 3),
+    ]
+    assert report.figures[-1].met
+    check(report)
 
 
 def test_made_packs_keep_the_invariants_and_are_the_same_again():
@@ -185,9 +185,7 @@ def test_the_reader_without_checks_returns_a_flipped_bit_as_data(tmp_path, forma
 
 
 def test_formats_are_measured_against_plain_arrays_and_the_row_group_reader(tmp_path):
-    with Workspace(tmp_path) as workspace:
-        report = bench_formats(TINY, workspace, silent)
-    check(report)
+    report = measure("formats", tmp_path, packs=96, pack_size=64, rounds=1, steps=32, large_packs=300)
     names = {figure.name for figure in report.figures}
     targets = {
         "memmap to np.memmap, random": (0.8, None),
@@ -206,70 +204,66 @@ def test_formats_are_measured_against_plain_arrays_and_the_row_group_reader(tmp_
         assert (report.figure(name).at_least, report.figure(name).at_most) == (least, most)
     # The checked side of this ratio is the slower one, so it is turned round: time, not speed.
     assert report.figure("memmap, time with checks to without").of == ("memmap, unchecked", "memmap, checked")
-    assert any("288 packs" in note or "384 packs" in note for note in report.notes)
-    assert list(tmp_path.iterdir()) == []
+    assert any("384 packs" in note for note in report.notes)
 
 
 def test_an_unknown_part_is_refused():
     with pytest.raises(ConfigError, match="sideways"):
-        FormatsSettings(parts=("sideways",))
+        Sizes(parts=("sideways",)).choose(["random"])
+
+
+def test_a_list_that_is_too_short_and_too_few_ranks_are_refused_by_name():
+    for words, what in (
+        (["loader", "workers=[]"], "0 numbers, 1 needed"),
+        (["kernels", "sequences=[]"], "0 numbers, 1 needed"),
+        (["live", "ranks=0"], "ranks is 0"),
+        (["schedule", "ranks=0"], "0 is too small"),
+    ):
+        done = CliRunner().invoke(app, ["bench", *words])
+        assert isinstance(done.exception, ConfigError)
+        assert what in done.exception.what
 
 
 def test_a_failed_probe_reports_its_error(tmp_path):
-    with pytest.raises(Exception, match="no dataset there"):
-        measure_apart("open", str(tmp_path / "nothing"))
+    with pytest.raises(HarnessError, match="no dataset there"):
+        measure_apart("tests.benchmarks.probes:open_apart", tmp_path / "nothing")
 
 
-def test_packing_is_measured_against_plain_best_fit():
-    settings = PackSettings(sequences=3000, compared=1000, pack_sizes=(512,), median=60, rounds=2)
-    report = bench_packing(settings, None, silent)
-    check(report)
-    packs, needed = (report.figure(f"3,000 in 512, {what}").value for what in ("packs", "packs needed"))
+def test_packing_is_measured_against_plain_best_fit(tmp_path):
+    report = measure("pack", tmp_path, sequences=(3000, 1000), pack_size=4096, rounds=2)
+    packs, needed = (report.figure(f"3,000 in 4,096, {what}").value for what in ("packs", "packs needed"))
     assert packs >= needed
-    assert report.figure("3,000 in 512, empty beyond need").value == 100 * (packs - needed) / packs
+    assert report.figure("3,000 in 4,096, empty beyond need").value == 100 * (packs - needed) / packs
     beyond = [report.figure(f"{one}, packs beyond need").value for one in ("best_fit_decreasing", "next_fit")]
     assert beyond[0] == report.figure("plain best-fit decreasing, packs beyond need").value < beyond[1]
     assert report.figure("best_fit_decreasing to plain best-fit decreasing").of[0].startswith("best_fit_decreasing")
     # The target is one of 13 million sequences.
-    assert report.figure("3,000 in 512, whole plan").met is None
+    assert report.figure("3,000 in 4,096, whole plan").met is None
 
 
 def test_token_shards_are_measured_against_megatrons_builder(tmp_path):
     pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    with Workspace(tmp_path) as workspace:
-        report = bench_tokens(TokensSettings(tokens=20_000, medians=(60.0,), rounds=1), workspace, silent)
-    check(report)
+    report = measure("tokens", tmp_path, packs=20)
     ratio = report.figure("median 60: to tensors of rows")
     assert ratio.at_least == 20
     assert ratio.of == ("median 60: ours, from Parquet", "median 60: Megatron's builder, a tensor a row of Parquet")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.nightly  # two preparations in processes of their own
 def test_preparing_is_measured_against_the_library_and_as_the_input_grows(tmp_path):
-    settings = PrepareSettings(conversations=60, vocab_size=400, memory_conversations=50, growth=(1, 3), rounds=1)
-    with Workspace(tmp_path) as workspace:
-        report = bench_preparing(settings, workspace, silent)
-    check(report)
+    report = measure("prepare", tmp_path, sequences=(60, 50, 150))
     for name in ("prepare to tokenizers alone", "prepare to tokenizers alone, with tools"):
         assert report.figure(name).at_least == 0.85
     assert len([figure for figure in report.figures if figure.name.startswith("memory, ")]) == 2
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_planning_again_is_measured_over_links_to_one_shard(tmp_path):
-    settings = BenchRepackSettings(
-        packs=400, shard_packs=40, store_pack_size=64, pack_sizes=(64, 128), read_packs=20, rounds=2
-    )
-    with Workspace(tmp_path) as workspace:
-        report = bench_repacking(settings, workspace, silent)
-    check(report)
+    report = measure("repack", tmp_path, packs=40, large_packs=400, pack_size=64, rounds=2)
     planned = [figure for figure in report.figures if "planned and written" in figure.name]
     assert len(planned) == 2
     # The target is one of 13 million sequences.
     assert [figure.met for figure in planned] == [None, None]
     assert report.figure("plan to memmap").of == ("plan, packs at random", "memmap, packs at random")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_plain_best_fit_and_the_bound_on_literal_lengths():
@@ -279,20 +273,8 @@ def test_plain_best_fit_and_the_bound_on_literal_lengths():
 
 
 def test_a_loader_is_measured_by_tokens_and_by_stages(tmp_path):
-    settings = LoaderSettings(
-        packs=40,
-        pack_size=64,
-        formats=("memmap", "parquet"),
-        workers=(0, 1),
-        max_tokens_per_rank=128,
-        global_batch=4,
-        steps=3,
-        rounds=1,
-        first_batch_packs=0,
-    )
-    with Workspace(tmp_path) as workspace:
-        report = bench_loader(settings, workspace, silent)
-    check(report)
+    sizes = {"packs": 40, "pack_size": 64, "max_tokens_per_rank": 128, "global_batch": 4, "steps": 3, "workers": (0, 1)}
+    report = measure("loader", tmp_path, large_packs=0, **sizes)
     best = report.figure("memmap, best of 0, 1 workers")
     assert best.value == max(report.figure(name).value for name in best.of)
     assert best.at_least == 30
@@ -302,7 +284,7 @@ def test_a_loader_is_measured_by_tokens_and_by_stages(tmp_path):
 
 
 def test_growth_of_a_soak_is_from_its_second_quarter_to_its_last():
-    report = BenchReport("soak", {})
+    report = BenchReport("soak")
     flat = [150.0, 190.0, 200.0, 201.0, 199.0, 200.0, 230.0, 200.0, 200.0, 202.0, 203.0, 202.0]
     add_soak(report, "flat", {"megabytes": flat, "files": [9.0] * 6 + [11.0] * 6, "threads": [5.0] * 12})
     leaks = {"megabytes": [200.0 + 2 * number for number in range(12)], "files": [*map(float, range(12))]}
@@ -320,10 +302,7 @@ def test_growth_of_a_soak_is_from_its_second_quarter_to_its_last():
 
 @pytest.mark.nightly  # a loader with workers in a process of its own
 def test_a_soak_counts_memory_files_and_threads_of_all_processes(tmp_path):
-    sizes = {"packs": 16, "pack_size": 64, "global_batch": 4, "seconds": 0.0}
-    with Workspace(tmp_path) as workspace:
-        report = bench_soak(SoakSettings(formats=("memmap",), workers=2, **sizes), workspace, silent)
-    check(report)
+    report = measure("soak", tmp_path, parts=("memmap",), packs=16, pack_size=64, global_batch=4)
     assert report.figure("memmap, passes").value == 12
     assert report.figure("memmap, threads").value >= 3
     assert report.figure("memmap, open files").value > 12
@@ -331,14 +310,12 @@ def test_a_soak_counts_memory_files_and_threads_of_all_processes(tmp_path):
     assert report.figure("what grows, of all formats").at_most == 0
 
 
-def test_schedulers_are_compared_on_simulated_batches():
-    report = bench_schedule(ScheduleSettings(batches=3, planned=300, rounds=2), None, silent)
-    check(report)
+def test_schedulers_are_compared_on_simulated_batches(tmp_path):
+    report = measure("schedule", tmp_path, steps=3, sequences=(300,), rounds=2)
     ours, theirs = (report.figure(f"{name}, step cost") for name in ("cost_balanced", NEXT_FIT))
     assert ours.value == statistics.mean(ours.samples) < theirs.value
     assert (ours.at_most, theirs.at_most) == (1.01, None)
     assert report.figure("cost_balanced, 300 sequences on 64 ranks").unit == "ms"
-    assert report.drawing.ranks["cost_balanced"].max() == ours.samples[0]
 
 
 def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
@@ -346,21 +323,15 @@ def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
         path = workspace.dataset("memmap", packs=30, pack_size=64)
     for shard in path.glob("shard_*/input_ids.npy"):
         shard.write_bytes(bytes(shard.stat().st_size))
-    settings = ScheduleSettings(
-        path=str(path), dp_size=2, cp_size=2, max_tokens_per_rank=64, global_batch=8, batches=9, planned=0
-    )
-    report = bench_schedule(settings, None, silent)
-    check(report)
+    sizes = {"ranks": 2, "cp_size": 2, "max_tokens_per_rank": 64, "global_batch": 8, "steps": 9, "sequences": ()}
+    report = measure("schedule", tmp_path / "of", path=str(path), **sizes)
     assert "means over 3 batches" in report.notes[0]
-    assert [cost.shape for cost in report.drawing.ranks.values()] == [(2,)] * 4
+    assert sum(figure.name.endswith("step cost") for figure in report.figures) == 4
     assert all(figure.met is None for figure in report.figures)
 
 
 def test_live_data_is_read_in_four_ways_and_windows_by_cost_are_the_most_even(tmp_path):
-    bench = BENCHES["live"]
-    with Workspace(tmp_path) as workspace:
-        report = bench.measure(bench.quick, workspace, silent)
-    check(report)
+    report = measure("live", tmp_path)
     costs = {name: figure.value for figure in report.figures for name in [figure.name] if name.endswith("step cost")}
     assert len(costs) == 4
     assert min(costs, key=costs.__getitem__) == "cost_balanced windows, step cost"
@@ -372,10 +343,7 @@ def test_live_data_is_read_in_four_ways_and_windows_by_cost_are_the_most_even(tm
 def test_a_microbatch_launches_what_the_golden_table_says(tmp_path):
     """A change of these counts is a change of every step on a GPU: correct the table, and say why in its commit."""
     megatron = pytest.importorskip("megatron.core")
-    bench = BENCHES["kernels"]
-    with Workspace(tmp_path) as workspace:
-        report = bench.measure(bench.quick, workspace, silent)
-    check(report)
+    report = measure("kernels", tmp_path)
     counted = {figure.name: round(figure.value, 3) for figure in report.figures}
     assert counted == json.loads(KERNELS.read_text())[megatron.__version__]
     assert not report.missed
@@ -392,39 +360,25 @@ def test_packs_that_do_not_fit_a_row_are_a_note(tmp_path):
     with Workspace(tmp_path, keep=True) as workspace:
         path = workspace.dataset("memmap", packs=8, pack_size=64)
     # Packs of 64 tokens, whose longest sequence has 33.
-    settings = ScheduleSettings(path=str(path), dp_size=2, max_tokens_per_rank=40, global_batch=8, planned=0)
-    report = bench_schedule(settings, None, silent)
+    sizes = {"path": str(path), "sequences": ()}
+    report = measure("schedule", tmp_path / "of", ranks=2, max_tokens_per_rank=40, global_batch=8, **sizes)
     assert any("as_packed cannot" in note for note in report.notes)
-    assert list(report.drawing.ranks) == ["dp_balanced", "cost_balanced", NEXT_FIT]
+    placed = [figure.name for figure in report.figures if figure.name.endswith("step cost")]
+    assert placed == [f"{name}, step cost" for name in ("dp_balanced", "cost_balanced", NEXT_FIT)]
     with pytest.raises(ConfigError, match="fewer than the 9"):
-        bench_schedule(ScheduleSettings(path=str(path), global_batch=9), None, silent)
-
-
-def test_bars_show_every_rank_or_the_busiest_of_neighbors(tmp_path):
-    few = Drawing("few", {"one": np.array([1.5, 0.5])})
-    shown = text_of(few)
-    assert "rank 0 is the busiest, 1.500 x mean" in shown
-    lines = [line for line in shown.splitlines() if line.startswith("rank")]
-    assert [line.count("█") for line in lines] == [48, 16]
-    many = Drawing("many", {"one": np.array([1.0] * 63 + [1.25])})
-    assert "ranks 60-63" in text_of(many)
-    assert text_of(many).count("ranks ") == 16
-    save_picture(few, tmp_path / "ranks.png")
-    assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
+        measure("schedule", tmp_path / "of", global_batch=9, **sizes)
 
 
 def test_the_command_prints_a_table_or_json_and_saves_it(tmp_path):
-    arguments = ["bench", "schedule", "batches=2", "rounds=1", "dp_size=4", "schedulers=cost_balanced"]
+    arguments = ["bench", "schedule", "steps=2", "rounds=1", "ranks=4", "parts=cost_balanced"]
     run = CliRunner()
-    printed = run.invoke(app, [*arguments, f"png={tmp_path / 'a.png'}"])
+    printed = run.invoke(app, arguments)
     assert printed.exit_code == 0
     assert "cost_balanced, step cost" in printed.stdout
-    assert "rank 3" in printed.stdout
-    assert (tmp_path / "a.png").exists()
     printed = run.invoke(app, [*arguments, "--json", "--save", str(tmp_path / "new" / "a.json")])
     reports = json.loads(printed.stdout)["reports"]
     assert [report["subject"] for report in reports] == ["schedule"]
-    assert reports[0]["settings"]["dp_size"] == 4
+    assert reports[0]["settings"]["ranks"] == 4
     assert json.loads((tmp_path / "new" / "a.json").read_text()) == {"reports": reports}
 
 
@@ -434,22 +388,33 @@ def test_an_unknown_setting_names_the_nearest():
     assert "did you mean workers?" in str(done.exception)
 
 
+def test_a_setting_of_another_bench_is_refused_and_those_of_this_one_are_named():
+    done = CliRunner().invoke(app, ["bench", "kernels", "workers=2"])
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.fix == "it has sequences, pack_size, hidden"
+    printed = CliRunner().invoke(app, ["bench", "kernels", "hidden=128", "--quick", "--cfg"]).stdout
+    lines = [line for line in printed.splitlines() if line and line[0] not in "#-"]
+    assert lines == ["pack_size: 64", "sequences:", "hidden: 128"]
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_every_bench_explains_its_settings_and_has_quick_sizes(name):
+def test_every_bench_has_two_presets_and_a_function(name):
     pytest.importorskip("megatron.core" if ALL[name].uses_megatron else "numpy")
-    schema = type(ALL[name].quick)
-    assert all(setting.text for setting in explain_settings(schema))
-    assert callable(ALL[name].measure)
+    bench = ALL[name]
+    assert set(bench.quick) <= set(bench.full)
+    assert isinstance(bench.sizes(), Sizes)
+    assert isinstance(bench.sizes(quick=True), Sizes)
+    assert callable(load(f"{bench.package}.{bench.place}", uses_megatron=bench.uses_megatron))
 
 
 def test_a_missed_target_is_exit_code_1_only_with_check(monkeypatch):
-    def measure(settings, workspace, progress):
+    def measure_nothing(sizes, workspace, progress):
         progress("measuring nothing")
-        report = BenchReport("subject", {})
+        report = BenchReport("subject")
         report.add(Figure("speed", 3.0, "packs/s", at_least=4))
         return report
 
-    monkeypatch.setattr(scheduling, "bench_schedule", measure)
+    monkeypatch.setattr(scheduling, "bench_schedule", measure_nothing)
     assert CliRunner().invoke(app, ["bench", "schedule"]).exit_code == 0
     done = CliRunner().invoke(app, ["bench", "schedule", "--check"])
     assert done.exit_code == 1

@@ -8,16 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from harness.bench import BENCHES
+from harness.bench.apart import find_reason
 from harness.bench.figures import BenchReport, Figure
 from harness.bench.gpu import parts, training
 from harness.bench.gpu.attention import measure_attention
-from harness.bench.gpu.page import render_page
-from harness.bench.gpu.parts import DONE, FAILED, MISSING, PARTS, GpuSettings, bench_gpu
+from harness.bench.gpu.parts import DONE, FAILED, MISSING, PARTS, bench_gpu, render_parts
 from harness.bench.gpu.profiling import add_trace, hidden_share, kind_of, self_times
-from harness.bench.gpu.sizes import SIZES, Place, known_peak
+from harness.bench.gpu.sizes import SIZES, known_peak
 from harness.bench.gpu.training import measure_packed
 from harness.bench.workspace import Workspace
-from harness.errors import ConfigError
+from harness.errors import ConfigError, HarnessError
 
 CPU = {"device": "cpu", "gpus": [], "driver": "", "engine": "", "engine_missing": "there is no GPU", "torch": "2.11"}
 H100 = CPU | {"device": "cuda", "gpus": ["NVIDIA H100 80GB HBM3, 85.0 GB"], "driver": "580"}
@@ -37,25 +38,22 @@ class Machine:
 
     def __init__(self, monkeypatch, machine=CPU, fails=()):
         self.machine, self.fails, self.begun = dict(machine), fails, []
-        monkeypatch.setattr(parts, "_run", self.run)
+        monkeypatch.setattr(parts, "measure_apart", self.run)
 
-    def run(self, arguments, ranks, limit_s, *, log):
-        name, _, path = arguments[:3]
-        if name == "machine":
-            parts.Path(path).write_text(json.dumps(self.machine))
-            return 0, ""
+    def run(self, place, name, *arguments, ranks=1, limit_s, log=None):
+        if place.endswith(":describe_gpus"):
+            return self.machine
         self.begun.append((name, ranks))
         if name in self.fails:
-            return 1, "HarnessError: out of luck"
-        report = BenchReport("gpu", {})
+            raise HarnessError("HarnessError: out of luck", where="there", fix="try again")
+        report = BenchReport("gpu")
         report.add(Figure("speed", 2.0, "x", at_most=3.0))
-        parts.Path(path).write_text(json.dumps(report.to_dict()))
-        return 0, ""
+        return report.to_dict()
 
 
 def bench(tmp_path, **settings):
     with Workspace(tmp_path) as workspace:
-        return bench_gpu(GpuSettings(out=str(tmp_path / "out"), **settings), workspace, lambda text: None)
+        return bench_gpu(BENCHES["gpu"].sizes(out=str(tmp_path / "out"), **settings), workspace, lambda text: None)
 
 
 def test_parts_that_are_measured_are_not_measured_again_and_failed_ones_are(tmp_path, monkeypatch):
@@ -81,8 +79,8 @@ def test_the_reason_of_a_failed_part_is_its_ranks_error_and_not_the_launcher_s()
             "  time      : 2026-01-01_00:00:00",
         ]
     )
-    assert parts._find_reason(output) == "[rank1]: RuntimeError: out of luck"
-    assert parts._find_reason("killed\n") == "killed"
+    assert find_reason(output) == "[rank1]: RuntimeError: out of luck"
+    assert find_reason("killed\n") == "killed"
 
 
 def test_what_the_machine_lacks_is_reported_and_the_rest_runs(tmp_path, monkeypatch):
@@ -183,7 +181,7 @@ def test_a_trace_of_a_gpu_says_what_waits_and_what_is_hidden():
         event("Memcpy HtoD (Pageable -> Device)", 70, 10, "gpu_memcpy", 8),
     ]
     assert hidden_share(copies, kernels) == pytest.approx(20 / 30)
-    report = BenchReport("gpu", {})
+    report = BenchReport("gpu")
     waits = [event("cudaStreamSynchronize", 80, 5, "cuda_runtime"), event("cudaLaunchKernel", 0, 5, "cuda_runtime")]
     add_trace(report, [*kernels, *copies, *waits, event("aten::mm", 0, 50)], steps=2)
     values = {figure.name: figure.value for figure in report.figures}
@@ -200,7 +198,8 @@ def test_peaks_are_those_of_the_makers():
 
 
 def test_attention_is_compared_with_plain_attention_and_with_a_wrong_mask(tmp_path):
-    report = measure_attention(Place("cpu", SIZES["tiny"], tmp_path), "torch")
+    with Workspace(tmp_path) as workspace:
+        report = measure_attention(replace(SIZES["tiny"], device="cpu"), workspace, "torch")
     assert [figure.name for figure in report.missed] == []
     figures = {figure.name: figure.value for figure in report.figures}
     over = "bfloat16, with padding: error of gradients over plain attention's"
@@ -217,7 +216,8 @@ def test_packed_chats_are_compared_with_as_much_dense_work(tmp_path, monkeypatch
         return 1.0
 
     monkeypatch.setattr(training, "bare_step", step)
-    report = measure_packed(Place("cpu", replace(SIZES["tiny"], rounds=1), tmp_path))
+    with Workspace(tmp_path) as workspace:
+        report = measure_packed(replace(SIZES["tiny"], device="cpu", rounds=1), workspace, "8b")
     assert not any(updates for _, updates in done)
     # The packed row and the one dense sequence have one shape.
     (_, tokens), (count, length) = sorted({tuple(shape) for (shape,), _ in done})
@@ -227,7 +227,7 @@ def test_packed_chats_are_compared_with_as_much_dense_work(tmp_path, monkeypatch
 
 
 def test_the_page_shows_every_part():
-    report = BenchReport("gpu", {})
+    report = BenchReport("gpu")
     report.add(Figure("time in a|b", 0.25, "share"))
     report.add(Figure("ratio", 1.5, "x", at_most=1.02, samples=(1.4, 1.5, 1.6)))
     results = {
@@ -237,9 +237,8 @@ def test_the_page_shows_every_part():
     }
     # Machines of reports have their load.
     results["environment"]["report"]["machine"]["load"] = 1.0
-    about = {name: f"about {name}" for name in (*results, "checkpoint")}
-    page = render_page(H100, results, about, ["checkpoint"])
-    assert "0 targets met, 1 missed" in page
+    page = render_parts(H100, results, ["checkpoint"])
+    assert "0 targets met, 1 missed; 1 of 14 parts are measured" in page
     assert "| time in a\\|b | 0.250 share |" in page
     assert "1.400 – 1.600" in page  # noqa: RUF001
     assert "**failed** out of memory" in page

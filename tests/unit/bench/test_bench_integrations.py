@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.errors import ConfigError
 from harness.integrations import HuggingFaceRow, MegatronRow
 from harness.thd import build_thd_batch
 from tests.benchmarks import integrations
+from tests.benchmarks.__main__ import PEERS
 from tests.benchmarks.formats import write_bridge_file
 from tests.benchmarks.integrations import (
-    IntegrationsSettings,
     bench_integrations,
     bridge_loader,
     trl_loader,
     write_trl_dataset,
 )
 
-TINY = IntegrationsSettings(packs=24, pack_size=64, workers=(0,), global_batch=4, rows=8, rounds=1)
+TINY = Sizes(packs=24, pack_size=64, workers=(0,), global_batch=4, steps=8)
 
 
 def silent(text: str) -> None:
@@ -110,4 +112,4 @@ def test_the_collation_of_bridge_gives_the_rows_that_it_is_compared_with(tmp_pat
 
 def test_fewer_packs_than_a_round_reads_are_refused() -> None:
     with pytest.raises(ConfigError, match="100 packs are fewer than the 1,232"):
-        IntegrationsSettings(packs=100, workers=(0,))
+        bench_integrations(replace(PEERS["integrations"].sizes(), packs=100, workers=(0,)), None, silent)

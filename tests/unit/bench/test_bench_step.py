@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from harness.bench.step import QUICK, bench_step, step_flops
+from harness.bench import BENCHES
+from harness.bench.step import bench_step, step_flops
 from harness.bench.workspace import Workspace
 from harness.records import SequenceView
 from harness.schedule import SequenceCost
@@ -40,13 +40,17 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 def test_the_bench_gives_its_figures_on_a_small_model(tmp_path) -> None:
     progress: list[str] = []
-    settings = replace(QUICK, packs=8, global_batch=4, steps=3, workers=0)
+    sizes = BENCHES["step"].sizes(quick=True, packs=8, global_batch=4, steps=3, workers=(0,))
     with Workspace(tmp_path) as workspace:
-        report = bench_step(settings, workspace, progress.append)
+        report = bench_step(sizes, workspace, progress.append)
     figures = {figure.name: figure for figure in report.figures}
-    loop, bare = figures["loop, a step"].samples, figures["bare Megatron, a step"].samples
+    loop, bare = figures["our loop, a step"].samples, figures["a bare Megatron loop, a step"].samples
     assert len(loop) == len(bare) == 3
-    ratios = [ours / theirs for ours, theirs in zip(loop, bare, strict=True)]
-    assert figures["loop over bare, the same batch"].value == pytest.approx(statistics.median(ratios))
-    assert {"waiting for data, share of step time", "tokens", "model FLOPs"} <= figures.keys()
-    assert progress[-1] == "the loop alone"
+    pairs = list(zip(loop, bare, strict=True))
+    ratios = [ours / theirs for ours, theirs in pairs]
+    assert figures["our loop over a bare one, the same batch"].value == pytest.approx(statistics.median(ratios))
+    added = figures["processor time that our loop adds to a step"]
+    assert added.value == pytest.approx(statistics.median(ours - theirs for ours, theirs in pairs))
+    assert (added.unit, added.at_most) == ("ms", 10)
+    assert {"waiting for data, of a step", "tokens", "model FLOPs of a rank"} <= figures.keys()
+    assert progress[-1] == "the loop and the bare step, in turns; then the loop alone"

@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import harness.config
-from harness.bench import BENCHES
+from harness.bench import Sizes
 from harness.cli.app import COMMANDS as HARNESS
 from harness.cli.settings import SettingsCommand, parse_settings
 from harness.config import compose_config
@@ -44,7 +44,7 @@ COMMANDS: dict[str, type[Any]] = {
         for command in SettingsCommand.__subclasses__()
         if not command.is_composed
     },
-    **{f"harness bench {name}": type(bench.quick) for name, bench in BENCHES.items()},
+    "harness bench": Sizes,
 }
 NUMBERS = ("-1", "0", "1", "2.7", "1e30", "1" + "0" * 30, "nan", "inf", "-inf", "'1'")
 VALUES = (*NUMBERS, "words", "[1, 2]", "{a: 1}", "null", "true", "")

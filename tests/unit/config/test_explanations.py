@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.bench import BENCHES
+from harness.bench import Sizes
 from harness.cli.data import ConvertSettings, ImportSettings, RepackSettings
 from harness.cli.indexed import FamilySettings
 from harness.cli.launch import PlanSettings
@@ -18,9 +18,8 @@ from recipes.parity import ParityConfig
 
 SCHEMAS = {
     *TRAINING.values(),
-    *(PrepareConfig, ParityConfig, SubmitConfig),
+    *(PrepareConfig, ParityConfig, SubmitConfig, Sizes),
     *(ConvertSettings, ImportSettings, RepackSettings, FamilySettings, PlanSettings, ProduceSettings, ChatSettings),
-    *(type(bench.quick) for bench in BENCHES.values()),
 }
 
 

@@ -22,7 +22,7 @@ from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.data.corpus import build_corpus, open_corpus
 from harness.megatron.run.pretraining import _check_samples
 from harness.plan import PretrainConfig, TrainerConfig
-from tests.benchmarks.corpus import QUICK, bench_corpus
+from tests.benchmarks.__main__ import PEERS
 
 pytestmark = pytest.mark.usefixtures("job")
 
@@ -260,7 +260,8 @@ def test_an_option_that_megatron_core_has_not_is_refused_by_name() -> None:
 
 def test_the_bench_of_many_sources_gives_its_figures(tmp_path: Path) -> None:
     with Workspace(tmp_path) as workspace:
-        report = bench_corpus(replace(QUICK, sources=3, rounds=1), workspace, lambda line: None)
+        bench = PEERS["corpus"]
+        report = bench.measure(bench.sizes(quick=True, packs=3, rounds=1), workspace, lambda line: None)
     assert report.figure("indices built for the first time").value > 0
     assert report.figure("all fast options").of == ("indices found", "and defer_npy_index_mmap")
     assert report.figure("pages read, Megatron's order to blocks").value > 5
