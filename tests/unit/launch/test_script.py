@@ -114,8 +114,6 @@ def test_time_limits_are_read_as_sbatch_reads_them(text, seconds):
     [
         ("cluster.time=soon", "time is 'soon'"),
         ("cluster.time='3:00'", "asked to stop 180 s before a time limit of 180 s"),
-        ("cluster.successor=maybe", "'maybe' is not known"),
-        ("cluster.launcher=mpirun", "'mpirun' is not known"),
         ("cluster.gpus_per_node=4", "8 ranks per node on 4 GPUs"),
         ("cluster.account='a b'", "sbatch would misread"),
         ("cluster.sbatch=[-t1]", "'-t1' is not an option"),
@@ -124,8 +122,6 @@ def test_time_limits_are_read_as_sbatch_reads_them(text, seconds):
         ("cluster.local_dir=scratch", "'scratch' is not a folder of its own"),
         ("cluster.mpi='pmix; rm'", "sbatch would misread"),
         ("+cluster.env.A-B=1", "'A-B' is not a variable name"),
-        ("cluster.preflight.timeout_s=0", "timeout_s is 0"),
-        ("cluster.nodes=4", "unknown setting 'cluster.nodes'"),
     ],
 )
 def test_a_wrong_setting_of_a_cluster_is_refused(override, message):
