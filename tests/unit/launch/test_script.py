@@ -113,6 +113,8 @@ def test_time_limits_are_read_as_sbatch_reads_them(text, seconds):
     ("override", "message"),
     [
         ("cluster.time=soon", "time is 'soon'"),
+        ("cluster.successor=maybe", "'maybe' is not known"),
+        ("cluster.launcher=mpirun", "'mpirun' is not known"),
         ("cluster.time='3:00'", "asked to stop 180 s before a time limit of 180 s"),
         ("cluster.gpus_per_node=4", "8 ranks per node on 4 GPUs"),
         ("cluster.account='a b'", "sbatch would misread"),
