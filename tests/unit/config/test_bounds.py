@@ -83,11 +83,17 @@ def compose_quickly(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable
         )
         compose_config(recipe, RECIPES[recipe])
 
+        groups, unchanged = files[0].__dict__["_content"], {}
+
         def applied(root: str, overrides: list[str]) -> Any:
-            composed = copy.deepcopy(files[0])
+            groups.update(unchanged)
+            for text in overrides:  # copying all groups would take most of the time
+                name = text.lstrip("+~").partition("=")[0].partition(".")[0]
+                unchanged[name] = groups[name]
+                groups[name] = copy.deepcopy(groups[name])
             parsed = OverridesParser.create().parse_overrides(overrides)
-            ConfigLoaderImpl._apply_overrides_to_config(parsed, composed)
-            return composed
+            ConfigLoaderImpl._apply_overrides_to_config(parsed, files[0])
+            return files[0]
 
         monkeypatch.setattr(harness.config, "compose", applied)
         monkeypatch.setattr(harness.config, "_check_files", lambda *args: None)
