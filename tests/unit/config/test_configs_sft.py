@@ -8,20 +8,15 @@ import sys
 import pytest
 import yaml
 
-from harness.config import CONFIGS, compose_config, hydra_entry
+from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.plan import SftConfig
 from harness.settings import to_yaml
 
+# Models and layouts are composed in tests/unit/plan.
 CHOICES = [
     f"{group}={file.stem}"
-    for group, pattern in (
-        ("data", "train*.yaml"),
-        ("schedule", "*.yaml"),
-        ("model", "*.yaml"),
-        ("parallel", "*.yaml"),
-        ("trainer", "*.yaml"),
-    )
+    for group, pattern in (("data", "train*.yaml"), ("schedule", "*.yaml"), ("trainer", "*.yaml"))
     for file in sorted((CONFIGS / group).glob(pattern))
 ]
 
@@ -83,22 +78,6 @@ def test_a_file_that_is_not_yaml_is_one_clear_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"sft.yaml.*, line 3") as error:
         compose_config("sft", SftConfig)
     assert "sft.yaml" in error.value.where
-
-
-def test_the_command_line_ends_with_code_2_and_without_a_traceback(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sft", "trainer.steps=0"])
-    with pytest.raises(SystemExit) as ended:
-        hydra_entry("sft", SftConfig)(lambda config: None)()
-    assert ended.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("ConfigError: steps is 0\n  where: trainer.steps")
-    assert "Traceback" not in printed
-
-
-def test_the_settings_can_be_printed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sft", "--cfg", "model.hidden_size=64"])
-    hydra_entry("sft", SftConfig)(lambda config: pytest.fail("must only print"))()
-    assert yaml.safe_load(capsys.readouterr().out)["model"]["hidden_size"] == 64
 
 
 def test_library_modules_need_neither_torch_nor_hydra():

@@ -80,21 +80,6 @@ def test_settings_reach_the_recipe_unchanged_through_the_shell():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"overrides": ("a=1\nrm -rf /",)}, "has a line break"),
-        ({"data": ("/d\n",)}, "has a line break"),
-        ({"run_dir": "/runs/a b"}, "sbatch would misread"),
-        ({"run_dir": "/runs/%j"}, "sbatch would misread"),
-        ({"name": 'x" --wrap=y'}, "sbatch would misread"),
-    ],
-)
-def test_text_that_the_shell_or_sbatch_would_misread_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        Job(**{**vars(JOB), **changes})
-
-
-@pytest.mark.parametrize(
     ("text", "seconds"),
     [
         ("90", 5400),

@@ -23,6 +23,11 @@ def config(*overrides: str) -> ParityConfig:
     return compose_config("parity", ParityConfig, list(overrides))
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("matrix") / "data")
+
+
 def test_the_default_compares_every_format_with_legacy_npy() -> None:
     made = config()
     assert made.checks == ["formats"]
@@ -98,9 +103,8 @@ def test_isolation_is_checked_on_each_layout_by_itself(tmp_path) -> None:
     ],
 )
 def test_a_case_on_more_ranks_than_its_reference_has_the_tolerance_of_layouts_and_rows_of_its_own(
-    tmp_path, ranks, change, status
+    tmp_path, data, ranks, change, status
 ) -> None:
-    data = make_dataset(tmp_path / "data")
     cases = config(
         f'formats=["1 format=npy","{ranks} format=memmap"]', 'datasets=["npy=a","memmap=b"]', f"dataset={data}"
     )
