@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import prepared  # noqa: F401
 import pytest
 import torch
 from small_packs import write_small_packs

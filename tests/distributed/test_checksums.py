@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import recipes.sft
-from harness.errors import CheckpointError
 from harness.megatron.state import find_damage, find_newest
 from harness.plan import SftConfig
 from harness.storage import CHECKSUMS_FILE, file_digest, read_checksums
@@ -82,45 +80,6 @@ def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_taken(
         assert newest == checkpoints / "step-00000002", path
         assert [(path.name in error.what, error.where) for error in passed_over] == [(True, str(damaged))], path
     assert find_newest(checkpoints) == (damaged, [])
-
-
-@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-1])])
-def test_a_missing_or_shortened_file_is_named(checkpoints: Path, damage: Callable[[Path], object]) -> None:
-    damaged = checkpoints / "step-00000004"
-    for path in files_of(damaged):
-        data = path.read_bytes()
-        damage(path)
-        error = find_damage(damaged)
-        assert error is not None, path
-        assert path.name in error.what
-        path.write_bytes(data)
-    assert find_damage(damaged) is None
-
-
-def test_without_a_whole_checkpoint_the_newest_damage_is_the_error(checkpoints: Path) -> None:
-    for step in (2, 4):
-        flip_a_bit(checkpoints / f"step-{step:08d}" / "__0_0.distcp", 1000)
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint's file __0_0\.distcp has the hash \w{16}, \w{16} was"
-    ) as error:
-        find_newest(checkpoints)
-    assert error.value.where == str(checkpoints / "step-00000004")
-    # What the error says to do where none is whole.
-    assert "if none is left, remove the damaged ones" in error.value.fix
-    for step in (2, 4):
-        shutil.rmtree(checkpoints / f"step-{step:08d}")
-    assert find_newest(checkpoints) == (None, [])
-
-
-def test_a_checkpoint_without_hashes_is_passed_over(checkpoints: Path) -> None:
-    newest = checkpoints / "step-00000004"
-    document = json.loads((newest / RUN_FILE).read_text())
-    del document["checksums"]
-    (newest / RUN_FILE).write_text(json.dumps(document))
-    (newest / CHECKSUMS_FILE).unlink()
-    found, (error,) = find_newest(checkpoints)
-    assert found == checkpoints / "step-00000002"
-    assert f"harness verify --write-checksums {newest}" in error.fix
 
 
 @pytest.mark.nightly

@@ -198,20 +198,3 @@ def test_a_checkpoint_without_disk_space_ends_the_run_and_keeps_earlier_ones(dat
     code, output = run_command(command(dataset, folder, *SETTINGS, "resume=auto", ranks=2))
     assert code == 0, output
     assert [line["step"] for line in read_metrics(folder)] == list(range(1, 25))
-
-
-@pytest.mark.nightly
-def test_a_damaged_checkpoint_is_passed_over_by_name(dataset, sft, tmp_path) -> None:
-    folder = tmp_path / "run"
-    assert sft(folder, *SETTINGS, "trainer.steps=8").code == 0
-    newest = folder / "checkpoints" / "step-00000008"
-    largest = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    os.truncate(largest, 100)
-    resumed = sft(folder, *SETTINGS, "trainer.steps=9", "resume=true")
-    assert resumed.code == 0, resumed.output
-    assert f"passed over: the checkpoint's file {largest.name} has 100 bytes" in resumed.output
-    for part in folder.glob("checkpoints/step-*/run.json"):
-        part.write_text("{")
-    refused = sft(folder, *SETTINGS, "trainer.steps=10", "resume=true")
-    assert refused.code == 2
-    assert "run.json cannot be read" in refused.output

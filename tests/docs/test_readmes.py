@@ -272,13 +272,6 @@ def test_a_command_of_a_block_that_is_not_run_still_has_to_exist(line: str) -> N
         check_command(words)
 
 
-def test_output_that_differs_from_the_page_fails() -> None:
-    block = Block(1, "shell", "", "", "loss ...\nend\n")
-    check_output(block, "loss 1.5\nend\n", "README.md")
-    with pytest.raises(AssertionError, match="line 1 prints"):
-        check_output(block, "loss 1.5\n", "README.md")
-
-
 def test_the_page_of_tests_names_every_folder_and_marker() -> None:
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("_")}
     page = (ROOT / "tests/README.md").read_text()

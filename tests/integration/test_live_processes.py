@@ -196,23 +196,6 @@ def test_windows_of_two_folders_continue_on_fewer_processes_after_a_kill(stream:
     assert sorted(id for line in stream.trained() for id in line["ids"]) == expected.sequences
 
 
-def test_a_second_producer_is_refused(stream: Stream, tmp_path: Path) -> None:
-    source = write_chats(tmp_path / "chats.jsonl", 50)
-    producer = stream.producer(source, "chunks.rows=5", "chunks.max_waiting=2")
-    second = Stream(stream.folder, tmp_path).producer(source)
-    try:
-        producer.start()
-        until(lambda: "paused" in producer.output(), producer)
-        second.start()
-        assert second.wait() == [2]
-        assert "another process is writing here" in second.output()
-        assert "Traceback" not in second.output()
-        assert sorted(LiveFolder(stream.folder).look().ready) == [0, 1]
-    finally:
-        producer.kill()
-        second.kill()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_full_disk_is_an_error_that_leaves_nothing_half_visible_and_the_rest_comes_later(
     stream: Stream, tmp_path: Path

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from harness.errors import ConfigError, LoaderError, ScheduleError
-from harness.formats import PackReader, open_dataset, open_writer
+from harness.errors import ConfigError, LoaderError
+from harness.formats import PackReader, open_dataset
 from harness.loader import Loader, LoaderConfig, LoaderState, RankLayout
-from harness.records import Pack
 from harness.schedule import ScheduleConfig
+
+from .conftest import WritePacks
 
 NUM_PACKS = 23
 
 
-def write_dataset(folder: Path, seed: int) -> PackReader:
-    random = np.random.default_rng(seed)
-    with open_writer(folder, format="parquet", pack_size=64, rows_per_group=4) as writer:
-        for _ in range(NUM_PACKS):
-            lengths = random.integers(2, 16, random.integers(1, 5))
-            starts = np.cumsum(lengths) - lengths
-            mask = random.integers(0, 2, lengths.sum())
-            mask[starts + lengths - 1] = 0
-            writer.append(Pack(input_ids=random.integers(0, 500, lengths.sum()), loss_mask=mask, seq_start_id=starts))
-    return open_dataset(folder)
-
-
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> PackReader:
-    return write_dataset(tmp_path_factory.mktemp("loader") / "packs", seed=0)
+def reader(tmp_path_factory: pytest.TempPathFactory, write_packs: WritePacks) -> PackReader:
+    return open_dataset(write_packs(tmp_path_factory.mktemp("loader") / "packs", NUM_PACKS))
 
 
 def loader(
@@ -79,8 +67,8 @@ def test_batches_prefetched_but_not_trained_are_read_again(reader: PackReader) -
         assert [batch.digest() for batch in trained] + [batch.digest() for batch in made] == whole
 
 
-def test_other_data_is_refused_unless_allowed(reader: PackReader, tmp_path: Path) -> None:
-    other = write_dataset(tmp_path / "other", seed=1)
+def test_other_data_is_refused_unless_allowed(reader: PackReader, tmp_path: Path, write_packs: WritePacks) -> None:
+    other = open_dataset(write_packs(tmp_path / "other", NUM_PACKS, seed=1))
     state = next(iter(loader(reader))).state
     with pytest.raises(LoaderError, match="the dataset's fingerprint was"):
         loader(other, state=state)
@@ -105,28 +93,3 @@ def test_a_ragged_end_is_dropped_only_on_request(reader: PackReader) -> None:
     assert [batch.digest() for batch in rest] == [batch.digest() for batch in dropped[2:]]
     with pytest.raises(ConfigError, match="23 packs never fill a global batch of 24"):
         loader(reader, size=24, drop_last=True)
-
-
-def test_a_sequence_over_capacity_is_refused_before_anything_is_read(reader: PackReader) -> None:
-    longest = int(reader.sequence_lengths.max()) - 1
-    loader(reader, capacity=longest)
-    with pytest.raises(ScheduleError, match=rf"has {longest} model tokens .* more than the {longest - 1} of a row"):
-        loader(reader, capacity=longest - 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("global_batch_size", 0),
-        ("num_workers", -1),
-        ("prefetch_factor", 0),
-        ("timeout_s", 0),
-        ("start_method", "thread"),
-        ("block_packs", 0),
-        ("window_blocks", 0),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        LoaderConfig(**{name: value})
-    assert caught.value.where == f"loader.{name}"

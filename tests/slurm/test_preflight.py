@@ -44,17 +44,6 @@ def mounted(slurm: Cluster, node: str, source: str | Path, target: str | Path, *
         slurm.on(node, "umount", "--lazy", target, check=True)
 
 
-def test_a_loopback_address_is_refused(refused):
-    log = refused("cluster.master_addr=127.0.0.1")
-    assert "preflight: node2: first node: MASTER_ADDR 127.0.0.1 is the loopback of each node, not the first node" in log
-    assert "fix:   set cluster.master_addr=" in log
-
-
-def test_the_address_of_another_node_is_refused(refused):
-    log = refused("cluster.master_addr=login", "cluster.preflight.timeout_s=15")
-    assert "preflight: node2: first node: the first node does not answer at MASTER_ADDR login (10.79.0.1)" in log
-
-
 def test_a_node_without_the_dataset_is_named(refused, slurm, data, tmp_path):
     (tmp_path / "empty").mkdir()
     with mounted(slurm, "node2", tmp_path / "empty", data):

@@ -8,20 +8,15 @@ import sys
 import pytest
 import yaml
 
-from harness.config import CONFIGS, compose_config, hydra_entry
+from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.plan import SftConfig
 from harness.settings import to_yaml
 
+# Models and layouts are composed in tests/unit/plan.
 CHOICES = [
     f"{group}={file.stem}"
-    for group, pattern in (
-        ("data", "train*.yaml"),
-        ("schedule", "*.yaml"),
-        ("model", "*.yaml"),
-        ("parallel", "*.yaml"),
-        ("trainer", "*.yaml"),
-    )
+    for group, pattern in (("data", "train*.yaml"), ("schedule", "*.yaml"), ("trainer", "*.yaml"))
     for file in sorted((CONFIGS / group).glob(pattern))
 ]
 
@@ -47,11 +42,8 @@ def test_a_run_has_60_steps_and_on_live_data_as_many_as_the_stream():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("modle.num_layers=2", "unknown setting 'modle.num_layers'"),
-        ("model.num_layer=2", "num_layer"),
         ("loader.path=x", "path"),
         ("model=huge", "the group model has no file 'huge'"),
-        ("trainer.steps=soon", "'soon' is not of type int"),
         ("trainer.eval_interval=null", "trainer.eval_interval cannot be null"),
         ("trainer.steps=[1", "the value '[1' cannot be read"),
         ("data.path=a,b", "the value 'a,b' can be read in several ways"),
@@ -59,27 +51,16 @@ def test_a_run_has_60_steps_and_on_live_data_as_many_as_the_stream():
         ("data.blend=[{path:a,wieght:2}]", "unknown setting 'wieght'"),
         ("optimizer=adam", "optimizer is a section of settings"),
         ("trainer=3", "the group trainer has no file '3'"),
-        ("cluster=h100_ib", "unknown setting 'cluster'"),
-        ("++trainer.foo=1", "unknown setting 'trainer.foo'"),
         ("+trainer.steps=1", "+ changes groups, and trainer.steps is a setting"),
         ("=3", "'=3' is not a setting"),
+        ("schedule.name=best", "'best' is not known"),
+        ("optimizer.decay=exponential", "'exponential' is not known"),
         ("name=${nope}", "the reference ${nope} names no setting"),
-        ("trainer.steps=0", "steps is 0"),
-        ("trainer.eval_batches=0", "eval_batches is 0"),
         ("trainer.local_checkpoints=scratch", "'scratch' is not a folder of its own"),
         ("trainer.trackers=[wandbb]", "trackers are wandbb"),
         ("trainer.trackers=[wandb,wandb]", "trackers are wandb, wandb"),
-        ("loader.num_workers=-1", "num_workers is -1"),
-        ("schedule.name=best", "'best' is not known"),
         ("optimizer.min_lr=1", "min_lr is 1"),
-        ("optimizer.decay_steps=-5", "decay_steps is -5"),
-        ("optimizer.beta1=2", "beta1 is 2"),
-        ("optimizer.weight_decay=-1", "weight_decay is -1"),
-        ("model.init_std=-1", "init_std is -1"),
         ("model.hidden_size=12", "a head of 3 numbers cannot be rotated"),
-        ("trainer.timeout_s=-3", "timeout_s is -3"),
-        ("optimizer.decay=exponential", "'exponential' is not known"),
-        ("parallel.context_parallel_size=0", "context_parallel_size is 0"),
     ],
 )
 def test_a_mistake_in_a_setting_is_refused_before_anything_starts(override, message):
@@ -97,22 +78,6 @@ def test_a_file_that_is_not_yaml_is_one_clear_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"sft.yaml.*, line 3") as error:
         compose_config("sft", SftConfig)
     assert "sft.yaml" in error.value.where
-
-
-def test_the_command_line_ends_with_code_2_and_without_a_traceback(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sft", "trainer.steps=0"])
-    with pytest.raises(SystemExit) as ended:
-        hydra_entry("sft", SftConfig)(lambda config: None)()
-    assert ended.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("ConfigError: steps is 0\n  where: trainer.steps")
-    assert "Traceback" not in printed
-
-
-def test_the_settings_can_be_printed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sft", "--cfg", "model.hidden_size=64"])
-    hydra_entry("sft", SftConfig)(lambda config: pytest.fail("must only print"))()
-    assert yaml.safe_load(capsys.readouterr().out)["model"]["hidden_size"] == 64
 
 
 def test_library_modules_need_neither_torch_nor_hydra():

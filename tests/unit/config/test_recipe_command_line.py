@@ -89,7 +89,6 @@ def test_an_unknown_experiment_names_the_nearest_one_and_all(own):
         ("model.num_layer=2", "model.num_layers"),
         ("steps=4", "trainer.steps"),
         ("model=qwen3_0_6", "model=qwen3_0_6b"),
-        ("model=qwen3_30b", "model=qwen3_30b_a3b"),
         ("modell=tiny", "model"),
         ("trainer.lr=1", "optimizer.lr"),
     ],
@@ -135,12 +134,9 @@ def test_a_mistake_in_a_file_is_reported_with_the_file_and_the_setting(own):
     ("content", "message"),
     [
         ("model: {num_layers: 2.7}", "2.7 is not of type int"),
-        ("model: {num_layers: 012}", "012 is read as 10"),
         ("trainer: {steps: 1:30}", "1:30 is read as 90"),
         ("loader: {persistent_workers: 2}", "2 is not of type bool"),
-        ("loader: {persistent_workers: '2'}", "2 is not of type bool"),
         ("name: no", "no is read as False"),
-        ("name: 1e3", "1e3 is read as 1000.0"),
         ("trainer: {sample_prompts: [1e3]}", "1e3 is read as 1000.0"),
         ("trainer: {sample_prompts: [[a]]}", "trainer.sample_prompts has an item that is no scalar"),
         ("data: {evaluation: {new: 007}}", "007 is read as 7"),
@@ -195,20 +191,12 @@ def test_help_names_only_groups_and_files_of_the_command():
         assert other not in printed
 
 
-def test_help_names_groups_and_flags(own):
-    done = run("--help", "--config-dir", own)
-    assert "mine" in done.stdout
-    assert "--config-dir DIR" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--cfg", "job", "trainer.steps=soon"], "'soon' is not of type int"),
-        (["--cfg", "job", "trainer.stpes=3"], "did you mean trainer.steps?"),
         (["--info", "config", "name=[a"], "the value '[a' cannot be read"),
         (["--multirun", "trainer.steps=0,1", "hydra.sweep.dir=sweep"], "steps is 0"),
-        (["--multirun", "model=tiny,huge", "hydra.sweep.dir=sweep"], "the group model has no file 'huge'"),
     ],
 )
 def test_hydras_own_command_line_explains_mistakes_in_our_words(tmp_path, arguments, message):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.formats.inspect import (
     TRAINED_STYLE,
@@ -73,23 +73,9 @@ def test_a_summary_counts_packs_sequences_tokens_and_lengths(dataset):
         assert words in shown
 
 
-def test_a_dataset_without_a_manifest_is_counted_too(dataset, tmp_path):
-    (tmp_path / "bare").mkdir()
-    for shard in dataset.glob("*.parquet"):
-        (tmp_path / "bare" / "packs.parquet").write_bytes(shard.read_bytes())
-    summary = inspect_dataset(str(tmp_path / "bare" / "packs.parquet"))
-    assert (summary.packs, summary.sequences, summary.trained_tokens) == (2, 3, 4)
-    assert text_of(render_summary(summary))
-
-
 def test_a_prepared_folder_resolves_to_its_datasets(dataset):
     assert find_datasets(str(dataset.parent)) == [str(dataset)]
     assert find_datasets(str(dataset)) == [str(dataset)]
-
-
-def test_a_missing_dataset_is_an_error(tmp_path):
-    with pytest.raises(FormatError):
-        inspect_dataset(str(tmp_path / "nothing"))
 
 
 def test_lengths_are_binned_by_powers_of_two():

@@ -276,9 +276,3 @@ NO_LENGTHS = {name: values for name, values in LINE.items() if name != "lengths"
 def test_an_inconsistent_line_is_an_error(line: bytes, problem: str) -> None:
     with pytest.raises(FormatError, match=problem):
         pack_of_line(line)
-
-
-def test_a_chunk_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "chunk_00000.jsonl").write_bytes(line_of_pack(PACKS[0])[:-1])
-    with pytest.raises(FormatError, match="cut short"):
-        open_dataset(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from harness.errors import Problem
-from harness.formats import FORMATS, open_dataset, open_writer
+from harness.formats import FORMATS, open_writer
 from harness.formats.verify import PackDifference, diff_datasets, verify_dataset
 from harness.records import Pack
 
@@ -29,23 +29,6 @@ def test_a_whole_dataset_has_no_problems(tmp_path: Path, format: str) -> None:
     seen: list[tuple[int, int]] = []
     assert verify_dataset(write(tmp_path / "a", format=format), progress=lambda *values: seen.append(values)) == []
     assert seen[-1] == (7, 7)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_any_changed_byte_of_any_stored_file_is_reported(tmp_path: Path, format: str) -> None:
-    path = write(tmp_path / "a", format=format)
-    manifest = open_dataset(path).manifest
-    assert manifest is not None
-    files = [stored.path for shard in manifest.shards[:1] for stored in shard.files]
-    for stored in [*files, *(file.path for file in manifest.index)]:
-        original = (path / stored).read_bytes()
-        damaged = bytearray(original)
-        damaged[len(original) // 2] ^= 1
-        (path / stored).write_bytes(damaged)
-        problems = verify_dataset(path)
-        assert any("has the hash" in one.what and one.where == str(path / stored) for one in problems)
-        (path / stored).write_bytes(original)
-    assert verify_dataset(path) == []
 
 
 def test_all_problems_are_reported_and_not_only_the_first(tmp_path: Path) -> None:
@@ -109,10 +92,6 @@ def test_bare_files_are_checked_for_the_invariants(tmp_path: Path) -> None:
     assert verify_dataset(tmp_path / "a.npy") == []
     np.save(tmp_path / "a.npy", [row, {**row, "loss_mask": [0, 5]}], allow_pickle=True)  # type: ignore[arg-type]
     assert "pack 1 has loss_mask 5 at position 1" in verify_dataset(tmp_path / "a.npy")[0].what
-
-
-def test_equal_datasets_of_two_formats_have_no_difference(tmp_path: Path) -> None:
-    assert diff_datasets(write(tmp_path / "a"), write(tmp_path / "b", format="jsonl")) is None
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ def test_any_dataset_becomes_a_store_once(tmp_path: Path) -> None:
     assert sorted(found) == SEQUENCES
 
 
-@pytest.mark.parametrize("format", ["npy", "parquet", "memmap", "binidx", "jsonl", "virtual"])
-def test_a_plan_converts_to_every_format(tmp_path: Path, store: Path, format: str) -> None:
+@pytest.mark.parametrize("format", ["parquet", "virtual"])
+def test_a_plan_converts_to_packs_and_to_a_store(tmp_path: Path, store: Path, format: str) -> None:
     repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     manifest = convert_dataset(tmp_path / "plan", tmp_path / "out", format=format)
     assert manifest.fingerprint == open_dataset(tmp_path / "plan").fingerprint
@@ -200,28 +200,6 @@ def test_a_missing_or_different_store_is_an_error_with_its_path(tmp_path: Path, 
         open_dataset(tmp_path / "plan")[0]
     assert f"harness repack {store} {tmp_path / 'plan'} --overwrite" in caught.value.fix
     assert "not the one that was planned over" in verify_dataset(tmp_path / "plan")[0].what
-
-
-def test_every_changed_byte_of_store_or_plan_is_an_error_or_changes_nothing(tmp_path: Path, store: Path) -> None:
-    path = tmp_path / "plan"
-    repack_store(str(store), str(path), pack_size=8)
-    packs = list(open_dataset(path))
-    generator = np.random.default_rng(1)
-    caught = tried = 0
-    for file in sorted(one for folder in (store, path) for one in folder.rglob("*") if one.is_file()):
-        original = file.read_bytes()
-        for position in np.unique(generator.integers(0, len(original), 10)).tolist():
-            damaged = bytearray(original)
-            damaged[position] ^= 1 << int(generator.integers(8))
-            file.write_bytes(damaged)
-            tried += 1
-            try:
-                assert list(open_dataset(path)) == packs, f"wrong data from byte {position} of {file}"
-            except FormatError:
-                caught += 1
-        file.write_bytes(original)
-    assert caught > tried // 2
-    assert list(open_dataset(path)) == packs
 
 
 def test_a_changed_token_is_an_error_with_the_number_of_its_sequence(tmp_path: Path, store: Path) -> None:

@@ -330,17 +330,6 @@ def test_commands_convert_merge_count_and_verify(tmp_path: Path, monkeypatch: py
     assert "xx.bin is missing" in output_of("verify", "xx.idx", code=1)
 
 
-def test_converting_imports_no_torch(tmp_path: Path) -> None:
-    source = shard(tmp_path / "s.parquet", ROWS)
-    code = (
-        "import sys\n"
-        "from harness.indexed import convert_tokens\n"
-        f"convert_tokens([{source!r}], {str(tmp_path / 'x')!r})\n"
-        "assert not {'torch', 'megatron', 'hydra', 'transformers'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 MEMORY = """
 import sys
 from harness.indexed import TokenSource, convert_tokens

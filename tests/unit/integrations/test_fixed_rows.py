@@ -108,8 +108,3 @@ def test_a_row_length_that_the_layout_cannot_cut_is_refused(reader: PackReader) 
 def test_balanced_schedules_are_refused_by_name(schedule: str) -> None:
     with pytest.raises(ConfigError, match=f"Megatron-Bridge fixes the number of microbatches.*{schedule} needs"):
         require_as_packed(schedule, trainer="Megatron-Bridge", setting="dataset.schedule")
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no schedule 'as_paked'"):
-        require_as_packed("as_paked", trainer="torchtitan", setting="dataloader.schedule")

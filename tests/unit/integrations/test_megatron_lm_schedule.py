@@ -70,13 +70,6 @@ def test_rows_are_filled_in_order_and_context_parallel_ranks_share_them() -> Non
     ]
 
 
-def test_the_last_samples_of_the_last_rows_get_rows_of_their_own() -> None:
-    # Three rows for two ranks: the last row that has two samples gives its last one away.
-    scheduler = DpBalancedScheduler(4, 1, 2, None)
-
-    assert scheduler.get_groups_and_subsamples(numbered(2, 2, 2, 2, 4)) == [[[0, 1], [2]], [[4], [3]]]
-
-
 def test_the_number_of_microbatches_is_a_multiple_of_the_group_of_virtual_stages() -> None:
     scheduler = DpBalancedScheduler(2, 1, 1, 4)
 
@@ -88,10 +81,6 @@ def test_the_highest_number_of_sequences_is_that_of_the_config(one_rank: None) -
     assert wrap_data_iterator(iter([sample(*range(6)), sample(*range(6))]), allowed, 2)[1] == 2
     with pytest.raises(ScheduleError, match=r"where: config\.thd_max_packed_sequences"):
         wrap_data_iterator(iter([sample(1), sample(2)]), allowed, 2)
-
-
-def test_fewer_samples_than_ranks_leave_empty_rows() -> None:
-    assert DpBalancedScheduler(8, 1, 3, None).get_groups_and_subsamples(numbered(2)) == [[[0], [], []]]
 
 
 def test_a_sample_longer_than_a_row_is_refused() -> None:

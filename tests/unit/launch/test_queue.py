@@ -51,37 +51,21 @@ def queued(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("reason", "message"),
+    ("reason", "words"),
     [
-        ("(Resources)", "it is next: nodes that are in use have to become free (Resources)"),
-        ("(JobHeldUser)", "it is held: `scontrol release 7` lets it start (JobHeldUser)"),
-        (
-            "(ReqNodeNotAvail, UnavailableNodes:node2)",
-            "nodes that it asks for are down, drained or reserved; look at cluster.exclude, and at `sinfo -R` "
-            "(ReqNodeNotAvail, UnavailableNodes:node2)",
-        ),
-        (
-            "(QOSMaxGRESPerUser)",
-            "a limit of its QOS on GPUs of one user is reached; it starts when that allows it (QOSMaxGRESPerUser)",
-        ),
-        (
-            "(QOSMaxNodePerJobLimit)",
-            "it asks for more nodes than its QOS gives one job, and never starts (QOSMaxNodePerJobLimit)",
-        ),
-        (
-            "(AssocGrpCPUMinutesLimit)",
-            "a limit of its account on cores is reached; it starts when that allows it (AssocGrpCPUMinutesLimit)",
-        ),
-        (
-            "(launch failed requeued held)",
-            "a node could not start it, and Slurm holds it: `scontrol release 7` tries again; the node's slurmd.log "
-            "has the cause (launch failed requeued held)",
-        ),
-        ("(SomethingNew)", "SomethingNew"),
+        ("(Resources)", "it is next"),
+        ("(JobHeldUser)", "`scontrol release 7`"),
+        ("(ReqNodeNotAvail, UnavailableNodes:node2)", "down, drained or reserved"),
+        ("(QOSMaxGRESPerUser)", "a limit of its QOS on GPUs of one user is reached"),
+        ("(QOSMaxNodePerJobLimit)", "never starts"),
+        ("(AssocGrpCPUMinutesLimit)", "a limit of its account on cores"),
+        ("(launch failed requeued held)", "a node could not start it"),
+        ("(SomethingNew)", ""),
     ],
 )
-def test_the_reason_of_a_pending_job_is_explained(reason, message):
-    assert explain_reason(reason, "7") == message
+def test_the_reason_of_a_pending_job_is_explained(reason, words):
+    assert words in explain_reason(reason, "7")
+    assert reason.strip("()") in explain_reason(reason, "7")
 
 
 def test_the_jobs_of_a_run_are_those_of_its_script_and_the_one_that_has_it(slurm, run_dir):

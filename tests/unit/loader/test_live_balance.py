@@ -36,16 +36,14 @@ def pack_number(id_: int) -> int:
     return (id_ >> 40) * 4 + (id_ >> 18 & (1 << 22) - 1)
 
 
-@pytest.mark.parametrize("schedule", BALANCED)
 @pytest.mark.parametrize(
-    ("dp_size", "layout"),
+    ("schedule", "dp_size", "layout"),
     [
-        (1, {}),
-        (2, {}),
-        (3, {}),
-        (4, {}),
-        (2, {"cp_size": 2, "pad_to_multiple": 4}),
-        (4, {"group_size": 2, "pad_to_multiple": 2}),
+        *(("dp_balanced", dp_size, {}) for dp_size in (1, 2, 3, 4)),
+        ("dp_balanced", 2, {"cp_size": 2, "pad_to_multiple": 4}),
+        ("dp_balanced", 4, {"group_size": 2, "pad_to_multiple": 2}),
+        ("cost_balanced", 3, {}),
+        ("cost_balanced", 2, {"cp_size": 2, "pad_to_multiple": 4}),
     ],
 )
 def test_rows_are_those_of_a_stored_dataset(folder, packs, tmp_path, schedule, dp_size, layout):

@@ -65,8 +65,7 @@ def trained_tokens(trained: Trained) -> Counter[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize(("dp_size", "size"), [(1, 4), (2, 5), (3, 4), (4, 5)])
 def test_every_pack_is_trained_once_the_uneven_last_ones_too(packs: Path, dp_size: int, size: int) -> None:
     expected = Counter(tuple(one.input_ids.tolist()) for pack in some_packs(sum(SIZES)) for one in pack.sequences())
     trained = train(packs, dp_size=dp_size, size=size)

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError
 from harness.formats import Provenance, open_writer
 from harness.loader import BlendSource, DataConfig, open_datasets
 from harness.records import Pack
@@ -46,13 +46,6 @@ def test_a_dataset_of_a_tokenizer_other_than_the_requested_one_is_refused(tmp_pa
     write(tmp_path / "train")
     with pytest.raises(ConfigError, match=r"the dataset was made with tokenizer tok \(a{16}\)"):
         open_datasets(DataConfig(path=str(tmp_path), tokenizer=str(tmp_path / "tokenizer")))
-
-
-def test_a_missing_dataset_is_one_clear_error(tmp_path):
-    with pytest.raises(FormatError) as error:
-        open_datasets(DataConfig(path=str(tmp_path / "nothing")))
-    assert "nothing" in error.value.where
-    assert error.value.fix
 
 
 def blend(*sources, **other):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import prepared  # noqa: F401
 import pytest
 import torch
 from corpora import write_corpus

@@ -127,7 +127,6 @@ def test_counts_for_another_vocabulary_are_refused_and_not_misread(tmp_path: Pat
         ({"path_to_cache": "/proc/nowhere"}, "built indices cannot be written"),
         ({"blend": [CorpusSource("a")], "per_split_data_args_path": "x"}, "both name the sources"),
         ({"per_split_data_args_path": "nowhere.json"}, "cannot be read"),
-        ({"sequence_length": 0}, "sequence_length is 0"),
         ({"path": "s3://bucket/x"}, "is in object storage"),
     ],
 )

@@ -39,11 +39,6 @@ def test_cuda_without_a_gpu_is_refused() -> None:
         runtime.choose_device("cuda")
 
 
-def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'tpu' is not known"):
-        runtime.choose_device("tpu")
-
-
 def test_a_launcher_environment_with_parts_missing_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from live_streams import some_chats, some_packs, write_stream
 
-from harness.errors import ConfigError, HarnessError, LoaderError, ScheduleError
+from harness.errors import ConfigError, HarnessError, LoaderError
 from harness.formats import Provenance, open_writer
 from harness.loader import (
     BlendSource,
@@ -105,13 +105,6 @@ def test_a_pack_size_above_the_limit_of_the_model_is_refused(data):
         check(config(max_sequence_length=100), data(pack_size=128), 1)
 
 
-def test_ranks_that_are_left_over_are_refused(data):
-    made = config()
-    made.parallel.pipeline_parallel_size = 2
-    with pytest.raises(ConfigError, match="3 ranks cannot hold whole copies"):
-        check(made, data(), 3)
-
-
 def run(tmp_path, data, *, resume="false", **changes):
     made = SftConfig(runs=str(tmp_path / "runs"), data=DataConfig(path=str(data.train.path)), resume=resume)
     made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
@@ -119,11 +112,6 @@ def run(tmp_path, data, *, resume="false", **changes):
     for name, value in changes.items():
         setattr(made.schedule if name == "max_tokens_per_rank" else made.model, name, value)
     main(made)
-
-
-def test_a_sequence_above_the_capacity_is_named_before_training(tmp_path, data):
-    with pytest.raises(ScheduleError, match="sequence 0 of the dataset has 47 model tokens"):
-        run(tmp_path, data(), max_tokens_per_rank=32)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_and_not_trained(tmp_path, data):

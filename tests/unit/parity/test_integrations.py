@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import numpy as np
 import pytest
 
 from harness import LoaderConfig, open_writer
-from harness.errors import ConfigError
-from harness.integrations import INTEGRATIONS, Integration, RankStream, registry
+from harness.integrations import RankStream
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.train import content_digest, sequence_digests
-from tests.integrations.global_batches import BEFORE, compare_integrations, find_difference, parse_integrations
-from tests.integrations.probes import PROBES, ProbeJob, trained_part
+from tests.integrations.global_batches import BEFORE, find_difference
+from tests.integrations.probes import ProbeJob, trained_part
 
 JOB = ProbeJob("torch", "data", {}, {}, first_step=0, last_step=2, folder="")
 
@@ -49,12 +47,6 @@ def streams(data: str) -> tuple[list[dict[str, Any]], list[str], list[dict[str, 
     return ranks, digests, [dataclasses.asdict(batch.state) for batch in whole]
 
 
-def test_ranks_that_read_the_same_global_batches_do_not_differ(data: str) -> None:
-    ranks, digests, positions = streams(data)
-
-    assert find_difference(JOB, BEFORE, ranks, digests, positions) is None
-
-
 def test_a_changed_token_a_lost_row_and_another_position_are_named(data: str) -> None:
     ranks, digests, positions = streams(data)
     changed, lost, moved, short = (copy.deepcopy(ranks) for _ in range(4))
@@ -71,29 +63,3 @@ def test_a_changed_token_a_lost_row_and_another_position_are_named(data: str) ->
         (2, 1, "position"),
         (None, 1, "steps"),
     ]
-
-
-def test_a_trainer_that_is_not_installed_is_shown_with_the_command_that_installs_it(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing = Integration(("nothing_of_that_name",), "pip install nothing")
-    monkeypatch.setattr(registry, "INTEGRATIONS", {**INTEGRATIONS, "torchtitan": nothing})
-    monkeypatch.setattr("tests.integrations.global_batches.INTEGRATIONS", registry.INTEGRATIONS)
-    (result,) = compare_integrations({"torchtitan": sys.executable}, data, tmp_path, steps=4, timeout_s=60)
-
-    assert result.status == "skipped"
-    assert result.reason == "nothing_of_that_name not installed: pip install nothing"
-
-
-def test_integrations_are_named_with_or_without_an_interpreter() -> None:
-    assert parse_integrations(["torch", "trl=/envs/trl/bin/python"]) == {
-        "torch": sys.executable,
-        "trl": "/envs/trl/bin/python",
-    }
-    assert list(parse_integrations([])) == list(INTEGRATIONS)
-    with pytest.raises(ConfigError, match="there is no integration 'torchtune'"):
-        parse_integrations(["torchtune"])
-
-
-def test_every_probe_reads_an_integration() -> None:
-    assert set(PROBES) <= set(INTEGRATIONS)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
+from step_metrics import metrics
 
 from harness.errors import ConfigError
 from harness.parity.cells import Case, CheckPlan, parse_case, plan_check
@@ -16,25 +16,8 @@ from harness.train.metrics import StepMetrics
 
 
 def step(number: int, **changed: object) -> StepMetrics:
-    plain = StepMetrics(
-        step=number,
-        epoch=0,
-        loss=4.0,
-        validation_loss=5.0 if number == 2 else None,
-        learning_rate=1e-3,
-        grad_norm=2.0,
-        tokens=100,
-        trained_tokens=80,
-        tokens_per_s=1.0,
-        fill=0.9,
-        num_microbatches=2,
-        step_s=1.0,
-        data_wait_s=0.0,
-        imbalance_tokens=1.0,
-        imbalance_cost=1.0,
-        packs_consumed=4 * number,
-    )
-    return replace(plain, **changed)
+    plain = {"loss": 4.0, "validation_loss": 5.0 if number == 2 else None, "grad_norm": 2.0, "tokens": 100}
+    return metrics(number, **{**plain, "trained_tokens": 80, "packs_consumed": 4 * number, **changed})
 
 
 EXPECTED = [step(1), step(2), step(3)]

@@ -43,11 +43,6 @@ def many_cells(count: int, steps: int) -> ParityReport:
     return report([reference(series=series(steps)), *cells])
 
 
-def test_all_three_files_are_written_and_none_is_left_half(tmp_path):
-    render_all(one_of_each(), tmp_path / "new")
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {"report.html", "report.md", "junit.xml"}
-
-
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
@@ -191,13 +186,6 @@ def test_runs_of_missing_and_uneven_columns_are_drawn_as_far_as_they_go():
     assert set(charts) == {"loss"}
     assert pool.arrays[charts["loss"].traces[0]["y"]] == [4.0, None]
     assert "odd" in render_page(report([reference(series=Series()), odd]))
-
-
-def test_equal_curves_are_stored_once():
-    pool = Pool()
-    draw_charts(all_same(), pool)
-    few = len(pool.arrays)
-    assert few <= 12
 
 
 @pytest.mark.nightly

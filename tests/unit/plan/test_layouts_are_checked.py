@@ -274,13 +274,3 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_128_on_every_layout() -> None
         ModelConfig(num_attention_heads=6, num_query_groups=3, hidden_size=96).check(
             ParallelConfig(tensor_parallel_size=3)
         )
-
-
-def test_the_cost_of_a_sequence_counts_weights_and_attention() -> None:
-    model = ModelConfig(
-        num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, num_query_groups=1, vocab_size=10
-    )
-    cost = sequence_cost(model)
-    # Weights a layer: Q and output 2 * 8 * 8, K and V 2 * 8 * 4, gate, up and down 3 * 8 * 16; output matrix 8 * 10.
-    assert cost.linear == 2 * (2 * (128 + 64 + 384) + 80)
-    assert cost.quadratic == 2 * 2 * 8

@@ -9,7 +9,6 @@ import pytest
 
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat import (
-    SCHEMAS,
     BadReason,
     BadRecord,
     Conversation,
@@ -688,11 +687,6 @@ def test_a_reader_goes_to_workers_and_knows_its_columns():
     assert copy.columns_to_read(["chat", "score", "id", "images", "tools"]) == ["chat", "images", "tools"]
 
 
-def test_the_columns_that_show_the_schema_are_read():
-    names = ["prompt", "chosen", "rejected", "id"]
-    assert RecordReader().columns_to_read(names) == ["prompt", "chosen", "rejected"]
-
-
 def test_rows_of_a_table_are_read_without_fields_that_only_other_rows_have():
     arguments = {"x": 1, "y": None}
     call = {"name": "f", "arguments": arguments}
@@ -714,8 +708,3 @@ def test_hashes_differ_where_the_model_sees_a_difference():
         {"text": "Hello"},
     ]
     assert len({parse_record(record, "").hash() for record in records}) == len(records)
-
-
-def test_every_schema_has_a_name_and_says_which_fields_it_reads():
-    assert list(SCHEMAS) == ["messages", "sharegpt", "alpaca", "prompt_completion", "xlam", "text", "preference"]
-    assert all(schema.fields for schema in SCHEMAS.values())

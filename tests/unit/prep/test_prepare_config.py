@@ -32,27 +32,6 @@ def test_every_file_composes(choice):
     assert isinstance(compose_config("prepare", PrepareConfig, [choice, *REQUIRED.get(choice, [])]), PrepareConfig)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "source.pth=x",
-        "data.pack_size=1",
-        "data.pack_size=many",
-        "data.algorithm=magic",
-        "data.packed_storage=zip",
-        "data.over_long=wrap",
-        "data.validation_fraction=1.5",
-        "data.path=",
-        "tokenizer.mask=none",
-        "source.on_bad=ignore",
-        "source=files",
-    ],
-)
-def test_an_invalid_setting_is_a_clear_error(override):
-    with pytest.raises(ConfigError):
-        compose_config("prepare", PrepareConfig, [override])
-
-
 def test_a_path_alone_names_files_and_contradicts_the_built_in_corpus():
     assert compose_config("prepare", PrepareConfig, ["source.path=chats.jsonl"]).source.resolve().kind == "files"
     with pytest.raises(ConfigError, match=r"chats.jsonl would not be read"):

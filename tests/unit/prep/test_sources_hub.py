@@ -164,9 +164,8 @@ def test_what_is_missing_or_ambiguous_is_refused_with_the_choice(server, path, s
     assert server.downloaded() == []
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://hub.invalid"])
-def test_without_a_network_the_fix_says_how_to_download(server, monkeypatch, address):
-    monkeypatch.setenv("HF_ENDPOINT", address)
+def test_without_a_network_the_fix_says_how_to_download(server, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     for path in ("hf://datasets/org/plain", "org/plain"):
         with pytest.raises(PrepError, match="the hub cannot be reached") as error:
             find_files(SourceConfig(path=path))
@@ -190,7 +189,7 @@ def test_a_hub_that_is_silent_is_given_up(server, monkeypatch, path):
         find_files(SourceConfig(path="org/plain"))
 
 
-@pytest.mark.parametrize("status", [401, 403, 500, 503])
+@pytest.mark.parametrize("status", [401, 503])
 def test_a_hub_that_refuses_is_named(server, status):
     server.faults = {"/api/datasets/org/plain": status}
     with pytest.raises(PrepError, match="the hub") as error:

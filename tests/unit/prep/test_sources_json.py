@@ -22,8 +22,18 @@ def read_all(path, limit=0):
     return [record for chunk in read_chunks(list_files(str(path)), limit=limit) for record in chunk.parse()]
 
 
-@pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"separators": (",", ":")}, {"ensure_ascii": False}])
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2"])
+@pytest.mark.parametrize(
+    ("suffix", "layout"),
+    [
+        ("", {}),
+        ("", {"indent": 2}),
+        ("", {"separators": (",", ":")}),
+        ("", {"ensure_ascii": False}),
+        (".gz", {}),
+        (".zst", {}),
+        (".bz2", {}),
+    ],
+)
 def test_a_json_list_gives_its_items_with_their_numbers(tmp_path, layout, suffix):
     questions = ["Hi", 'a "quoted" \\ [text], {with} marks', "größer 😀 \u2028", "5"]
     data = json.dumps([chat(question) for question in questions], **layout).encode()
@@ -38,10 +48,9 @@ def test_a_json_list_gives_its_items_with_their_numbers(tmp_path, layout, suffix
     assert [record.where for record in records] == [f"{file}, item {number}" for number in range(4)]
 
 
-@pytest.mark.parametrize("start", ["", "\ufeff", "\n \r\n\t", "\ufeff\n"])
-@pytest.mark.parametrize("end", ["", "\n", " \n\n"])
-def test_a_json_list_may_have_a_mark_and_white_space_around_it(tmp_path, start, end):
-    (tmp_path / "a.json").write_text(start + json.dumps([chat("Hi")]) + end)
+@pytest.mark.parametrize("start", ["\ufeff", "\n \r\n\t", "\ufeff\n"])
+def test_a_json_list_may_have_a_mark_and_white_space_around_it(tmp_path, start):
+    (tmp_path / "a.json").write_text(start + json.dumps([chat("Hi")]) + " \n\n")
     (record,) = read_all(tmp_path / "a.json")
     assert isinstance(record, Conversation)
 
@@ -66,7 +75,7 @@ def test_a_json_file_with_a_record_on_each_line_is_read_line_by_line(tmp_path):
     assert (broken.where, broken.reason) == (f"{file}, line 3", BadReason.NOT_JSON)
 
 
-@pytest.mark.parametrize("window", [64, 1000, 1 << 20])
+@pytest.mark.parametrize("window", [64, 1 << 20])
 def test_shards_of_a_list_hold_every_item_once_with_its_number(tmp_path, monkeypatch, window):
     monkeypatch.setattr(text, "_WINDOW_BYTES", window)
     items = [chat("x" * (1 + number % 311)) if number % 7 else number * 11 for number in range(700)]

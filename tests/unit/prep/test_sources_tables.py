@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.errors import PrepError
-from harness.prep.chat import BadReason, BadRecord, Conversation
+from harness.prep.chat import BadReason, Conversation
 from harness.prep.sources import (
     SourceConfig,
     cut_shards,
@@ -201,14 +201,6 @@ def test_a_folder_saved_by_the_datasets_library_is_read(tmp_path):
     assert len(read_all(tmp_path / "one")) == 3
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "two"))
     assert len(read_all(tmp_path / "two", split="train")) == 3
-
-
-def test_rows_of_bad_records_have_their_place(tmp_path):
-    file = write(tmp_path / "a.parquet", pa.table({"messages": [TURNS, None, TURNS]}))
-    one, two, three = read_all(file)
-    assert isinstance(one, Conversation)
-    assert isinstance(two, BadRecord)
-    assert (two.where, three.where) == (f"{file}, row 1", f"{file}, row 2")
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

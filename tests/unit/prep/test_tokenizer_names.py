@@ -66,9 +66,8 @@ def test_a_hub_that_fails_is_asked_once(hub):
     assert asked(hub) == ["GET /api/models/org/tokenizer"]
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://hub.invalid"])
-def test_a_hub_that_cannot_be_reached_is_refused(hub, monkeypatch, address):
-    monkeypatch.setenv("HF_ENDPOINT", address)
+def test_a_hub_that_cannot_be_reached_is_refused(hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert "the hub cannot be reached" in refusal("tokenizer").what
     assert asked(hub) == []
 

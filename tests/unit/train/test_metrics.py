@@ -6,33 +6,12 @@ import json
 import math
 
 import pytest
+from step_metrics import metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from harness.errors import FormatError
-from harness.train.metrics import MetricsWriter, StepMetrics, plot_experts, plot_loss, read_metrics, write_report
+from harness.train.metrics import MetricsWriter, plot_experts, plot_loss, read_metrics, write_report
 from harness.train.trackers import curve_values
-
-
-def metrics(step: int, loss: float = 2.0, **changes) -> StepMetrics:
-    fields = {
-        "step": step,
-        "epoch": 0,
-        "loss": loss,
-        "validation_loss": None,
-        "learning_rate": 1e-3,
-        "grad_norm": 1.5,
-        "tokens": 1000,
-        "trained_tokens": 600,
-        "tokens_per_s": 500.0,
-        "fill": 0.9,
-        "num_microbatches": 2,
-        "step_s": 2.0,
-        "data_wait_s": 0.1,
-        "imbalance_tokens": 1.1,
-        "imbalance_cost": 1.2,
-        "packs_consumed": 8 * step,
-    }
-    return StepMetrics(**{**fields, **changes})
 
 
 def write(folder, steps, *, first_step=1) -> None:

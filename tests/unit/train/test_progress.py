@@ -10,17 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from step_metrics import metrics
 
 from harness.train.metrics import StepMetrics
 from harness.train.progress import RunProgress, duration
-
-from .test_metrics import metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 FIGURES = re.compile(r"lr 1\.00e-03, grad norm 1\.5, 500 tokens/s, about \d+ s left$")
 SHOW = """
 from harness.train.progress import RunProgress
-from tests.unit.train.test_metrics import metrics
+from tests.samples.step_metrics import metrics
 with RunProgress(24, quiet={quiet}) as progress:
     for step in range(1, 25):
         progress.step(metrics(step, validation_loss=2.5 if step == 12 else None))
@@ -117,9 +116,8 @@ def test_a_terminal_has_a_bar_below_the_same_lines() -> None:
     assert all("left" in line and "tokens/s" in line for line in bars if "24/24" in line)
 
 
-@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1", "CLICOLOR_FORCE": "1"}])
-def test_a_log_file_has_plain_lines_alone(environment: dict[str, str]) -> None:
-    lines = show(terminal=False, **environment).splitlines()
+def test_a_log_file_has_plain_lines_alone() -> None:
+    lines = show(terminal=False, FORCE_COLOR="1", TTY_COMPATIBLE="1", CLICOLOR_FORCE="1").splitlines()
     assert len(lines) == 14
     assert lines[-1] == "[/INST] stays as it is"
     assert all(FIGURES.search(line) for line in lines[:-1])

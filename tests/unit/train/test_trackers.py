@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from step_metrics import metrics
 
 from harness.errors import ConfigError
 from harness.train import begin_attempt
@@ -35,14 +36,6 @@ class Run:
     def finish(self, exit_code): self.note([self.summary["end"], exit_code])
 def init(**values): return Run(**values)
 """
-
-
-def metrics(step: int, loss: float, validation_loss: float | None = None) -> StepMetrics:
-    numbers = dict.fromkeys(
-        ("epoch", "learning_rate", "grad_norm", "tokens", "trained_tokens", "tokens_per_s", "fill", "num_microbatches",
-         "step_s", "data_wait_s", "imbalance_tokens", "imbalance_cost", "packs_consumed"), 0,
-    )  # fmt: skip
-    return StepMetrics(**numbers, step=step, loss=loss, validation_loss=validation_loss)
 
 
 def write(folder: Path, steps: list[StepMetrics], *, trackers=("wandb",), first_step=1, status="finished") -> list[str]:
@@ -108,9 +101,11 @@ def test_a_folder_with_the_name_of_a_package_does_not_count(tmp_path, monkeypatc
 
 def test_a_resumed_run_is_the_same_run_and_repeats_no_step(run, package):
     notes = package()
-    assert write(run, [metrics(1, 3.0), metrics(2, 2.5, 2.75), metrics(3, 2.25)], status="stopped") == []
+    assert (
+        write(run, [metrics(1, 3.0), metrics(2, 2.5, validation_loss=2.75), metrics(3, 2.25)], status="stopped") == []
+    )
     # From the checkpoint of step 2: step 3 is trained again.
-    assert write(run, [metrics(3, 2.25), metrics(4, 2.0, 2.125)], first_step=3) == []
+    assert write(run, [metrics(3, 2.25), metrics(4, 2.0, validation_loss=2.125)], first_step=3) == []
     (_, name, _, _), *_ = received = lines(notes)
     assert received == [
         ["start", name, "sft-007", 11], [1, 3.0, None], [2, 2.5, 2.75], [3, 2.25, None], ["preempting"], ["stopped", 1],
@@ -206,7 +201,10 @@ def test_mlflow_itself_keeps_each_step_once(run, monkeypatch):
     client_of = pytest.importorskip("mlflow").MlflowClient
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    assert write(run, [metrics(1, 3.0), metrics(2, 2.5, 2.75), metrics(3, 2.25)], trackers=["mlflow"]) == []
+    assert (
+        write(run, [metrics(1, 3.0), metrics(2, 2.5, validation_loss=2.75), metrics(3, 2.25)], trackers=["mlflow"])
+        == []
+    )
     (run / "config.yaml").write_text("model: {seed: 12}\n")
     assert write(run, [metrics(3, 2.25), metrics(4, 2.0)], trackers=["mlflow"], first_step=3, status="stopped") == []
     client = client_of(tracking_uri=(run / "mlflow" / "store").as_uri())
