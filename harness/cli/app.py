@@ -66,7 +66,7 @@ class _Commands(TyperGroup):
                 self.commands[cmd_name] = group.commands.get(cmd_name, group)
                 self.commands[cmd_name].name = cmd_name
             else:
-                self.commands |= typer.main.get_group(getattr(module, f"{COMMANDS[cmd_name][0]}_app")).commands
+                self.commands.update(typer.main.get_group(getattr(module, f"{COMMANDS[cmd_name][0]}_app")).commands)
         return self.commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
