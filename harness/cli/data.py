@@ -133,7 +133,7 @@ def inspect(
     context: typer.Context,
     path: DatasetPath,
     pack: Annotated[int | None, typer.Option(min=0, help="print this pack's text, trained tokens in color")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="PATH is chats: show the first as they would be trained")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="PATH contains chats: show how they would be trained")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a dataset's counts, the text of one pack, the blend that a YAML file configures, or chats with --raw."""
@@ -185,18 +185,17 @@ def verify(
     accept: Annotated[
         bool,
         typer.Option(
-            "--write-checksums", help="accept the files of a checkpoint without checksums as they are, and write those"
+            "--write-checksums", help="accept the files of a checkpoint without checksums, and write its checksums"
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check every byte and every invariant of a dataset or a run; exit code 1 if something is wrong.
 
-    Of a dataset without a whole manifest, which no command opens, everything that is wrong is listed.
-    --repair-manifest restores the manifest where every shard is there and its checksums hold, and prints what is lost.
-    Megatron's indexed datasets are checked too: X.idx, the NAME.json of a family of them, or a folder of these. Of a
-    run's folder the settings, metrics, checkpoints and exports are checked; a checkpoint or an exported model can be
-    named alone.
+    For a dataset without a complete manifest, all faults are listed. --repair-manifest restores the manifest if every
+    shard exists and matches its checksums, and prints what is lost. PATH may also be one of Megatron's indexed datasets
+    (X.idx, the NAME.json of a family, or a folder of these), a run's folder (its settings, metrics, checkpoints and
+    exports are checked), one checkpoint, or one exported model.
     """
     from harness.train import add_checksums, find_run_check
 
@@ -272,9 +271,9 @@ def convert(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a dataset in another format and compare both. An interrupted conversion is continued when started again.
+    """Write a dataset in another format and compare both. Run it again to continue an interrupted conversion.
 
-    Memory does not grow with the dataset, except for npy: a pickled file is read and written as a whole.
+    Memory does not grow with the dataset, except for npy, whose pickled files are read and written whole.
     """
     settings: ConvertSettings = context.obj
     if format == BRIDGE:
@@ -359,7 +358,7 @@ def repack(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan packs again over sequences that are stored once: takes seconds, copies no token."""
+    """Plan other packs over sequences that are stored once, in seconds and without copying tokens."""
     from harness.prep import repack_store
 
     manifest = repack_store(store, destination, **vars(context.obj.data), overwrite=overwrite)

@@ -102,7 +102,7 @@ class CountSettings:
 def convert(
     context: typer.Context, sources: Shards, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False
 ) -> None:
-    """Write token shards as one pair, byte for byte as Megatron's own builder would; a row is a document."""
+    """Write token shards as one pair, byte for byte as Megatron's own builder would; one document per row."""
     from harness.indexed import convert_tokens
 
     settings: TokenSettings = context.obj
@@ -120,7 +120,7 @@ def family(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write token shards as named pairs, one a split, with the JSON files that Megatron reads beside them."""
+    """Write token shards as named pairs, one per split, with the JSON files that Megatron reads."""
     from harness.indexed import TokenFamily, write_family
 
     settings: FamilySettings = context.obj
@@ -141,7 +141,7 @@ def counts(
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="as in Megatron's --data-path")],
     to: Annotated[Path, typer.Argument(metavar="FILE", help="the JSON to write")],
 ) -> None:
-    """Write the numbers of sequences of many prefixes for Megatron's --per-dataset-sequences-path."""
+    """Write the sequence counts of many prefixes for Megatron's --per-dataset-sequences-path."""
     from harness.indexed import count_sequences, save_counts
 
     vocab_size = context.obj.tokenizer.vocab_size

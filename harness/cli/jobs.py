@@ -25,7 +25,7 @@ _LOG_INTERVAL_S = 0.5
 
 @jobs_app.command()
 def status(run_dir: Run, as_json: AsJson = False) -> None:
-    """Show how far a run is, how its attempts ended, and its jobs in Slurm's queue, with what pending ones wait for."""
+    """Show a run's progress, how its attempts ended, and its jobs in Slurm's queue with the reason they are pending."""
     from harness.launch import jobs_of_run, read_excluded
     from harness.train import describe_attempt, read_status
 
@@ -77,7 +77,7 @@ def logs(
     lines: Annotated[int, typer.Option(min=0, help="number of lines from the end; 0 for all")] = 100,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="print what is added, until Ctrl-C")] = False,
 ) -> None:
-    """Print the log of the job that has the run, or of its newest job: that of the batch script, or of a rank."""
+    """Print the log of the run's current or newest job: the batch script, or one rank."""
     path, keep = find_log(run_dir, rank)
     print_line(f"==> {path} <==", file=sys.stderr)
     with path.open(errors="replace") as file:
@@ -93,7 +93,7 @@ def logs(
 
 @jobs_app.command()
 def cancel(run_dir: Run) -> None:
-    """Cancel every job of a run, those that wait to continue it included; the ranks checkpoint if Slurm lets them."""
+    """Cancel every job of a run, successors included; the ranks checkpoint if Slurm's grace period allows it."""
     from harness.launch import cancel_jobs, jobs_of_run
     from harness.train import read_status
 

@@ -120,9 +120,9 @@ def produce(
     leave_rest: Annotated[
         bool, typer.Option("--leave-rest", help="with --append: even if the input before was not read to its end")
     ] = False,
-    leave_open: Annotated[bool, typer.Option("--leave-open", help="write no END: more will be appended")] = False,
+    leave_open: Annotated[bool, typer.Option("--leave-open", help="keep the stream open for --append")] = False,
 ) -> None:
-    """Write live chunks. Started again with the same SRC after a crash, it continues where it stopped."""
+    """Write live chunks. After a crash, run it again with the same SRC to continue."""
     from harness.loader.live import (
         STDIN,
         LiveProducer,
@@ -207,7 +207,7 @@ def _check_order(source: str, folder: str) -> None:
 
 @live_app.command()
 def end(folder: Folder) -> None:
-    """End a stream whose producer did not: training stops after the chunks that are there."""
+    """End a stream whose producer did not end it: training stops after the existing chunks."""
     from harness.loader.live import LiveFolder, LiveProducer
 
     if not LiveFolder(folder).files.exists():
@@ -226,7 +226,7 @@ def status(
     every_s: Annotated[float, typer.Option(min=0.1, help="with --watch, seconds between updates")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show the producer, the chunks that wait to be read, rates, and the reading ranks."""
+    """Show the producer, the unread chunks, rates, and the reading ranks."""
     from rich.console import Group
     from rich.live import Live
 

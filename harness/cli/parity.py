@@ -143,7 +143,7 @@ def update(context: typer.Context, name: Name, run: Run) -> None:
 @parity_app.command(cls=class_of(SummarizeSettings))
 def summarize(
     context: typer.Context,
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="one a node, with its report in it or below")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="one per node, its report in it or below")],
 ) -> None:
     """Join the reports of many nodes into one; exit code 1 where a node found a difference, or has no report."""
     from harness import parity

@@ -366,7 +366,7 @@ def _find_newest(config: RunConfig, folder: Path) -> tuple[Path | None, list[Che
 
 @dataclass(frozen=True)
 class _Hooks:
-    """What a run does around its steps: checkpoints, records, validations, and the question whether to stop.
+    """The work of a run around its steps: checkpoints, records, validations, and the decision to stop.
 
     Attributes:
         checkpoints: writes them; the chunks of live data that they hold are then marked as trained.
