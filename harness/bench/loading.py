@@ -354,7 +354,7 @@ def _read_live(
     settings: LiveSettings, folder: Path, scheduler: str, *, size: int = 1, window: int | None = None
 ) -> list[RankBatch]:
     """Read a stream to its end on all ranks, and return the batches of the first."""
-    from harness.loader.live import BatchPlan, LiveLoader, RankStream
+    from harness.loader.live import BatchPlan, FolderReader, LiveLoader
 
     ranks = settings.dp_size
     config = LiveConfig(path=str(folder), pack_size=settings.max_tokens_per_rank, timeout_s=60)
@@ -382,7 +382,7 @@ def _read_live(
             return [parts[rank] for parts in gather(rank, outgoing)]
 
         loader = LiveLoader(
-            [RankStream(config, plan)],
+            [FolderReader(config, plan)],
             plan,
             exchange=lambda offers: [offer for some in gather(rank, offers) for offer in some],
             share=lambda rows: rows or [],

@@ -58,17 +58,7 @@ def plan_job(
         ConfigError: there is no such run, a container does not show a path, or the settings are planned for another
             number of ranks.
     """
-    ranks, planned = nodes * cluster.ranks_per_node, settings["parallel"]["ranks"]
-    if planned not in (None, ranks):
-        name, (whole, rest) = settings["name"], divmod(planned, cluster.ranks_per_node)
-        by_nodes = f"nodes={whole} on nodes of {cluster.ranks_per_node} or " if not rest else ""
-        raise ConfigError(
-            f"{name} is planned for {planned} ranks, and {nodes} node{'s' * (nodes > 1)} of {cluster.ranks_per_node} "
-            f"ha{'ve' if nodes > 1 else 's'} {ranks}",
-            where="nodes",
-            fix=f"{by_nodes}cluster=NAME of nodes that {planned} ranks fill, or parallel.ranks={ranks} if "
-            f"`harness plan {name} parallel.ranks={ranks}` finds that it fits",
-        )
+    _check_ranks(settings, nodes, cluster)
     weights = settings["model"]["init_from"]
     if weights and not Path(weights).is_dir() and not Path(weights).is_absolute():
         weights = None  # an id on a hub
@@ -96,6 +86,22 @@ def plan_job(
         weights=weights,
         live=live,
         code=code_digest() if cluster.image and cluster.preflight.same_code else "",
+    )
+
+
+def _check_ranks(settings: dict[str, Any], nodes: int, cluster: ClusterConfig) -> None:
+    """Raise ConfigError if the settings are planned for another number of ranks."""
+    ranks, planned = nodes * cluster.ranks_per_node, settings["parallel"]["ranks"]
+    if planned in (None, ranks):
+        return
+    name, (whole, rest) = settings["name"], divmod(planned, cluster.ranks_per_node)
+    by_nodes = f"nodes={whole} on nodes of {cluster.ranks_per_node} or " if not rest else ""
+    raise ConfigError(
+        f"{name} is planned for {planned} ranks, and {nodes} node{'s' * (nodes > 1)} of {cluster.ranks_per_node} "
+        f"ha{'ve' if nodes > 1 else 's'} {ranks}",
+        where="nodes",
+        fix=f"{by_nodes}cluster=NAME of nodes that {planned} ranks fill, or parallel.ranks={ranks} if "
+        f"`harness plan {name} parallel.ranks={ranks}` finds that it fits",
     )
 
 

@@ -59,6 +59,23 @@ def check_fields(model: ModelConfig) -> None:
     for name, choices in _CHOICES.items():
         require_choice(getattr(model, name), choices, setting=f"model.{name}")
     _check_latents(model)
+    _check_heads(model)
+    if not model.lora_targets or not set(model.lora_targets) <= set(LORA_TARGETS):
+        raise ConfigError(
+            f"lora_targets are {', '.join(map(str, model.lora_targets)) or 'none'}",
+            where="model.lora_targets",
+            fix=f"some of {', '.join(LORA_TARGETS)}",
+        )
+    _check_family(model)
+    if model.num_experts:
+        _check_experts(model)
+    else:
+        _check_unused(model)
+    if model.mtp_layers:
+        _check_predictions(model)
+
+
+def _check_heads(model: ModelConfig) -> None:
     if model.head_dim is None and not model.kv_lora_rank and model.hidden_size % model.num_attention_heads:
         raise ConfigError(
             f"hidden_size {model.hidden_size} is not a multiple of {model.num_attention_heads} attention heads",
@@ -78,14 +95,12 @@ def check_fields(model: ModelConfig) -> None:
             where="model.hidden_size, model.num_attention_heads, model.head_dim",
             fix="choose them so that the size of a head is even",
         )
-    if not model.lora_targets or not set(model.lora_targets) <= set(LORA_TARGETS):
-        raise ConfigError(
-            f"lora_targets are {', '.join(map(str, model.lora_targets)) or 'none'}",
-            where="model.lora_targets",
-            fix=f"some of {', '.join(LORA_TARGETS)}",
-        )
-    if (model.qk_norm is not None) != FAMILIES[model.family].chooses_head_norms:
-        all_have = "" if FAMILIES[model.family].has_head_norms else "no "
+
+
+def _check_family(model: ModelConfig) -> None:
+    family = FAMILIES[model.family]
+    if (model.qk_norm is not None) != family.chooses_head_norms:
+        all_have = "" if family.has_head_norms else "no "
         raise ConfigError(
             f"some models of the family {model.family} have norms of queries and keys, and qk_norm is null"
             if model.qk_norm is None
@@ -93,31 +108,25 @@ def check_fields(model: ModelConfig) -> None:
             where="model.qk_norm, model.family",
             fix="model.qk_norm=true or false" if model.qk_norm is None else "model.qk_norm=null",
         )
-    if model.rope_scaling == "yarn" and FAMILIES[model.family].rotated_part != 1:
+    if model.rope_scaling == "yarn" and family.rotated_part != 1:
         raise ConfigError(
             f"Megatron-Core's yarn turns whole heads, and the family {model.family} a part of each",
             where="model.rope_scaling, model.family",
             fix="model.rope_scaling=none, or linear",
         )
-    if (model.sliding_window is not None) != FAMILIES[model.family].has_windows:
+    if (model.sliding_window is not None) != family.has_windows:
         raise ConfigError(
             f"models of the family {model.family} have {'' if model.sliding_window is None else 'no '}layers with a "
             f"window, and sliding_window is {model.sliding_window}",
             where="model.sliding_window, model.family",
             fix="model.sliding_window=128 for gpt_oss, null for other families",
         )
-    if model.num_experts:
-        _check_experts(model)
-    elif FAMILIES[model.family].experts is not None:
+    if not model.num_experts and family.experts is not None:
         raise ConfigError(
             f"models of the family {model.family} have experts, and num_experts is 0",
             where="model.num_experts",
             fix="set it, or choose a dense family",
         )
-    else:
-        _check_unused(model)
-    if model.mtp_layers:
-        _check_predictions(model)
 
 
 def _check_unused(model: ModelConfig) -> None:
@@ -210,40 +219,7 @@ def _check_experts(model: ModelConfig) -> None:
             where="model.dense_layers",
             fix=f"{model.num_layers - 1} or fewer, or model.num_experts=0",
         )
-    groups, top = model.router_groups, model.router_top_groups
-    if (groups is None) != (top is None):
-        fix = "set both, or neither"
-        raise ConfigError("one of them is set", where="model.router_groups, model.router_top_groups", fix=fix)
-    if groups is not None and top is not None:
-        if model.num_experts % groups or top > groups or model.experts_per_token % top:
-            raise ConfigError(
-                f"{model.experts_per_token} experts a token cannot come evenly from {top} of {groups} groups of "
-                f"{model.num_experts} experts",
-                where="model.router_groups, model.router_top_groups",
-                fix="groups that divide num_experts, and top groups that divide experts_per_token",
-            )
-        if model.experts_per_token // top > model.num_experts // groups:
-            raise ConfigError(
-                f"a group has {model.num_experts // groups} experts, and a token needs "
-                f"{model.experts_per_token // top} of each",
-                where="model.router_groups, model.router_top_groups",
-                fix="fewer groups, or more top groups",
-            )
-        # Megatron-Core ranks a group by as many of its experts as a token takes of each.
-        ranked_by = FAMILIES[model.family].ranks_groups_by
-        if not ranked_by:
-            raise ConfigError(
-                f"models of the family {model.family} have no groups of experts, and could not be exported",
-                where="model.router_groups, model.family",
-                fix="model.router_groups=null model.router_top_groups=null",
-            )
-        if model.experts_per_token // top != ranked_by:
-            raise ConfigError(
-                f"models of the family {model.family} rank a group by the sum of its best {ranked_by} experts, and "
-                f"Megatron-Core by that of its best {model.experts_per_token // top}",
-                where="model.experts_per_token, model.router_top_groups",
-                fix=f"model.experts_per_token={ranked_by * top}, or no groups",
-            )
+    _check_groups(model)
     names = FAMILIES[model.family].experts
     if model.dense_layers and FAMILIES[model.family].has_experts_everywhere:
         raise ConfigError(
@@ -274,6 +250,42 @@ def _check_experts(model: ModelConfig) -> None:
             "the weight of a token's single expert would always be 1, and the router would not train",
             where="model.router_normalize",
             fix="model.router_normalize=false",
+        )
+
+
+def _check_groups(model: ModelConfig) -> None:
+    groups, top, each = model.router_groups, model.router_top_groups, model.experts_per_token
+    where = "model.router_groups, model.router_top_groups"
+    if groups is None and top is None:
+        return
+    if groups is None or top is None:
+        raise ConfigError("one of them is set", where=where, fix="set both, or neither")
+    if model.num_experts % groups or top > groups or each % top:
+        raise ConfigError(
+            f"{each} experts a token cannot come evenly from {top} of {groups} groups of {model.num_experts} experts",
+            where=where,
+            fix="groups that divide num_experts, and top groups that divide experts_per_token",
+        )
+    if each // top > model.num_experts // groups:
+        raise ConfigError(
+            f"a group has {model.num_experts // groups} experts, and a token needs {each // top} of each",
+            where=where,
+            fix="fewer groups, or more top groups",
+        )
+    # Megatron-Core ranks a group by as many of its experts as a token takes of each.
+    ranked_by = FAMILIES[model.family].ranks_groups_by
+    if not ranked_by:
+        raise ConfigError(
+            f"models of the family {model.family} have no groups of experts, and could not be exported",
+            where="model.router_groups, model.family",
+            fix="model.router_groups=null model.router_top_groups=null",
+        )
+    if each // top != ranked_by:
+        raise ConfigError(
+            f"models of the family {model.family} rank a group by the sum of its best {ranked_by} experts, and "
+            f"Megatron-Core by that of its best {each // top}",
+            where="model.experts_per_token, model.router_top_groups",
+            fix=f"model.experts_per_token={ranked_by * top}, or no groups",
         )
 
 

@@ -16,11 +16,11 @@ from harness.errors import HarnessError
 from harness.loader import LiveConfig, LiveSource, LoaderState, RankBatch, RankLayout
 from harness.loader.live import (
     BatchPlan,
+    FolderReader,
     LiveLoader,
     LivePack,
     LiveProducer,
     Offer,
-    RankStream,
     positions_from_json,
     split_streams,
 )
@@ -184,7 +184,7 @@ def train(
         streams = split_streams(state.fingerprint if state is not None else "", len(folders))
         loader = LiveLoader(
             [
-                RankStream(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
+                FolderReader(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
                 for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
             ],
             plan,

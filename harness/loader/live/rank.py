@@ -119,7 +119,7 @@ class Offer:
     opened: list[tuple[int, int, str]] = field(default_factory=list)
 
 
-class RankStream:
+class FolderReader:
     """Reads the chunks of one folder whose index, modulo `dp_size`, is `dp_rank`.
 
     Args:

@@ -13,18 +13,18 @@ from harness.prep.sources.config import SourceConfig
 
 if TYPE_CHECKING:
     from harness.prep.sources.finding import SourceFiles, find_files, list_files
-    from harness.prep.sources.reading import Chunk, Shard, cut_shards, read_chunks, read_shard
+    from harness.prep.sources.reading import SourceChunk, SourceShard, cut_shards, read_chunks, read_shard
     from harness.prep.sources.schema import SourceSchema, find_schema, unread_columns
     from harness.prep.sources.tables import check_expansion
     from harness.prep.sources.text import MAX_RECORD_BYTES
 
 __all__ = [
     "MAX_RECORD_BYTES",
-    "Chunk",
-    "Shard",
+    "SourceChunk",
     "SourceConfig",
     "SourceFiles",
     "SourceSchema",
+    "SourceShard",
     "check_expansion",
     "cut_shards",
     "find_files",
@@ -40,7 +40,7 @@ __getattr__ = names_on_first_use(
     __name__,
     {
         **dict.fromkeys(("SourceFiles", "find_files", "list_files"), "finding"),
-        **dict.fromkeys(("Chunk", "Shard", "cut_shards", "read_chunks", "read_shard"), "reading"),
+        **dict.fromkeys(("SourceChunk", "SourceShard", "cut_shards", "read_chunks", "read_shard"), "reading"),
         **dict.fromkeys(("SourceSchema", "find_schema", "unread_columns"), "schema"),
         "MAX_RECORD_BYTES": "text",
         "check_expansion": "tables",
