@@ -176,11 +176,7 @@ def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool, 
     for name, reason in reasons.items():
         value, usual = (attrgetter(name)(one) for one in (settings, default))
         if value != usual:
-            raise ConfigError(
-                f"{reason}, and {name} would have no effect",
-                where=f"{name}={value}",
-                fix="leave it out",
-            )
+            raise ConfigError(f"{reason}, and {name} would have no effect", where=f"{name}={value}", fix="leave it out")
 
 
 def _names_no_data(config: RunConfig) -> bool:

@@ -82,11 +82,8 @@ def detect_cluster(partition: str = "") -> str:
     command = ["sinfo", "--noheader", f"--format={_FORMAT}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise HarnessError(
-            f"sinfo fails: {done.stderr.strip()}",
-            where=" ".join(command),
-            fix="try again once the controller answers (`scontrol ping`)",
-        )
+        what = f"sinfo fails: {done.stderr.strip()}"
+        raise HarnessError(what, where=" ".join(command), fix="try again once the controller answers (`scontrol ping`)")
     return propose_cluster(read_partitions(done.stdout), partition, site=find_site())
 
 

@@ -151,11 +151,8 @@ def _check_local_checkpoints(folder: str, cluster: ClusterConfig) -> None:
 def next_run_dir(runs: Path, name: str) -> Path:
     """Return `<runs>/<name>-NNN` with the next free number, without creating it."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} cannot name a run's folder",
-            where="name",
-            fix="use letters, digits, dots, dashes and underscores",
-        )
+        what = f"{name!r} cannot name a run's folder"
+        raise ConfigError(what, where="name", fix="use letters, digits, dots, dashes and underscores")
     numbered = re.compile(rf"{re.escape(name)}-(\d+)")
     numbers = [int(match[1]) for path in runs.glob("*") if (match := numbered.fullmatch(path.name))]
     return runs.absolute() / f"{name}-{max(numbers, default=0) + 1:03d}"
@@ -210,11 +207,8 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
         ConfigError: the run's folder cannot be created.
     """
     if shutil.which("sbatch") is None:
-        raise HarnessError(
-            "sbatch is not installed here",
-            where="PATH",
-            fix="submit on a login node; --dry-run prints the script anywhere",
-        )
+        what = "sbatch is not installed here"
+        raise HarnessError(what, where="PATH", fix="submit on a login node; --dry-run prints the script anywhere")
     folder = Path(job.run_dir)
     is_new = not folder.exists()
     with os_errors_as(

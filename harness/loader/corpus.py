@@ -116,11 +116,8 @@ class CorpusConfig:
         self._check_split()
         needs_eod = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, n)]
         if needs_eod and self.eod is None:
-            raise ConfigError(
-                f"{', '.join(needs_eod)} requires the token that ends a document",
-                where="data.eod",
-                fix="set it to that token's id",
-            )
+            what = f"{', '.join(needs_eod)} requires the token that ends a document"
+            raise ConfigError(what, where="data.eod", fix="set it to that token's id")
         for name in ("fast_cache_load", "defer_npy_index_mmap"):
             if getattr(self, name):
                 self._check_cache(name)
@@ -144,9 +141,7 @@ class CorpusConfig:
             )
         if not given and not self.path:
             raise ConfigError(
-                "no source is named",
-                where="data.path",
-                fix="name X of X.bin and X.idx, or several in data.blend",
+                "no source is named", where="data.path", fix="name X of X.bin and X.idx, or several in data.blend"
             )
         check_sources(self.blend, where="data.blend")
         for name, sources in per_split.items():
@@ -214,11 +209,8 @@ class CorpusConfig:
         counts = _read_json(path, "data.per_dataset_sequences_path")
         missing = [s.path for sources in self.sources().values() for s in sources if s.path not in counts]
         if missing:
-            raise ConfigError(
-                f"counts of {missing[0]} are missing" + (f" and {len(missing) - 1} more" if missing[1:] else ""),
-                where=str(path),
-                fix="count them again, with these paths",
-            )
+            what = f"counts of {missing[0]} are missing" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+            raise ConfigError(what, where=str(path), fix="count them again, with these paths")
         return counts
 
 
@@ -229,11 +221,8 @@ def check_sources(sources: Sources, *, where: str) -> None:
             raise ConfigError("the source has no path", where=f"{where}[{number}]", fix="name X of X.bin and X.idx")
         check_numbers(source, f"{where}[{number}]")
     if len({source.weight is None for source in sources}) > 1:
-        raise ConfigError(
-            "some sources have a weight and some have none",
-            where=where,
-            fix="give every source a weight, or none of them",
-        )
+        what = "some sources have a weight and some have none"
+        raise ConfigError(what, where=where, fix="give every source a weight, or none of them")
 
 
 def corpus_paths(data: dict[str, Any]) -> list[str]:

@@ -56,11 +56,8 @@ class AssumedPacks:
 
     def __post_init__(self) -> None:
         if not 2 <= self.sequence_tokens <= self.pack_size:
-            raise ConfigError(
-                f"sequences of {self.sequence_tokens:,} tokens in packs of {self.pack_size:,}",
-                where="sequence_tokens, pack_size",
-                fix="sequences of 2 tokens up to a whole pack",
-            )
+            what = f"sequences of {self.sequence_tokens:,} tokens in packs of {self.pack_size:,}"
+            raise ConfigError(what, where="sequence_tokens, pack_size", fix="sequences of 2 tokens up to a whole pack")
 
     @property
     def lengths(self) -> Int64Array:
@@ -231,11 +228,8 @@ def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
         vocab_size = ASSUMED_VOCABULARY
         notes.append(f"a vocabulary of {ASSUMED_VOCABULARY:,} tokens; model.vocab_size names another")
     if vocab_size is None:
-        raise ConfigError(
-            f"the vocabulary size is unknown: {why or 'the dataset does not record it'}",
-            where="model.vocab_size",
-            fix="set it to the size of the tokenizer",
-        )
+        what = f"the vocabulary size is unknown: {why or 'the dataset does not record it'}"
+        raise ConfigError(what, where="model.vocab_size", fix="set it to the size of the tokenizer")
     config = replace(config, model=replace(model, vocab_size=vocab_size))
     config = config.on("cpu" if config.trainer.device == "cpu" else "cuda")
     if packs is not None:

@@ -174,11 +174,8 @@ def _config_of(
     if isinstance(source, PrepareConfig):
         given = [*(["tokenizer"] if tokenizer is not None else []), *(["path"] if path is not None else []), *settings]
         if given:
-            raise ConfigError(
-                f"{given[0]} is given beside a PrepareConfig",
-                where="prepare",
-                fix="set it in the PrepareConfig, or give the source itself",
-            )
+            what = f"{given[0]} is given beside a PrepareConfig"
+            raise ConfigError(what, where="prepare", fix="set it in the PrepareConfig, or give the source itself")
         return source
     if path is None:
         raise ConfigError("no folder is named", where="prepare, path", fix="name the folder to write to")

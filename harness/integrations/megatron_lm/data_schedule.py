@@ -300,11 +300,8 @@ def wrap_data_iterator(
             fix=f"choose one of {', '.join(scheduler_map)}: rows of one context-parallel size",
         )
     if not tokens:
-        raise ConfigError(
-            f"config.max_seqlen_per_dp_cp_rank is {tokens}",
-            where="config",
-            fix="set it to the tokens that one rank holds in a microbatch",
-        )
+        what = f"config.max_seqlen_per_dp_cp_rank is {tokens}"
+        raise ConfigError(what, where="config", fix="set it to the tokens that one rank holds in a microbatch")
     virtual_stages = config.virtual_pipeline_model_parallel_size
     most = getattr(config, "thd_max_packed_sequences", None)
     scheduler = scheduler_map[name](

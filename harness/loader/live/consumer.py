@@ -11,15 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from harness.errors import HarnessError, LoaderError
-from harness.loader.live.balance import (
-    Placement,
-    RankReads,
-    Swap,
-    join_offers,
-    packs_in_order,
-    place,
-    send_to_trainers,
-)
+from harness.loader.live.balance import Placement, RankReads, Swap, join_offers, packs_in_order, place, send_to_trainers
 from harness.loader.live.folder import chunk_name, last_seen
 from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
 from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer, Waiting
@@ -266,11 +258,8 @@ class LiveLoader:
         if self.steps == 0:
             counts = sum(self._left_out, Counter[str]())
             left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
-            raise _shared(
-                "the stream ended without a row to train on" + (f"; left out: {left_out}" if left_out else ""),
-                where="data.live",
-                fix="check the input of its producer, and data.live.pack_size",
-            )
+            what = "the stream ended without a row to train on" + (f"; left out: {left_out}" if left_out else "")
+            raise _shared(what, where="data.live", fix="check the input of its producer, and data.live.pack_size")
 
     def _place(self, reads: Sequence[RankReads]) -> Placement:
         """Return where the sequences of a step train: with `as_packed` in the packs of the rank that has read them."""

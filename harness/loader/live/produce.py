@@ -197,11 +197,8 @@ class _Usable:
                 self.dropped.append(parsed.dropped_media)
             return True
         if self.on_bad == "refuse":
-            raise PrepError(
-                f"the conversation cannot be used ({parsed.reason}): {parsed.detail}",
-                where=parsed.where,
-                fix="fix it, or leave such ones out with source.on_bad=skip",
-            )
+            what = f"the conversation cannot be used ({parsed.reason}): {parsed.detail}"
+            raise PrepError(what, where=parsed.where, fix="fix it, or leave such ones out with source.on_bad=skip")
         self.left_out[str(parsed.reason)] += 1
         return False
 
@@ -227,11 +224,8 @@ def _numbered(
 ) -> Iterator[tuple[Item, dict[str, Any]]]:
     """Yield items that are not in whole chunks yet, each with the position after it; those of open packs first."""
     if "items" not in done:
-        raise ConfigError(
-            "the folder's newest chunk does not record its part of the input",
-            where=str(producer.path),
-            fix="give only what is new, with --append",
-        )
+        what = "the folder's newest chunk does not record its part of the input"
+        raise ConfigError(what, where=str(producer.path), fix="give only what is new, with --append")
     skip = int(done["items"])
     if producer.ended:
         fix = "the stream has ended: name a new folder"
@@ -248,20 +242,15 @@ def _numbered(
         after = {"items": number + 1, "digest": digest.hexdigest()}
         if number + 1 == skip and done.get("digest") not in (None, after["digest"]):
             raise ConfigError(
-                f"the first {skip:,} items are not those of the folder's chunks",
-                where=item.where,
-                fix=fix,
+                f"the first {skip:,} items are not those of the folder's chunks", where=item.where, fix=fix
             )
         if number == skip and not producer.ended:  # only here, so that a refused input is never begun
             producer.begin_input(is_new=is_new)
         if number >= skip or number in again:
             yield item, after
     if number + 1 < skip:
-        raise ConfigError(
-            f"the input has {number + 1:,} items, and the folder's chunks already have {skip:,} of it",
-            where=str(producer.path),
-            fix=fix,
-        )
+        what = f"the input has {number + 1:,} items, and the folder's chunks already have {skip:,} of it"
+        raise ConfigError(what, where=str(producer.path), fix=fix)
 
 
 def _add_packed(

@@ -422,11 +422,8 @@ def _check_pair(prefix: Path) -> None:
 
 def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
     if remote and config.object_storage_cache_path is None:
-        raise ConfigError(
-            f"{remote[0]} is in object storage, and no folder is set for a local copy of its index",
-            where="data.object_storage_cache_path",
-            fix="name a folder on this machine",
-        )
+        what = f"{remote[0]} is in object storage, and no folder is set for a local copy of its index"
+        raise ConfigError(what, where="data.object_storage_cache_path", fix="name a folder on this machine")
     in_s3 = [path for path in remote if path.startswith("s3://")]
     for path in remote if not config.fast_cache_load else ():
         for suffix in (IDX, BIN) if path not in in_s3 else ():

@@ -122,11 +122,8 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
     if model.vocab_size is None:
         raise ConfigError("the run's config.yaml has no model.vocab_size", where=str(path), fix="resume it once")
     if adapters_only and not (model.lora_rank and model.init_from):
-        raise ConfigError(
-            "the run trained all weights" if not model.lora_rank else "the adapters belong to random base weights",
-            where=str(path),
-            fix="export the whole model: leave --adapter out",
-        )
+        what = "the run trained all weights" if not model.lora_rank else "the adapters belong to random base weights"
+        raise ConfigError(what, where=str(path), fix="export the whole model: leave --adapter out")
     # Refuses a family that has none.
     is_stacked = bool(model.num_experts) and expert_names(model).are_stacked
     if adapters_only and is_stacked and {"linear_fc1", "linear_fc2"} & set(model.lora_targets):
@@ -153,11 +150,8 @@ def _load(model: ModelConfig, path: Path, vocab_size: int) -> GPTModel:
         raise
     # Megatron and torch raise many kinds, one of which is not an Exception.
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"the checkpoint cannot be read: {reason_of(error)}",
-            where=str(path),
-            fix="export an older checkpoint: name its folder",
-        ) from error
+        what = f"the checkpoint cannot be read: {reason_of(error)}"
+        raise CheckpointError(what, where=str(path), fix="export an older checkpoint: name its folder") from error
     put_weights(chunk, state["model"])
     return chunk
 
@@ -335,11 +329,8 @@ def _mtp_layers(model: ModelConfig, where: Path) -> Iterator[tuple[str, torch.Te
                 yield name, weights.rows(name)
 
     if folder is None or not layers:
-        raise ConfigError(
-            f"the initial weights ({model.init_from or 'random ones'}) have no layers that predict further tokens",
-            where=str(where),
-            fix="leave --mtp out",
-        )
+        what = f"the initial weights ({model.init_from or 'random ones'}) have no layers that predict further tokens"
+        raise ConfigError(what, where=str(where), fix="leave --mtp out")
     return read(folder)
 
 

@@ -149,11 +149,8 @@ def _kernel_settings(model: ModelConfig, parallel: ParallelConfig, device: torch
         "cross_entropy_loss_fusion": fusions.cross_entropy,
         "cross_entropy_fusion_impl": "native",
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": fusions.weight_gradient,
-        "persist_layer_norm": False,
         # Transformer Engine would otherwise overwrite the gradients of all rows but the first of a step, and use 8-bit
         # weights again: what it does for the captured row, it does for all.
         "disable_parameter_transpose_cache": parallel.cuda_graphs,
@@ -317,9 +314,7 @@ def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine
         )
         return _with_attention(layer, model, transformer_engine=True)
     layer = get_gpt_layer_local_spec(
-        normalization="RMSNorm",
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm", qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
     )
     layer = _with_attention(layer, model, transformer_engine=False)
     stage = {"vp_stage": vp_stage} if compat.accepts(get_num_layers_to_build, "vp_stage") else {}
@@ -469,11 +464,8 @@ def _has_graphs(device: torch.device) -> bool:
 def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> None:
     """Raise ConfigError where the pass of a row cannot be captured; variables are read when NCCL connects."""
     if not _has_graphs(device):
-        raise ConfigError(
-            f"parallel.cuda_graphs is true, and the run is on a {device.type}",
-            where="parallel.cuda_graphs",
-            fix="parallel.cuda_graphs=false",
-        )
+        what = f"parallel.cuda_graphs is true, and the run is on a {device.type}"
+        raise ConfigError(what, where="parallel.cuda_graphs", fix="parallel.cuda_graphs=false")
     if engine_layers(model, parallel, device) and compat.engine_compares_bounds():
         raise ConfigError(
             f"parallel.cuda_graphs is true, and megatron-core {compat.MEGATRON_VERSION} cannot tell this version of "
