@@ -133,11 +133,8 @@ def require_cores(num_processes: int, *, setting: str, cores: int | None = None)
     cores = cores or os.cpu_count() or 1
     most = max(16, PROCESSES_PER_CORE * cores)
     if num_processes > most:
-        raise ConfigError(
-            f"{num_processes:,} processes on {cores:,} cores would only wait for each other",
-            where=setting,
-            fix=f"set it to {most:,} or less, {PROCESSES_PER_CORE} a core",
-        )
+        what = f"{num_processes:,} processes on {cores:,} cores would only wait for each other"
+        raise ConfigError(what, where=setting, fix=f"set it to {most:,} or less, {PROCESSES_PER_CORE} a core")
 
 
 def memory_bytes() -> int:

@@ -108,11 +108,8 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int =
     Source: the THD layout of Transformer Engine's `DotProductAttention`.
     """
     if not sequences:
-        raise ScheduleError(
-            "a row cannot be built from no sequences",
-            where="the row",
-            fix="use zero_loss_row for a row without sequences",
-        )
+        what = "a row cannot be built from no sequences"
+        raise ScheduleError(what, where="the row", fix="use zero_loss_row for a row without sequences")
     return thd_from_arrays(
         np.concatenate([sequence.input_ids for sequence in sequences]),
         np.concatenate([sequence.loss_mask for sequence in sequences]),
@@ -243,11 +240,8 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
     """
     missing = total - len(row)
     if missing < 0:
-        raise ScheduleError(
-            f"a row has {len(row):,} tokens and cannot be padded to {total:,}",
-            where="the row",
-            fix="raise schedule.max_tokens_per_rank",
-        )
+        what = f"a row has {len(row):,} tokens and cannot be padded to {total:,}"
+        raise ScheduleError(what, where="the row", fix="raise schedule.max_tokens_per_rank")
     if missing == 0:
         return row
     cu_seqlens, cu_seqlens_padded = visible_bounds(
@@ -279,11 +273,8 @@ def static_row(row: ThdBatch, *, total: int, num_sequences: int) -> ThdBatch:
         ScheduleError: the row has more tokens or sequences.
     """
     if row.num_sequences > num_sequences:
-        raise ScheduleError(
-            f"a row has {row.num_sequences:,} sequences, and its CUDA graph is for {num_sequences:,} at most",
-            where="the row",
-            fix="parallel.cuda_graphs=false",
-        )
+        what = f"a row has {row.num_sequences:,} sequences, and its CUDA graph is for {num_sequences:,} at most"
+        raise ScheduleError(what, where="the row", fix="parallel.cuda_graphs=false")
     row = pad_row(row, total)
     empty = num_sequences + 3 - len(row.cu_seqlens)
     return replace(
@@ -353,11 +344,8 @@ def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: in
     """
     bounds = np.asarray(cu_seqlens_padded, dtype=np.int64)
     if not 0 <= cp_rank < cp_size:
-        raise ScheduleError(
-            f"context-parallel rank {cp_rank} does not exist among {cp_size}",
-            where="the row",
-            fix=f"cp_rank is 0 to {cp_size - 1}",
-        )
+        what = f"context-parallel rank {cp_rank} does not exist among {cp_size}"
+        raise ScheduleError(what, where="the row", fix=f"cp_rank is 0 to {cp_size - 1}")
     if cp_size == 1:
         return np.arange(bounds[-1], dtype=np.int64)
     lengths = np.diff(bounds)

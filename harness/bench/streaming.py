@@ -18,7 +18,7 @@ from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import require_numbers
 from harness.loader import LiveConfig, LoaderState, RankBatch, RankLayout
-from harness.loader.live import BatchPlan, LiveLoader, LiveProducer, RankStream
+from harness.loader.live import BatchPlan, FolderReader, LiveLoader, LiveProducer
 from harness.prep import Member, StreamPacker, pack_of
 from harness.records import Pack, SequenceView
 from harness.schedule import SequenceCost
@@ -140,7 +140,7 @@ def _read_live(
             return [parts[rank] for parts in gather(rank, outgoing)]
 
         loader = LiveLoader(
-            [RankStream(config, plan)],
+            [FolderReader(config, plan)],
             plan,
             exchange=lambda offers: [offer for some in gather(rank, offers) for offer in some],
             share=lambda rows: rows or [],

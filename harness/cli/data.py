@@ -197,33 +197,20 @@ def verify(
     (X.idx, the NAME.json of a family, or a folder of these), a run's folder (its settings, metrics, checkpoints and
     exports are checked), one checkpoint, or one exported model.
     """
-    from harness.train import add_checksums, find_run_check
-
     problems: list[Problem] = []
     notes: list[str] = []
-    checks: list[tuple[str, Callable[..., list[Problem]]]] = []
+    checks = [] if is_uri(path) else _own_checks(path, notes, accept=accept)
+    for one, check in checks:
+        with progress_bar(f"verifying {one}", quiet=as_json) as advance:
+            problems += check(one, progress=advance)
     num_packs = 0
-    if not is_uri(path):
-        if accept:
-            add_checksums(Path(path))
-            notes.append(f"{path}: its files were accepted as they are")
-        run_check = find_run_check(path)
-        checks = [(path, run_check)] if run_check is not None else find_checks(path)
-        notes += describe_pair_checks(checks)
-        if not checks and not Path(path).exists():
-            # A path that names nothing is not a damaged dataset; a prefix or a pattern opens.
-            open_dataset(path).close()
-    datasets: list[tuple[str, Callable[..., list[Problem]] | None]]
-    datasets = [*checks] or [(one, None) for one in find_datasets(path)]
-    for dataset, check in datasets:
-        if repair and check is None:
-            failed = _repair(dataset, notes, quiet=as_json)
-            if failed:
-                problems += failed
-                continue
+    for dataset in () if checks else find_datasets(path):
+        if repair and (failed := _repair(dataset, notes, quiet=as_json)):
+            problems += failed
+            continue
         with progress_bar(f"verifying {dataset}", quiet=as_json) as advance:
-            problems += (check or verify_dataset)(dataset, progress=advance)
-        if not problems and check is None:
+            problems += verify_dataset(dataset, progress=advance)
+        if not problems:
             with closing(open_dataset(dataset)) as reader:
                 num_packs += len(reader)
             notes += [f"{dataset}: {note}" for note in describe_checks(dataset)]
@@ -238,6 +225,22 @@ def verify(
         plural = "s" if len(problems) > 1 else ""
         print_line(f"{len(problems):,} problem{plural} in {path}" if problems else f"{path}: {counted}nothing wrong")
     raise typer.Exit(1 if problems else 0)
+
+
+def _own_checks(path: str, notes: list[str], *, accept: bool) -> list[tuple[str, Callable[..., list[Problem]]]]:
+    """Return the checks of a run or of indexed datasets; none for what is verified as a packed dataset."""
+    from harness.train import add_checksums, find_run_check
+
+    if accept:
+        add_checksums(Path(path))
+        notes.append(f"{path}: its files were accepted as they are")
+    run_check = find_run_check(path)
+    checks = [(path, run_check)] if run_check is not None else find_checks(path)
+    notes += describe_pair_checks(checks)
+    if not checks and not Path(path).exists():
+        # A path that names nothing is not a damaged dataset; a prefix or a pattern opens.
+        open_dataset(path).close()
+    return checks
 
 
 def _repair(path: str, notes: list[str], *, quiet: bool) -> list[Problem]:

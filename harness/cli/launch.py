@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ from harness.settings import explain_settings, render_settings, to_plain
 
 if TYPE_CHECKING:
     from harness.plan import RunConfig
+    from harness.plan.search import LayoutSearch
 
 launch_app = typer.Typer()
 # Of a search for settings that name no data; layouts compare alike for any number.
@@ -117,44 +118,49 @@ def plan(
         reads_data=settings.packs is None and not assumes_data,
         has_local_checkpoints=bool(config.trainer.local_checkpoints),
     )
-    machine = Machine(
-        peak_flops=settings.peak_tflops * 1e12,
-        node_bytes_per_s=settings.node_gb_s * 1e9,
-        fabric_bytes_per_s=settings.port_gb_s * 1e9,
-        ranks=settings.gpus_per_node,
-    )
-    gpu_bytes = None if settings.gpu_gib is None else settings.gpu_gib * 2**30
-    num_packs = settings.packs
-    notes: tuple[str, ...] = ()
-    if assumes_data:
-        num_packs = _ASSUMED_PACKS
-        notes = (
-            f"packs of {settings.data.pack_size:,} tokens in conversations of {settings.sequence_tokens:,}; "
-            "data.pack_size and sequence_tokens name others, data.path a dataset",
-        )
-    packs = None
-    if num_packs is not None:
-        packs = AssumedPacks(num_packs, settings.data.pack_size, settings.sequence_tokens)
+    gpu_bytes = _scaled(settings.gpu_gib, 2**30)
+    num_packs = _ASSUMED_PACKS if assumes_data else settings.packs
+    inputs: dict[str, Any] = {
+        "machine": Machine(
+            peak_flops=settings.peak_tflops * 1e12,
+            node_bytes_per_s=settings.node_gb_s * 1e9,
+            fabric_bytes_per_s=settings.port_gb_s * 1e9,
+            ranks=settings.gpus_per_node,
+        ),
+        "packs": num_packs and AssumedPacks(num_packs, settings.data.pack_size, settings.sequence_tokens),
+        "expert_load": settings.expert_load,
+    }
     if searches:
-        found = search_layouts(
-            config, machine=machine, packs=packs, gpu_bytes=gpu_bytes, expert_load=settings.expert_load
-        )
-        open_console(width=140).print(found.render(gpu_bytes=gpu_bytes, top=settings.top))
-        for note in (*notes, *found.smallest.plan.notes):
-            print_line(f"assumed: {note}")
-        if not found.fitting and gpu_bytes is not None:
-            print_text(found.explain_misfit(gpu_bytes))
-            raise typer.Exit(1)
-        print_line(f"the first: {' '.join(found.fitting[0].overrides)}")
+        found = search_layouts(config, gpu_bytes=gpu_bytes, **inputs)
+        _print_layouts(found, settings, gpu_bytes, assumes_data=assumes_data)
         return
-    planned = plan_run(config, machine=machine, mfu=settings.mfu, packs=packs, expert_load=settings.expert_load)
-    file_system = None if settings.file_system_gb_s is None else settings.file_system_gb_s * 1e9
-    disk = None if settings.disk_gb_s is None else settings.disk_gb_s * 1e9
-    table = planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)
-    open_console().print(table)
+    planned = plan_run(config, mfu=settings.mfu, **inputs)
+    file_system, disk = _scaled(settings.file_system_gb_s, 1e9), _scaled(settings.disk_gb_s, 1e9)
+    open_console().print(
+        planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)
+    )
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)
+
+
+def _print_layouts(found: LayoutSearch, settings: PlanSettings, gpu_bytes: float | None, *, assumes_data: bool) -> None:
+    open_console(width=140).print(found.render(gpu_bytes=gpu_bytes, top=settings.top))
+    if assumes_data:
+        print_line(
+            f"assumed: packs of {settings.data.pack_size:,} tokens in conversations of {settings.sequence_tokens:,}; "
+            "data.pack_size and sequence_tokens name others, data.path a dataset"
+        )
+    for note in found.smallest.plan.notes:
+        print_line(f"assumed: {note}")
+    if not found.fitting and gpu_bytes is not None:
+        print_text(found.explain_misfit(gpu_bytes))
+        raise typer.Exit(1)
+    print_line(f"the first: {' '.join(found.fitting[0].overrides)}")
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
 
 
 def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool, has_local_checkpoints: bool) -> None:
@@ -170,11 +176,7 @@ def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool, 
     for name, reason in reasons.items():
         value, usual = (attrgetter(name)(one) for one in (settings, default))
         if value != usual:
-            raise ConfigError(
-                f"{reason}, and {name} would have no effect",
-                where=f"{name}={value}",
-                fix="leave it out",
-            )
+            raise ConfigError(f"{reason}, and {name} would have no effect", where=f"{name}={value}", fix="leave it out")
 
 
 def _names_no_data(config: RunConfig) -> bool:
@@ -234,16 +236,10 @@ def submit(
     if options.show:
         print_text(render_settings(job_settings) + render_settings(run.config), end="")
         return
-    job = plan_job(
-        run.module,
-        run.arguments,
-        to_plain(run.config),
-        nodes=job_settings.nodes,
-        cluster=cluster,
-        run_dir=job_settings.run_dir,
-    )
+    nodes, run_dir = job_settings.nodes, job_settings.run_dir
+    job = plan_job(run.module, run.arguments, to_plain(run.config), nodes=nodes, cluster=cluster, run_dir=run_dir)
     # What so many ranks, or their GPUs, cannot hold is refused here, and not after hours in a queue.
-    ranks = job_settings.nodes * cluster.ranks_per_node
+    ranks = nodes * cluster.ranks_per_node
     run.config.check_layout(ranks)
     run.config.check_dtypes()
     if cluster.gpus_per_node and cluster.gpu_gib is not None:
@@ -260,7 +256,7 @@ def submit(
         print_text(text, end="")
         print_line(f"by hand: mkdir -p {job.logs} && sbatch FILE", file=sys.stderr)
         return
-    if job_settings.run_dir is not None:
+    if run_dir is not None:
         refuse_second_job(Path(job.run_dir))
     job_id = submit_job(job, text, is_private=bool(cluster.env))
     print_line(f"job {job_id}, script {job.script}")

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from glob import has_magic
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
 from harness.printing import open_console
 from harness.storage import is_uri
+
+if TYPE_CHECKING:
+    from harness.prep import ChatTokenizer
 
 live_app = typer.Typer(
     help="Train while data is being made: write chunks into a folder, show who writes and who reads.",
@@ -72,7 +75,7 @@ class LivePacks:
 
 
 @dataclass
-class LiveSource:
+class ProduceSource:
     """The conversations.
 
     Attributes:
@@ -102,7 +105,7 @@ class ProduceSettings:
     chunks: ChunkSettings = field(default_factory=ChunkSettings)
     data: LivePacks = field(default_factory=LivePacks)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    source: LiveSource = field(default_factory=LiveSource)
+    source: ProduceSource = field(default_factory=ProduceSource)
 
     def __post_init__(self) -> None:
         if self.tokenizer.name and self.chunks.kind == "packs":
@@ -123,30 +126,16 @@ def produce(
     leave_open: Annotated[bool, typer.Option("--leave-open", help="keep the stream open for --append")] = False,
 ) -> None:
     """Write live chunks. After a crash, run it again with the same SRC to continue."""
-    from harness.loader.live import (
-        STDIN,
-        LiveProducer,
-        Packing,
-        log_unused_fields,
-        produce_chunks,
-        read_conversations,
-        read_packs,
-    )
-    from harness.prep import ChatTokenizer, as_prepared
+    from harness.loader import live
     from harness.prep.chat import RecordReader
 
     _check_order(source, folder)
     settings: ProduceSettings = context.obj
-    chunks, packing = settings.chunks, None
-    of = settings.source
-    reader = RecordReader(of.schema, of.columns, of.ignore_fields, of.drop_media)
+    chunks, of, packing = settings.chunks, settings.source, None
     if settings.tokenizer.name:
-        config, mask_of = as_prepared(settings.tokenizer)
-        tokenizer = ChatTokenizer(config)
-        as_of = f", as of {mask_of}" if mask_of is not None else ""
-        _print_line(f"mask {tokenizer.mask_rule}{as_of}: {tokenizer.mask_facts()['why']}")
-        packing = Packing(tokenizer, **vars(settings.data), block=1 if source == STDIN else 64)
-    with LiveProducer(
+        block = 1 if source == live.STDIN else 64
+        packing = live.Packing(_open_tokenizer(settings), **vars(settings.data), block=block)
+    with live.LiveProducer(
         folder,
         kind="packs" if packing is not None else chunks.kind,
         suffix=f".{chunks.format}",
@@ -159,18 +148,12 @@ def produce(
         had_ended = producer.ended
         if producer.num_chunks and not had_ended:
             _print_line(f"continues after {producer.num_rows:,} rows in {producer.num_chunks:,} chunks")
-        items = read_packs(source)
+        items = live.read_packs(source)
         if chunks.kind == "chat":
-            items = log_unused_fields(read_conversations(source, reader), source, _print_line)
-        produce_chunks(
-            producer,
-            items,
-            packing=packing,
-            append=append,
-            leave_rest=leave_rest,
-            on_bad=settings.source.on_bad,
-            log=_print_line,
-        )
+            reader = RecordReader(of.schema, of.columns, of.ignore_fields, of.drop_media)
+            items = live.log_unused_fields(live.read_conversations(source, reader), source, _print_line)
+        begun = {"append": append, "leave_rest": leave_rest}
+        live.produce_chunks(producer, items, packing=packing, on_bad=of.on_bad, log=_print_line, **begun)
         if not leave_open:
             if not producer.num_chunks:
                 raise ConfigError(
@@ -203,6 +186,16 @@ def _check_order(source: str, folder: str) -> None:
             where=f"{source} {folder}",
             fix=f"check both names; swapped: harness live produce {folder} {source}",
         )
+
+
+def _open_tokenizer(settings: ProduceSettings) -> ChatTokenizer:
+    from harness.prep import ChatTokenizer, as_prepared
+
+    config, mask_of = as_prepared(settings.tokenizer)
+    tokenizer = ChatTokenizer(config)
+    as_of = f", as of {mask_of}" if mask_of is not None else ""
+    _print_line(f"mask {tokenizer.mask_rule}{as_of}: {tokenizer.mask_facts()['why']}")
+    return tokenizer
 
 
 @live_app.command()

@@ -35,8 +35,7 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="settings of the recipe", autocompletion=_complete),
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of the recipe", autocompletion=_complete)
 ]
 
 
@@ -100,8 +99,7 @@ def prepare(arguments: Arguments = None) -> None:
 @runs_app.command(context_settings=_FORWARDED)
 def train(
     recipe: Annotated[
-        str,
-        typer.Argument(metavar="sft|pretrain", help="the recipe", autocompletion=complete_names(lambda: RECIPES)),
+        str, typer.Argument(metavar="sft|pretrain", help="the recipe", autocompletion=complete_names(lambda: RECIPES))
     ],
     arguments: Arguments = None,
     ranks: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
@@ -118,11 +116,8 @@ def train(
     is_shown = {"--cfg", "-c", "--info", "-i"} & {argument.partition("=")[0] for argument in arguments or []}
     missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
     if missing and not is_shown:
-        raise HarnessError(
-            f"training needs {' and '.join(missing)}, not installed here",
-            where=sys.executable,
-            fix="install the package with the extra `train`",
-        )
+        what = f"training needs {' and '.join(missing)}, not installed here"
+        raise HarnessError(what, where=sys.executable, fix="install the package with the extra `train`")
     if ranks is None and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
         ranks = _local_ranks(arguments or [])
     if ranks is None or is_shown:
@@ -218,10 +213,7 @@ def requeue(
     # In the job that has the run, its ranks have ended; elsewhere it may be at work.
     with nullcontext() if has_run(run_dir) else alone_in(run_dir):
         decision = decide(
-            run_dir,
-            exit_code=settings.exit_code,
-            max_same=settings.cluster.max_same_failures,
-            in_job=settings.restart,
+            run_dir, exit_code=settings.exit_code, max_same=settings.cluster.max_same_failures, in_job=settings.restart
         )
     print_line(f"{run_dir}: {decision.message}")
     raise typer.Exit(0 if decision.requeue else 1)

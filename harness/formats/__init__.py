@@ -17,14 +17,7 @@ from __future__ import annotations
 from harness.formats.base import FORMATS, Format, ShardOptions, ShardReader, load_format
 from harness.formats.convert import convert_dataset
 from harness.formats.digest import pack_digest
-from harness.formats.foreign import (
-    BRIDGE,
-    CONVENTIONS,
-    BridgeExport,
-    BridgeFiles,
-    export_to_bridge,
-    import_dataset,
-)
+from harness.formats.foreign import BRIDGE, CONVENTIONS, BridgeExport, BridgeFiles, export_to_bridge, import_dataset
 from harness.formats.incomplete import find_traces, repair_manifest
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, load_index, write_index
 from harness.formats.inspect import (

@@ -83,13 +83,17 @@ def convert_dataset(
         with closing(open_dataset(destination)) as written:
             fingerprint = written.digest_packs(None if progress is None else partial(progress, "compare"))
             if fingerprint != reader.fingerprint:
-                raise FormatError(
-                    f"the destination has the fingerprint {fingerprint}, the source {reader.fingerprint}; "
-                    f"first difference: {diff_readers(reader, written) or 'none on a second reading'}",
-                    where=str(destination),
-                    fix="remove the destination and convert again; if it happens again, test the disk and the memory",
-                )
+                raise _other_content(reader, written, fingerprint, str(destination))
         return writer.manifest
+
+
+def _other_content(reader: PackReader, written: PackReader, fingerprint: str, where: str) -> FormatError:
+    return FormatError(
+        f"the destination has the fingerprint {fingerprint}, the source {reader.fingerprint}; "
+        f"first difference: {diff_readers(reader, written) or 'none on a second reading'}",
+        where=where,
+        fix="remove the destination and convert again; if it happens again, test the disk and the memory",
+    )
 
 
 def _provenance(reader: PackReader, destination: str, format: str) -> Provenance:

@@ -197,11 +197,8 @@ def find_tokenizer_folder(reader: PackReader) -> Path:
     """Return the tokenizer folder that a dataset's manifest names; raises ConfigError if it names none."""
     stored = reader.manifest.provenance.tokenizer if reader.manifest else ""
     if not stored:
-        raise ConfigError(
-            "the dataset names no tokenizer, or is not on this machine with it",
-            where=reader.path,
-            fix="name one: tokenizer.name=DIR",
-        )
+        what = "the dataset names no tokenizer, or is not on this machine with it"
+        raise ConfigError(what, where=reader.path, fix="name one: tokenizer.name=DIR")
     # Stored relative to the dataset, so that both can be moved together.
     place = parse_place(reader.path)
     is_file = place.is_file() if isinstance(place, Path) else reader.files() == [place]

@@ -170,11 +170,8 @@ def _open_checked(folder: Folder, manifest: Manifest) -> PackReader:
 
 def _check_files(folder: Folder, manifest: Manifest) -> None:
     if manifest.format not in FORMATS:
-        raise FormatError(
-            f"the manifest names the format {manifest.format[:40]!r}",
-            where=folder.where(MANIFEST_NAME),
-            fix=f"known are {', '.join(FORMATS)}",
-        )
+        what = f"the manifest names the format {manifest.format[:40]!r}"
+        raise FormatError(what, where=folder.where(MANIFEST_NAME), fix=f"known are {', '.join(FORMATS)}")
     for error in list_file_problems(folder, manifest):
         raise error
 
@@ -283,19 +280,13 @@ def _open_several(path: str, places: Sequence[Place], find: Callable[[Format, An
         if shards:
             others = [place for place in places if not find(format, place)]
             if others:
-                raise FormatError(
-                    f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}",
-                    where=path,
-                    fix="write a pattern that matches files of one format",
-                )
+                what = f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}"
+                raise FormatError(what, where=path, fix="write a pattern that matches files of one format")
             return _open_bare(path, format, shards)
     if isinstance(places[0], ObjectPath):
         readable = ", ".join(format.name for format in _formats() if format.in_buckets)
-        raise FormatError(
-            f"objects without a manifest open in object storage as {readable} only, not {places[0].name}",
-            where=path,
-            fix="copy them to a folder and convert them there",
-        )
+        what = f"objects without a manifest open in object storage as {readable} only, not {places[0].name}"
+        raise FormatError(what, where=path, fix="copy them to a folder and convert them there")
     raise FormatError(f"no format knows {places[0]}", where=path, fix=_suffixes())
 
 

@@ -252,11 +252,8 @@ class PackReader:
     def _check_stamp(self, shard: int) -> None:
         """Raise FormatError if the files of an open shard may not be those of when the dataset was opened."""
         if self._stamps is not None and stamp_shard(self._format, self._places[shard]) != self._stamps[shard]:
-            raise FormatError(
-                "the file was replaced or changed since the dataset was opened",
-                where=str(self._places[shard]),
-                fix="open the dataset again",
-            )
+            what = "the file was replaced or changed since the dataset was opened"
+            raise FormatError(what, where=str(self._places[shard]), fix="open the dataset again")
 
     def _check_pack(self, handle: ShardReader, row: int, pack: Pack, pack_id: int) -> None:
         """Compare a pack, read at `row` of a shard, with what was written; raises FormatError if it differs."""

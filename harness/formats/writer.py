@@ -76,11 +76,8 @@ def open_writer(
     for name in FORMATS:
         if name != format and str(path).endswith(f".{name}"):
             load_format(format)
-            raise ConfigError(
-                f"the destination ends in .{name} but the format is {format}",
-                where=str(path),
-                fix=f"use format {name!r}, or another name",
-            )
+            what = f"the destination ends in .{name} but the format is {format}"
+            raise ConfigError(what, where=str(path), fix=f"use format {name!r}, or another name")
     options = ShardOptions(pack_size, rows_per_group)
     return PackWriter(
         path, load_format(format), options, provenance or Provenance(), packs_per_shard, overwrite, resume_key
@@ -349,11 +346,8 @@ class FolderClaim:
         if MARKER_NAME not in names:
             if not self._holds_dataset():
                 if names:
-                    raise FormatError(
-                        f"the destination holds {len(names):,} files of something else, such as {min(names)}",
-                        where=folder.where(),
-                        fix="name a new or empty folder",
-                    )
+                    what = f"the destination holds {len(names):,} files of something else, such as {min(names)}"
+                    raise FormatError(what, where=folder.where(), fix="name a new or empty folder")
             elif not self.overwrite:
                 raise _already_there(folder.where())
         previous = self._marker.acquire()

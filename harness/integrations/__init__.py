@@ -15,14 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.doors import names_on_first_use
-from harness.integrations.dialects import (
-    DIALECTS,
-    DialectError,
-    HuggingFaceRow,
-    MegatronRow,
-    Row,
-    require_dialect,
-)
+from harness.integrations.dialects import DIALECTS, DialectError, HuggingFaceRow, MegatronRow, Row, require_dialect
 from harness.integrations.fixed_rows import FixedRows, as_packed_rows, require_as_packed
 from harness.integrations.registry import INTEGRATIONS, Integration, missing_packages, require
 from harness.integrations.stream import RankStream

@@ -187,11 +187,8 @@ class HuggingFaceRow(Row):
         lengths = np.diff(row.cu_seqlens).astype(np.int64)
         # Not the padding mask: it is True for all of a row that has nothing to train.
         if padding := int(row.cu_seqlens_padded[-1] - row.cu_seqlens[-1]):
-            raise ScheduleError(
-                f"a row has {padding:,} tokens of padding, and the huggingface dialect has none",
-                where="RankLayout.pad_to_multiple",
-                fix="set it to 1",
-            )
+            what = f"a row has {padding:,} tokens of padding, and the huggingface dialect has none"
+            raise ScheduleError(what, where="RankLayout.pad_to_multiple", fix="set it to 1")
         stops = np.cumsum(lengths + 1)
         is_last = np.zeros(int(stops[-1]), dtype=np.bool_)
         is_last[stops - 1] = True

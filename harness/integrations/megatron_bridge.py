@@ -94,11 +94,8 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
         """
         layout = self._layout()
         if get_micro_batch_size() != 1:
-            raise ConfigError(
-                f"micro_batch_size is {get_micro_batch_size()}, and a packed row is a microbatch of its own",
-                where="train.micro_batch_size",
-                fix="set it to 1; global_batch_size counts packs",
-            )
+            what = f"micro_batch_size is {get_micro_batch_size()}, and a packed row is a microbatch of its own"
+            raise ConfigError(what, where="train.micro_batch_size", fix="set it to 1; global_batch_size counts packs")
         # Megatron has no public function for it; without this check the run would stop where the batch first grows.
         calculator = vars(num_microbatches_calculator).get("_GLOBAL_NUM_MICROBATCHES_CALCULATOR")
         if hasattr(calculator, "batch_size_increment"):
@@ -171,11 +168,8 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
                 fix="set it to 1 or 2, or train with recipes.sft, which sends the bounds to every stage",
             )
         if num_stages > 1 and self.seq_length is None:
-            raise ConfigError(
-                "rows differ in length, and the stages of Bridge's pipeline exchange activations of model.seq_length",
-                where="dataset.seq_length",
-                fix="set it to model.seq_length",
-            )
+            what = "rows differ in length, and the stages of Bridge's pipeline exchange activations of model.seq_length"
+            raise ConfigError(what, where="dataset.seq_length", fix="set it to model.seq_length")
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         if (chunks or 1) > 1 and (self.dataloader_save or self.dataloader_load):
             raise ConfigError(
@@ -314,9 +308,6 @@ def _saved_state(folder: str | None, step: int) -> dict[str, Any]:
             fix="set dataset.dataloader_load to the folder that the earlier run had as dataset.dataloader_save",
         ) from None
     except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        raise LoaderError(
-            f"the position in the data cannot be read: {str(error).splitlines()[0] if str(error) else error!r}",
-            where=str(path),
-            fix="resume from another checkpoint",
-        ) from error
+        what = f"the position in the data cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
+        raise LoaderError(what, where=str(path), fix="resume from another checkpoint") from error
     return state

@@ -114,11 +114,7 @@ class GPTSFTPackedMemmapDataset(GPTSFTDataset):
 
 
 _CLASSES: MappingProxyType[str, type[GPTSFTDataset]] = MappingProxyType(
-    {
-        "npy": GPTSFTPackedDataset,
-        "parquet": GPTSFTPackedParquetDataset,
-        "memmap": GPTSFTPackedMemmapDataset,
-    }
+    {"npy": GPTSFTPackedDataset, "parquet": GPTSFTPackedParquetDataset, "memmap": GPTSFTPackedMemmapDataset}
 )
 
 

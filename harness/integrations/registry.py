@@ -60,11 +60,8 @@ def missing_packages(name: str, *, beside: Iterable[str] = ()) -> list[str]:
 def require(name: str) -> None:
     """Raise ConfigError with the command that installs what an integration misses."""
     if missing := missing_packages(name):
-        raise ConfigError(
-            f"the integration {name} needs {' and '.join(missing)}, not installed",
-            where=sys.executable,
-            fix=INTEGRATIONS[name].install,
-        )
+        what = f"the integration {name} needs {' and '.join(missing)}, not installed"
+        raise ConfigError(what, where=sys.executable, fix=INTEGRATIONS[name].install)
 
 
 def _is_installed(package: str) -> bool:

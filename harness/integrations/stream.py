@@ -93,11 +93,8 @@ class RankStream:
         try:
             text = json.dumps(dict(state))
         except (TypeError, ValueError) as error:
-            raise LoaderError(
-                f"the state is not one of integers and strings: {error}",
-                where="load_state_dict",
-                fix="give the value that state_dict returned",
-            ) from error
+            what = f"the state is not one of integers and strings: {error}"
+            raise LoaderError(what, where="load_state_dict", fix="give the value that state_dict returned") from error
         self.seek(LoaderState.from_json(text))
 
     def seek(self, state: LoaderState) -> None:

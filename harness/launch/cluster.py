@@ -175,11 +175,8 @@ class ClusterConfig:
         require_choice(self.successor, SUCCESSORS, setting="cluster.successor")
         # A colon or a comma would end it in the list of mounts.
         if self.local_dir and not re.fullmatch(r"/+[^:,/][^:,]*", self.local_dir):
-            raise ConfigError(
-                f"{self.local_dir!r} is not a folder of its own",
-                where="cluster.local_dir",
-                fix="name one by its full path, such as /scratch/NAME",
-            )
+            what = f"{self.local_dir!r} is not a folder of its own"
+            raise ConfigError(what, where="cluster.local_dir", fix="name one by its full path, such as /scratch/NAME")
         for option in self.sbatch:
             if not option.startswith("--"):
                 raise ConfigError(f"{option!r} is not an option", where="cluster.sbatch", fix="write --name=value")
@@ -245,11 +242,8 @@ def check_texts(config: Any, section: str, checks: Mapping[str, Callable[[str, s
 def check_directive(text: str, where: str, allowed: re.Pattern[str] = _DIRECTIVE) -> None:
     """Raise ConfigError for text that cannot stand in a `#SBATCH` line."""
     if not allowed.fullmatch(text):
-        raise ConfigError(
-            f"{text!r} has characters that the shell or sbatch would misread",
-            where=where,
-            fix="use letters, digits and . _ / + @ : , = - without spaces",
-        )
+        what = f"{text!r} has characters that the shell or sbatch would misread"
+        raise ConfigError(what, where=where, fix="use letters, digits and . _ / + @ : , = - without spaces")
 
 
 def check_word(text: str, where: str) -> None:

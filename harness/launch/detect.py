@@ -82,11 +82,8 @@ def detect_cluster(partition: str = "") -> str:
     command = ["sinfo", "--noheader", f"--format={_FORMAT}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise HarnessError(
-            f"sinfo fails: {done.stderr.strip()}",
-            where=" ".join(command),
-            fix="try again once the controller answers (`scontrol ping`)",
-        )
+        what = f"sinfo fails: {done.stderr.strip()}"
+        raise HarnessError(what, where=" ".join(command), fix="try again once the controller answers (`scontrol ping`)")
     return propose_cluster(read_partitions(done.stdout), partition, site=find_site())
 
 
@@ -98,6 +95,27 @@ def find_site(firmware: Path = _FIRMWARE) -> str:
             if site is not None:
                 return site
     return ""
+
+
+# The end of a file for GPU nodes.
+_UNKNOWN_FABRIC = """\
+cpu_bind: cores
+exclusive: true
+memory: "0"
+env:
+  CUDA_DEVICE_MAX_CONNECTIONS: "1"
+  TORCH_NCCL_ASYNC_ERROR_HANDLING: "1"
+  # A login node does not show the fabric. On a node, `ibdev2netdev` lists the rails, `ip -br addr` the
+  # interface of node names. For InfiniBand or RoCE: `defaults: [h100_ib, _self_]` or `[roce, _self_]`.
+  # NCCL_IB_HCA: "=mlx5_0,mlx5_1"
+  # NCCL_SOCKET_IFNAME: eth0
+preflight:
+  min_shm_mib: 32768
+  # Measure a healthy job (`harness logs RUN` has the figures), and set about two thirds of them.
+  # min_node_gb_s: 200
+  # min_pair_gb_s: 80
+  # min_all_gb_s: 60
+"""
 
 
 def propose_cluster(partitions: list[Partition], name: str = "", *, site: str = "") -> str:
@@ -118,14 +136,7 @@ def propose_cluster(partitions: list[Partition], name: str = "", *, site: str = 
     nodes = max(chosen, key=lambda each: (each.gpus > 0, each.gpus * each.nodes, each.nodes))
     others = dict.fromkeys(each.name for each in partitions if each.name != nodes.name)
     ranks = nodes.gpus or max(1, min(2, nodes.cores))
-    if not nodes.gpus:
-        site = ""
-    elif _GB200.search(f"{nodes.gpu},{nodes.features}"):
-        site = "gb200"
-    elif site == "gcp_a3ultra":
-        site = next((name for name, kind in _GOOGLE if kind.search(f"{nodes.name},{nodes.features}")), site)
-    elif not site and _ROCE.search(nodes.features):
-        site = "roce"
+    site = _site_of(nodes, site)
     lines = [
         f"# Proposed from sinfo for the partition {nodes.name}: {nodes.nodes} nodes of {nodes.cores} cores, "
         f"{nodes.memory_mb / 1024:,.0f} GiB"
@@ -143,25 +154,16 @@ def propose_cluster(partitions: list[Partition], name: str = "", *, site: str = 
         f"ranks_per_node: {ranks}",
         f"cpus_per_rank: {max(1, nodes.cores // ranks)}",
     ]
-    if nodes.gpus and not site:
-        lines += [
-            "cpu_bind: cores",
-            "exclusive: true",
-            'memory: "0"',
-            "env:",
-            '  CUDA_DEVICE_MAX_CONNECTIONS: "1"',
-            '  TORCH_NCCL_ASYNC_ERROR_HANDLING: "1"',
-            "  # A login node does not show the fabric. On a node, `ibdev2netdev` lists the rails, `ip -br addr` the",
-            "  # interface of node names. For InfiniBand or RoCE: `defaults: [h100_ib, _self_]` or `[roce, _self_]`.",
-            '  # NCCL_IB_HCA: "=mlx5_0,mlx5_1"',
-            "  # NCCL_SOCKET_IFNAME: eth0",
-            "preflight:",
-            "  min_shm_mib: 32768",
-            "  # Measure a healthy job (`harness logs RUN` has the figures), and set about two thirds of them.",
-            "  # min_node_gb_s: 200",
-            "  # min_pair_gb_s: 80",
-            "  # min_all_gb_s: 60",
-        ]
-    elif not nodes.gpus:
-        lines += ["env:", '  OMP_NUM_THREADS: "1"']
-    return "\n".join(lines) + "\n"
+    rest = "" if site else _UNKNOWN_FABRIC if nodes.gpus else 'env:\n  OMP_NUM_THREADS: "1"\n'
+    return "\n".join(lines) + "\n" + rest
+
+
+def _site_of(nodes: Partition, site: str) -> str:
+    """Return the cluster file whose fabric these nodes have; empty if none is known."""
+    if not nodes.gpus:
+        return ""
+    if _GB200.search(f"{nodes.gpu},{nodes.features}"):
+        return "gb200"
+    if site == "gcp_a3ultra":
+        return next((name for name, kind in _GOOGLE if kind.search(f"{nodes.name},{nodes.features}")), site)
+    return "roce" if not site and _ROCE.search(nodes.features) else site

@@ -150,11 +150,8 @@ def cancel_jobs(jobs: Sequence[QueuedJob]) -> None:
     for job in sorted(jobs, key=lambda job: not job.is_pending):
         done = subprocess.run(["scancel", job.job_id], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise HarnessError(
-                f"job {job.job_id} cannot be canceled: {(done.stderr or done.stdout).strip()}",
-                where="scancel",
-                fix="try again once the controller answers (`scontrol ping`)",
-            )
+            what = f"job {job.job_id} cannot be canceled: {(done.stderr or done.stdout).strip()}"
+            raise HarnessError(what, where="scancel", fix="try again once the controller answers (`scontrol ping`)")
 
 
 def read_excluded(run_dir: Path) -> dict[str, str]:
@@ -176,11 +173,8 @@ def _squeue(*options: str) -> list[QueuedJob]:
     if "Invalid job id" in done.stderr:
         return []
     if done.returncode != 0:
-        raise HarnessError(
-            f"squeue fails: {(done.stderr or done.stdout).strip()}",
-            where=" ".join(command),
-            fix="try again once the controller answers (`scontrol ping`)",
-        )
+        what = f"squeue fails: {(done.stderr or done.stdout).strip()}"
+        raise HarnessError(what, where=" ".join(command), fix="try again once the controller answers (`scontrol ping`)")
     return [_parse(line) for line in done.stdout.splitlines() if line.count("|") >= _FORMAT.count("|")]
 
 

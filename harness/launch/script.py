@@ -74,8 +74,6 @@ class Job:
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Return the script that `sbatch` takes, complete with everything that the job needs."""
     check_complete(cluster.setup)
-    harness = [job.python, "-m", "harness"]
-    limit = f"{max(60.0, cluster.preflight.timeout_s):g}"
     address = cluster.master_addr.replace("%N", "$first_node")
     own = {"nodes": job.nodes, "ranks": cluster.ranks_per_node}
     train_on, replace = (' "${train_on[@]}"', "  replace_failed\n") if cluster.spares else ("", "")
@@ -83,6 +81,9 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     copied = cluster.local_dir and (job.copied or job.weights)
     copy = "  copy_to_nodes\n" if copied else ""
     of = f" of {restarts}" if restarts else ""  # a run that leaves a slow node starts again anyway
+    preflight = cluster.preflight
+    ending = {"limit": f"{max(60.0, preflight.timeout_s):g}", "replace": replace, "of": of, "copy": copy}
+    image = "copy_image" if copies_image(cluster) else "make_local_dir"
     sections = [
         [
             "#!/bin/bash",
@@ -92,19 +93,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
             f"#   mkdir -p {job.logs} && sbatch FILE",
             *_directives(job, cluster),
         ],
-        [
-            "set -uo pipefail",
-            *cluster.setup,
-            *(f"export {name}={_quote(value)}" for name, value in cluster.env.items()),
-            f"run_dir={shlex.quote(job.run_dir)}",
-            f"logs={shlex.quote(job.logs)}",
-            f"harness=({shlex.join(harness)})",
-            "# resume=auto: the first attempt finds no checkpoint; later ones resume from the newest complete one.",
-            f"program=({shlex.join(_program(job, cluster))})",
-            *([f"export HARNESS_LOCAL_DIR={cluster.local_dir}"] if cluster.local_dir else []),
-            # srun binds the ranks that it starts.
-            *(["export HARNESS_BIND_RANKS=1"] if cluster.launcher == "torchrun" and _binds(cluster) else []),
-        ],
+        _variables(job, cluster),
         _steps(job, cluster),
         [part("controller")],
         [part("claim")],
@@ -113,34 +102,34 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         [part("rendezvous", master_addr=address)],
         [forwarding(cluster)],
         [part("spares", **own, master_addr=address)] if cluster.spares else [],
-        [
-            part(
-                "copy_image" if copies_image(cluster) else "make_local_dir",
-                image=shlex.quote(cluster.image),
-                local=cluster.local_dir,
-            )
-        ]
+        [part(image, image=shlex.quote(cluster.image), local=cluster.local_dir)]
         if cluster.local_dir and cluster.image
         else [],
         [] if cluster.successor == "none" else ["submit_successor &"],
-        [part("judge", limit=f"{cluster.preflight.timeout_s + 5:g}")] if cluster.preflight.enabled or copied else [],
-        [_preflight(job, cluster)] if cluster.preflight.enabled else [],
+        [part("judge", limit=f"{preflight.timeout_s + 5:g}")] if preflight.enabled or copied else [],
+        [_preflight(job, cluster)] if preflight.enabled else [],
         ["[[ ${train_on[*]:-} ]] || choose_nodes || run_again"] if cluster.spares else [],
         [_copies(job, cluster, train_on)] if copied else [],
         _run_ranks(cluster, train_on),
-        [
-            part(
-                "ending",
-                max_same=cluster.max_same_failures,
-                restarts=restarts,
-                limit=limit,
-                replace=replace,
-                of=of,
-                copy=copy,
-            )
-        ],
+        [part("ending", max_same=cluster.max_same_failures, restarts=restarts, **ending)],
     ]
     return "\n\n".join(text for lines in sections if (text := "\n".join(lines))) + "\n"
+
+
+def _variables(job: Job, cluster: ClusterConfig) -> list[str]:
+    return [
+        "set -uo pipefail",
+        *cluster.setup,
+        *(f"export {name}={_quote(value)}" for name, value in cluster.env.items()),
+        f"run_dir={shlex.quote(job.run_dir)}",
+        f"logs={shlex.quote(job.logs)}",
+        f"harness=({shlex.join([job.python, '-m', 'harness'])})",
+        "# resume=auto: the first attempt finds no checkpoint; later ones resume from the newest complete one.",
+        f"program=({shlex.join(_program(job, cluster))})",
+        *([f"export HARNESS_LOCAL_DIR={cluster.local_dir}"] if cluster.local_dir else []),
+        # srun binds the ranks that it starts.
+        *(["export HARNESS_BIND_RANKS=1"] if cluster.launcher == "torchrun" and _binds(cluster) else []),
+    ]
 
 
 def forwarding(cluster: ClusterConfig) -> str:

@@ -58,17 +58,7 @@ def plan_job(
         ConfigError: there is no such run, a container does not show a path, or the settings are planned for another
             number of ranks.
     """
-    ranks, planned = nodes * cluster.ranks_per_node, settings["parallel"]["ranks"]
-    if planned not in (None, ranks):
-        name, (whole, rest) = settings["name"], divmod(planned, cluster.ranks_per_node)
-        by_nodes = f"nodes={whole} on nodes of {cluster.ranks_per_node} or " if not rest else ""
-        raise ConfigError(
-            f"{name} is planned for {planned} ranks, and {nodes} node{'s' * (nodes > 1)} of {cluster.ranks_per_node} "
-            f"ha{'ve' if nodes > 1 else 's'} {ranks}",
-            where="nodes",
-            fix=f"{by_nodes}cluster=NAME of nodes that {planned} ranks fill, or parallel.ranks={ranks} if "
-            f"`harness plan {name} parallel.ranks={ranks}` finds that it fits",
-        )
+    _check_ranks(settings, nodes, cluster)
     weights = settings["model"]["init_from"]
     if weights and not Path(weights).is_dir() and not Path(weights).is_absolute():
         weights = None  # an id on a hub
@@ -96,6 +86,22 @@ def plan_job(
         weights=weights,
         live=live,
         code=code_digest() if cluster.image and cluster.preflight.same_code else "",
+    )
+
+
+def _check_ranks(settings: dict[str, Any], nodes: int, cluster: ClusterConfig) -> None:
+    """Raise ConfigError if the settings are planned for another number of ranks."""
+    ranks, planned = nodes * cluster.ranks_per_node, settings["parallel"]["ranks"]
+    if planned in (None, ranks):
+        return
+    name, (whole, rest) = settings["name"], divmod(planned, cluster.ranks_per_node)
+    by_nodes = f"nodes={whole} on nodes of {cluster.ranks_per_node} or " if not rest else ""
+    raise ConfigError(
+        f"{name} is planned for {planned} ranks, and {nodes} node{'s' * (nodes > 1)} of {cluster.ranks_per_node} "
+        f"ha{'ve' if nodes > 1 else 's'} {ranks}",
+        where="nodes",
+        fix=f"{by_nodes}cluster=NAME of nodes that {planned} ranks fill, or parallel.ranks={ranks} if "
+        f"`harness plan {name} parallel.ranks={ranks}` finds that it fits",
     )
 
 
@@ -145,11 +151,8 @@ def _check_local_checkpoints(folder: str, cluster: ClusterConfig) -> None:
 def next_run_dir(runs: Path, name: str) -> Path:
     """Return `<runs>/<name>-NNN` with the next free number, without creating it."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} cannot name a run's folder",
-            where="name",
-            fix="use letters, digits, dots, dashes and underscores",
-        )
+        what = f"{name!r} cannot name a run's folder"
+        raise ConfigError(what, where="name", fix="use letters, digits, dots, dashes and underscores")
     numbered = re.compile(rf"{re.escape(name)}-(\d+)")
     numbers = [int(match[1]) for path in runs.glob("*") if (match := numbered.fullmatch(path.name))]
     return runs.absolute() / f"{name}-{max(numbers, default=0) + 1:03d}"
@@ -204,11 +207,8 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
         ConfigError: the run's folder cannot be created.
     """
     if shutil.which("sbatch") is None:
-        raise HarnessError(
-            "sbatch is not installed here",
-            where="PATH",
-            fix="submit on a login node; --dry-run prints the script anywhere",
-        )
+        what = "sbatch is not installed here"
+        raise HarnessError(what, where="PATH", fix="submit on a login node; --dry-run prints the script anywhere")
     folder = Path(job.run_dir)
     is_new = not folder.exists()
     with os_errors_as(

@@ -28,13 +28,7 @@ from harness.loader.datasets import (
 )
 from harness.loader.inspect_blend import BLEND_SUFFIXES, render_blend, summarize_blend
 from harness.loader.loader import Loader
-from harness.loader.order import (
-    BatchRange,
-    EpochOrder,
-    shuffle_in_windows,
-    steps_from,
-    steps_per_epoch,
-)
+from harness.loader.order import BatchRange, EpochOrder, shuffle_in_windows, steps_from, steps_per_epoch
 from harness.loader.plan import BatchReader, PackSource, RankBatch, RawBatch, build_batch
 from harness.loader.state import LoaderState
 from harness.loader.workers import BatchStream

@@ -110,11 +110,8 @@ def rank_layout(layout: RankLayout | None, dp_rank: int | None, dp_size: int | N
     if layout is not None:
         if (dp_rank, dp_size) == (None, None):
             return layout
-        raise ConfigError(
-            f"dp_rank={dp_rank} and dp_size={dp_size} are given beside a layout, which has them too",
-            where="Loader",
-            fix="set them in the layout, or pass no layout",
-        )
+        what = f"dp_rank={dp_rank} and dp_size={dp_size} are given beside a layout, which has them too"
+        raise ConfigError(what, where="Loader", fix="set them in the layout, or pass no layout")
     num_ranks = _ranks_of_job()
     if num_ranks > 1 and (dp_rank is None or dp_size is None):
         raise ConfigError(

@@ -106,6 +106,23 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "data")
+        self._check_sources()
+        if self.block_documents is None and self.window_blocks != _WINDOW_BLOCKS:
+            raise ConfigError(
+                f"window_blocks is {self.window_blocks}, and nothing is shuffled in blocks",
+                where="data.window_blocks",
+                fix="set data.block_documents too, or leave it out for the order of Megatron",
+            )
+        self._check_split()
+        needs_eod = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, n)]
+        if needs_eod and self.eod is None:
+            what = f"{', '.join(needs_eod)} requires the token that ends a document"
+            raise ConfigError(what, where="data.eod", fix="set it to that token's id")
+        for name in ("fast_cache_load", "defer_npy_index_mmap"):
+            if getattr(self, name):
+                self._check_cache(name)
+
+    def _check_sources(self) -> None:
         per_split = vars(self.blend_per_split)
         unknown = [name for name in per_split if name not in SPLITS]  # Hydra's `+` adds new names
         if unknown:
@@ -124,21 +141,15 @@ class CorpusConfig:
             )
         if not given and not self.path:
             raise ConfigError(
-                "no source is named",
-                where="data.path",
-                fix="name X of X.bin and X.idx, or several in data.blend",
+                "no source is named", where="data.path", fix="name X of X.bin and X.idx, or several in data.blend"
             )
         check_sources(self.blend, where="data.blend")
         for name, sources in per_split.items():
             check_sources(sources, where=f"data.blend_per_split.{name}")
         if any(per_split.values()) and not per_split["train"]:
             raise ConfigError("no source is for training", where="data.blend_per_split", fix="name sources under train")
-        if self.block_documents is None and self.window_blocks != _WINDOW_BLOCKS:
-            raise ConfigError(
-                f"window_blocks is {self.window_blocks}, and nothing is shuffled in blocks",
-                where="data.window_blocks",
-                fix="set data.block_documents too, or leave it out for the order of Megatron",
-            )
+
+    def _check_split(self) -> None:
         try:
             parts = [float(part) for part in self.split.split(",")]
         except ValueError:
@@ -149,27 +160,22 @@ class CorpusConfig:
                 where="data.split",
                 fix="give parts of training, validation and test, such as 969,30,1",
             )
-        needs_eod = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, n)]
-        if needs_eod and self.eod is None:
+
+    def _check_cache(self, name: str) -> None:
+        """Raise ConfigError if a setting that trusts built indices cannot do so."""
+        if self.path_to_cache is None:
             raise ConfigError(
-                f"{', '.join(needs_eod)} requires the token that ends a document",
-                where="data.eod",
-                fix="set it to that token's id",
+                f"{name} requires the folder of the built indices",
+                where="data.path_to_cache",
+                fix="name it, and train once without this setting to build them",
             )
-        for name in ("fast_cache_load", "defer_npy_index_mmap"):
-            if getattr(self, name) and self.path_to_cache is None:
-                raise ConfigError(
-                    f"{name} requires the folder of the built indices",
-                    where="data.path_to_cache",
-                    fix="name it, and train once without this setting to build them",
-                )
-            if getattr(self, name) and is_uri(self.path_to_cache or ""):
-                raise ConfigError(
-                    f"{name} trusts that all indices are on this machine, and those in a bucket are copied when they "
-                    "are looked for",
-                    where="data.path_to_cache",
-                    fix=f"name a folder, or set data.{name}=false",
-                )
+        if is_uri(self.path_to_cache):
+            raise ConfigError(
+                f"{name} trusts that all indices are on this machine, and those in a bucket are copied when they "
+                "are looked for",
+                where="data.path_to_cache",
+                fix=f"name a folder, or set data.{name}=false",
+            )
 
     @property
     def is_per_split(self) -> bool:
@@ -203,11 +209,8 @@ class CorpusConfig:
         counts = _read_json(path, "data.per_dataset_sequences_path")
         missing = [s.path for sources in self.sources().values() for s in sources if s.path not in counts]
         if missing:
-            raise ConfigError(
-                f"counts of {missing[0]} are missing" + (f" and {len(missing) - 1} more" if missing[1:] else ""),
-                where=str(path),
-                fix="count them again, with these paths",
-            )
+            what = f"counts of {missing[0]} are missing" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+            raise ConfigError(what, where=str(path), fix="count them again, with these paths")
         return counts
 
 
@@ -218,11 +221,8 @@ def check_sources(sources: Sources, *, where: str) -> None:
             raise ConfigError("the source has no path", where=f"{where}[{number}]", fix="name X of X.bin and X.idx")
         check_numbers(source, f"{where}[{number}]")
     if len({source.weight is None for source in sources}) > 1:
-        raise ConfigError(
-            "some sources have a weight and some have none",
-            where=where,
-            fix="give every source a weight, or none of them",
-        )
+        what = "some sources have a weight and some have none"
+        raise ConfigError(what, where=where, fix="give every source a weight, or none of them")
 
 
 def corpus_paths(data: dict[str, Any]) -> list[str]:

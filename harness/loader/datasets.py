@@ -44,11 +44,8 @@ class BlendSource:
         for name, kind in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):
-                raise ConfigError(
-                    f"{name} is {str(value)[:100]!r}",
-                    where="data.blend",
-                    fix="path is text, weight a number, epochs a whole number",
-                )
+                what = f"{name} is {str(value)[:100]!r}"
+                raise ConfigError(what, where="data.blend", fix="path is text, weight a number, epochs a whole number")
 
 
 @dataclass
@@ -118,9 +115,7 @@ class LiveConfig:
                 raise ConfigError("the source has no path", where=where, fix="name a folder of live chunks")
         if twice := [path for path, times in Counter(map(os.path.normpath, self.folders)).items() if times > 1]:
             raise ConfigError(
-                f"{twice[0]} is named twice",
-                where="data.live.blend",
-                fix="name it once, with the sum of the weights",
+                f"{twice[0]} is named twice", where="data.live.blend", fix="name it once, with the sum of the weights"
             )
 
     @property
@@ -430,11 +425,8 @@ def _tokenizer_of(reader: PackReader) -> tuple[str, str]:
 def _check_tokenizer(train: PackReader, name: str) -> None:
     stored, stored_name = _tokenizer_of(train)
     if not stored:
-        raise ConfigError(
-            f"the dataset does not record its tokenizer, so it cannot be compared with {name}",
-            where=str(train.path),
-            fix="leave data.tokenizer empty, or prepare the dataset again",
-        )
+        what = f"the dataset does not record its tokenizer, so it cannot be compared with {name}"
+        raise ConfigError(what, where=str(train.path), fix="leave data.tokenizer empty, or prepare the dataset again")
     required = tokenizer_hash(name)
     if required != stored:
         raise ConfigError(

@@ -59,18 +59,12 @@ class LoaderState:
         kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
         if not isinstance(values, dict) or {name: type(value) for name, value in values.items()} != kinds:
             expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
-            raise LoaderError(
-                f"the loader state is {text[:200]}, expected {expected}",
-                where="the loader state",
-                fix="resume from another checkpoint",
-            )
+            what = f"the loader state is {text[:200]}, expected {expected}"
+            raise LoaderError(what, where="the loader state", fix="resume from another checkpoint")
         state = cls(**values)
         if state.epoch < 0 or state.packs_consumed < 0:
-            raise LoaderError(
-                f"the loader state is at epoch {state.epoch}, after {state.packs_consumed} packs",
-                where="the loader state",
-                fix="resume from another checkpoint",
-            )
+            what = f"the loader state is at epoch {state.epoch}, after {state.packs_consumed} packs"
+            raise LoaderError(what, where="the loader state", fix="resume from another checkpoint")
         return state
 
     def resumed(self, start: LoaderState, *, num_packs: int | None, allow_other_data: bool = False) -> LoaderState:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -95,6 +94,53 @@ def _no_limit(setting: str, arguments: str) -> ConfigError:
     )
 
 
+def _build_optimizer(
+    chunks: list[DistributedDataParallel], settings: OptimizerConfig, parallel: ParallelConfig, device: torch.device
+) -> Any:
+    config = get_model_config(chunks[0])
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+            **_choices(settings, parallel, config.params_dtype, device),
+        ),
+        chunks,
+    )
+
+
+def _build_scheduler(optimizer: Any, settings: OptimizerConfig, decay_steps: int | None) -> OptimizerParamScheduler:
+    decay = settings.decay
+    if decay_steps is None:
+        decay_steps, decay = _NO_DECAY, decay if decay == "inverse-square-root" else "constant"
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        # Megatron requires a warm-up that ends before the decay does.
+        lr_warmup_steps=min(settings.warmup_steps, decay_steps - 1),
+        lr_decay_steps=decay_steps,
+        lr_decay_style=decay,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+        # A resumed run follows its current settings from the step that it has reached, not those of the checkpoint.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
 class MegatronStep:
     """Trains and evaluates a model on this rank's rows.
 
@@ -127,44 +173,8 @@ class MegatronStep:
         self.vocab_size, self.pad_rows_to, self.group_size = vocab_size, pad_rows_to, parallel.group_size
         self.config = get_model_config(chunks[0])
         self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
-        self.optimizer: Any = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=optimizer.lr,
-                min_lr=optimizer.min_lr,
-                weight_decay=optimizer.weight_decay,
-                adam_beta1=optimizer.beta1,
-                adam_beta2=optimizer.beta2,
-                adam_eps=optimizer.eps,
-                clip_grad=optimizer.clip_grad,
-                bf16=self.config.bf16,
-                params_dtype=self.config.params_dtype,
-                use_distributed_optimizer=parallel.distributed_optimizer,
-                overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-                **_choices(optimizer, parallel, self.config.params_dtype, device),
-            ),
-            chunks,
-        )
-        decay_steps, decay = optimizer.decay_steps or decay_steps, optimizer.decay
-        if decay_steps is None:
-            decay_steps, decay = _NO_DECAY, decay if decay == "inverse-square-root" else "constant"
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            # Megatron requires a warm-up that ends before the decay does.
-            lr_warmup_steps=min(optimizer.warmup_steps, decay_steps - 1),
-            lr_decay_steps=decay_steps,
-            lr_decay_style=decay,
-            start_wd=optimizer.weight_decay,
-            end_wd=optimizer.weight_decay,
-            wd_incr_steps=decay_steps,
-            wd_incr_style="constant",
-            # A resumed run follows its current settings from the step that it has reached, not those of the checkpoint.
-            use_checkpoint_opt_param_scheduler=False,
-            override_opt_param_scheduler=True,
-        )
+        self.optimizer = _build_optimizer(chunks, optimizer, parallel, device)
+        self.scheduler = _build_scheduler(self.optimizer, optimizer, optimizer.decay_steps or decay_steps)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.has_experts = self.config.num_moe_experts is not None
         self.mtp_layers: int = self.config.mtp_num_layers or 0
@@ -327,7 +337,8 @@ class MegatronStep:
         def forward(_: Any, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
             return run_row(model, row), partial(sum_loss, row.loss_mask)
 
-        with mock.patch.object(self.config, "finalize_model_grads_func", None):
+        finalize, self.config.finalize_model_grads_func = self.config.finalize_model_grads_func, None
+        try:
             reports: list[torch.Tensor] = self._forward_backward(
                 forward_step_func=forward,
                 data_iterator=None,
@@ -337,6 +348,8 @@ class MegatronStep:
                 micro_batch_size=1,
                 forward_only=False,
             )
+        finally:
+            self.config.finalize_model_grads_func = finalize
         return reports[0]
 
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:

@@ -68,11 +68,8 @@ def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
     recorded = recorded_run(run)
     digests = read_digests(run)
     if not recorded.steps or [step.step for step in recorded.steps] != [step.step for step in digests]:
-        raise FormatError(
-            f"the run has {len(recorded.steps)} steps and digests of {len(digests)} steps",
-            where=str(run),
-            fix="record a finished run that had trainer.record_digests=true",
-        )
+        what = f"the run has {len(recorded.steps)} steps and digests of {len(digests)} steps"
+        raise FormatError(what, where=str(run), fix="record a finished run that had trainer.record_digests=true")
     broken = next((step for step in digests if step.disagreements), None)
     if broken is not None:
         what = f"step {broken.step}: {broken.disagreements[0]}"

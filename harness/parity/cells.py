@@ -199,11 +199,8 @@ def plan_check(
     parsed = [case for case in (parse_case(text, where=check) for text in cases) if case.ranks <= max_ranks]
     if len(parsed) < (2 if plan.has_reference else 1):
         needs = "a reference and a case to compare with it" if plan.has_reference else "a case"
-        raise ConfigError(
-            f"check {check} has {len(parsed)} cases to run, and needs {needs}",
-            where=f"{check}, max_ranks",
-            fix="name cases, the reference first, or allow more ranks",
-        )
+        what = f"check {check} has {len(parsed)} cases to run, and needs {needs}"
+        raise ConfigError(what, where=f"{check}, max_ranks", fix="name cases, the reference first, or allow more ranks")
     names = [f"{check}: {case.name}" for case in parsed]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -236,9 +233,6 @@ def plan_check(
 
 def _choose(known: Mapping[str, str], name: str | None, check: str, where: str) -> str:
     if (name or "") not in known:
-        raise ConfigError(
-            f"check {check} names {name!r}, which is not among {', '.join(filter(None, known)) or 'none'}",
-            where=where,
-            fix=f"{where}='[\"{name}=PATH\"]'",
-        )
+        what = f"check {check} names {name!r}, which is not among {', '.join(filter(None, known)) or 'none'}"
+        raise ConfigError(what, where=where, fix=f"{where}='[\"{name}=PATH\"]'")
     return known[name or ""]

@@ -194,11 +194,8 @@ def open_document(
     try:
         values = json.loads(path.read_text())
         if values["schema"] > schema:
-            raise FormatError(
-                f"the {noun} has schema {values['schema']}, and this version reads up to {schema}",
-                where=str(path),
-                fix="update this package",
-            )
+            what = f"the {noun} has schema {values['schema']}, and this version reads up to {schema}"
+            raise FormatError(what, where=str(path), fix="update this package")
         yield values
     except FileNotFoundError:
         raise FormatError(missing, where=str(path), fix=make) from None

@@ -361,7 +361,6 @@ def plan_stage_memory(
     """Return the memory of a rank of pipeline stage `stage`, 0 for the first; arguments are those of `plan_memory`."""
     item = DTYPE_BYTES[model.number]
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
-    chunks = parallel.virtual_pipeline_parallel_size or 1
     weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
     # Neither the embedding nor the output matrix is in 8 bits.
     words = padded_vocab_size(vocab_size) * model.hidden_size // tp
@@ -374,37 +373,17 @@ def plan_stage_memory(
         moved = optimizer.offload * (state + 4)
         state = (1 - optimizer.offload) * (state + (4 if gradient == 2 else 0))
     own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
-    # Microbatches whose backward pass is to come, as Megatron-Core's schedules order them; a chunk is a part of one.
-    waiting: float = stages - stage
-    if chunks > 1:
-        waiting = (2 * (stages - stage) - 1 + (chunks - 1) * stages) / chunks
-    waiting = min(microbatches, waiting)
     own = [model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage)]
-    # Cosine and sine of the rotary angles are of a row, and all layers share them.
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
-    layers = sum(count(model, with_experts=one) for one in own)
-    turned = model.rotated_size
-    kept = waiting * (layers + 2 * item * turned)
-    once, last, logits = 0.0, 0.0, 0.0
+    # Cosine and sine of the rotary angles are of a row, and all layers share them.
+    layers = sum(count(model, with_experts=one) for one in own) + 2 * item * model.rotated_size
+    once = 0.0
     if model.recompute == "full":
         again = replace(model, recompute="none")
         # One layer at a time, and the angles that each layer is given again.
-        once = max(count(again, with_experts=one) for one in own) + 4 * turned
-    if stage == stages - 1:
-        # The last norm, and the input of the output matrix for its gradient.
-        norm = 2 * item if kernels.engine else 4 if model.lora_rank else 8 + item
-        # Exponents of the logits in float32, which the fused loss keeps once too.
-        last = (norm * model.hidden_size + 4) / (tp if parallel.sequence_parallel else 1)
-        last += 4 * padded_vocab_size(vocab_size) / tp + 17
-        # In float32, the gradient takes the place of the exponents.
-        logits = item * padded_vocab_size(vocab_size) / tp if item < 4 else 0.0
-        kept += model.mtp_layers * mtp_activation_bytes(model, parallel, vocab_size=vocab_size)
-    # What the loss keeps is gone before the first layer is computed again; layers of MTP come while it is there.
-    if model.mtp_layers:
-        kept += once + last
-    else:
-        kept += max(once, last)
-        logits = max(once, last + logits) - max(once, last)
+        once = max(count(again, with_experts=one) for one in own) + 4 * model.rotated_size
+    kept, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
+    kept += _waiting(parallel, stage, microbatches) * layers
     return Memory(
         stage=stage,
         weights=item * (weights + adapters),
@@ -423,6 +402,38 @@ def plan_stage_memory(
         * any(own),
         exchange=_EXCHANGES * item * max_tokens_per_rank * model.hidden_size * parallel.overlap_tensor_parallel,
     )
+
+
+def _waiting(parallel: ParallelConfig, stage: int, microbatches: int) -> float:
+    """Return the microbatches whose backward pass is to come, as Megatron-Core orders them; a chunk is part of one."""
+    stages, chunks = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
+    if chunks == 1:
+        return min(microbatches, stages - stage)
+    return min(microbatches, (2 * (stages - stage) - 1 + (chunks - 1) * stages) / chunks)
+
+
+def _loss_bytes(
+    model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int, kernels: Kernels, once: float
+) -> tuple[float, float]:
+    """Return the bytes per token that layers and the loss keep once, and those of the gradient of the logits.
+
+    Args:
+        once: of a layer that is computed again.
+    """
+    if stage < parallel.pipeline_parallel_size - 1:
+        return once, 0.0
+    item, tp, words = DTYPE_BYTES[model.number], parallel.tensor_parallel_size, padded_vocab_size(vocab_size)
+    # The last norm, and the input of the output matrix for its gradient.
+    norm = 2 * item if kernels.engine else 4 if model.lora_rank else 8 + item
+    # Exponents of the logits in float32, which the fused loss keeps once too.
+    last = (norm * model.hidden_size + 4) / (tp if parallel.sequence_parallel else 1) + (4 * words / tp + 17)
+    # In float32, the gradient takes the place of the exponents.
+    logits = item * words / tp if item < 4 else 0.0
+    # What the loss keeps is gone before the first layer is computed again; layers of MTP come while it is there.
+    if model.mtp_layers:
+        further = model.mtp_layers * mtp_activation_bytes(model, parallel, vocab_size=vocab_size)
+        return further + once + last, logits
+    return max(once, last), max(once, last + logits) - max(once, last)
 
 
 def state_bytes(model: ModelConfig, optimizer: OptimizerConfig) -> int:

@@ -59,6 +59,20 @@ def check_fields(model: ModelConfig) -> None:
     for name, choices in _CHOICES.items():
         require_choice(getattr(model, name), choices, setting=f"model.{name}")
     _check_latents(model)
+    _check_heads(model)
+    if not model.lora_targets or not set(model.lora_targets) <= set(LORA_TARGETS):
+        what = f"lora_targets are {', '.join(map(str, model.lora_targets)) or 'none'}"
+        raise ConfigError(what, where="model.lora_targets", fix=f"some of {', '.join(LORA_TARGETS)}")
+    _check_family(model)
+    if model.num_experts:
+        _check_experts(model)
+    else:
+        _check_unused(model)
+    if model.mtp_layers:
+        _check_predictions(model)
+
+
+def _check_heads(model: ModelConfig) -> None:
     if model.head_dim is None and not model.kv_lora_rank and model.hidden_size % model.num_attention_heads:
         raise ConfigError(
             f"hidden_size {model.hidden_size} is not a multiple of {model.num_attention_heads} attention heads",
@@ -78,14 +92,12 @@ def check_fields(model: ModelConfig) -> None:
             where="model.hidden_size, model.num_attention_heads, model.head_dim",
             fix="choose them so that the size of a head is even",
         )
-    if not model.lora_targets or not set(model.lora_targets) <= set(LORA_TARGETS):
-        raise ConfigError(
-            f"lora_targets are {', '.join(map(str, model.lora_targets)) or 'none'}",
-            where="model.lora_targets",
-            fix=f"some of {', '.join(LORA_TARGETS)}",
-        )
-    if (model.qk_norm is not None) != FAMILIES[model.family].chooses_head_norms:
-        all_have = "" if FAMILIES[model.family].has_head_norms else "no "
+
+
+def _check_family(model: ModelConfig) -> None:
+    family = FAMILIES[model.family]
+    if (model.qk_norm is not None) != family.chooses_head_norms:
+        all_have = "" if family.has_head_norms else "no "
         raise ConfigError(
             f"some models of the family {model.family} have norms of queries and keys, and qk_norm is null"
             if model.qk_norm is None
@@ -93,31 +105,19 @@ def check_fields(model: ModelConfig) -> None:
             where="model.qk_norm, model.family",
             fix="model.qk_norm=true or false" if model.qk_norm is None else "model.qk_norm=null",
         )
-    if model.rope_scaling == "yarn" and FAMILIES[model.family].rotated_part != 1:
-        raise ConfigError(
-            f"Megatron-Core's yarn turns whole heads, and the family {model.family} a part of each",
-            where="model.rope_scaling, model.family",
-            fix="model.rope_scaling=none, or linear",
-        )
-    if (model.sliding_window is not None) != FAMILIES[model.family].has_windows:
+    if model.rope_scaling == "yarn" and family.rotated_part != 1:
+        what = f"Megatron-Core's yarn turns whole heads, and the family {model.family} a part of each"
+        raise ConfigError(what, where="model.rope_scaling, model.family", fix="model.rope_scaling=none, or linear")
+    if (model.sliding_window is not None) != family.has_windows:
         raise ConfigError(
             f"models of the family {model.family} have {'' if model.sliding_window is None else 'no '}layers with a "
             f"window, and sliding_window is {model.sliding_window}",
             where="model.sliding_window, model.family",
             fix="model.sliding_window=128 for gpt_oss, null for other families",
         )
-    if model.num_experts:
-        _check_experts(model)
-    elif FAMILIES[model.family].experts is not None:
-        raise ConfigError(
-            f"models of the family {model.family} have experts, and num_experts is 0",
-            where="model.num_experts",
-            fix="set it, or choose a dense family",
-        )
-    else:
-        _check_unused(model)
-    if model.mtp_layers:
-        _check_predictions(model)
+    if not model.num_experts and family.experts is not None:
+        what = f"models of the family {model.family} have experts, and num_experts is 0"
+        raise ConfigError(what, where="model.num_experts", fix="set it, or choose a dense family")
 
 
 def _check_unused(model: ModelConfig) -> None:
@@ -140,17 +140,11 @@ def _check_predictions(model: ModelConfig) -> None:
             fix="model.mtp_layers=0, or a family such as deepseek_v3",
         )
     if model.lora_rank:
-        raise ConfigError(
-            "adapters do not train the layers that predict further tokens",
-            where=f"{where}, model.lora_rank",
-            fix="model.mtp_layers=0 leaves them out",
-        )
+        what = "adapters do not train the layers that predict further tokens"
+        raise ConfigError(what, where=f"{where}, model.lora_rank", fix="model.mtp_layers=0 leaves them out")
     if model.fp8 != "off":
-        raise ConfigError(
-            "layers that predict further tokens are not proved in 8 bits",
-            where=f"{where}, model.fp8",
-            fix="model.fp8=off, or model.mtp_layers=0",
-        )
+        what = "layers that predict further tokens are not proved in 8 bits"
+        raise ConfigError(what, where=f"{where}, model.fp8", fix="model.fp8=off, or model.mtp_layers=0")
     if model.tie_embeddings:
         raise ConfigError(
             "layers that predict further tokens share both the input embedding and the output layer with the "
@@ -170,11 +164,8 @@ def _check_latents(model: ModelConfig) -> None:
             fix="model.family=deepseek_v3 with a kv_lora_rank, or another family and model.kv_lora_rank=0",
         )
     if model.rope_mscale != 1 and not model.rope_mscale_all_dim:
-        raise ConfigError(
-            f"rope_mscale is {model.rope_mscale} and rope_mscale_all_dim 0, which transformers reads as 1 and 0",
-            where="model.rope_mscale, model.rope_mscale_all_dim",
-            fix="set both, or neither",
-        )
+        what = f"rope_mscale is {model.rope_mscale} and rope_mscale_all_dim 0, which transformers reads as 1 and 0"
+        raise ConfigError(what, where="model.rope_mscale, model.rope_mscale_all_dim", fix="set both, or neither")
     if not model.kv_lora_rank:
         return
     if model.num_query_groups != model.num_attention_heads or model.head_dim is not None:
@@ -184,66 +175,24 @@ def _check_latents(model: ModelConfig) -> None:
             fix=f"model.num_query_groups={model.num_attention_heads} model.head_dim=null",
         )
     if model.qk_rope_head_dim % 2:
-        raise ConfigError(
-            f"{model.qk_rope_head_dim} numbers of a head cannot be rotated in pairs",
-            where="model.qk_rope_head_dim",
-            fix="an even number",
-        )
+        what = f"{model.qk_rope_head_dim} numbers of a head cannot be rotated in pairs"
+        raise ConfigError(what, where="model.qk_rope_head_dim", fix="an even number")
     if model.rope_scaling not in ("none", "yarn"):
-        raise ConfigError(
-            f"Megatron-Core's latent attention has no rope_scaling {model.rope_scaling}",
-            where="model.rope_scaling",
-            fix="none or yarn",
-        )
+        what = f"Megatron-Core's latent attention has no rope_scaling {model.rope_scaling}"
+        raise ConfigError(what, where="model.rope_scaling", fix="none or yarn")
 
 
 def _check_experts(model: ModelConfig) -> None:
     if model.experts_per_token > model.num_experts:
-        raise ConfigError(
-            f"a token cannot be sent to {model.experts_per_token} of {model.num_experts} experts",
-            where="model.experts_per_token",
-            fix=f"{model.num_experts} or fewer",
-        )
+        what = f"a token cannot be sent to {model.experts_per_token} of {model.num_experts} experts"
+        raise ConfigError(what, where="model.experts_per_token", fix=f"{model.num_experts} or fewer")
     if model.dense_layers >= model.num_layers:
         raise ConfigError(
             f"{model.dense_layers} of {model.num_layers} layers are dense, so no layer has experts",
             where="model.dense_layers",
             fix=f"{model.num_layers - 1} or fewer, or model.num_experts=0",
         )
-    groups, top = model.router_groups, model.router_top_groups
-    if (groups is None) != (top is None):
-        fix = "set both, or neither"
-        raise ConfigError("one of them is set", where="model.router_groups, model.router_top_groups", fix=fix)
-    if groups is not None and top is not None:
-        if model.num_experts % groups or top > groups or model.experts_per_token % top:
-            raise ConfigError(
-                f"{model.experts_per_token} experts a token cannot come evenly from {top} of {groups} groups of "
-                f"{model.num_experts} experts",
-                where="model.router_groups, model.router_top_groups",
-                fix="groups that divide num_experts, and top groups that divide experts_per_token",
-            )
-        if model.experts_per_token // top > model.num_experts // groups:
-            raise ConfigError(
-                f"a group has {model.num_experts // groups} experts, and a token needs "
-                f"{model.experts_per_token // top} of each",
-                where="model.router_groups, model.router_top_groups",
-                fix="fewer groups, or more top groups",
-            )
-        # Megatron-Core ranks a group by as many of its experts as a token takes of each.
-        ranked_by = FAMILIES[model.family].ranks_groups_by
-        if not ranked_by:
-            raise ConfigError(
-                f"models of the family {model.family} have no groups of experts, and could not be exported",
-                where="model.router_groups, model.family",
-                fix="model.router_groups=null model.router_top_groups=null",
-            )
-        if model.experts_per_token // top != ranked_by:
-            raise ConfigError(
-                f"models of the family {model.family} rank a group by the sum of its best {ranked_by} experts, and "
-                f"Megatron-Core by that of its best {model.experts_per_token // top}",
-                where="model.experts_per_token, model.router_top_groups",
-                fix=f"model.experts_per_token={ranked_by * top}, or no groups",
-            )
+    _check_groups(model)
     names = FAMILIES[model.family].experts
     if model.dense_layers and FAMILIES[model.family].has_experts_everywhere:
         raise ConfigError(
@@ -258,11 +207,8 @@ def _check_experts(model: ModelConfig) -> None:
             fix=f"a multiple of {model.expert_size}",
         )
     if model.expert_bias and model.router_score != "sigmoid":
-        raise ConfigError(
-            "Megatron-Core adds a bias to the scores of a sigmoid router only",
-            where="model.expert_bias",
-            fix="model.router_score=sigmoid, or model.expert_bias=false",
-        )
+        what = "Megatron-Core adds a bias to the scores of a sigmoid router only"
+        raise ConfigError(what, where="model.expert_bias", fix="model.router_score=sigmoid, or model.expert_bias=false")
     if model.grouped_gemm == "on" and (reason := model.why_not_grouped):
         raise ConfigError(
             f"the products of experts cannot be grouped: {reason}",
@@ -270,10 +216,40 @@ def _check_experts(model: ModelConfig) -> None:
             fix="model.grouped_gemm=auto, which computes one expert after another",
         )
     if model.experts_per_token == 1 and model.router_score == "softmax" and model.router_normalize:
+        what = "the weight of a token's single expert would always be 1, and the router would not train"
+        raise ConfigError(what, where="model.router_normalize", fix="model.router_normalize=false")
+
+
+def _check_groups(model: ModelConfig) -> None:
+    groups, top, each = model.router_groups, model.router_top_groups, model.experts_per_token
+    where = "model.router_groups, model.router_top_groups"
+    if groups is None and top is None:
+        return
+    if groups is None or top is None:
+        raise ConfigError("one of them is set", where=where, fix="set both, or neither")
+    if model.num_experts % groups or top > groups or each % top:
         raise ConfigError(
-            "the weight of a token's single expert would always be 1, and the router would not train",
-            where="model.router_normalize",
-            fix="model.router_normalize=false",
+            f"{each} experts a token cannot come evenly from {top} of {groups} groups of {model.num_experts} experts",
+            where=where,
+            fix="groups that divide num_experts, and top groups that divide experts_per_token",
+        )
+    if each // top > model.num_experts // groups:
+        what = f"a group has {model.num_experts // groups} experts, and a token needs {each // top} of each"
+        raise ConfigError(what, where=where, fix="fewer groups, or more top groups")
+    # Megatron-Core ranks a group by as many of its experts as a token takes of each.
+    ranked_by = FAMILIES[model.family].ranks_groups_by
+    if not ranked_by:
+        raise ConfigError(
+            f"models of the family {model.family} have no groups of experts, and could not be exported",
+            where="model.router_groups, model.family",
+            fix="model.router_groups=null model.router_top_groups=null",
+        )
+    if each // top != ranked_by:
+        raise ConfigError(
+            f"models of the family {model.family} rank a group by the sum of its best {ranked_by} experts, and "
+            f"Megatron-Core by that of its best {each // top}",
+            where="model.experts_per_token, model.router_top_groups",
+            fix=f"model.experts_per_token={ranked_by * top}, or no groups",
         )
 
 
@@ -356,11 +332,8 @@ def _check_overlap(model: ModelConfig, parallel: ParallelConfig) -> None:
 def _refuse_first(model: ModelConfig, reasons: dict[str, str], setting: str, does: str) -> None:
     """Raise ConfigError if there is a reason, by the model's field, against a setting of the layout."""
     for name, reason in reasons.items():
-        raise ConfigError(
-            f"parallel.{setting} {does}, and {name} is {getattr(model, name)}: {reason}",
-            where=f"parallel.{setting}, model.{name}",
-            fix=f"parallel.{setting}=false",
-        )
+        what = f"parallel.{setting} {does}, and {name} is {getattr(model, name)}: {reason}"
+        raise ConfigError(what, where=f"parallel.{setting}, model.{name}", fix=f"parallel.{setting}=false")
 
 
 def _check_fp8_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -385,11 +358,7 @@ def _check_fp8_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
-    tp, ep, etp = (
-        parallel.tensor_parallel_size,
-        parallel.expert_parallel_size,
-        parallel.expert_tensor_parallel_size,
-    )
+    tp, ep, etp = (parallel.tensor_parallel_size, parallel.expert_parallel_size, parallel.expert_tensor_parallel_size)
     if not model.num_experts:
         if ep > 1 or etp > 1:
             raise ConfigError(
@@ -429,11 +398,8 @@ def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             fix=f"a tensor_parallel_size that divides {model.shared_ffn_hidden_size}",
         )
     if tp > 1 and not parallel.sequence_parallel:
-        raise ConfigError(
-            f"Megatron-Core trains experts on {tp} tensor-parallel ranks only with sequence parallelism",
-            where="parallel.sequence_parallel",
-            fix="parallel.sequence_parallel=true",
-        )
+        what = f"Megatron-Core trains experts on {tp} tensor-parallel ranks only with sequence parallelism"
+        raise ConfigError(what, where="parallel.sequence_parallel", fix="parallel.sequence_parallel=true")
 
 
 def _sides(name: str, sizes: tuple[int, int], tp: int) -> list[tuple[str, int]]:

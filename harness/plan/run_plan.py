@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE
@@ -53,11 +56,8 @@ class AssumedPacks:
 
     def __post_init__(self) -> None:
         if not 2 <= self.sequence_tokens <= self.pack_size:
-            raise ConfigError(
-                f"sequences of {self.sequence_tokens:,} tokens in packs of {self.pack_size:,}",
-                where="sequence_tokens, pack_size",
-                fix="sequences of 2 tokens up to a whole pack",
-            )
+            what = f"sequences of {self.sequence_tokens:,} tokens in packs of {self.pack_size:,}"
+            raise ConfigError(what, where="sequence_tokens, pack_size", fix="sequences of 2 tokens up to a whole pack")
 
     @property
     def lengths(self) -> Int64Array:
@@ -118,67 +118,68 @@ class RunPlan:
             disk_bytes_per_s: that a node writes to its own disk; None to leave the time out.
         """
         table = Table(box=SIMPLE, show_header=False, padding=(0, 1))
-        row, gib, memory = table.add_row, 2**30, self.memory
-        row("run", f"{self.name} on {self.ranks} ranks, {self.dp_size} of them data-parallel")
+        rows = [*self._memory_rows(gpu_bytes), *self._checkpoint_rows(file_system_bytes_per_s, disk_bytes_per_s)]
+        for row in [*rows, *(("assumed", note) for note in self.notes), *self._time_rows()]:
+            table.add_row(*row)
+        return table
+
+    def _memory_rows(self, gpu_bytes: float | None) -> Iterator[tuple[str, str]]:
+        gib, memory, other = 2**30, self.memory, self.without_engine
+        yield "run", f"{self.name} on {self.ranks} ranks, {self.dp_size} of them data-parallel"
         active = f", {self.active_weights:,} of them met by a token" if self.active_weights < self.weights else ""
-        row("model", f"{self.weights:,} weights{active}")
-        row("fullest rank", f"{memory.total / gib:,.2f} GiB, pipeline stage {memory.stage}")
-        for name in ("weights", "gradients", "optimizer", "activations"):
-            row(f"  {name}", f"{getattr(memory, name) / gib:,.2f} GiB")
-        for name, size in (
-            ("weights in 8 bits", memory.fp8),
-            ("gradient of the logits", memory.logits),
-            ("tokens to experts", memory.dispatch),
-            ("tensor-parallel exchanges", memory.exchange),
-        ):
-            if size:
-                row(f"  {name}", f"{size / gib:,.2f} GiB")
+        yield "model", f"{self.weights:,} weights{active}"
+        yield "fullest rank", f"{memory.total / gib:,.2f} GiB, pipeline stage {memory.stage}"
+        always = {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "activations")}
+        yield from ((f"  {name}", f"{size / gib:,.2f} GiB") for name, size in always.items())
+        some = {
+            "weights in 8 bits": memory.fp8,
+            "gradient of the logits": memory.logits,
+            "tokens to experts": memory.dispatch,
+            "tensor-parallel exchanges": memory.exchange,
+        }
+        yield from ((f"  {name}", f"{size / gib:,.2f} GiB") for name, size in some.items() if size)
         if memory.host:
             node = memory.host * min(self.ranks, self.machine.ranks)
-            row("  optimizer on the host", f"{memory.host / gib:,.2f} GiB, {node / gib:,.2f} GiB a node")
+            yield "  optimizer on the host", f"{memory.host / gib:,.2f} GiB, {node / gib:,.2f} GiB a node"
         if gpu_bytes is not None:
             usable = (1 - ROOM) * gpu_bytes
-            verdict = (
-                "fits" if self.fits(gpu_bytes) else f"does NOT fit, {(memory.total - usable) / gib:,.2f} GiB too much"
-            )
-            row("GPU", f"{verdict}: {usable / gib:,.1f} of {gpu_bytes / gib:,.0f} GiB are available to tensors")
-        if self.without_engine is not None:
-            other = f"{self.without_engine.total / gib:,.2f} GiB on the fullest rank"
-            if gpu_bytes is not None and self.fits(gpu_bytes) and not self.without_engine.fits(gpu_bytes):
-                other += ", which does NOT fit"
-            row("without Transformer Engine", other)
+            misfit = f"does NOT fit, {(memory.total - usable) / gib:,.2f} GiB too much"
+            verdict = "fits" if self.fits(gpu_bytes) else misfit
+            yield "GPU", f"{verdict}: {usable / gib:,.1f} of {gpu_bytes / gib:,.0f} GiB are available to tensors"
+        if other is not None:
+            is_misfit = gpu_bytes is not None and self.fits(gpu_bytes) and not other.fits(gpu_bytes)
+            size = f"{other.total / gib:,.2f} GiB on the fullest rank"
+            yield "without Transformer Engine", size + ", which does NOT fit" * is_misfit
+
+    def _checkpoint_rows(self, file_system: float | None, disk: float | None) -> Iterator[tuple[str, str]]:
         own, whole = self.checkpoint.own_bytes, self.checkpoint.total_bytes
-        row("a checkpoint", f"{whole / 1e9:,.3g} GB; a rank writes {own / 1e9:,.3g} GB of it")
+        yield "a checkpoint", f"{whole / 1e9:,.3g} GB; a rank writes {own / 1e9:,.3g} GB of it"
         node = own * min(self.ranks, self.machine.ranks)
-        row("  host memory", f"{own / 1e9:,.3g} GB a rank, {node / 1e9:,.3g} GB a node, while it is written")
-        row("  training waits", f"{own / self.machine.host_bytes_per_s:,.2g} s for the copy to the host")
+        yield "  host memory", f"{own / 1e9:,.3g} GB a rank, {node / 1e9:,.3g} GB a node, while it is written"
+        yield "  training waits", f"{own / self.machine.host_bytes_per_s:,.2g} s for the copy to the host"
         if self.has_local_checkpoints:
             parts = 1 if self.ranks <= self.machine.ranks else 2
             copied = ", half of them copies of another node's" if parts == 2 else "; there is no other node for a copy"
-            row("  on a node's disk", f"{parts * node / 1e9:,.3g} GB{copied}, and as much for the next one")
-            if disk_bytes_per_s is not None:
-                took = f"{parts * node / disk_bytes_per_s:,.3g} s at {disk_bytes_per_s / 1e9:,g} GB/s"
-                row("  written there after", took + (", half of them for the copy" if parts == 2 else ""))
-        if file_system_bytes_per_s is not None:
-            row(
-                "  written after",
-                f"{whole / file_system_bytes_per_s:,.3g} s at {file_system_bytes_per_s / 1e9:,g} GB/s",
-            )
-        for note in self.notes:
-            row("assumed", note)
+            yield "  on a node's disk", f"{parts * node / 1e9:,.3g} GB{copied}, and as much for the next one"
+            if disk is not None:
+                took = f"{parts * node / disk:,.3g} s at {disk / 1e9:,g} GB/s"
+                yield "  written there after", took + (", half of them for the copy" if parts == 2 else "")
+        if file_system is not None:
+            yield "  written after", f"{whole / file_system:,.3g} s at {file_system / 1e9:,g} GB/s"
+
+    def _time_rows(self) -> Iterator[tuple[str, str]]:
         if self.work is None or self.mfu is None:
-            row("an epoch", f"unknown: {self.why_no_work}")
-            return table
-        row("an epoch", f"{self.work.steps:,} steps of {self.work.tokens:,.0f} tokens")
-        row("microbatches", f"{self.work.microbatches:,} per rank and step")
-        row("work", f"{self.work.model_flops / 1e12:,.3g} TFLOPs per step")
-        row("MFU", f"{self.mfu:.1%}, {'an estimate' if self.parts else 'as given'}")
-        row("a step", f"{self.step_s:,.3g} s, {self.work.tokens / self.step_s / self.ranks:,.0f} tokens/s per rank")
+            yield "an epoch", f"unknown: {self.why_no_work}"
+            return
+        yield "an epoch", f"{self.work.steps:,} steps of {self.work.tokens:,.0f} tokens"
+        yield "microbatches", f"{self.work.microbatches:,} per rank and step"
+        yield "work", f"{self.work.model_flops / 1e12:,.3g} TFLOPs per step"
+        yield "MFU", f"{self.mfu:.1%}, {'an estimate' if self.parts else 'as given'}"
+        yield "a step", f"{self.step_s:,.3g} s, {self.work.tokens / self.step_s / self.ranks:,.0f} tokens/s per rank"
         for name, seconds in self.parts.items():
             if seconds >= 0.005 * self.step_s:
-                row(f"  {name}", f"{seconds / self.step_s:.0%}")
-        row("time of an epoch", str(timedelta(seconds=max(1, round(self.work.steps * self.step_s)))))
-        return table
+                yield f"  {name}", f"{seconds / self.step_s:.0%}"
+        yield "time of an epoch", str(timedelta(seconds=max(1, round(self.work.steps * self.step_s))))
 
 
 @dataclass(frozen=True)
@@ -227,11 +228,8 @@ def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
         vocab_size = ASSUMED_VOCABULARY
         notes.append(f"a vocabulary of {ASSUMED_VOCABULARY:,} tokens; model.vocab_size names another")
     if vocab_size is None:
-        raise ConfigError(
-            f"the vocabulary size is unknown: {why or 'the dataset does not record it'}",
-            where="model.vocab_size",
-            fix="set it to the size of the tokenizer",
-        )
+        what = f"the vocabulary size is unknown: {why or 'the dataset does not record it'}"
+        raise ConfigError(what, where="model.vocab_size", fix="set it to the size of the tokenizer")
     config = replace(config, model=replace(model, vocab_size=vocab_size))
     config = config.on("cpu" if config.trainer.device == "cpu" else "cuda")
     if packs is not None:
@@ -347,64 +345,38 @@ def plan_layout(
     """Plan a run whose settings accept so many ranks; `work` is None where the data is not known."""
     config, model, parallel = inputs.config, inputs.config.model, inputs.config.parallel
     assert model.vocab_size is not None
-    dp_size, optimizer = parallel.dp_size(ranks), config.optimizer
+    dp_size, notes = parallel.dp_size(ranks), inputs.notes
     kernels = kernels_on_gpu(model, parallel) if config.trainer.device != "cpu" else Kernels()
-    notes = [*inputs.notes]
-    if optimizer.offload:
-        notes.append("no time for the copies and the CPU's updates of optimizer.offload")
-
-    def memory_with(kernels: Kernels) -> Memory:
-        return plan_memory(
-            model,
-            parallel,
-            vocab_size=model.vocab_size or 0,
-            dp_size=dp_size,
-            max_tokens_per_rank=config.max_tokens_per_rank,
-            microbatches=work.microbatches if work is not None else 1_000_000,
-            kernels=kernels,
-            expert_load=expert_load,
-            optimizer=optimizer,
-        )
-
-    memory = memory_with(kernels)
+    if config.optimizer.offload:
+        notes += ("no time for the copies and the CPU's updates of optimizer.offload",)
+    sizes: dict[str, Any] = {"dp_size": dp_size, "vocab_size": model.vocab_size}
+    memory_with = partial(
+        plan_memory,
+        model,
+        parallel,
+        **sizes,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        microbatches=work.microbatches if work is not None else 1_000_000,
+        expert_load=expert_load,
+        optimizer=config.optimizer,
+    )
+    memory = memory_with(kernels=kernels)
     parts = {}
     if work is not None and mfu is None:
-        parts = estimate_step(
-            model,
-            parallel,
-            work,
-            ranks=ranks,
-            weights=memory.weights // DTYPE_BYTES[model.number],
-            layer_bytes=layer_activation_bytes(
-                replace(model, recompute="none"), parallel, with_experts=model.num_experts > 0, kernels=kernels
-            ),
-            expert_weights=count_experts(model, parallel, stage=memory.stage),
-            expert_load=expert_load,
-            machine=machine,
-        )
+        parts = _step_parts(config, work, memory, kernels, ranks=ranks, machine=machine, expert_load=expert_load)
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
     total = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
-    idle = 3 * model.hidden_size * model.expert_size * (model.num_experts - model.experts_per_token)
-    idle *= model.expert_layers
+    idle = model.num_experts - model.experts_per_token
+    has_choice = kernels.engine and model.fp8 == "off"
     return RunPlan(
         name=config.name,
         ranks=ranks,
         dp_size=dp_size,
         weights=total,
-        active_weights=total - idle,
+        active_weights=total - 3 * model.hidden_size * model.expert_size * idle * model.expert_layers,
         memory=memory,
-        without_engine=memory_with(replace(kernels, engine=False, grouped=False))
-        if kernels.engine and model.fp8 == "off"
-        else None,
-        checkpoint=plan_checkpoint(
-            model,
-            parallel,
-            memory,
-            dp_size=dp_size,
-            ranks=ranks,
-            vocab_size=model.vocab_size,
-            optimizer=optimizer,
-        ),
+        without_engine=memory_with(kernels=replace(kernels, engine=False, grouped=False)) if has_choice else None,
+        checkpoint=plan_checkpoint(model, parallel, memory, ranks=ranks, optimizer=config.optimizer, **sizes),
         machine=machine,
         work=work,
         mfu=mfu if work is not None else None,
@@ -412,7 +384,26 @@ def plan_layout(
         parts=parts,
         has_local_checkpoints=bool(config.trainer.local_checkpoints),
         why_no_work=inputs.why_no_work,
-        notes=tuple(notes),
+        notes=notes,
+    )
+
+
+def _step_parts(
+    config: SftConfig, work: Work, memory: Memory, kernels: Kernels, *, ranks: int, machine: Machine, expert_load: float
+) -> dict[str, float]:
+    """Return the estimated seconds of a step by purpose."""
+    model, parallel, has_experts = config.model, config.parallel, config.model.num_experts > 0
+    once = replace(model, recompute="none")
+    return estimate_step(
+        model,
+        parallel,
+        work,
+        ranks=ranks,
+        weights=memory.weights // DTYPE_BYTES[model.number],
+        layer_bytes=layer_activation_bytes(once, parallel, with_experts=has_experts, kernels=kernels),
+        expert_weights=count_experts(model, parallel, stage=memory.stage),
+        expert_load=expert_load,
+        machine=machine,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig, fp8_rank_multiple
 from harness.plan.memory import ROOM
 from harness.plan.run_plan import AssumedPacks, RunPlan, open_inputs, plan_layout, plan_microbatches
-from harness.plan.settings import RunConfig
+from harness.plan.settings import RunConfig, SftConfig
 from harness.plan.work import Machine, plan_work
 
 _RECOMPUTE = ("none", "selective", "full")
@@ -146,38 +147,39 @@ def search_layouts(
         dp_size=1,
         max_tokens_per_row=inputs.pack_size,
     )
-    packs_of_rows = (1,) if base.schedule.name == "as_packed" else _PACKS_A_ROW
-    best: dict[tuple[int | None, ...], Candidate] = {}
-    smallest: Candidate | None = None
-    refused: ConfigError | None = None
-    considered = 0
-    for parallel in _layouts(base.parallel, ranks, layers=model.num_layers, experts=model.num_experts):
-        cp_size = parallel.context_parallel_size
-        multiple = math.lcm(parallel.pad_to_multiple, fp8_rank_multiple(model.fp8, parallel))
-        for packs_a_row, recompute in itertools.product(packs_of_rows, _RECOMPUTE):
-            tokens = -(-packs_a_row * inputs.pack_size // (cp_size * multiple)) * multiple
+    found, refused = [], []
+    for parallel, recompute, tokens in _choices(base, ranks, inputs.pack_size):
+        try:
             schedule = replace(base.schedule, max_tokens_per_rank=tokens)
-            try:
-                run = replace(base, model=replace(model, recompute=recompute), parallel=parallel, schedule=schedule)
-                run.check(ranks)
-            except ConfigError as error:
-                refused = refused or error
-                continue
-            one = replace(inputs, config=run)
-            work = replace(whole, microbatches=plan_microbatches(one, ranks, whole.tokens))
-            planned = plan_layout(one, ranks=ranks, machine=machine, work=work, expert_load=expert_load)
-            considered += 1
-            found = Candidate(parallel, recompute, tokens, planned)
-            if smallest is None or planned.memory.total < smallest.plan.memory.total:
-                smallest = found
-            key = _sizes(parallel)
-            if planned.fits(gpu_bytes) and (key not in best or planned.step_s < best[key].plan.step_s):
-                best[key] = found
-    if smallest is None:
-        assert refused is not None
-        raise refused
+            run = replace(base, model=replace(model, recompute=recompute), parallel=parallel, schedule=schedule)
+            run.check(ranks)
+        except ConfigError as error:
+            refused.append(error)
+            continue
+        one = replace(inputs, config=run)
+        work = replace(whole, microbatches=plan_microbatches(one, ranks, whole.tokens))
+        planned = plan_layout(one, ranks=ranks, machine=machine, work=work, expert_load=expert_load)
+        found.append(Candidate(parallel, recompute, tokens, planned))
+    if not found:
+        raise refused[0]
+    smallest = min(found, key=lambda one: one.plan.memory.total)
+    best: dict[tuple[int | None, ...], Candidate] = {}
+    for candidate in found:
+        key = _sizes(candidate.parallel)
+        if candidate.plan.fits(gpu_bytes) and (key not in best or candidate.plan.step_s < best[key].plan.step_s):
+            best[key] = candidate
     fitting = sorted(best.values(), key=lambda one: (one.plan.step_s, one.plan.memory.total))
-    return LayoutSearch(fitting, smallest, considered)
+    return LayoutSearch(fitting, smallest, len(found))
+
+
+def _choices(base: SftConfig, ranks: int, pack_size: int) -> Iterator[tuple[ParallelConfig, str, int]]:
+    """Yield every layout with every kind of recomputation and several row sizes, as the tokens of a rank."""
+    model, packs = base.model, (1,) if base.schedule.name == "as_packed" else _PACKS_A_ROW
+    for parallel in _layouts(base.parallel, ranks, layers=model.num_layers, experts=model.num_experts):
+        multiple = math.lcm(parallel.pad_to_multiple, fp8_rank_multiple(model.fp8, parallel))
+        for packs_a_row, recompute in itertools.product(packs, _RECOMPUTE):
+            tokens = -(-packs_a_row * pack_size // (parallel.context_parallel_size * multiple)) * multiple
+            yield parallel, recompute, tokens
 
 
 def _layouts(asked: ParallelConfig, ranks: int, *, layers: int, experts: int) -> list[ParallelConfig]:

@@ -277,11 +277,8 @@ class RunConfig(ABC):
                 fix="optimizer.moments_dtype=float32",
             )
         if self.parallel.cuda_graphs and self.trainer.device == "cpu":
-            raise ConfigError(
-                "parallel.cuda_graphs is true, and trainer.device is cpu",
-                where="parallel.cuda_graphs, trainer.device",
-                fix="parallel.cuda_graphs=false",
-            )
+            what = "parallel.cuda_graphs is true, and trainer.device is cpu"
+            raise ConfigError(what, where="parallel.cuda_graphs, trainer.device", fix="parallel.cuda_graphs=false")
         if self.parallel.overlap_tensor_parallel:
             self._check_overlap(model.dtype)
         attention = self.model.attention
@@ -424,16 +421,11 @@ class SftConfig(RunConfig):
                 fix="leave it out, or train on live chunks with data=live data.live.path=DIR",
             )
         if live.folders and self.parallel.cuda_graphs:
-            raise ConfigError(
-                "parallel.cuda_graphs needs the most sequences that a row has, which nobody knows of live data",
-                where="parallel.cuda_graphs, data.live",
-                fix="parallel.cuda_graphs=false",
-            )
+            what = "parallel.cuda_graphs needs the most sequences that a row has, which nobody knows of live data"
+            raise ConfigError(what, where="parallel.cuda_graphs, data.live", fix="parallel.cuda_graphs=false")
         self.model.check(self.parallel)
         self.parallel.check(
-            world_size,
-            global_batch_size=self.loader.global_batch_size,
-            max_tokens_per_rank=self.max_tokens_per_rank,
+            world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=self.max_tokens_per_rank
         )
         check_fp8_rows(self.model.fp8, self.parallel, self.max_tokens_per_rank)
         if live.window_sequences is not None and live.window_sequences < self.parallel.dp_size(world_size):
@@ -476,9 +468,7 @@ class PretrainConfig(RunConfig):
     def check_layout(self, world_size: int) -> None:
         self.model.check(self.parallel)
         self.parallel.check(
-            world_size,
-            global_batch_size=self.loader.global_batch_size,
-            max_tokens_per_rank=self.max_tokens_per_rank,
+            world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=self.max_tokens_per_rank
         )
 
     def check(self, world_size: int) -> None:
@@ -515,11 +505,8 @@ class PretrainConfig(RunConfig):
             )
         weighted = any(source.weight is not None for some in data.sources().values() for source in some)
         if weighted and self.trainer.eval_batches is None:
-            raise ConfigError(
-                "a blend with weights has no end, so its validation needs one",
-                where="trainer.eval_batches",
-                fix="set a number of global batches, such as 10",
-            )
+            what = "a blend with weights has no end, so its validation needs one"
+            raise ConfigError(what, where="trainer.eval_batches", fix="set a number of global batches, such as 10")
         if self.model.vocab_size is None and self.model.init_from is None:
             raise ConfigError(
                 "the vocabulary size is unknown: a corpus does not record it",

@@ -162,6 +162,120 @@ def _expert_flops(model: ModelConfig) -> float:
     return 6.0 * model.hidden_size * model.expert_size * model.experts_per_token * model.expert_layers
 
 
+@dataclass(frozen=True)
+class _RankStep:
+    """One step of a rank; its attributes are the arguments of `estimate_step`, and times are in seconds.
+
+    Attributes:
+        load: of the busiest rank's experts over an even share.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    work: Work
+    ranks: int
+    machine: Machine
+    load: float
+
+    @property
+    def layers(self) -> float:
+        return self.model.num_layers / self.parallel.pipeline_parallel_size
+
+    @property
+    def tokens(self) -> float:
+        parallel = self.parallel
+        return self.work.tokens / (parallel.dp_size(self.ranks) * parallel.context_parallel_size)
+
+    @property
+    def hidden_bytes(self) -> float:
+        return self.tokens * DTYPE_BYTES[self.model.number] * self.model.hidden_size
+
+    @property
+    def matmul_s(self) -> float:
+        share = self.machine.peak_flops * self.ranks
+        return _MATMUL_PASSES[self.model.recompute] * self.work.linear_flops / (share * self.machine.matmul_share)
+
+    @property
+    def output_s(self) -> float:
+        model = self.model
+        return self.matmul_s * (2 * model.hidden_size * (model.vocab_size or 0) / sequence_cost(model).linear)
+
+    def compute(self, layer_bytes: float) -> dict[str, float]:
+        model, machine = self.model, self.machine
+        share = machine.peak_flops * self.ranks
+        speedup = machine.fp8_speedup if model.fp8 != "off" else 1.0
+        of_output, of_experts = self.output_s, self.matmul_s * _expert_flops(model) / sequence_cost(model).linear
+        products = (self.matmul_s + (self.load - 1) * of_experts - of_output) / speedup + of_output
+        attention = _ATTENTION_PASSES[model.recompute] * self.work.attention_flops / (share * machine.attention_share)
+        # Written once, read by the next kernel and by the backward pass; logits five times, four bytes each.
+        moved = (4 if model.recompute == "full" else 3) * self.layers * layer_bytes
+        words = padded_vocab_size(model.vocab_size or 0)
+        moved += 20 * words / self.parallel.tensor_parallel_size / self.parallel.pipeline_parallel_size
+        memory = self.tokens * moved / machine.memory_bytes_per_s
+        return {"matrix products": products, "attention": attention, "memory": memory}
+
+    def exchange(self) -> dict[str, float]:
+        model, machine, layers = self.model, self.machine, self.layers
+        tp, cp = self.parallel.tensor_parallel_size, self.parallel.context_parallel_size
+        passes = 3 if model.recompute == "full" else 2
+        messages = machine.message_s * self.work.microbatches
+        # Two gathers and two scatters of the hidden states per layer and pass; the backward pass gathers two inputs
+        # again behind its products. An all-reduce is a gather and a scatter.
+        gather = self.hidden_bytes * (tp - 1) / tp / machine.link(tp, 1) + messages * (tp > 1)
+        values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
+        keys = self.tokens * DTYPE_BYTES[model.number] * (1 + values) * model.key_size / tp
+        context = (passes + 1) * layers * (cp - 1) * (keys / machine.link(cp, tp) + messages)
+        # Tokens go to their experts and come back, in every pass.
+        ep, layers_here = self.parallel.expert_parallel_size, model.expert_layers / self.parallel.pipeline_parallel_size
+        sent = passes * 2 * layers_here * self.hidden_bytes / tp * model.experts_per_token * (ep - 1) / ep * self.load
+        expert = sent / machine.link(ep * self.parallel.expert_tensor_parallel_size, 1)
+        expert += passes * 2 * layers_here * messages * (ep > 1)
+        return {"tensor": passes * 4 * layers * gather, "context": context, "expert": expert}
+
+    def launch(self, busy: float) -> float:
+        """Return the gaps between kernels, and the wait for the host where launches take longer than the work."""
+        kernels = self.work.microbatches * count_kernels(self.model, self.parallel)
+        gaps = kernels * self.machine.gap_s
+        launched = self.work.microbatches if self.parallel.cuda_graphs else kernels
+        return gaps + max(0.0, launched * self.machine.launch_s - busy - gaps)
+
+    def pipeline(self, busy: float) -> float:
+        parallel, machine, stages = self.parallel, self.machine, self.parallel.pipeline_parallel_size
+        if stages == 1:
+            return 0.0
+        chunks = parallel.virtual_pipeline_parallel_size or 1
+        idle = busy * (stages - 1) / (self.work.microbatches * chunks)
+        # All stages wait for the last, which also has the output matrix.
+        idle += self.output_s * (stages - 1)
+        crossing = 2 * chunks * self.hidden_bytes / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
+        crossing /= machine.link(stages, self.ranks // stages)
+        # Rows of any length send their sizes first.
+        messages = machine.message_s * self.work.microbatches
+        return idle + crossing + 2 * chunks * messages * (1 if parallel.static_rows else 2)
+
+    def update(self, busy: float, weights: int, expert_weights: int) -> dict[str, float]:
+        parallel, machine = self.parallel, self.machine
+        shares = parallel.dp_size(self.ranks) * parallel.context_parallel_size
+        copies = parallel.expert_copies(self.ranks)
+        ring = (shares - 1) / shares / machine.link(shares, parallel.tensor_parallel_size)
+        stride = self.ranks // parallel.pipeline_parallel_size // copies
+        expert_ring = (copies - 1) / copies / machine.link(copies, stride)
+        # Weights once around a ring of the ranks that hold them.
+        rings = (weights - expert_weights) * ring + expert_weights * expert_ring
+        # Gradients are reduced in the last microbatch's backward pass, weights gathered in the first's forward pass.
+        gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
+        reduce = gradient * rings * (1 if parallel.distributed_optimizer else 2)
+        overlaps = parallel.overlap_gradients and not parallel.cuda_graphs
+        hidden_by = busy / self.work.microbatches * 2 / 3 if overlaps else 0.0
+        gather, own = 0.0, float(weights)
+        if parallel.distributed_optimizer:
+            gather = DTYPE_BYTES[self.model.number] * rings
+            own = (weights - expert_weights) / shares + expert_weights / copies
+        data = max(0.0, reduce - hidden_by) + max(0.0, gather - (hidden_by / 2 if parallel.overlap_weights else 0.0))
+        # Gradient, two moments and a copy are read; all but the gradient and the weights themselves are written.
+        return {"data": data, "optimizer": 30 * own / machine.memory_bytes_per_s}
+
+
 def estimate_step(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -187,82 +301,8 @@ def estimate_step(
         `launches` (gaps between kernels, and waiting for the host), the idle time and sends of the `pipeline`, the
         communication of `data` parallelism that is not overlapped, and the `optimizer`.
     """
-    item = DTYPE_BYTES[model.number]
-    tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    cp, dp_size = parallel.context_parallel_size, parallel.dp_size(ranks)
-    layers = model.num_layers / stages
-    tokens = work.tokens / (dp_size * cp)  # of a rank and step
-    again = model.recompute == "full"
-
-    share = machine.peak_flops * ranks
-    output = 2 * model.hidden_size * (model.vocab_size or 0) / sequence_cost(model).linear
-    speedup = machine.fp8_speedup if model.fp8 != "off" else 1.0
-    products = _MATMUL_PASSES[model.recompute] * work.linear_flops / (share * machine.matmul_share)
-    of_output = products * output
-    load = uneven_load(parallel, expert_load)
-    of_experts = products * _expert_flops(model) / sequence_cost(model).linear
-    products = (products + (load - 1) * of_experts - of_output) / speedup + of_output
-    attention = _ATTENTION_PASSES[model.recompute] * work.attention_flops / (share * machine.attention_share)
-    # Written once, read by the next kernel and by the backward pass; logits five times, four bytes each.
-    moved = (4 if again else 3) * layers * layer_bytes + 20 * padded_vocab_size(model.vocab_size or 0) / tp / stages
-    memory = tokens * moved / machine.memory_bytes_per_s
-
-    # Two gathers and two scatters of the hidden states per layer and pass; the backward pass gathers two inputs again
-    # behind its products. An all-reduce is a gather and a scatter.
-    hidden = tokens * item * model.hidden_size
-    passes = 3 if again else 2
-    messages = machine.message_s * work.microbatches
-    tensor = passes * 4 * layers * (hidden * (tp - 1) / tp / machine.link(tp, 1) + messages * (tp > 1))
-    values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
-    keys = tokens * item * (1 + values) * model.key_size / tp
-    context = (passes + 1) * layers * (cp - 1) * (keys / machine.link(cp, tp) + messages)
-
-    # Tokens go to their experts and come back, in every pass.
-    ep, layers_here = parallel.expert_parallel_size, model.expert_layers / stages
-    sent = passes * 2 * layers_here * hidden / tp * model.experts_per_token * (ep - 1) / ep * load
-    expert = sent / machine.link(ep * parallel.expert_tensor_parallel_size, 1)
-    expert += passes * 2 * layers_here * messages * (ep > 1)
-
-    busy = products + attention + memory + tensor + context + expert
-    kernels = work.microbatches * count_kernels(model, parallel)
-    launches = kernels * machine.gap_s
-    launched = work.microbatches if parallel.cuda_graphs else kernels
-    launches += max(0.0, launched * machine.launch_s - busy - launches)
-    busy += launches
-    chunks = parallel.virtual_pipeline_parallel_size or 1
-    idle = busy * (stages - 1) / (work.microbatches * chunks)
-    # All stages wait for the last, which also has the output matrix.
-    idle += of_output * (stages - 1)
-    crossing = 2 * chunks * hidden / (tp if parallel.sequence_parallel else 1) / machine.link(stages, ranks // stages)
-    # Rows of any length send their sizes first.
-    crossing += 2 * chunks * messages * (1 if parallel.static_rows else 2)
-    pipeline = idle + crossing if stages > 1 else 0.0
-
-    shares = dp_size * cp
-    copies = parallel.expert_copies(ranks)
-    ring = (shares - 1) / shares / machine.link(shares, tp)
-    expert_ring = (copies - 1) / copies / machine.link(copies, ranks // stages // copies)
-    # Weights once around a ring of the ranks that hold them.
-    rings = (weights - expert_weights) * ring + expert_weights * expert_ring
-    # Gradients are reduced during the last microbatch's backward pass, weights gathered in the first's forward pass.
-    gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
-    reduce = gradient * rings * (1 if parallel.distributed_optimizer else 2)
-    overlaps = parallel.overlap_gradients and not parallel.cuda_graphs
-    hidden_by = busy / work.microbatches * 2 / 3 if overlaps else 0.0
-    gather = item * rings if parallel.distributed_optimizer else 0.0
-    data = max(0.0, reduce - hidden_by) + max(0.0, gather - (hidden_by / 2 if parallel.overlap_weights else 0.0))
-    # Gradient, two moments and a copy are read; all but the gradient and the weights themselves are written.
-    own = (weights - expert_weights) / shares + expert_weights / copies if parallel.distributed_optimizer else weights
-    optimizer = 30 * own / machine.memory_bytes_per_s
-    return {
-        "matrix products": products,
-        "attention": attention,
-        "memory": memory,
-        "tensor": tensor,
-        "context": context,
-        "expert": expert,
-        "launches": launches,
-        "pipeline": pipeline,
-        "data": data,
-        "optimizer": optimizer,
-    }
+    step = _RankStep(model, parallel, work, ranks, machine, uneven_load(parallel, expert_load))
+    parts = {**step.compute(layer_bytes), **step.exchange()}
+    parts["launches"] = step.launch(sum(parts.values()))
+    busy = sum(parts.values())
+    return {**parts, "pipeline": step.pipeline(busy), **step.update(busy, weights, expert_weights)}

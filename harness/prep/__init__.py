@@ -76,8 +76,7 @@ __getattr__ = names_on_first_use(
         "show_preview": "preview",
         **dict.fromkeys(("Receipt", "ShardJob", "do_shard"), "shards"),
         **dict.fromkeys(
-            ("SourceConfig", "cut_shards", "list_files", "read_chunks", "read_shard", "unread_columns"),
-            "sources",
+            ("SourceConfig", "cut_shards", "list_files", "read_chunks", "read_shard", "unread_columns"), "sources"
         ),
     },
 )

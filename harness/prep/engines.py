@@ -15,7 +15,7 @@ from multiprocessing import get_context, parent_process
 from harness.checks import require_cores
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.prep.shards import Receipt, ShardJob, do_shard
-from harness.prep.sources import Shard
+from harness.prep.sources import SourceShard
 
 ENGINES = ("local", "ray")
 # Below this size of the source, starting processes takes longer than tokenizing.
@@ -31,7 +31,7 @@ def check_engine(engine: str) -> None:
 
 
 def do_shards(
-    job: ShardJob, shards: Sequence[Shard], *, engine: str, num_workers: int, source_bytes: int
+    job: ShardJob, shards: Sequence[SourceShard], *, engine: str, num_workers: int, source_bytes: int
 ) -> Iterator[Receipt]:
     """Make all shards that do not exist yet, and yield the receipts of all in order.
 
@@ -58,7 +58,7 @@ def do_shards(
         yield outcome
 
 
-def _run_locally(job: ShardJob, shards: Sequence[Shard], num_workers: int) -> Iterator[Receipt | HarnessError]:
+def _run_locally(job: ShardJob, shards: Sequence[SourceShard], num_workers: int) -> Iterator[Receipt | HarnessError]:
     if num_workers == 0:
         for number, shard in enumerate(shards):
             yield do_shard(job, number, shard)
@@ -96,13 +96,13 @@ def _begin_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _run_on_ray(job: ShardJob, shards: Sequence[Shard]) -> Iterator[Receipt | HarnessError]:
+def _run_on_ray(job: ShardJob, shards: Sequence[SourceShard]) -> Iterator[Receipt | HarnessError]:
     """Make shards as tasks of a Ray cluster, whose nodes all see the source and the destination."""
     import ray
 
     here = os.getcwd()  # noqa: PTH109 - a string, which goes to other machines
 
-    def work(number: int, shard: Shard) -> Receipt | HarnessError:
+    def work(number: int, shard: SourceShard) -> Receipt | HarnessError:
         os.chdir(here)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core
         return do_shard(job, number, shard)

@@ -86,12 +86,7 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
 
 
 def upload(
-    prepared: Path,
-    folder: BucketFolder,
-    settings: dict[str, Any],
-    advance: Callable[[int], None],
-    *,
-    overwrite: bool,
+    prepared: Path, folder: BucketFolder, settings: dict[str, Any], advance: Callable[[int], None], *, overwrite: bool
 ) -> int:
     """Upload a finished preparation: each dataset's manifest after its shards, the report last.
 

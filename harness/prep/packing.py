@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from harness.checks import bounded, check_numbers, require_at_least, require_choice
 from harness.errors import ConfigError, PrepError
-from harness.prep.placement import Placement, best_fit_decreasing, first_fit, first_fit_decreasing, next_fit
+from harness.prep.placement import BinPlacement, best_fit_decreasing, first_fit, first_fit_decreasing, next_fit
 from harness.records import Int64Array, Pack, SequenceView
 
 Key = TypeVar("Key", bound=Hashable)
@@ -159,7 +159,7 @@ def shuffled(count: int, *, seed: int, stream: int) -> Int64Array:
 
 
 def _decreasing(
-    place: Callable[[Int64Array, Int64Array, int], Placement], lengths: npt.NDArray[Any], pack_size: int, seed: int
+    place: Callable[[Int64Array, Int64Array, int], BinPlacement], lengths: npt.NDArray[Any], pack_size: int, seed: int
 ) -> PackPlan:
     counts = np.bincount(lengths, minlength=pack_size + 1)
     sizes = np.flatnonzero(counts)[::-1]

@@ -29,8 +29,16 @@ from harness.prep.page import choose_samples, render_page
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
 from harness.prep.samples import Sample
-from harness.prep.shards import VERSION, ShardJob, refuse
-from harness.prep.sources import SourceConfig, SourceFiles, cut_shards, find_files, find_schema, read_chunks
+from harness.prep.shards import VERSION, Receipt, ShardJob, refuse
+from harness.prep.sources import (
+    SourceConfig,
+    SourceFiles,
+    SourceShard,
+    cut_shards,
+    find_files,
+    find_schema,
+    read_chunks,
+)
 from harness.prep.spool import Split, Spool, divide
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import open_console
@@ -125,25 +133,11 @@ def prepare(
     elif earlier is not None:
         copy = None
         stages.show(f"{target.where()} is already prepared with the same settings.")
-    folder = PreparedFolder(Path(config.data.path) if copy is None else copy)
     if earlier is not None:
         report = PrepareReport.from_dict(earlier, path=target.where())
     else:
         report = PrepareReport(path=target.where(), settings_hash=settings_hash(depends_on), settings=depends_on)
-        fix = "make room or have the disk checked, then start again: finished shards are kept"
-        with os_errors_as(PrepError, "the preparation cannot be written", where=folder.path, fix=fix):
-            try:
-                folder.begin()
-                preparation = _Preparation(config, folder.path, found, report, stages, folder.first_day(date.today()))
-                preparation.run()
-                report.seconds = stages.seconds
-                write_atomically(folder.path / layout.REPORT_PAGE, to_markdown(report).encode())
-                page = render_page(report, preparation.samples)
-                # A record can hold half a surrogate pair, which UTF-8 has no bytes for.
-                write_atomically(folder.path / layout.SAMPLES_PAGE, page.encode(errors="replace"))
-                folder.finish(report.to_dict())
-            finally:
-                folder.abandon()
+        _fill(PreparedFolder(Path(config.data.path) if copy is None else copy), config, found, report, stages)
     if copy is not None and isinstance(target, BucketFolder):
         _upload(copy, target, depends_on, stages, overwrite=config.data.overwrite)
     stages.show("")
@@ -180,11 +174,8 @@ def _config_of(
     if isinstance(source, PrepareConfig):
         given = [*(["tokenizer"] if tokenizer is not None else []), *(["path"] if path is not None else []), *settings]
         if given:
-            raise ConfigError(
-                f"{given[0]} is given beside a PrepareConfig",
-                where="prepare",
-                fix="set it in the PrepareConfig, or give the source itself",
-            )
+            what = f"{given[0]} is given beside a PrepareConfig"
+            raise ConfigError(what, where="prepare", fix="set it in the PrepareConfig, or give the source itself")
         return source
     if path is None:
         raise ConfigError("no folder is named", where="prepare, path", fix="name the folder to write to")
@@ -226,6 +217,26 @@ def _settings(config: PrepareConfig, found: SourceFiles) -> dict[str, Any]:
     inner = [file for path in named for file in ([path] if path.is_file() else sorted(path.glob("*")))]
     settings["tokenizer_files"] = files_digest([file for file in inner if file.is_file()])
     return settings
+
+
+def _fill(
+    folder: PreparedFolder, config: PrepareConfig, found: SourceFiles, report: PrepareReport, stages: Stages
+) -> None:
+    """Prepare everything in a folder, from its lock to its reports."""
+    fix = "make room or have the disk checked, then start again: finished shards are kept"
+    with os_errors_as(PrepError, "the preparation cannot be written", where=folder.path, fix=fix):
+        try:
+            folder.begin()
+            preparation = _Preparation(config, folder.path, found, report, stages, folder.first_day(date.today()))
+            preparation.run()
+            report.seconds = stages.seconds
+            write_atomically(folder.path / layout.REPORT_PAGE, to_markdown(report).encode())
+            page = render_page(report, preparation.samples)
+            # A record can hold half a surrogate pair, which UTF-8 has no bytes for.
+            write_atomically(folder.path / layout.SAMPLES_PAGE, page.encode(errors="replace"))
+            folder.finish(report.to_dict())
+        finally:
+            folder.abandon()
 
 
 def _stamps(files: Iterable[Place]) -> list[Stamp | None]:
@@ -355,46 +366,53 @@ class _Preparation:
             on_bad=source.on_bad,
         )
         with self.stages.stage("tokens", "tokenizing", total=self.source.num_bytes) as stage:
-            shard_bytes = max(source.shard_bytes, -(-self.source.num_bytes // _MAX_SHARDS))
-            stamps = _stamps(self.source.files)
-            shards = cut_shards(self.source.files, shard_bytes=shard_bytes, limit=source.limit, reader=self.reader)
-            folders = [job.shard_folder(number) for number in range(len(shards))]
-            # Delete shards of other settings and remains of killed attempts.
-            Path(job.folder).mkdir(exist_ok=True)
-            for entry in set(Path(job.folder).iterdir()) - set(folders):
-                shutil.rmtree(entry, ignore_errors=True)
-            receipts = []
-            made = do_shards(
-                job, shards, engine=self.config.engine, num_workers=data.num_workers, source_bytes=self.source.num_bytes
-            )
-            for receipt, shard in zip(made, shards, strict=True):
-                receipts.append(receipt)
-                stage.advance(shard.num_bytes)
-            # Between the cutting and the reading of a shard, too.
-            for place, before, after in zip(self.source.files, stamps, _stamps(self.source.files), strict=True):
-                if before != after:
-                    fix = "prepare it once nothing writes to it"
-                    raise PrepError("the file changed while it was read", where=str(place), fix=fix)
-            for receipt, folder, shard in zip(receipts, folders, shards, strict=True):
+            done = self._do_shards(job, stage.advance)
+            for shard, folder, receipt in done:
                 report.add_shard(shard.path, receipt)
                 for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts["bad"] else ():
                     with (self.path / name).open("ab") as file:
                         file.write((folder / name).read_bytes())
-            self.samples = choose_samples((shard.path, folder) for folder, shard in zip(folders, shards, strict=True))
-            spool = Spool(
-                (folder, receipt.sequences, receipt.tokens) for folder, receipt in zip(folders, receipts, strict=True)
-            )
+            self.samples = choose_samples((shard.path, folder) for shard, folder, _ in done)
+            spool = Spool((folder, receipt.sequences, receipt.tokens) for _, folder, receipt in done)
             shares = {layout.VALIDATION: data.validation_fraction, layout.TEST: data.test_fraction}
             splits, num_duplicates = divide(spool, shares, rest=layout.TRAIN, drop_duplicates=data.drop_duplicates)
             report.dropped += Counter({"duplicate": num_duplicates})
             tokens = sum(split.num_tokens for split in splits.values())
             conversations = sum(split.num_conversations for split in splits.values())
             stage.summary = f"{tokens:,} tokens of {conversations:,} conversations"
-            reused = sum(receipt.was_there for receipt in receipts)
+            reused = sum(receipt.was_there for _, _, receipt in done)
             if reused:
-                stage.summary += f"; {reused:,} of {len(shards):,} shards were already done"
+                stage.summary += f"; {reused:,} of {len(done):,} shards were already done"
         if report.bad.total() == report.records:
             self._refuse_source(report.bad, report.examples[f"bad {next(iter(report.bad))}"][0] if report.bad else "")
+        self._check_splits(splits)
+        return splits
+
+    def _do_shards(self, job: ShardJob, advance: Callable[[float], None]) -> list[tuple[SourceShard, Path, Receipt]]:
+        """Tokenize the source shard by shard, and return each with its folder; raise PrepError if a file changes."""
+        source, total = self.config.source, self.source.num_bytes
+        stamps = _stamps(self.source.files)
+        shard_bytes = max(source.shard_bytes, -(-total // _MAX_SHARDS))
+        shards = cut_shards(self.source.files, shard_bytes=shard_bytes, limit=source.limit, reader=self.reader)
+        folders = [job.shard_folder(number) for number in range(len(shards))]
+        # Delete shards of other settings and remains of killed attempts.
+        Path(job.folder).mkdir(exist_ok=True)
+        for entry in set(Path(job.folder).iterdir()) - set(folders):
+            shutil.rmtree(entry, ignore_errors=True)
+        engine, num_workers, done = self.config.engine, self.config.data.num_workers, []
+        made = do_shards(job, shards, engine=engine, num_workers=num_workers, source_bytes=total)
+        for receipt, folder, shard in zip(made, folders, shards, strict=True):
+            done.append((shard, folder, receipt))
+            advance(shard.num_bytes)
+        # Between the cutting and the reading of a shard, too.
+        for place, before, after in zip(self.source.files, stamps, _stamps(self.source.files), strict=True):
+            if before != after:
+                fix = "prepare it once nothing writes to it"
+                raise PrepError("the file changed while it was read", where=str(place), fix=fix)
+        return done
+
+    def _check_splits(self, splits: dict[str, Split]) -> None:
+        source, report = self.config.source, self.report
         empty = [name for name, split in splits.items() if not len(split)]
         if empty:
             left_out = report.left_out()
@@ -408,7 +426,6 @@ class _Preparation:
                 if empty[0] != layout.TRAIN
                 else f"read more conversations, or {change}",
             )
-        return splits
 
     def _pack(self, name: str, sequences: Split, tokenizer: ChatTokenizer) -> None:
         config, split, path = self.config.data, self.report.splits[name], self.path / name

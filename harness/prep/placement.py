@@ -8,6 +8,7 @@ distinct lengths; each length splits at most one run, so runs stay few for any n
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ _EXPAND_ITEMS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Placement:
+class BinPlacement:
     """Placement of items in bins, in the order of decreasing length.
 
     A column (first_bin, num_bins, per_bin, before) puts `per_bin` equal items into each of the bins
@@ -67,7 +68,7 @@ class Placement:
         return placed
 
 
-def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> Placement:
+def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> BinPlacement:
     """Place every item into the fullest bin that has room for it, longest items first.
 
     Uses exactly as many bins as best-fit decreasing item by item: after an item of length s went into the bin with the
@@ -79,7 +80,7 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
         pack_size: room of an empty bin.
     """
     # Room -> runs (first bin, bins, items already in each) with exactly that room.
-    runs: dict[int, list[tuple[int, int, int]]] = {}
+    runs: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     rooms: list[int] = []
     rows: list[tuple[int, int, int, int]] = []
     smallest = int(sizes[-1]) if len(sizes) else 0
@@ -88,11 +89,9 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
     def put(room: int, run: tuple[int, int, int]) -> None:
         if room < smallest:
             return
-        if room in runs:
-            runs[room].append(run)
-        else:
-            runs[room] = [run]
+        if room not in runs:
             insort(rooms, room)
+        runs[room].append(run)
 
     def fill(room: int, size: int, left: int, run: tuple[int, int, int]) -> int:
         """Fill bins of one run with items of one size; returns the number of items left over."""
@@ -128,10 +127,10 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
                 left = fill(room, size, left, waiting.pop())
             for run in waiting:
                 put(room, run)
-    return Placement(np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 4).T), total_bins)
+    return BinPlacement(np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 4).T), total_bins)
 
 
-def first_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> Placement:
+def first_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> BinPlacement:
     """Place every item into the first opened bin that has room for it, longest items first.
 
     Takes the arguments of `best_fit_decreasing`; makes exactly the bins of first-fit decreasing item by item.
@@ -168,7 +167,7 @@ def first_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) 
         runs[:, 2] -= per_bin * size
         runs[:, 3] += per_bin
         runs = runs[runs[:, 2] >= sizes[-1]]
-    return Placement(np.concatenate(columns, axis=1), total_bins)
+    return BinPlacement(np.concatenate(columns, axis=1), total_bins)
 
 
 def _ramps(counts: Int64Array) -> Int64Array:

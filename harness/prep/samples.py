@@ -65,11 +65,7 @@ class Sample:
 
 
 def make_sample(
-    conversation: Conversation,
-    pieces: Sequence[SequenceView],
-    tokenizer: Decoder,
-    *,
-    is_whole: bool = False,
+    conversation: Conversation, pieces: Sequence[SequenceView], tokenizer: Decoder, *, is_whole: bool = False
 ) -> Sample:
     """Decode the sequences of a conversation, all of them as a whole or the beginnings of the first."""
     sequences = []

@@ -30,7 +30,7 @@ from harness.prep.counts import Counts
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
 from harness.prep.samples import Sample, make_sample
-from harness.prep.sources import Chunk, Shard, read_shard
+from harness.prep.sources import SourceChunk, SourceShard, read_shard
 from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.storage import Place, digest_of, file_digest, parse_place, stamp_of, sync_folder
@@ -86,7 +86,7 @@ class Receipt:
     """Input and content of a finished shard.
 
     Attributes:
-        shard: fields of the `Shard`.
+        shard: fields of the `SourceShard`.
         settings: of the job.
         input: `num_bytes` and `version` of the file (its `Stamp`), and `xxh3` of the shard's bytes in one on a disk.
         output: `num_bytes` and `xxh3` of each written file, by name.
@@ -107,7 +107,7 @@ class Receipt:
     was_there: bool = False
 
 
-def do_shard(job: ShardJob, number: int, shard: Shard) -> Receipt | HarnessError:
+def do_shard(job: ShardJob, number: int, shard: SourceShard) -> Receipt | HarnessError:
     """Make a shard unless it exists. Errors are returned, not raised: they cross processes and machines."""
     try:
         return _find_receipt(job, number, shard) or _make(job, number, shard)
@@ -136,7 +136,7 @@ def refuse(bad: list[BadRecord]) -> None:
     raise PrepError(f"there are bad records: {reasons}", where="\n         ".join(shown), fix=fix)
 
 
-def _find_receipt(job: ShardJob, number: int, shard: Shard) -> Receipt | None:
+def _find_receipt(job: ShardJob, number: int, shard: SourceShard) -> Receipt | None:
     """Return the receipt of an intact shard; None if it is missing, damaged, or of other input or settings."""
     folder = job.shard_folder(number)
     try:
@@ -162,7 +162,7 @@ def _load_tokenizer(config: str, content: str, today: str) -> ChatTokenizer:
     return ChatTokenizer(TokenizerConfig(**json.loads(config)), today=day)
 
 
-def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
+def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
     tokenizer = job.load_tokenizer()
     final, source = job.shard_folder(number), parse_place(shard.path)
     folder = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}")
@@ -198,7 +198,7 @@ def _make(job: ShardJob, number: int, shard: Shard) -> Receipt:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(job: ShardJob, folder: Path, shard: Shard, tokenizer: ChatTokenizer) -> Receipt:
+def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatTokenizer) -> Receipt:
     """Write the sequences and bad records of a shard; return its receipt, which still lacks input and output."""
     with ExitStack() as files:
         writer = _ShardWriter(job, {name: files.enter_context((folder / name).open("wb")) for name in _FILES})
@@ -225,7 +225,7 @@ class _ShardWriter:
     samples: int = 0
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
-    def add(self, chunk: Chunk, tokenizer: ChatTokenizer) -> None:
+    def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> None:
         """Tokenize and write the records of a chunk.
 
         Raises:
@@ -292,7 +292,7 @@ def read_samples(folder: Path) -> Iterator[Sample]:
         yield from (Sample.from_dict(json.loads(line)) for line in lines)
 
 
-def _filled(chunk: Chunk) -> Iterator[object]:
+def _filled(chunk: SourceChunk) -> Iterator[object]:
     """Yield the records of a chunk as `parse` does, without blank lines."""
     return (record for record in chunk.records if not isinstance(record, bytes) or record.strip())
 
@@ -319,7 +319,7 @@ def _describe_value(value: object) -> str:
     return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
 
 
-def _digest(source: Place, shard: Shard) -> str:
+def _digest(source: Place, shard: SourceShard) -> str:
     """Return a hash of a shard's bytes; empty for an object, whose ETag is enough."""
     return digest_of(source, shard.start, shard.end) if isinstance(source, Path) else ""
 

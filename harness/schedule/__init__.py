@@ -36,11 +36,7 @@ __all__ = [
 ]
 
 SCHEDULERS: Mapping[str, Callable[[GlobalBatch], Schedule]] = MappingProxyType(
-    {
-        "as_packed": place_as_packed,
-        "dp_balanced": place_dp_balanced,
-        "cost_balanced": place_cost_balanced,
-    }
+    {"as_packed": place_as_packed, "dp_balanced": place_dp_balanced, "cost_balanced": place_cost_balanced}
 )
 
 

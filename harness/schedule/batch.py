@@ -25,11 +25,8 @@ class SequenceCost:
 
     def __post_init__(self) -> None:
         if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
-            raise ConfigError(
-                f"a sequence cannot cost {self.linear} a token and {self.quadratic} a token squared",
-                where="SequenceCost",
-                fix="set both to 0 or more, and one of them above 0",
-            )
+            what = f"a sequence cannot cost {self.linear} a token and {self.quadratic} a token squared"
+            raise ConfigError(what, where="SequenceCost", fix="set both to 0 or more, and one of them above 0")
 
     def of(self, lengths: npt.NDArray[np.integer]) -> Float64Array:
         """Return the cost of sequences of these numbers of model tokens, float64 in the shape of `lengths`."""

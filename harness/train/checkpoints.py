@@ -130,11 +130,8 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
         for problem in [*list_size_problems(path, files), *list_hash_problems(path, own)]:
             raise FormatError(problem.what.removeprefix("the "), fix=CHECKPOINT_FIX)
         if (number := int(document.get("format", FORMAT))) > FORMAT:
-            raise ConfigError(
-                f"the checkpoint's {RUN_FILE} has format {number}, and this version reads formats up to {FORMAT}",
-                where=str(path),
-                fix="use the version of the harness that wrote it, or a newer one",
-            )
+            what = f"the checkpoint's {RUN_FILE} has format {number}, and this version reads formats up to {FORMAT}"
+            raise ConfigError(what, where=str(path), fix="use the version of the harness that wrote it, or a newer one")
         return Progress(int(document["step"]), LoaderState.from_json(document["loader"])), files
     except FormatError as error:
         raise CheckpointError(f"the checkpoint's {error.what}", where=str(path), fix=CHECKPOINT_FIX) from error

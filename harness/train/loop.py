@@ -158,21 +158,54 @@ def train(
     Raises:
         HarnessError: the loss of a step is not finite; nothing is saved from that step on.
     """
-    unsaved: LoaderState | None = None
-    losses = list(validated)
+    loop = _Loop(step, config, validation, save, record, save_locally, stop, at, log, waits_s, losses=list(validated))
     for number in range(first_step, config.last_step + 1):
-        at(number, "reading data")
-        began, exchanged = time.perf_counter(), waits_s()
+        batch = loop.read(number, batches)
+        if batch is None:
+            return loop.reason
+        result = step.train(batch)
+        if loop.complete(number, batch, result):
+            return loop.reason
+    return None
+
+
+@dataclass
+class _Loop:
+    """What comes before and after each step, and what `train` carries from one to the next; it has its arguments."""
+
+    step: TrainStep
+    config: TrainerConfig
+    validation: Mapping[str, Callable[[], Iterable[RankBatch]]]
+    save: Callable[[int, LoaderState], None]
+    record: Callable[[StepRecord], None]
+    save_locally: Callable[[int, LoaderState], None]
+    stop: Callable[[], str | None]
+    at: Callable[[int, str], None]
+    log: Callable[[str], None]
+    waits_s: Callable[[], float]
+    losses: list[float]
+    unsaved: LoaderState | None = None
+    reason: str | None = None
+    _lap: tuple[float, float] = (0.0, 0.0)
+    _read_s: tuple[float, float] = (0.0, 0.0)
+
+    def read(self, number: int, batches: Iterator[RankBatch]) -> RankBatch | None:
+        """Return the next batch; None, with the steps so far saved, if there is none."""
+        self.at(number, "reading data")
+        self._time()
         batch = next(batches, None)
         if batch is None:  # the stream has ended, or a signal came while the run waited for it
-            at(number - 1, "writing a checkpoint")
-            if unsaved is not None:
-                save(number - 1, unsaved)
-            return stop()
-        waited = time.perf_counter() - began
-        data_s, exchanged = waited - (waits_s() - exchanged), waits_s()
-        at(number, "training")
-        result = step.train(batch)
+            self.at(number - 1, "writing a checkpoint")
+            if self.unsaved is not None:
+                self.save(number - 1, self.unsaved)
+            self.reason = self.stop()
+            return None
+        self._read_s = self._time()
+        self.at(number, "training")
+        return batch
+
+    def complete(self, number: int, batch: RankBatch, result: StepResult) -> bool:
+        """Validate, record and save what is due after a step; return True if it is the last one."""
         if not math.isfinite(result.loss):
             raise HarnessError(
                 f"the loss of step {number} is {result.loss}",
@@ -180,36 +213,47 @@ def train(
                 f"learning rate {result.learning_rate:g}",
                 fix="lower optimizer.lr or lengthen optimizer.warmup_steps; the checkpoints before it are whole",
             )
-        compute_s = time.perf_counter() - began - waited - (waits_s() - exchanged)
-        took = time.perf_counter() - began
-        evaluations = {}
-        if is_due(number, config.eval_interval, config.last_step):
-
-            def watched(each: Iterable[RankBatch], number: int = number) -> Iterator[RankBatch]:
-                for batch in each:
-                    at(number, "validating")
-                    yield batch
-
-            evaluations = {name: step.evaluate(watched(open_batches())) for name, open_batches in validation.items()}
+        (waited, data_s), (computed, compute_s) = self._read_s, self._time()
+        evaluations = self._validate(number)
         own = evaluations.pop(OWN_VALIDATION, None)
-        record(StepRecord(number, batch, result, own, took, waited, evaluations, compute_s, data_s))
-        losses += [] if own is None else [own.loss]
-        is_over = own is not None and number < config.last_step and _has_stalled(losses, config.early_stop)
-        reason = stop()
-        saves = reason is not None or is_over or is_due(number, config.checkpoint_interval, config.last_step)
+        took = waited + computed
+        self.record(StepRecord(number, batch, result, own, took, waited, evaluations, compute_s, data_s))
+        self.losses += [] if own is None else [own.loss]
+        has_stalled = own is not None and _has_stalled(self.losses, self.config.early_stop)
+        reason = self.stop()
+        self._save(number, batch.state, ends=reason is not None or has_stalled)
+        if number == self.config.last_step:
+            return True
+        self.reason = reason
+        if reason is None and has_stalled:
+            self.log(f"stopped early after step {number}: {self.config.early_stop} validations without a lower loss")
+        return reason is not None or has_stalled
+
+    def _time(self) -> tuple[float, float]:
+        """Return the seconds since the last call, and those of them that this rank did not wait for others."""
+        waits_s, now = self.waits_s(), time.perf_counter()
+        (then, before), self._lap = self._lap, (now, waits_s)
+        return now - then, now - then - (waits_s - before)
+
+    def _validate(self, number: int) -> dict[str, Evaluation]:
+        def watched(batches: Iterable[RankBatch]) -> Iterator[RankBatch]:
+            for batch in batches:
+                self.at(number, "validating")
+                yield batch
+
+        if not is_due(number, self.config.eval_interval, self.config.last_step):
+            return {}
+        return {name: self.step.evaluate(watched(open_batches())) for name, open_batches in self.validation.items()}
+
+    def _save(self, number: int, state: LoaderState, *, ends: bool) -> None:
+        saves = ends or is_due(number, self.config.checkpoint_interval, self.config.last_step)
         if saves:
-            at(number, "writing a checkpoint")
-            save(number, batch.state)
-        elif config.local_checkpoints and number % config.local_checkpoint_interval == 0:
-            at(number, "writing a local checkpoint")
-            save_locally(number, batch.state)
-        unsaved = None if saves else batch.state
-        if reason is not None and number < config.last_step:
-            return reason
-        if is_over:
-            log(f"stopped early after step {number}: {config.early_stop} validations without a lower loss")
-            break
-    return None
+            self.at(number, "writing a checkpoint")
+            self.save(number, state)
+        elif self.config.local_checkpoints and number % self.config.local_checkpoint_interval == 0:
+            self.at(number, "writing a local checkpoint")
+            self.save_locally(number, state)
+        self.unsaved = None if saves else state
 
 
 def _has_stalled(losses: list[float], patience: int) -> bool:

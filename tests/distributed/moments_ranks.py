@@ -28,6 +28,26 @@ MODEL = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=96, dtype="bfl
 SMALL = OptimizerConfig(lr=1e-2, warmup_steps=1, moments_dtype="bfloat16")
 # A constant rate: loading adds to the steps of a schedule, and some of these have trained before.
 FLOAT = OptimizerConfig(warmup_steps=1, decay="constant")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def states(step: MegatronStep) -> list[dict[str, torch.Tensor]]:
+    """Return the moments and main weight of each weight, in an order that all optimizers share."""
+    (part,) = getattr(step.optimizer, "chained_optimizers", [step.optimizer])
+    inner, found = part.optimizer, []
+    for weight in step.chunks[0].parameters():
+        if weight in part.model_param_group_index_map:
+            group, place = part.model_param_group_index_map[weight]
+            main = inner.param_groups[group]["params"][place]
+            found.append({"master_param": main, **inner.state[main]})
+    return found
+
+
+def same(one: MegatronStep, other: MegatronStep, dtype: torch.dtype) -> bool:
+    """Compare the moments after `dtype`, and the main weights as they are."""
+    pairs = list(zip(states(one), states(other), strict=True))
+    moments = (torch.equal(a[name].to(dtype), b[name].to(dtype)) for a, b in pairs for name in MOMENTS)
+    return all(moments) and all(torch.equal(a["master_param"], b["master_param"]) for a, b in pairs)
 
 
 def main(folder: Path) -> None:
@@ -58,23 +78,6 @@ def main(folder: Path) -> None:
             writer.start(Progress(3, LoaderState(0)))
             writer.finish()
             return folder / name / "step-00000003"
-
-        def states(step: MegatronStep) -> list[dict[str, torch.Tensor]]:
-            """Return the moments and main weight of each weight, in an order that all optimizers share."""
-            (part,) = getattr(step.optimizer, "chained_optimizers", [step.optimizer])
-            inner, found = part.optimizer, []
-            for weight in step.chunks[0].parameters():
-                if weight in part.model_param_group_index_map:
-                    group, place = part.model_param_group_index_map[weight]
-                    main = inner.param_groups[group]["params"][place]
-                    found.append({"master_param": main, **inner.state[main]})
-            return found
-
-        def same(one: MegatronStep, other: MegatronStep, dtype: torch.dtype) -> bool:
-            """Compare the moments after `dtype`, and the main weights as they are."""
-            pairs = list(zip(states(one), states(other), strict=True))
-            moments = (torch.equal(a[name].to(dtype), b[name].to(dtype)) for a, b in pairs for name in MOMENTS)
-            return all(moments) and all(torch.equal(a["master_param"], b["master_param"]) for a, b in pairs)
 
         small, whole = make(SMALL), make(OptimizerConfig(lr=1e-2, warmup_steps=1))
         losses, precise = train(small, 1, 2, 3), train(whole, 1, 2, 3)
@@ -120,8 +123,6 @@ def main(folder: Path) -> None:
         found["rounded"] = same(rounded, whole, torch.bfloat16) and not same(rounded, whole, torch.float32)
     (folder / f"rank-{job.rank}.json").write_text(json.dumps(found))
 
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

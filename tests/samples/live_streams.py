@@ -16,11 +16,11 @@ from harness.errors import HarnessError
 from harness.loader import LiveConfig, LiveSource, LoaderState, RankBatch, RankLayout
 from harness.loader.live import (
     BatchPlan,
+    FolderReader,
     LiveLoader,
     LivePack,
     LiveProducer,
     Offer,
-    RankStream,
     positions_from_json,
     split_streams,
 )
@@ -118,6 +118,33 @@ class Trained:
         return LoaderState.from_json(self.steps[step][0].state.to_json())
 
 
+def _exchange_of(
+    rank: int, barrier: threading.Barrier, slots: list[list[Offer]]
+) -> Callable[[list[Offer]], list[Offer]]:
+    def exchange(mine: list[Offer]) -> list[Offer]:
+        slots[rank] = mine
+        barrier.wait(300)
+        offers = [offer for some in slots for offer in some]
+        barrier.wait(300)
+        return offers
+
+    return exchange
+
+
+def _swap_of(
+    rank: int, barrier: threading.Barrier, sent: list[list[UInt8Array]]
+) -> Callable[[list[UInt8Array], list[int]], list[UInt8Array]]:
+    def swap(outgoing: list[UInt8Array], expected: list[int]) -> list[UInt8Array]:
+        sent[rank] = outgoing
+        barrier.wait(300)
+        arrived = [parts[rank] for parts in sent]
+        barrier.wait(300)
+        assert [part.shape[0] for part in arrived] == expected
+        return arrived
+
+    return swap
+
+
 def train(
     folder: Path | Sequence[Path],
     *,
@@ -147,27 +174,6 @@ def train(
     trained = into if into is not None else Trained()
     batches: list[list[RankBatch]] = [[] for _ in range(dp_size)]
 
-    def exchange_of(rank: int) -> Callable[[list[Offer]], list[Offer]]:
-        def exchange(mine: list[Offer]) -> list[Offer]:
-            slots[rank] = mine
-            barrier.wait(300)
-            offers = [offer for some in slots for offer in some]
-            barrier.wait(300)
-            return offers
-
-        return exchange
-
-    def swap_of(rank: int) -> Callable[[list[UInt8Array], list[int]], list[UInt8Array]]:
-        def swap(outgoing: list[UInt8Array], expected: list[int]) -> list[UInt8Array]:
-            sent[rank] = outgoing
-            barrier.wait(300)
-            arrived = [parts[rank] for parts in sent]
-            barrier.wait(300)
-            assert [part.shape[0] for part in arrived] == expected
-            return arrived
-
-        return swap
-
     def log(line: str) -> None:
         (trained.loaded if ": Loaded chunk " in line else trained.log).append(line)
 
@@ -184,13 +190,13 @@ def train(
         streams = split_streams(state.fingerprint if state is not None else "", len(folders))
         loader = LiveLoader(
             [
-                RankStream(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
+                FolderReader(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
                 for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
             ],
             plan,
-            exchange=exchange_of(rank),
+            exchange=_exchange_of(rank, barrier, slots),
             share=share,
-            swap=swap_of(rank),
+            swap=_swap_of(rank, barrier, sent),
             state=state or LoaderState(seed=0),
             timeout_s=config.timeout_s,
             folders=config.folders,

@@ -97,11 +97,8 @@ def export_to_bridge(
     """
     files = files or BridgeFiles()
     if is_uri(str(root)):
-        raise ConfigError(
-            "the files for Megatron-Bridge cannot be written to object storage",
-            where=str(root),
-            fix="write them to a folder, and copy it",
-        )
+        what = "the files for Megatron-Bridge cannot be written to object storage"
+        raise ConfigError(what, where=str(root), fix="write them to a folder, and copy it")
     with closing(open_dataset(source)) as reader:
         size = reader.pack_size if pack_size is None else pack_size
         name = files.tokenizer.replace("/", "--") or "harness"

@@ -56,6 +56,14 @@ class ForeignPacks:
     packs: Callable[[Counter[str]], Iterator[Pack]]
     num_packs: int
 
+    def longest(self, where: str) -> int:
+        """Return the tokens of the longest pack; raise FormatError if there is none."""
+        longest = max((len(pack) for pack in self.packs(Counter())), default=0)
+        if not longest:
+            fix = "name what the tool wrote, or split=NAME"
+            raise FormatError("the source holds no packs", where=where, fix=fix)
+        return longest
+
 
 def import_dataset(
     source: str | PathLike[str],
@@ -94,12 +102,7 @@ def import_dataset(
             raise _ours(source)
         refuse_parts(source)
     foreign = CONVENTIONS[convention](str(source), split)
-    if pack_size is None:
-        pack_size = max((len(pack) for pack in foreign.packs(Counter())), default=0)
-        if pack_size == 0:
-            raise FormatError(
-                "the source holds no packs", where=str(source), fix="name what the tool wrote, or split=NAME"
-            )
+    pack_size = foreign.longest(str(source)) if pack_size is None else pack_size
     counts: Counter[str] = Counter()
     provenance = Provenance(packer=convention)
     with open_writer(

@@ -42,11 +42,8 @@ class NpyShard(ShardReader):
             num_bytes = os.fstat(file.fileno()).st_size
             shape, _, dtype = read_npy_header(path, file)
             if not dtype.hasobject or len(shape) != 1:
-                raise FormatError(
-                    f"holds {dtype} {list(shape)[:4]}, expected a pickled list of packed samples",
-                    where=str(path),
-                    fix="name the folder of a dataset, not one of its arrays",
-                )
+                what = f"holds {dtype} {list(shape)[:4]}, expected a pickled list of packed samples"
+                raise FormatError(what, where=str(path), fix="name the folder of a dataset, not one of its arrays")
             # Each object takes at least a byte; a claim beyond that is damage.
             if not 0 <= shape[0] <= num_bytes:
                 raise FormatError(f"claims {shape[0]:,} packs in {num_bytes:,} bytes", where=str(path))

@@ -202,11 +202,8 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
                 fix="start with the tokenizer of the dataset, or a --vocab-size that holds it",
             )
     if args.seq_length % layout.cp_size:
-        raise ConfigError(
-            f"--seq-length {args.seq_length} is not a multiple of --context-parallel-size {layout.cp_size}",
-            where="the arguments of Megatron-LM",
-            fix="choose a multiple",
-        )
+        what = f"--seq-length {args.seq_length} is not a multiple of --context-parallel-size {layout.cp_size}"
+        raise ConfigError(what, where="the arguments of Megatron-LM", fix="choose a multiple")
     try:
         stream = RankStream(
             # Stages that read nothing need only bounds.
@@ -221,10 +218,7 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
         ) from None
     num_microbatches = config.global_batch_size // layout.dp_size
     return ExternalLoader(
-        stream,
-        num_microbatches=num_microbatches,
-        pad_to_multiple=layout.pad_to_multiple,
-        pad_rows_to=_row_size(args),
+        stream, num_microbatches=num_microbatches, pad_to_multiple=layout.pad_to_multiple, pad_rows_to=_row_size(args)
     )
 
 

@@ -16,8 +16,9 @@ and refused by name: dynamic context parallelism, its contiguous partitions, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -250,6 +251,20 @@ scheduler_map: dict[str, type[BasePackingScheduler]] = {
 }
 
 
+_GROUPS: dict[str, Callable[[], ProcessGroup]] = {
+    "dp_cp": partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
+    "dp": parallel_state.get_data_parallel_group,
+    "tp": parallel_state.get_tensor_model_parallel_group,
+    "pp": parallel_state.get_pipeline_model_parallel_group,
+    "cp": parallel_state.get_context_parallel_group,
+}
+
+
+def _groups(collection: Any, *names: str) -> list[ProcessGroup]:
+    """Return process groups of a collection; of Megatron's parallel state where that is None."""
+    return [_GROUPS[name]() if collection is None else getattr(collection, name) for name in names]
+
+
 def wrap_data_iterator(
     data_iterator: Any, config: Any, num_microbatches: int, pg_collection: Any = None
 ) -> tuple[Any, int, float, float]:
@@ -276,14 +291,7 @@ def wrap_data_iterator(
         HarnessError: on every rank, where any rank's stream or the schedule fails.
     """
     _check_config(config)
-    if pg_collection is None:
-        dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dp_group = parallel_state.get_data_parallel_group()
-        tp_group = parallel_state.get_tensor_model_parallel_group()
-        pp_group = parallel_state.get_pipeline_model_parallel_group()
-    else:
-        dp_cp_group, dp_group = pg_collection.dp_cp, pg_collection.dp
-        tp_group, pp_group = pg_collection.tp, pg_collection.pp
+    dp_cp_group, dp_group, tp_group, pp_group = _groups(pg_collection, "dp_cp", "dp", "tp", "pp")
     name, tokens = config.sequence_packing_scheduler, config.max_seqlen_per_dp_cp_rank
     if name not in scheduler_map:
         raise ConfigError(
@@ -292,11 +300,8 @@ def wrap_data_iterator(
             fix=f"choose one of {', '.join(scheduler_map)}: rows of one context-parallel size",
         )
     if not tokens:
-        raise ConfigError(
-            f"config.max_seqlen_per_dp_cp_rank is {tokens}",
-            where="config",
-            fix="set it to the tokens that one rank holds in a microbatch",
-        )
+        what = f"config.max_seqlen_per_dp_cp_rank is {tokens}"
+        raise ConfigError(what, where="config", fix="set it to the tokens that one rank holds in a microbatch")
     virtual_stages = config.virtual_pipeline_model_parallel_size
     most = getattr(config, "thd_max_packed_sequences", None)
     scheduler = scheduler_map[name](
@@ -347,49 +352,16 @@ def get_batch_on_this_rank_for_sequence_packing(
         ConfigError: an argument or the config asks for what is not supported (see the module).
         LoaderError: a row lacks what this chunk reads, or its length does not fit its bounds.
     """
-    where = "get_batch_on_this_rank_for_sequence_packing"
-    if isinstance(pg_collection, bool):
-        raise ConfigError(
-            f"the process groups are {pg_collection}",
-            where=where,
-            fix="name arguments after vp_stage: their order differs between versions of Megatron-LM",
-        )
-    if dynamic_cp:
-        _refuse("dynamic_cp=True", where=where, fix="use dynamic_cp=False: rows of one context-parallel size")
-    if dynamic_cp_group_func is not None:
-        _refuse("dynamic_cp_group_func", where=where, fix="leave it out: rows have one context-parallel size")
-    if return_context_parallel_batch:
-        _refuse("return_context_parallel_batch=True", where=where, fix="leave it out, and take the tuple")
-    if config is not None:
-        _check_config(config)
-    if pg_collection is None:
-        tp_group = parallel_state.get_tensor_model_parallel_group()
-        pp_group = parallel_state.get_pipeline_model_parallel_group()
-        cp_group = parallel_state.get_context_parallel_group()
-    else:
-        tp_group, pp_group, cp_group = pg_collection.tp, pg_collection.pp, pg_collection.cp
+    newer = {
+        "dynamic_cp=True": (dynamic_cp, "use dynamic_cp=False: rows of one context-parallel size"),
+        "dynamic_cp_group_func": (dynamic_cp_group_func, "leave it out: rows have one context-parallel size"),
+        "return_context_parallel_batch=True": (return_context_parallel_batch, "leave it out, and take the tuple"),
+    }
+    _check_call(pg_collection, {name: fix for name, (value, fix) in newer.items() if value}, config)
+    tp_group, pp_group, cp_group = _groups(pg_collection, "tp", "pp", "cp")
     device = device_of(tp_group)
-    if vp_stage is not None and vpp_size is None:
-        vpp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    is_first = pp_group.rank() == 0 and vp_stage in (None, 0)
-    is_last = pp_group.rank() == pp_group.size() - 1 and vp_stage in (None, (vpp_size or 1) - 1)
-    first, last = _OF_FIRST_STAGE * (is_first or mtp_on_this_rank), _OF_LAST_STAGE * (is_last or mtp_on_this_rank)
-    fields = (*first, *last)
-
-    values: dict[str, torch.Tensor] = {}
-    header = [0, 0, 0, 0]
-    error: Exception | None = None
-    if tp_group.rank() == 0:
-        try:
-            values = _own_slice(data_iterator, fields, cp_group, device)
-            is_padded = not torch.equal(values["cu_seqlens"], values["cu_seqlens_padded"])
-            ends, total = values["cu_seqlens"].shape[0], int(values["cu_seqlens_padded"][-1])
-            header = [ends, int(values["max_seqlen"]), total, int(is_padded)]
-        except (LoaderError, ScheduleError) as raised:
-            error, header = raised, [_FAILED, 0, 0, 0]
-    ends, max_seqlen, total, padded = map(int, broadcast_scalars(header, tp_group, device, torch.int64))
-    if ends == _FAILED:
-        raise_together(error, (tp_group,), device)
+    fields = _read_by_chunk(pp_group, vpp_size, vp_stage, is_predicting=mtp_on_this_rank)
+    values, (ends, max_seqlen, total, padded) = _next_row(data_iterator, fields, tp_group, cp_group, device)
     source = torch.distributed.get_process_group_ranks(tp_group)[0]
 
     def shared(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -405,6 +377,56 @@ def get_batch_on_this_rank_for_sequence_packing(
         cu_seqlens=bounds, cu_seqlens_padded=padded_bounds, max_seqlen=max_seqlen, is_padded=bool(padded)
     )
     return row.get("tokens"), row.get("labels"), row.get("loss_mask"), None, row.get("position_ids"), params, mask
+
+
+def _check_call(pg_collection: Any, refused: dict[str, str], config: Any) -> None:
+    where = "get_batch_on_this_rank_for_sequence_packing"
+    if isinstance(pg_collection, bool):
+        raise ConfigError(
+            f"the process groups are {pg_collection}",
+            where=where,
+            fix="name arguments after vp_stage: their order differs between versions of Megatron-LM",
+        )
+    for name, fix in refused.items():
+        _refuse(name, where=where, fix=fix)
+    if config is not None:
+        _check_config(config)
+
+
+def _read_by_chunk(
+    pp_group: ProcessGroup, vpp_size: int | None, vp_stage: int | None, *, is_predicting: bool
+) -> tuple[str, ...]:
+    """Return the fields that the chunk of a virtual stage reads."""
+    if vp_stage is not None and vpp_size is None:
+        vpp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    is_first = pp_group.rank() == 0 and vp_stage in (None, 0)
+    is_last = pp_group.rank() == pp_group.size() - 1 and vp_stage in (None, (vpp_size or 1) - 1)
+    return (*_OF_FIRST_STAGE * (is_first or is_predicting), *_OF_LAST_STAGE * (is_last or is_predicting))
+
+
+def _next_row(
+    data_iterator: Iterator[Any] | None,
+    fields: Sequence[str],
+    tp_group: ProcessGroup,
+    cp_group: ProcessGroup,
+    device: torch.device,
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Return the next row on the first tensor-parallel rank, and on all: bounds, longest sequence, tokens, padded."""
+    values: dict[str, torch.Tensor] = {}
+    header = [0, 0, 0, 0]
+    error: Exception | None = None
+    if tp_group.rank() == 0:
+        try:
+            values = _own_slice(data_iterator, fields, cp_group, device)
+            is_padded = not torch.equal(values["cu_seqlens"], values["cu_seqlens_padded"])
+            ends, total = values["cu_seqlens"].shape[0], int(values["cu_seqlens_padded"][-1])
+            header = [ends, int(values["max_seqlen"]), total, int(is_padded)]
+        except (LoaderError, ScheduleError) as raised:
+            error, header = raised, [_FAILED, 0, 0, 0]
+    header = [int(value) for value in broadcast_scalars(header, tp_group, device, torch.int64)]
+    if header[0] == _FAILED:
+        raise_together(error, (tp_group,), device)
+    return values, header
 
 
 def _own_slice(

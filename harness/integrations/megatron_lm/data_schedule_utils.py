@@ -28,12 +28,7 @@ Sample = dict[str, torch.Tensor]
 Row = dict[str, torch.Tensor]
 
 FIELDS: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "tokens": torch.int64,
-        "position_ids": torch.int64,
-        "labels": torch.int64,
-        "loss_mask": torch.float32,
-    }
+    {"tokens": torch.int64, "position_ids": torch.int64, "labels": torch.int64, "loss_mask": torch.float32}
 )
 _LENGTHS = ("original_seq_len", "padded_seq_len")
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
@@ -129,22 +124,16 @@ def _read_samples(data_iterator: Iterator[Any], num_microbatches: int) -> list[S
         for part in item if isinstance(item, (list, tuple)) else [item]:
             samples.extend(_checked(part, f"microbatch {number} of the global batch"))
     if not samples:
-        raise LoaderError(
-            "a global batch has no samples on this rank",
-            where="the data iterator",
-            fix="yield at least one sample a microbatch",
-        )
+        what = "a global batch has no samples on this rank"
+        raise LoaderError(what, where="the data iterator", fix="yield at least one sample a microbatch")
     return samples
 
 
 def _checked(item: Any, where: str) -> Iterator[Sample]:
     """Yield the samples of an item of the stream, with the dtypes of FIELDS; the item is left as it is."""
     if not isinstance(item, Mapping):
-        raise LoaderError(
-            f"an item of the stream is a {type(item).__name__}",
-            where=where,
-            fix="yield a dict of tensors, a list of them, or `samples_of_pack(pack)`",
-        )
+        what = f"an item of the stream is a {type(item).__name__}"
+        raise LoaderError(what, where=where, fix="yield a dict of tensors, a list of them, or `samples_of_pack(pack)`")
     values = {name: torch.as_tensor(value) for name, value in item.items() if name in (*FIELDS, *_LENGTHS, *_BOUNDS)}
     # A collate function adds a dimension for a batch of one.
     values = {
@@ -161,11 +150,8 @@ def _checked(item: Any, where: str) -> Iterator[Sample]:
     data = {name: values[name].reshape(-1).to(dtype) for name, dtype in FIELDS.items()}
     sizes = {name: value.shape[0] for name, value in data.items()}
     if len(set(sizes.values())) > 1:
-        raise LoaderError(
-            f"a sample has {', '.join(f'{size:,} {name}' for name, size in sizes.items())}",
-            where=where,
-            fix="give all four the same length",
-        )
+        what = f"a sample has {', '.join(f'{size:,} {name}' for name, size in sizes.items())}"
+        raise LoaderError(what, where=where, fix="give all four the same length")
     for start, stop, real in _bounds(values, data, where):
         yield {
             **{name: value[start:stop] for name, value in data.items()},

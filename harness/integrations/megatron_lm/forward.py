@@ -9,10 +9,7 @@ from typing import Any, cast
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-from harness.integrations.megatron_lm.data_schedule import (
-    Microbatch,
-    get_batch_on_this_rank_for_sequence_packing,
-)
+from harness.integrations.megatron_lm.data_schedule import Microbatch, get_batch_on_this_rank_for_sequence_packing
 from harness.megatron import padding_argument
 from harness.megatron.step import sum_loss
 

@@ -99,12 +99,7 @@ class _Answers:
 
 
 def judge_nodes(
-    lines: Iterable[str],
-    nodes: Sequence[str],
-    limits: Limits,
-    *,
-    srun: Iterable[str] = (),
-    tasks_per_node: int = 1,
+    lines: Iterable[str], nodes: Sequence[str], limits: Limits, *, srun: Iterable[str] = (), tasks_per_node: int = 1
 ) -> tuple[list[Fault], str]:
     """Return the faults, causes before the timeouts that they may have caused, and lines about the healthy nodes.
 

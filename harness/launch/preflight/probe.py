@@ -26,14 +26,7 @@ import xxhash
 import harness
 from harness.errors import HarnessError, os_errors_as
 from harness.indexed import BIN, IDX, MappedIndex, with_suffix
-from harness.launch.preflight.hardware import (
-    NO_ANSWER,
-    WARNED,
-    read_gpu_states,
-    read_inodes,
-    read_ports,
-    read_rate,
-)
+from harness.launch.preflight.hardware import NO_ANSWER, WARNED, read_gpu_states, read_inodes, read_ports, read_rate
 from harness.launch.preflight.rendezvous import check_own_name, check_rendezvous
 from harness.launch.ranks import NodePlace
 from harness.loader import DataConfig, open_datasets
@@ -151,11 +144,8 @@ def read_gpus() -> Facts:
     lines = [line for line in done.stdout.splitlines() if line.strip() and not line.startswith("WARNING:")]
     rows = [[word.strip() for word in line.split(",")] for line in lines]
     if done.returncode not in (0, WARNED) or any(len(row) != 3 or NO_ANSWER.fullmatch(row[2]) for row in rows):
-        raise HarnessError(
-            f"nvidia-smi ends with code {done.returncode}: {(done.stdout + done.stderr).strip()[:300]}",
-            where=socket.gethostname(),
-            fix="drain the node: a GPU or its driver has failed",
-        )
+        what = f"nvidia-smi ends with code {done.returncode}: {(done.stdout + done.stderr).strip()[:300]}"
+        raise HarnessError(what, where=socket.gethostname(), fix="drain the node: a GPU or its driver has failed")
     gpus = [{"name": name, "used_mib": int(used) if used.isdecimal() else 0} for name, _, used in rows]
     return {"gpus": gpus, "driver": rows[0][1] if rows else "none"}
 

@@ -21,7 +21,7 @@ from harness.loader.live.produce import (
     read_packs,
 )
 from harness.loader.live.producer import LiveProducer
-from harness.loader.live.rank import BatchPlan, LivePack, Offer, RankStream
+from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer
 from harness.loader.live.status import live_status, render_status
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "ORDER",
     "STDIN",
     "BatchPlan",
+    "FolderReader",
     "LiveFolder",
     "LiveLoader",
     "LivePack",
@@ -36,7 +37,6 @@ __all__ = [
     "LiveProducer",
     "Offer",
     "Packing",
-    "RankStream",
     "chunk_name",
     "join_streams",
     "live_status",

@@ -6,23 +6,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from harness.errors import HarnessError, LoaderError
-from harness.loader.live.balance import (
-    Placement,
-    RankReads,
-    Swap,
-    join_offers,
-    packs_in_order,
-    place,
-    send_to_trainers,
-)
+from harness.loader.live.balance import Placement, RankReads, Swap, join_offers, packs_in_order, place, send_to_trainers
 from harness.loader.live.folder import chunk_name, last_seen
 from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
-from harness.loader.live.rank import BatchPlan, LivePack, Offer, RankStream
+from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer, Waiting
 from harness.loader.live.shares import StepShares
 from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
@@ -41,6 +33,30 @@ _BETWEEN = ","
 Exchange = Callable[[list[Offer]], list[Offer]]
 Rows = list[LivePack | None]
 Share = Callable[[Rows | None], Rows]
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A rank misses a chunk; of several, the one that has waited longest."""
+
+    dp_rank: int
+    waiting: Waiting
+
+
+class _Missing:
+    """Packs of ended ranks or folders are requested of others."""
+
+
+class _Ended:
+    """All streams have ended, and everything is trained."""
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A step is complete: positions in all folders after it, and what each rank has read."""
+
+    after: list[LivePosition]
+    reads: list[RankReads]
 
 
 class LiveLoader:
@@ -70,7 +86,7 @@ class LiveLoader:
 
     def __init__(
         self,
-        streams: Sequence[RankStream],
+        streams: Sequence[FolderReader],
         plan: BatchPlan,
         *,
         exchange: Exchange,
@@ -99,67 +115,79 @@ class LiveLoader:
         log_at_s = _FIRST_LOG_S
         while True:
             offers = self._exchange(ahead.result() if ahead is not None else [])
-            self._raise_together(offers)
-            for offer in offers:
-                of = f" of {self._folders[offer.source]}" if len(self._folders) > 1 else ""
-                for index, num_rows, name in offer.opened:
-                    self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({num_rows} samples from {name}{of})")
-            after = self._after(shares, offers)
-            # The steps whose batches were handed out, not the one that is read.
-            self._report([replace(one, steps=self.steps) for one in after], offers)
-            waits = [(offer.waiting.waited_s, offer.dp_rank, offer.waiting) for offer in offers if offer.waiting]
-            if waits:
-                waited_s, dp_rank, waiting = max(waits, key=lambda wait: wait[0])
-                chunk = f"{chunk_name(waiting.chunk, '')} of {waiting.folder}; its producer was "
-                chunk += last_seen(waiting.producer_seen_s)
-                chunk += f"; {waiting.hint}" if waiting.hint else ""
-                if waited_s > self._timeout_s:
-                    raise _shared(
-                        f"data-parallel rank {dp_rank} waited {waited_s:.0f} s for {chunk}",
-                        where=waiting.folder,
-                        fix="check the producer (`harness live status` shows it), then continue with resume=true; "
-                        "data.live.timeout_s is the longest wait",
-                    )
-                if waited_s >= log_at_s:
-                    self._log(f"data-parallel rank {dp_rank} has waited {waited_s:.0f} s for {chunk}")
-                    log_at_s = min(2 * log_at_s, log_at_s + _LOG_EVERY_S)
-                if self.while_waiting() is not None:
+            match self._judge(offers, shares):
+                case _Wait(dp_rank, waiting):
+                    log_at_s = self._log_wait(dp_rank, waiting, log_at_s)
+                    if self.while_waiting() is not None:
+                        return
+                    time.sleep(min(_POLL_S, 0.01 + waiting.waited_s / 4))
+                    ahead = self._read(shares)
+                case _Missing():
+                    log_at_s = _FIRST_LOG_S
+                    ahead = self._read(shares)
+                case _Ended():
                     return
-                time.sleep(min(_POLL_S, 0.01 + waited_s / 4))
-                ahead = self._read(shares)
-                continue
-            log_at_s = _FIRST_LOG_S
-            if shares.request_missing(offers):
-                ahead = self._read(shares)
-                continue
-            after = self._after(shares, offers)
-            for offer in offers:
-                self._left_out[offer.source].update(offer.left_out)
-            reads = join_offers(offers)
-            is_last = not any(read.lengths for read in reads)
-            all_ended = is_last or all(position.ended for position in after)
-            for source, position in enumerate(after):
-                if (position.ended or is_last) and not self._positions[source].ended:
-                    self._check_end(source, position, offers, all_ended=all_ended)
-            if is_last:
-                self._check_trained()
-                return
-            mine = [
-                live
-                for stream, position in zip(self._streams, after, strict=False)
-                for live in stream.take(done_below=position.done_below)
-            ]
-            self._advance(after, offers, len(packs_in_order(reads)))
-            shares = StepShares(self._plan, after)
-            ahead = self._read(shares)
-            placement = self._place(reads)
-            rows: Rows | None = None
-            if self._streams:
-                rows = [*mine]
-                if self._plan.is_balanced:
-                    rows = send_to_trainers(mine, placement, self._plan.layout.dp_rank, self._swap)
-                rows += [None] * (placement.placed.num_microbatches - len(rows))
-            yield self._batch(self._share(rows), placement, reads)
+                case _Ready(after, reads):
+                    log_at_s = _FIRST_LOG_S
+                    pairs = zip(self._streams, after, strict=False)
+                    mine = [live for stream, to in pairs for live in stream.take(done_below=to.done_below)]
+                    self._advance(after, offers, len(packs_in_order(reads)))
+                    shares = StepShares(self._plan, after)
+                    ahead = self._read(shares)
+                    placement = self._place(reads)
+                    rows = self._share(self._rows(mine, placement) if self._streams else None)
+                    yield self._batch(rows, placement, reads)
+
+    def _judge(self, offers: Sequence[Offer], shares: StepShares) -> _Wait | _Missing | _Ended | _Ready:
+        """Decide what all ranks do now, the same on each; raise LoaderError for what any of them refuses."""
+        self._raise_together(offers)
+        for offer in offers:
+            of = f" of {self._folders[offer.source]}" if len(self._folders) > 1 else ""
+            for index, num_rows, name in offer.opened:
+                self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({num_rows} samples from {name}{of})")
+        # The steps whose batches were handed out, not the one that is read.
+        self._report([replace(one, steps=self.steps) for one in self._after(shares, offers)], offers)
+        waits = [_Wait(offer.dp_rank, offer.waiting) for offer in offers if offer.waiting]
+        if waits:
+            return max(waits, key=lambda wait: wait.waiting.waited_s)
+        if shares.request_missing(offers):
+            return _Missing()
+        after, reads = self._after(shares, offers), join_offers(offers)
+        for offer in offers:
+            self._left_out[offer.source].update(offer.left_out)
+        is_last = not any(read.lengths for read in reads)
+        all_ended = is_last or all(position.ended for position in after)
+        for source, position in enumerate(after):
+            if (position.ended or is_last) and not self._positions[source].ended:
+                self._check_end(source, position, offers, all_ended=all_ended)
+        if not is_last:
+            return _Ready(after, reads)
+        self._check_trained()
+        return _Ended()
+
+    def _log_wait(self, dp_rank: int, waiting: Waiting, log_at_s: float) -> float:
+        """Log a wait that is long enough, and return when to log it again; raise LoaderError for one too long."""
+        chunk, hint = chunk_name(waiting.chunk, ""), f"; {waiting.hint}" if waiting.hint else ""
+        waited = f"waited {waiting.waited_s:.0f} s for {chunk} of {waiting.folder}"
+        waited += f"; its producer was {last_seen(waiting.producer_seen_s)}{hint}"
+        if waiting.waited_s > self._timeout_s:
+            raise _shared(
+                f"data-parallel rank {dp_rank} {waited}",
+                where=waiting.folder,
+                fix="check the producer (`harness live status` shows it), then continue with resume=true; "
+                "data.live.timeout_s is the longest wait",
+            )
+        if waiting.waited_s < log_at_s:
+            return log_at_s
+        self._log(f"data-parallel rank {dp_rank} has {waited}")
+        return min(2 * log_at_s, log_at_s + _LOG_EVERY_S)
+
+    def _rows(self, mine: list[LivePack], placement: Placement) -> Rows:
+        """Return this rank's packs of a step, one for each row that it fills."""
+        rows: Rows = [*mine]
+        if self._plan.is_balanced:
+            rows = send_to_trainers(mine, placement, self._plan.layout.dp_rank, self._swap)
+        return rows + [None] * (placement.placed.num_microbatches - len(rows))
 
     @property
     def steps(self) -> int:
@@ -230,11 +258,8 @@ class LiveLoader:
         if self.steps == 0:
             counts = sum(self._left_out, Counter[str]())
             left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
-            raise _shared(
-                "the stream ended without a row to train on" + (f"; left out: {left_out}" if left_out else ""),
-                where="data.live",
-                fix="check the input of its producer, and data.live.pack_size",
-            )
+            what = "the stream ended without a row to train on" + (f"; left out: {left_out}" if left_out else "")
+            raise _shared(what, where="data.live", fix="check the input of its producer, and data.live.pack_size")
 
     def _place(self, reads: Sequence[RankReads]) -> Placement:
         """Return where the sequences of a step train: with `as_packed` in the packs of the rank that has read them."""

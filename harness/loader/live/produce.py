@@ -7,9 +7,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 import xxhash
 
@@ -160,23 +160,6 @@ def produce_chunks(
         ConfigError: the input is not the one that the folder's newest chunks were made from.
         LoaderError: the stream has ended, and the input has more items.
     """
-    left_out: Counter[str] = Counter()
-    dropped: list[int] = []
-
-    def usable(parsed: Conversation | BadRecord) -> bool:
-        if not isinstance(parsed, BadRecord):
-            if parsed.dropped_media is not None:
-                dropped.append(parsed.dropped_media)
-            return True
-        if on_bad == "refuse":
-            raise PrepError(
-                f"the conversation cannot be used ({parsed.reason}): {parsed.detail}",
-                where=parsed.where,
-                fix="fix it, or leave such ones out with source.on_bad=skip",
-            )
-        left_out[str(parsed.reason)] += 1
-        return False
-
     if producer.input and not append:
         raise ConfigError(
             "another input was appended to the first one of the folder",
@@ -189,26 +172,51 @@ def produce_chunks(
         )
     is_new = append and not producer.ended and (producer.input_is_whole or leave_rest)
     done = (None if is_new else producer.position) or {"items": 0}
-    rest = _numbered(items, producer, done, is_new=is_new)
+    rest, usable = _numbered(items, producer, done, is_new=is_new), _Usable(on_bad)
     if packing is not None:
-        _add_packed(producer, rest, done, packing, usable, left_out)
+        _add_packed(producer, rest, done, packing, usable)
     else:
-        for item, position in rest:
-            if item.pack is not None:
-                producer.add(item.pack, position)
-                continue
-            parsed = item.parse()
-            if usable(parsed) and isinstance(parsed, Conversation):
-                # Those who read the chunks know nothing of other names of columns.
-                is_usual = item.reader == _ANY_SCHEMA
-                producer.add(item.line if is_usual else parsed.as_record(), position)
+        _add_rows(producer, rest, usable)
     if not producer.ended:
         producer.end_input()
-    if left_out:
-        log("left out: " + ", ".join(f"{count:,} {why}" for why, count in sorted(left_out.items())))
-    if dropped:
-        log(f"media left out of {len(dropped):,} conversations, with {sum(dropped):,} placeholders")
-    return left_out
+    usable.log(log)
+    return usable.left_out
+
+
+@dataclass
+class _Usable:
+    """Tells conversations that can be used from others, which it refuses or counts."""
+
+    on_bad: str
+    left_out: Counter[str] = field(default_factory=Counter)
+    dropped: list[int] = field(default_factory=list)
+
+    def __call__(self, parsed: Conversation | BadRecord) -> TypeGuard[Conversation]:
+        if not isinstance(parsed, BadRecord):
+            if parsed.dropped_media is not None:
+                self.dropped.append(parsed.dropped_media)
+            return True
+        if self.on_bad == "refuse":
+            what = f"the conversation cannot be used ({parsed.reason}): {parsed.detail}"
+            raise PrepError(what, where=parsed.where, fix="fix it, or leave such ones out with source.on_bad=skip")
+        self.left_out[str(parsed.reason)] += 1
+        return False
+
+    def log(self, log: Callable[[str], None]) -> None:
+        if self.left_out:
+            log("left out: " + ", ".join(f"{count:,} {why}" for why, count in sorted(self.left_out.items())))
+        if self.dropped:
+            placeholders = sum(self.dropped)
+            log(f"media left out of {len(self.dropped):,} conversations, with {placeholders:,} placeholders")
+
+
+def _add_rows(producer: LiveProducer, rest: Iterator[tuple[Item, dict[str, Any]]], usable: _Usable) -> None:
+    for item, position in rest:
+        if item.pack is not None:
+            producer.add(item.pack, position)
+        elif usable(parsed := item.parse()):
+            # Those who read the chunks know nothing of other names of columns.
+            producer.add(item.line if item.reader == _ANY_SCHEMA else parsed.as_record(), position)
 
 
 def _numbered(
@@ -216,11 +224,8 @@ def _numbered(
 ) -> Iterator[tuple[Item, dict[str, Any]]]:
     """Yield items that are not in whole chunks yet, each with the position after it; those of open packs first."""
     if "items" not in done:
-        raise ConfigError(
-            "the folder's newest chunk does not record its part of the input",
-            where=str(producer.path),
-            fix="give only what is new, with --append",
-        )
+        what = "the folder's newest chunk does not record its part of the input"
+        raise ConfigError(what, where=str(producer.path), fix="give only what is new, with --append")
     skip = int(done["items"])
     if producer.ended:
         fix = "the stream has ended: name a new folder"
@@ -237,20 +242,15 @@ def _numbered(
         after = {"items": number + 1, "digest": digest.hexdigest()}
         if number + 1 == skip and done.get("digest") not in (None, after["digest"]):
             raise ConfigError(
-                f"the first {skip:,} items are not those of the folder's chunks",
-                where=item.where,
-                fix=fix,
+                f"the first {skip:,} items are not those of the folder's chunks", where=item.where, fix=fix
             )
         if number == skip and not producer.ended:  # only here, so that a refused input is never begun
             producer.begin_input(is_new=is_new)
         if number >= skip or number in again:
             yield item, after
     if number + 1 < skip:
-        raise ConfigError(
-            f"the input has {number + 1:,} items, and the folder's chunks already have {skip:,} of it",
-            where=str(producer.path),
-            fix=fix,
-        )
+        what = f"the input has {number + 1:,} items, and the folder's chunks already have {skip:,} of it"
+        raise ConfigError(what, where=str(producer.path), fix=fix)
 
 
 def _add_packed(
@@ -258,8 +258,7 @@ def _add_packed(
     rest: Iterator[tuple[Item, dict[str, Any]]],
     after: dict[str, Any],
     packing: Packing,
-    usable: Callable[[Conversation | BadRecord], bool],
-    left_out: Counter[str],
+    usable: _Usable,
 ) -> None:
     """Pack conversations after a position; those that waited in open packs come first, and wait there again."""
     packer: StreamPacker[_Key] = StreamPacker(packing.pack_size, max_open=packing.open_packs)
@@ -276,7 +275,7 @@ def _add_packed(
             fitted = fit_conversation(conversation, encoded, packing.tokenizer, pack_size=size, over_long=over_long)
             members = [Member((number, part), piece, len(piece)) for part, piece in enumerate(fitted.pieces)]
             if not members:
-                left_out[fitted.reason] += 1
+                usable.left_out[fitted.reason] += 1
         if number in awaited:
             awaited.remove(number)
             waited |= {member.key: member for member in members}

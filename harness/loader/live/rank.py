@@ -119,7 +119,7 @@ class Offer:
     opened: list[tuple[int, int, str]] = field(default_factory=list)
 
 
-class RankStream:
+class FolderReader:
     """Reads the chunks of one folder whose index, modulo `dp_size`, is `dp_rank`.
 
     Args:
@@ -319,11 +319,8 @@ class RankStream:
         pack = chunk.pack(row)
         lengths = pack.sequence_lengths
         if lengths.min() < 2:
-            raise FormatError(
-                "the pack has a sequence of a single token; training needs two",
-                where=chunk.where(row),
-                fix="drop such sequences where packs are made",
-            )
+            what = "the pack has a sequence of a single token; training needs two"
+            raise FormatError(what, where=chunk.where(row), fix="drop such sequences where packs are made")
         padded = padded_lengths(lengths, self._pad_to_multiple)
         is_whole = not self._plan.is_balanced
         tokens = int(padded.sum() if is_whole else padded.max())

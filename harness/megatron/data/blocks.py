@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,7 @@ class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
             folder = Path(self.config.path_to_cache)
             paths = [folder / f"{base}-{name}_index.npy" for name in ("document", "sample", "shuffle")]
             description = folder / f"{base}-description.txt"
-            # As Megatron looks, so that shared indices are fetched.
-            if not all(os.path.isfile(path) for path in (description, *paths)):  # noqa: PTH113
+            if not all(path.is_file() for path in (description, *paths)):
                 for path, index in zip(paths, self._build_indices(), strict=True):
                     np.save(path, index)
                 description.write_text(self.unique_description)

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
@@ -40,7 +41,7 @@ from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.data.blocks import BlockGPTDataset
 from harness.megatron.data.feed import together
 from harness.megatron.data.samples import BlendPart, PackDataset, missing_index
-from harness.megatron.data.shared_indices import SharedIndices
+from harness.megatron.data.shared_indices import Fetch, SharedIndices, shared_kind
 from harness.megatron.job import runtime
 from harness.storage import is_uri, parse_place, s3_endpoint, stamp_of
 
@@ -79,7 +80,7 @@ class _Sources:
 
     Args:
         packs: the sources that are packed SFT datasets.
-        counts: from `CorpusConfig.counts`.
+        fetch: copies built indices from where they are shared; None where they are not.
 
     Attributes:
         opened: low-level datasets by path.
@@ -90,12 +91,13 @@ class _Sources:
 
     __name__ = "GPTDataset"
 
-    def __init__(self, config: CorpusConfig, packs: dict[str, PackReader], counts: dict[str, list[int]] | None) -> None:
-        self._config, self._packs, self._counts = config, packs, counts
+    def __init__(self, config: CorpusConfig, packs: dict[str, PackReader], fetch: Fetch | None) -> None:
+        self._config, self._packs, self.fetch = config, packs, fetch
         self.opened: dict[str, Any] = {}
         self.facts: dict[str, str] = {}
         self.built: dict[tuple[str, Split], Any] = {}
-        self.is_mixed = False
+        blends = [{source.path for source in some} for some in config.sources().values()]
+        self.is_mixed = any(0 < len(paths & packs.keys()) < len(paths) for paths in blends)
 
     def build_low_level_dataset(self, path: str, config: Any) -> Any:
         if path not in self.opened:
@@ -106,7 +108,7 @@ class _Sources:
     def _open(self, path: str, config: Any) -> IndexedDataset:
         if not is_object_storage_path(path):
             dataset = GPTDataset.build_low_level_dataset(path, config)
-            _check_dtype(dataset, path, has_counts=self._counts is not None)
+            _check_dtype(dataset, path, has_counts=self._config.counts() is not None)
             return dataset
         cache, chunk = config.object_storage_cache_path, self._config.object_storage_chunk_bytes
         storage = ObjectStorageConfig(path_to_idx_cache=cache, bin_chunk_nbytes=chunk)
@@ -117,10 +119,11 @@ class _Sources:
 
     def __call__(self, dataset: Any, path: str, indices: Any, num_samples: Any, split: Split, config: Any) -> Any:
         kind: Any = PackDataset if path in self._packs else GPTDataset
-        facts = self.facts[path]
+        facts, options = self.facts[path], {}
         if kind is GPTDataset and split is Split.train and self._config.block_documents is not None:
-            sizes = {name: getattr(self._config, name) for name in ("block_documents", "window_blocks")}
-            kind, facts = partial(BlockGPTDataset, **sizes), facts + json.dumps(sizes)
+            options = {name: getattr(self._config, name) for name in ("block_documents", "window_blocks")}
+            kind, facts = BlockGPTDataset, facts + json.dumps(options)
+        kind = shared_kind(kind, self.fetch)
         if indices is None and not self._config.is_per_split:
             # Later versions may leave this out with fast_cache_load.
             first, last = (
@@ -133,9 +136,16 @@ class _Sources:
         # A digest: Megatron writes what is here as JSON, indented, for every blend of sources at every start.
         digest = xxhash.xxh3_64_hexdigest(facts.encode())
         config.tokenizer = TokenIds(config.tokenizer.eod, config.tokenizer.vocab_size, digest)
-        built = kind(dataset, path, indices, num_samples, split, config)
+        built = kind(dataset, path, indices, num_samples, split, config, **options)
         self.built[path, split] = built
         return BlendPart(built) if self.is_mixed else built
+
+
+class _Builder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
+    def build_generic_dataset(self, cls: Any, *arguments: Any) -> Any:
+        """Build a dataset as Megatron does, with indices from where they are shared."""
+        kind = shared_kind(cls, self.cls.fetch) if cls is BlendedDataset else cls
+        return super().build_generic_dataset(kind, *arguments)
 
 
 def open_corpus(
@@ -165,7 +175,7 @@ def open_corpus(
     mine = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
     build = partial(build_corpus, config, seed, sizes, vocab_size, packs, finds_built=mine == 2)
     if shared is not None and mine < 2:
-        build = shared.fetching(builds=mine == 0)(build)
+        build = partial(shared.run, build, builds=mine == 0)
     turns = [build if turn == mine and (reads or mine < 2) else lambda: None for turn in range(3)]
     built = [together(turn, device=ranks.device) for turn in turns]
     return built[mine] if reads else None
@@ -179,62 +189,30 @@ def build_corpus(
     packs: dict[str, PackReader],
     *,
     finds_built: bool = False,
+    fetch: Fetch | None = None,
 ) -> Corpus:
     """Do the same as `open_corpus` in this process alone.
 
     Args:
         finds_built: the indices exist, so that others may read them meanwhile.
+        fetch: from `SharedIndices.fetching`, where the indices are shared.
     """
-    blends, counts = config.sources(), config.counts()
-    sources = _Sources(config, packs, counts)
-    named = {source.path for some in blends.values() for source in some}
-    sources.is_mixed = any(
-        0 < sum(source.path in packs for source in some) < len({source.path for source in some})
-        for some in blends.values()
-    )
-    remote = sorted(path for path in named if is_object_storage_path(path) and path not in packs)
-    if remote and (endpoint := s3_endpoint()):
-        # Megatron makes its own clients, here and in workers, which know the names of AWS alone.
-        os.environ.setdefault("AWS_ENDPOINT_URL_S3", endpoint)
-    values: dict[str, Any] = {
-        "random_seed": seed,
-        "sequence_length": config.sequence_length,
-        "tokenizer": TokenIds(config.eod, vocab_size),
-        "reset_position_ids": config.reset_position_ids,
-        "reset_attention_mask": config.reset_attention_mask,
-        "eod_mask_loss": config.eod_mask_loss,
-        # Attention gets bounds instead: a mask would be S * S bytes a sample.
-        "create_attention_mask": False,
-        "path_to_cache": config.cache,
-        "mmap_bin_files": config.mmap_bin_files and not remote,
-        "object_storage_cache_path": config.object_storage_cache_path,
-        "num_dataset_builder_threads": config.num_dataset_builder_threads,
-    }
-    if config.is_per_split:
-        values["blend_per_split"] = [_megatrons(blends[name]) if name in blends else None for name in SPLITS]
-    else:
-        values |= {"blend": _megatrons(blends["all"]), "split": config.split}
-    fast = {name: True for name in ("fast_cache_load", "defer_npy_index_mmap") if getattr(config, name)}
-    # Megatron refuses fast_cache_load where a split divides the sources, and then reads built indices as for others.
-    afterwards = {} if config.is_per_split or not fast.pop("fast_cache_load", False) else {"fast_cache_load": True}
-    values |= fast
-    if counts is not None:
-        values["sequences_per_dataset"] = counts
+    blends = config.sources()
+    sources = _Sources(config, packs, fetch)
     as_a_lone_process = mock.patch.multiple(torch.distributed, is_initialized=lambda: False, get_rank=lambda *group: 0)
     try:
         with as_a_lone_process, _alone_in(Path(config.cache), shared=finds_built or config.fast_cache_load):
-            made = gpt_dataset_config(values)
-            vars(made).update(afterwards)
-            builder = BlendedMegatronDatasetBuilder(sources, list(sizes), lambda: True, made)
-            train, validation, test = builder.build()
+            made = _megatron_config(config, seed, vocab_size, packs)
+            train, validation, test = _Builder(sources, list(sizes), lambda: True, made).build()
     except HarnessError:
         raise
     except FileNotFoundError as error:
         raise missing_index(error) from error
     except Exception as error:
+        named = sorted({source.path for some in blends.values() for source in some})
         raise ConfigError(
             f"Megatron-Core cannot build the datasets: {type(error).__name__}: {error}",
-            where=", ".join(sorted(named)[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else ""),
+            where=", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else ""),
             fix=f"if an index in {config.cache} is damaged, remove that folder to build it again; "
             "`harness verify X.idx` checks a pair",
         ) from error
@@ -249,6 +227,43 @@ def build_corpus(
     facts = f"[{', '.join(sources.facts[source.path] for source in first)}]"
     fingerprint = str(xxhash.xxh3_128(facts.encode()).hexdigest())
     return Corpus(train, validation, test, fingerprint, json.dumps(order))
+
+
+def _megatron_config(config: CorpusConfig, seed: int, vocab_size: int, packs: dict[str, PackReader]) -> Any:
+    """Return Megatron's config of the datasets, and let its clients of object storage find the endpoint."""
+    blends, counts = config.sources(), config.counts()
+    named = {source.path for some in blends.values() for source in some}
+    is_remote = any(is_object_storage_path(path) and path not in packs for path in named)
+    if is_remote and (endpoint := s3_endpoint()):
+        # Megatron makes its own clients, here and in workers, which know the names of AWS alone.
+        os.environ.setdefault("AWS_ENDPOINT_URL_S3", endpoint)
+    values: dict[str, Any] = {
+        "random_seed": seed,
+        "sequence_length": config.sequence_length,
+        "tokenizer": TokenIds(config.eod, vocab_size),
+        "reset_position_ids": config.reset_position_ids,
+        "reset_attention_mask": config.reset_attention_mask,
+        "eod_mask_loss": config.eod_mask_loss,
+        # Attention gets bounds instead: a mask would be S * S bytes a sample.
+        "create_attention_mask": False,
+        "path_to_cache": config.cache,
+        "mmap_bin_files": config.mmap_bin_files and not is_remote,
+        "object_storage_cache_path": config.object_storage_cache_path,
+        "num_dataset_builder_threads": config.num_dataset_builder_threads,
+    }
+    if config.is_per_split:
+        values["blend_per_split"] = [_megatrons(blends[name]) if name in blends else None for name in SPLITS]
+    else:
+        values |= {"blend": _megatrons(blends["all"]), "split": config.split}
+    fast = {name: True for name in ("fast_cache_load", "defer_npy_index_mmap") if getattr(config, name)}
+    # Megatron refuses fast_cache_load where a split divides the sources, and then reads built indices as for others.
+    afterwards = {} if config.is_per_split or not fast.pop("fast_cache_load", False) else {"fast_cache_load": True}
+    values |= fast
+    if counts is not None:
+        values["sequences_per_dataset"] = counts
+    made = gpt_dataset_config(values)
+    vars(made).update(afterwards)
+    return made
 
 
 def epochs_of(dataset: Any) -> str:
@@ -408,11 +423,8 @@ def _check_pair(prefix: Path) -> None:
 
 def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
     if remote and config.object_storage_cache_path is None:
-        raise ConfigError(
-            f"{remote[0]} is in object storage, and no folder is set for a local copy of its index",
-            where="data.object_storage_cache_path",
-            fix="name a folder on this machine",
-        )
+        what = f"{remote[0]} is in object storage, and no folder is set for a local copy of its index"
+        raise ConfigError(what, where="data.object_storage_cache_path", fix="name a folder on this machine")
     in_s3 = [path for path in remote if path.startswith("s3://")]
     if in_s3 and find_spec("boto3") is None:
         raise ConfigError(

@@ -26,11 +26,11 @@ from harness.loader.live import (
     CONSUMER_FILE,
     ORDER,
     BatchPlan,
+    FolderReader,
     LiveFolder,
     LiveLoader,
     LivePosition,
     Offer,
-    RankStream,
     chunk_name,
     join_streams,
     positions_from_json,
@@ -106,7 +106,7 @@ class LiveFeed:
         reads = reader == torch.distributed.get_rank()
         self._loader = LiveLoader(
             [
-                RankStream(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
+                FolderReader(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
                 for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
                 if reads
             ],

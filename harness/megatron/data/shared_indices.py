@@ -3,18 +3,82 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from unittest import mock
+from typing import Any, TypeVar
 
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
+
+from harness.megatron.data.blocks import BlockGPTDataset
 from harness.printing import print_line
 from harness.storage import BucketFolder, ClaimStore, LocalCache, ObjectPath, leased, write_atomically
 
 _BUILDING = "_building"
 # Megatron trusts a set of indices that has one, so it is uploaded last.
 _DESCRIPTION = "-description.txt"
+
+
+T = TypeVar("T")
+# Takes what the names of a dataset's indices begin with.
+Fetch = Callable[[str], None]
+
+
+def _upload_order(name: str) -> tuple[bool, str]:
+    return name.endswith(_DESCRIPTION), name
+
+
+class _Shared:
+    """Has built indices copied before Megatron looks for them; mixed into a dataset, whose `__init__` knows the names.
+
+    Files and descriptions carry the name of the class, so each class below has that of Megatron's.
+    """
+
+    unique_description_hash: str
+
+    def __init__(self, *arguments: Any, fetch: Fetch, **options: Any) -> None:
+        self._fetch = fetch
+        super().__init__(*arguments, **options)
+
+    def _copy_indices(self) -> None:
+        if fetch := vars(self).pop("_fetch", None):  # workers get the dataset without it
+            fetch(f"{self.unique_description_hash}-{type(self).__name__}-")
+
+    def _build_document_sample_shuffle_indices(self) -> Any:
+        self._copy_indices()
+        return super()._build_document_sample_shuffle_indices()  # type: ignore[misc]
+
+    def _build_indices(self) -> Any:
+        self._copy_indices()
+        return super()._build_indices()  # type: ignore[misc]
+
+
+class SharedGPTDataset(_Shared, GPTDataset):  # type: ignore[misc]
+    """A GPTDataset with shared indices."""
+
+
+class SharedBlockGPTDataset(_Shared, BlockGPTDataset):
+    """A BlockGPTDataset with shared indices."""
+
+
+class SharedBlendedDataset(_Shared, BlendedDataset):  # type: ignore[misc]
+    """A BlendedDataset with shared indices."""
+
+
+_KINDS: dict[type, type] = {
+    GPTDataset: SharedGPTDataset,
+    BlockGPTDataset: SharedBlockGPTDataset,
+    BlendedDataset: SharedBlendedDataset,
+}
+for _base, _kind in _KINDS.items():
+    _kind.__name__ = _base.__name__
+
+
+def shared_kind(kind: type, fetch: Fetch | None) -> Any:
+    """Return a class of datasets whose indices `fetch` copies; `kind` itself if they are not shared, or it has none."""
+    return partial(_KINDS[kind], fetch=fetch) if fetch is not None and kind in _KINDS else kind
 
 
 class SharedIndices:
@@ -36,38 +100,39 @@ class SharedIndices:
         self.folder = LocalCache().folder / "index_cache" / hashlib.sha256(str(self._place).encode()).hexdigest()[:16]
 
     @contextmanager
-    def fetching(self, *, builds: bool) -> Iterator[None]:
-        """Copy indices that Megatron looks for in `folder` as it does.
+    def fetching(self, *, builds: bool) -> Iterator[Fetch]:
+        """Yield a function that copies the built indices whose names begin with a text, unless they are in `folder`.
 
         Args:
             builds: the process builds what is missing: it waits for another builder, and uploads what it has made.
         """
         if not builds:
-            with self._fetching():
-                yield
+            yield self._fetch_from(BucketFolder(self._place))
             return
         with leased(
             self._store, _BUILDING, log=lambda line: print_line(f"building indices: {line}", flush=True)
         ) as lease:
-            with self._fetching() as remote:
-                yield
+            remote = BucketFolder(self._place)
+            yield self._fetch_from(remote)
             remote.check = lease.check
             self._upload(remote)
 
-    @contextmanager
-    def _fetching(self) -> Iterator[BucketFolder]:
-        remote = BucketFolder(self._place)
-        there = set(remote.files())
-        is_file = os.path.isfile
+    def run(self, build: Callable[..., T], *, builds: bool) -> T:
+        """Return the result of `build(fetch=...)` within `fetching`."""
+        with self.fetching(builds=builds) as fetch:
+            return build(fetch=fetch)
 
-        def fetch(path: str | os.PathLike[str]) -> bool:
-            found = Path(path)
-            if found.parent == self.folder and found.name in there and not is_file(path):
-                self._download(remote, found)
-            return is_file(path)
+    def _fetch_from(self, remote: BucketFolder) -> Fetch:
+        there = sorted(remote.files(), key=_upload_order)
 
-        with mock.patch("os.path.isfile", fetch):
-            yield remote
+        def fetch(beginning: str) -> None:
+            names = [name for name in there if name.startswith(beginning)]
+            if names and names[-1].endswith(_DESCRIPTION):
+                for name in names:
+                    if not (self.folder / name).is_file():
+                        self._download(remote, self.folder / name)
+
+        return fetch
 
     def _download(self, remote: BucketFolder, path: Path) -> None:
         place = remote.place / path.name
@@ -75,6 +140,5 @@ class SharedIndices:
         write_atomically(path, blocks)
 
     def _upload(self, remote: BucketFolder) -> None:
-        names = [path.name for path in self.folder.glob("*Dataset-*")]
-        for name in sorted(names, key=lambda name: (name.endswith(_DESCRIPTION), name)):
+        for name in sorted((path.name for path in self.folder.glob("*Dataset-*")), key=_upload_order):
             remote.upload(name, self.folder / name)

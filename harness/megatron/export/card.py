@@ -40,12 +40,7 @@ print(tokenizer.decode(answer, skip_special_tokens=True))
 
 
 def model_card(
-    checkpoint: Path,
-    settings: Mapping[str, Any],
-    data: TrainedData,
-    tokens: SpecialTokens | None,
-    *,
-    is_adapter: bool,
+    checkpoint: Path, settings: Mapping[str, Any], data: TrainedData, tokens: SpecialTokens | None, *, is_adapter: bool
 ) -> str:
     """Return the text of the card.
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, ConfigError, os_errors_as
 from harness.megatron.export.card import CARD_FILE, model_card
-from harness.megatron.export.data import SpecialTokens, find_data, write_tokenizer
+from harness.megatron.export.data import SpecialTokens, TrainedData, find_data, write_tokenizer
 from harness.megatron.hf_files import INDEX_FILE, HfWeights
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_chunks, lora
@@ -93,15 +93,37 @@ def export_checkpoint(
     data = find_data(settings, progress.loader, data_paths)
     # PyTorch's layers have the weights of all others, and a CPU runs them.
     model = ModelConfig(**{**settings["model"], "attention": "torch", "fp8": "off"})
-    vocab_size = model.vocab_size
-    if vocab_size is None:
+    vocab_size = _check_choices(model, path, adapters_only=adapters_only, keep_mtp=keep_mtp)
+    base_layers = _mtp_layers(model, path) if keep_mtp else iter(())
+    with _claim(out) as writing, runtime.start("cpu"):
+        chunk = _load(model, path, vocab_size)
+        if adapters_only:
+            size = _write_adapters(chunk, model, writing)
+        else:
+            lora.merge(chunk, model)
+            size = _write_weights(chain(hf_tensors(chunk, model, vocab_size), base_layers), writing, shard_bytes)
+        tokens = write_tokenizer(data, writing, vocab_size=vocab_size)
+        config, generation = _settings_of(model, data, tokens, vocab_size, has_mtp=keep_mtp or bool(model.mtp_layers))
+        _write_json(writing / GENERATION_FILE, generation)
+        if not adapters_only:
+            _write_json(writing / CONFIG_FILE, config)
+        (writing / CARD_FILE).write_text(model_card(path, settings, data, tokens, is_adapter=adapters_only))
+        files = sorted(str(file.relative_to(writing)) for file in writing.rglob("*") if file.is_file())
+        write_checksums(writing, digest_files(writing, files))
+    exported = Exported(progress.step, *size, has_tokenizer=tokens is not None, missing=tuple(data.missing))
+    if tokens is None:
+        return exported
+    pad_token = None if tokens.pad is None else tokens.texts[tokens.pad]
+    return replace(exported, end_tokens=tuple(tokens.texts[token] for token in tokens.ends), pad_token=pad_token)
+
+
+def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_mtp: bool) -> int:
+    """Raise ConfigError where the model has nothing to write as chosen; return its vocabulary size."""
+    if model.vocab_size is None:
         raise ConfigError("the run's config.yaml has no model.vocab_size", where=str(path), fix="resume it once")
     if adapters_only and not (model.lora_rank and model.init_from):
-        raise ConfigError(
-            "the run trained all weights" if not model.lora_rank else "the adapters belong to random base weights",
-            where=str(path),
-            fix="export the whole model: leave --adapter out",
-        )
+        what = "the run trained all weights" if not model.lora_rank else "the adapters belong to random base weights"
+        raise ConfigError(what, where=str(path), fix="export the whole model: leave --adapter out")
     # Refuses a family that has none.
     is_stacked = bool(model.num_experts) and expert_names(model).are_stacked
     if adapters_only and is_stacked and {"linear_fc1", "linear_fc2"} & set(model.lora_targets):
@@ -113,61 +135,47 @@ def export_checkpoint(
     if adapters_only and keep_mtp:
         raise ConfigError("adapters have no MTP layers", where="--adapter and --mtp", fix="leave one of them out")
     if model.mtp_layers and keep_mtp:
-        raise ConfigError(
-            "the run trained its MTP layers, and every export has them", where="--mtp", fix="leave --mtp out"
-        )
-    base_layers = _mtp_layers(model, path) if keep_mtp else iter(())
-    with _claim(out) as writing, runtime.start("cpu"):
-        join(ParallelConfig(), 1)
-        device = torch.device("cpu")
-        (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=device)
-        try:
-            state = load_tree({"model": sharded_weights(chunk)}, path)
-        except CheckpointError:
-            raise
-        # Megatron and torch raise many kinds, one of which is not an Exception.
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(
-                f"the checkpoint cannot be read: {reason_of(error)}",
-                where=str(path),
-                fix="export an older checkpoint: name its folder",
-            ) from error
-        put_weights(chunk, state["model"])
-        if adapters_only:
-            num_weights, num_bytes = _write_adapters(chunk, model, writing)
-        else:
-            lora.merge(chunk, model)
-            tensors = chain(hf_tensors(chunk, model, vocab_size), base_layers)
-            num_weights, num_bytes = _write_weights(tensors, writing, shard_bytes)
-        tokens = write_tokenizer(data, writing, vocab_size=vocab_size)
-        ids = _token_ids(tokens, data.eod)
-        base = _base_settings(model)
-        if "eos_token_id" not in ids:
-            of_base = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
-            instead = f"{of_base} of {model.init_from} instead" if of_base else "generation does not end by itself"
-            data.missing.append(f"end tokens of the data: {instead}")
-        config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
-        if not (keep_mtp or model.mtp_layers):
-            config |= {name: 0 for name in MTP_SETTINGS if config.get(name)}
-        config.pop("quantization_config", None)  # the weights are written as they were trained
-        generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}
-        generation.pop("_from_model_config", None)
-        _write_json(writing / GENERATION_FILE, generation)
-        if not adapters_only:
-            _write_json(writing / CONFIG_FILE, {**config, **_of_config(ids), **_dtype(model)})
-        card = model_card(path, settings, data, tokens, is_adapter=adapters_only)
-        (writing / CARD_FILE).write_text(card)
-        files = sorted(str(file.relative_to(writing)) for file in writing.rglob("*") if file.is_file())
-        write_checksums(writing, digest_files(writing, files))
-    return Exported(
-        progress.step,
-        num_weights,
-        num_bytes,
-        has_tokenizer=tokens is not None,
-        end_tokens=tuple(tokens.texts[token] for token in tokens.ends) if tokens is not None else (),
-        pad_token=tokens.texts[tokens.pad] if tokens is not None and tokens.pad is not None else None,
-        missing=tuple(data.missing),
-    )
+        what = "the run trained its MTP layers, and every export has them"
+        raise ConfigError(what, where="--mtp", fix="leave --mtp out")
+    return model.vocab_size
+
+
+def _load(model: ModelConfig, path: Path, vocab_size: int) -> GPTModel:
+    """Return the model with the weights of a checkpoint, whole and on the CPU."""
+    join(ParallelConfig(), 1)
+    (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=torch.device("cpu"))
+    try:
+        state = load_tree({"model": sharded_weights(chunk)}, path)
+    except CheckpointError:
+        raise
+    # Megatron and torch raise many kinds, one of which is not an Exception.
+    except (Exception, CheckpointException) as error:
+        what = f"the checkpoint cannot be read: {reason_of(error)}"
+        raise CheckpointError(what, where=str(path), fix="export an older checkpoint: name its folder") from error
+    put_weights(chunk, state["model"])
+    return chunk
+
+
+def _settings_of(
+    model: ModelConfig, data: TrainedData, tokens: SpecialTokens | None, vocab_size: int, *, has_mtp: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return config.json and generation_config.json; add to `data.missing` if the data names no end tokens."""
+    base = _base_settings(model)
+    config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
+    ids = _token_ids(tokens, data.eod)
+    if "eos_token_id" not in ids:
+        of_base = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
+        instead = f"{of_base} of {model.init_from} instead" if of_base else "generation does not end by itself"
+        data.missing.append(f"end tokens of the data: {instead}")
+    generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}
+    generation.pop("_from_model_config", None)
+    if not has_mtp:
+        config |= {name: 0 for name in MTP_SETTINGS if config.get(name)}
+    config.pop("quantization_config", None)  # the weights are written as they were trained
+    # Many programs read a list of one in config.json as no number.
+    config |= {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in ids.items()}
+    # transformers 5 reads the first name, and versions before 4.56 the second alone.
+    return {**config, "dtype": model.number, "torch_dtype": model.number}, generation
 
 
 @contextmanager
@@ -269,16 +277,6 @@ def _token_ids(tokens: SpecialTokens | None, eod: int | None) -> dict[str, int |
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _of_config(ids: dict[str, int | list[int]]) -> dict[str, int | list[int]]:
-    """Return the ids for config.json, where many programs read a list of one as no number."""
-    return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in ids.items()}
-
-
-def _dtype(model: ModelConfig) -> dict[str, str]:
-    # transformers 5 writes the first name, and versions before 4.56 read the second alone.
-    return {"dtype": model.number, "torch_dtype": model.number}
-
-
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
@@ -331,11 +329,8 @@ def _mtp_layers(model: ModelConfig, where: Path) -> Iterator[tuple[str, torch.Te
                 yield name, weights.rows(name)
 
     if folder is None or not layers:
-        raise ConfigError(
-            f"the initial weights ({model.init_from or 'random ones'}) have no layers that predict further tokens",
-            where=str(where),
-            fix="leave --mtp out",
-        )
+        what = f"the initial weights ({model.init_from or 'random ones'}) have no layers that predict further tokens"
+        raise ConfigError(what, where=str(where), fix="leave --mtp out")
     return read(folder)
 
 

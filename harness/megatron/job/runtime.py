@@ -92,11 +92,7 @@ def place_in_job(name: str) -> int:
 
 @contextmanager
 def start(
-    device: str = "auto",
-    *,
-    timeout_s: float = 600.0,
-    meet_timeout_s: float | None = None,
-    deterministic: bool = False,
+    device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: float | None = None, deterministic: bool = False
 ) -> Iterator[Runtime]:
     """Join the job that the environment describes (torchrun, or a lone process), and leave it at the end.
 

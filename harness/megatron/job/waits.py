@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
@@ -51,8 +50,9 @@ class Waits:
         if self._is_gpu:
             names += [(ProcessGroup, name) for name in _EXCHANGES if hasattr(ProcessGroup, name)]
         for owner, name in names:
-            measured = self._on_stream if self._is_gpu else self._blocking
-            self._stack.enter_context(mock.patch.object(owner, name, measured(getattr(owner, name))))
+            measured, original = self._on_stream if self._is_gpu else self._blocking, getattr(owner, name)
+            self._stack.callback(setattr, owner, name, original)
+            setattr(owner, name, measured(original))
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -37,11 +37,8 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
     """
     model, is_gpu = model.on(device.type), device.type == "cuda"
     if model.fuse_weight_gradient == "on" and (missing := _why_not_added(device)):
-        raise ConfigError(
-            f"model.fuse_weight_gradient is on, and {missing}",
-            where="model.fuse_weight_gradient",
-            fix="set it to auto, which does without",
-        )
+        what = f"model.fuse_weight_gradient is on, and {missing}"
+        raise ConfigError(what, where="model.fuse_weight_gradient", fix="set it to auto, which does without")
     deterministic = torch.are_deterministic_algorithms_enabled()
     if model.fuse_cross_entropy == "on" and deterministic:
         raise ConfigError(

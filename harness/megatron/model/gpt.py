@@ -85,76 +85,16 @@ def _check_backend_variables(model: ModelConfig) -> None:
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> TransformerConfig:
     """Return Megatron's config for this model on this layout."""
     model = model.on(device.type)
-    dtype: torch.dtype = getattr(torch, model.dtype)
-    fusions = choose_fusions(model, device)
-    pipelined = parallel.pipeline_parallel_size > 1
-    interleaved = parallel.virtual_pipeline_parallel_size is not None
     kind = MLATransformerConfig if model.kv_lora_rank else TransformerConfig
     config = kind(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.head_size,
-        add_qkv_bias=model.has_qkv_bias,
-        # Megatron sums the gradients of such norms over tensor-parallel ranks, which norms over all heads divide.
-        qk_layernorm=model.has_head_norms and not model.norms_span_heads,
-        layernorm_epsilon=model.norm_epsilon,
-        init_method_std=model.init_std,
-        normalization="RMSNorm",
-        activation_func=(quick_gelu if fusions.swiglu else _clamped_gate) if model.swiglu_limit else functional.silu,
-        activation_func_clamp_value=model.swiglu_limit or None,
-        glu_linear_offset=1.0 if model.swiglu_limit else 0.0,
-        gated_linear_unit=True,
-        add_bias_linear=model.has_biases,
-        softmax_type="learnable" if model.has_sinks else "vanilla",
-        # Tokens before a token, without its own.
-        window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
-        window_attn_skip_freq=None if model.sliding_window is None else 2,
-        bias_activation_fusion=fusions.swiglu,
-        cross_entropy_loss_fusion=fusions.cross_entropy,
-        cross_entropy_fusion_impl="native",
-        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        bias_dropout_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=fusions.weight_gradient,
-        persist_layer_norm=False,
-        # Transformer Engine would otherwise overwrite the gradients of all rows but the first of a step, and use 8-bit
-        # weights again: what it does for the captured row, it does for all.
-        disable_parameter_transpose_cache=parallel.cuda_graphs,
-        attention_backend=_BACKENDS.get(model.attention, AttnBackend.auto),
-        # On a CPU the whole matrix is drawn and then cut, so that every layout starts from the same weights; on GPUs
-        # each shard is drawn in place, which large models need.
-        use_cpu_initialization=device.type == "cpu",
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=parallel.tensor_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
-        tp_comm_overlap=parallel.overlap_tensor_parallel,
-        expert_model_parallel_size=parallel.expert_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        **_layer_settings(model),
+        **_kernel_settings(model, parallel, device),
+        **_division(model, parallel, device),
         **_experts(model, parallel, device),
         **_latents(model),
         **_fp8(model, parallel, device),
         mtp_num_layers=model.mtp_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss,
-        # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, even if that is unused.
-        variable_seq_lengths=pipelined and not parallel.static_rows,
-        moe_token_dispatcher_type=_dispatcher(parallel, device) if model.num_experts else "alltoall",
-        # A stage of an interleaved pipeline of two sends to the same rank in both directions. Single exchanges stay in
-        # order; batched ones are matched by order alone, and a gradient would arrive as an activation.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
-        # Gloo may still be reading a tensor that is being sent.
-        deallocate_pipeline_outputs=pipelined and device.type == "cuda",
         calculate_per_token_loss=True,
         recompute_granularity=None if model.recompute == "none" else model.recompute,
         recompute_method="uniform" if model.recompute == "full" else None,
@@ -168,6 +108,81 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         config.yarn_mscale, config.yarn_mscale_all_dim = model.rope_mscale, model.rope_mscale_all_dim
         config.yarn_correction_range_round_to_int = FAMILIES[model.family].yarn_truncates
     return config
+
+
+def _layer_settings(model: ModelConfig) -> dict[str, Any]:
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.head_size,
+        "add_qkv_bias": model.has_qkv_bias,
+        # Megatron sums the gradients of such norms over tensor-parallel ranks, which norms over all heads divide.
+        "qk_layernorm": model.has_head_norms and not model.norms_span_heads,
+        "layernorm_epsilon": model.norm_epsilon,
+        "init_method_std": model.init_std,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": model.has_biases,
+        "softmax_type": "learnable" if model.has_sinks else "vanilla",
+        # Tokens before a token, without its own.
+        "window_size": None if model.sliding_window is None else (model.sliding_window - 1, 0),
+        "window_attn_skip_freq": None if model.sliding_window is None else 2,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+    }
+
+
+def _kernel_settings(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
+    fusions = choose_fusions(model, device)
+    return {
+        "activation_func": (quick_gelu if fusions.swiglu else _clamped_gate) if model.swiglu_limit else functional.silu,
+        "activation_func_clamp_value": model.swiglu_limit or None,
+        "glu_linear_offset": 1.0 if model.swiglu_limit else 0.0,
+        "bias_activation_fusion": fusions.swiglu,
+        "cross_entropy_loss_fusion": fusions.cross_entropy,
+        "cross_entropy_fusion_impl": "native",
+        "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": fusions.weight_gradient,
+        # Transformer Engine would otherwise overwrite the gradients of all rows but the first of a step, and use 8-bit
+        # weights again: what it does for the captured row, it does for all.
+        "disable_parameter_transpose_cache": parallel.cuda_graphs,
+        "attention_backend": _BACKENDS.get(model.attention, AttnBackend.auto),
+        # On a CPU the whole matrix is drawn and then cut, so that every layout starts from the same weights; on GPUs
+        # each shard is drawn in place, which large models need.
+        "use_cpu_initialization": device.type == "cpu",
+    }
+
+
+def _division(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
+    pipelined = parallel.pipeline_parallel_size > 1
+    interleaved = parallel.virtual_pipeline_parallel_size is not None
+    return {
+        "tensor_model_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+        "tp_comm_overlap": parallel.overlap_tensor_parallel,
+        "expert_model_parallel_size": parallel.expert_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, even if that is unused.
+        "variable_seq_lengths": pipelined and not parallel.static_rows,
+        "moe_token_dispatcher_type": _dispatcher(parallel, device) if model.num_experts else "alltoall",
+        # A stage of an interleaved pipeline of two sends to the same rank in both directions. Single exchanges stay in
+        # order; batched ones are matched by order alone, and a gradient would arrive as an activation.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # Gloo may still be reading a tensor that is being sent.
+        "deallocate_pipeline_outputs": pipelined and device.type == "cuda",
+    }
 
 
 def _dispatcher(parallel: ParallelConfig, device: torch.device) -> str:
@@ -299,9 +314,7 @@ def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine
         )
         return _with_attention(layer, model, transformer_engine=True)
     layer = get_gpt_layer_local_spec(
-        normalization="RMSNorm",
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm", qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
     )
     layer = _with_attention(layer, model, transformer_engine=False)
     stage = {"vp_stage": vp_stage} if compat.accepts(get_num_layers_to_build, "vp_stage") else {}
@@ -368,45 +381,26 @@ def build_chunks(
         model.seed, use_cudagraphable_rng=by_generators, force_reset_rng=by_generators
     )
     torch.manual_seed(model.seed)
-    chunks = []
-    num_chunks = parallel.virtual_pipeline_parallel_size or 1
-    for chunk in range(num_chunks):
-        vp_stage = chunk if num_chunks > 1 else None
-        with_engine = engine_layers(model, parallel, device)
-        layers = _layers(model, config, transformer_engine=with_engine, vp_stage=vp_stage)
-        further: dict[str, Any] = {}
-        if model.mtp_layers:
-            made = predicting_layers(config, layers, transformer_engine=with_engine, vp_stage=vp_stage)
-            further = {"mtp_block_spec": made}
-        chunks.append(
-            (PredictingModel if model.mtp_layers else GPTModel)(
-                config=config,
-                transformer_layer_spec=layers,
-                **further,
-                vocab_size=padded_vocab_size(vocab_size),
-                max_sequence_length=model.max_sequence_length,
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                share_embeddings_and_output_weights=model.tie_embeddings,
-                position_embedding_type="yarn" if hasattr(config, "yarn_mscale") else "rope",
-                rotary_percent=FAMILIES[model.family].rotated_part,
-                rotary_base=model.rotary_base,
-                rope_scaling=model.rope_scaling == "llama3",
-                rope_scaling_factor=model.rope_scaling_factor,
-                seq_len_interpolation_factor=model.rope_scaling_factor if model.rope_scaling == "linear" else None,
-                vp_stage=vp_stage,
-            ).to(device)
-        )
-    for chunk in chunks if model.num_experts else ():
-        prepare_experts(chunk, model, device)
-    for chunk in chunks if model.kv_lora_rank else ():
-        _share_angles(chunk)
-    if model.init_from is not None:
-        for chunk in chunks:
+    stages = range(parallel.virtual_pipeline_parallel_size or 1)
+    chunks = [
+        _build_chunk(
+            model,
+            config,
+            vp_stage=stage if len(stages) > 1 else None,
+            vocab_size=padded_vocab_size(vocab_size),
+            with_engine=engine_layers(model, parallel, device),
+        ).to(device)
+        for stage in stages
+    ]
+    shard = TensorShard(parallel_state.get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
+    for chunk in chunks:
+        if model.num_experts:
+            prepare_experts(chunk, model, device)
+        if model.kv_lora_rank:
+            _share_angles(chunk)
+        if model.init_from is not None:
             _hide_padding(chunk, vocab_size)
-    if model.lora_rank:
-        shard = TensorShard(parallel_state.get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
-        for chunk in chunks:
+        if model.lora_rank:
             add_adapters(chunk, model, shard, device)
     if not config.bf16:
         return chunks
@@ -415,6 +409,32 @@ def build_chunks(
         if router.expert_bias is not None:  # small changes of it would be lost
             router.expert_bias.data = router.expert_bias.data.float()
     return chunks
+
+
+def _build_chunk(
+    model: ModelConfig, config: TransformerConfig, *, vp_stage: int | None, vocab_size: int, with_engine: bool
+) -> GPTModel:
+    layers = _layers(model, config, transformer_engine=with_engine, vp_stage=vp_stage)
+    further = None
+    if model.mtp_layers:
+        further = predicting_layers(config, layers, transformer_engine=with_engine, vp_stage=vp_stage)
+    return (PredictingModel if model.mtp_layers else GPTModel)(
+        config=config,
+        transformer_layer_spec=layers,
+        mtp_block_spec=further,
+        vocab_size=vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="yarn" if hasattr(config, "yarn_mscale") else "rope",
+        rotary_percent=FAMILIES[model.family].rotated_part,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.rope_scaling == "llama3",
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rope_scaling_factor if model.rope_scaling == "linear" else None,
+        vp_stage=vp_stage,
+    )
 
 
 def _share_angles(chunk: GPTModel) -> None:
@@ -444,11 +464,8 @@ def _has_graphs(device: torch.device) -> bool:
 def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> None:
     """Raise ConfigError where the pass of a row cannot be captured; variables are read when NCCL connects."""
     if not _has_graphs(device):
-        raise ConfigError(
-            f"parallel.cuda_graphs is true, and the run is on a {device.type}",
-            where="parallel.cuda_graphs",
-            fix="parallel.cuda_graphs=false",
-        )
+        what = f"parallel.cuda_graphs is true, and the run is on a {device.type}"
+        raise ConfigError(what, where="parallel.cuda_graphs", fix="parallel.cuda_graphs=false")
     if engine_layers(model, parallel, device) and compat.engine_compares_bounds():
         raise ConfigError(
             f"parallel.cuda_graphs is true, and megatron-core {compat.MEGATRON_VERSION} cannot tell this version of "

@@ -26,11 +26,8 @@ def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, device: torc
     if here is not None and ranks > int(here):
         reason = f"{ranks} tensor-parallel ranks are on several nodes of {here}, which NVLink does not connect"
     if reason:
-        raise ConfigError(
-            f"parallel.overlap_tensor_parallel is true, and {reason}",
-            where="parallel.overlap_tensor_parallel",
-            fix="parallel.overlap_tensor_parallel=false",
-        )
+        what = f"parallel.overlap_tensor_parallel is true, and {reason}"
+        raise ConfigError(what, where="parallel.overlap_tensor_parallel", fix="parallel.overlap_tensor_parallel=false")
     from transformer_engine.pytorch.module import base
 
     if base._ub_communicators is not None:

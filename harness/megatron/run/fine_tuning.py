@@ -129,11 +129,8 @@ def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrain
             fix="set it to the size of the tokenizer that made the dataset",
         )
     if wanted is not None and stored is not None and wanted < stored:
-        raise ConfigError(
-            f"model.vocab_size is {wanted:,}, and the dataset's tokenizer has {stored:,} tokens",
-            where=where,
-            fix=f"set model.vocab_size to {stored} or more, or leave it null",
-        )
+        what = f"model.vocab_size is {wanted:,}, and the dataset's tokenizer has {stored:,} tokens"
+        raise ConfigError(what, where=where, fix=f"set model.vocab_size to {stored} or more, or leave it null")
     return wanted or stored or 0
 
 

@@ -203,13 +203,7 @@ def _rehearse_rank(
         tokens = _tokens(model, parallel)
         padded = _SEQUENCES * tokens if parallel.static_rows else None
         step = MegatronStep.build(
-            model,
-            parallel,
-            layout,
-            device=job.device,
-            vocab_size=_VOCABULARY,
-            pad_rows_to=padded,
-            optimizer=optimizer,
+            model, parallel, layout, device=job.device, vocab_size=_VOCABULARY, pad_rows_to=padded, optimizer=optimizer
         )
         ids = np.arange(tokens + 1, dtype=np.int32) % _VOCABULARY
         mask = np.r_[np.ones(tokens, np.uint8), np.zeros(1, np.uint8)]

@@ -469,11 +469,8 @@ def _check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
         before = yaml.safe_load((folder / "config.yaml").read_text())["model"]
         check_same_adapters(config.model, before, str(folder))
     if progress.step > config.trainer.last_step:
-        raise ConfigError(
-            f"{progress.step} steps are done, and trainer.steps is {config.trainer.steps}",
-            where=str(newest),
-            fix=f"trainer.steps={progress.step} or more, or start a new run",
-        )
+        what = f"{progress.step} steps are done, and trainer.steps is {config.trainer.steps}"
+        raise ConfigError(what, where=str(newest), fix=f"trainer.steps={progress.step} or more, or start a new run")
     return progress
 
 

@@ -6,6 +6,7 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from harness.parity.result import CellResult, ParityReport, Series
@@ -122,76 +123,90 @@ def differences(reference: Series, run: Series, column: str) -> tuple[list[int],
     return steps, values
 
 
-def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
-    """Return every chart that has something to show."""
-    cells = {cell.name: cell for cell in report.cells}
-    styles = styles_of(report)
-    # What differs lies above what does not.
-    drawn = sorted(
-        (cells[name] for name in styles), key=lambda cell: (cell.reference is not None, cell.status != "same")
-    )
-    points = max(100, POINTS // max(1, len(drawn)))
-    longest = max((len(cell.series.step) for cell in drawn), default=0)
-    thinned = f" Of every {-(-2 * longest // points)} steps the lowest and the highest are drawn." * (longest > points)
+class _Traces:
+    """Draws the cells of a report that made a step, each in its style and at no more points than a page can hold."""
 
-    def trace(cell: CellResult, steps: Sequence[int], values: Values, **changed: Any) -> dict[str, Any] | None:
-        kept_steps, kept = thin(steps, values, points)
+    def __init__(self, report: ParityReport, pool: Pool) -> None:
+        self._pool, self._styles = pool, styles_of(report)
+        self._cells = {cell.name: cell for cell in report.cells}
+        # What differs lies above what does not.
+        cells = [self._cells[name] for name in self._styles]
+        self.drawn = sorted(cells, key=lambda cell: (cell.reference is not None, cell.status != "same"))
+        self.points = max(100, POINTS // max(1, len(self.drawn)))
+
+    def _trace(self, cell: CellResult, steps: Sequence[int], values: Values, **changed: Any) -> list[dict[str, Any]]:
+        """Return the trace of one cell; none if it has no value to show."""
+        kept_steps, kept = thin(steps, values, self.points)
         if all(value is None for value in kept):
-            return None
-        return {
+            return []
+        trace = {
             "name": plain(cell.name),
-            "x": pool.add(kept_steps),
-            "y": pool.add(kept),
+            "x": self._pool.add(kept_steps),
+            "y": self._pool.add(kept),
             "mode": "lines+markers" if len(kept) == 1 else "lines",
-            "line": styles[cell.name],
+            "line": self._styles[cell.name],
             "opacity": 0.5 if cell.reference is None else 1,
             "meta": cell.name,
-        } | changed
+        }
+        return [trace | changed]
 
-    def column(name: str, **changed: Any) -> list[dict[str, Any]]:
-        traces = [trace(cell, cell.series.step, getattr(cell.series, name), **changed) for cell in drawn]
-        return [drawn_trace for drawn_trace in traces if drawn_trace is not None]
+    def column(self, name: str, **changed: Any) -> list[dict[str, Any]]:
+        traces = (self._trace(cell, cell.series.step, getattr(cell.series, name), **changed) for cell in self.drawn)
+        return [*chain.from_iterable(traces)]
 
-    def apart(name: str) -> list[dict[str, Any]]:
+    def apart(self, name: str) -> list[dict[str, Any]]:
+        """Return the differences of cells from their references."""
         traces = []
-        for cell in drawn:
-            other = cells.get(cell.reference or "")
+        for cell in self.drawn:
+            other = self._cells.get(cell.reference or "")
             if other is not None:
                 steps, values = differences(other.series, cell.series, name)
-                traces.append(trace(cell, steps, [None if value is None else max(value, FLOOR) for value in values]))
-        return [drawn_trace for drawn_trace in traces if drawn_trace is not None]
+                floored = [None if value is None else max(value, FLOOR) for value in values]
+                traces += self._trace(cell, steps, floored)
+        return traces
 
-    def dotted(name: str, label: str) -> list[dict[str, Any]]:
-        traces = column(name)
+    def dotted(self, name: str, label: str) -> list[dict[str, Any]]:
+        traces = self.column(name)
         for dots in traces:
             dots |= {"name": f"{dots['name']}, {label}", "line": dots["line"] | {"dash": "dot"}}
         return traces
 
-    validation = column("validation_loss", mode="markers", marker={"symbol": "diamond-open", "size": 8})
-    for marks in validation:
-        marks |= {"name": f"{marks['name']}, validation", "marker": marks["marker"] | {"color": marks["line"]["color"]}}
-    made = [step for cell in drawn for step in cell.series.step]
+    def validation(self) -> list[dict[str, Any]]:
+        traces = self.column("validation_loss", mode="markers", marker={"symbol": "diamond-open", "size": 8})
+        for marks in traces:
+            color = {"color": marks["line"]["color"]}
+            marks |= {"name": f"{marks['name']}, validation", "marker": marks["marker"] | color}
+        return traces
+
+
+def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
+    """Return every chart that has something to show."""
+    traces = _Traces(report, pool)
+    made = [step for cell in traces.drawn for step in cell.series.step]
     ends = (min(made, default=0), max(made, default=0))
-    hover = "x unified" if len(drawn) <= _MOST_TOGETHER else "closest"
+    hover = "x unified" if len(traces.drawn) <= _MOST_TOGETHER else "closest"
+    points, longest = traces.points, max((len(cell.series.step) for cell in traces.drawn), default=0)
+    thinned = f" Of every {-(-2 * longest // points)} steps the lowest and the highest are drawn." * (longest > points)
 
     def chart(name: str, title: str, note: str, traces: list[dict[str, Any]], y_title: str, y_format: str) -> Chart:
         return Chart(name, title, note + thinned, traces, _layout(y_title, y_format, hover, ends))
 
+    validation = traces.validation()
     note = "Mean of a trained token, nats; references are thick and gray, diamonds are validation."
-    charts = [chart("loss", "Loss", note, column("loss") + validation, "loss", ".6f")]
+    charts = [chart("loss", "Loss", note, traces.column("loss") + validation, "loss", ".6f")]
     for name, title in (("loss", "Loss"), ("grad_norm", "Gradient norm")):
         note = "Relative, on a logarithmic scale; 0 is bit-identical, dashed lines are tolerances."
         title = f"{title}: difference from the reference"  # noqa: PLW2901
-        linear = chart(f"{name}-difference", title, note, apart(name), "", "")
+        linear = chart(f"{name}-difference", title, note, traces.apart(name), "", "")
         charts.append(replace(linear, layout=linear.layout | _log_axis(report, name), is_log=True))
     note = "Share of the rows that holds tokens, per step."
-    charts.append(chart("fill", "Fill", note, column("fill"), "fill", ".2%"))
+    charts.append(chart("fill", "Fill", note, traces.column("fill"), "fill", ".2%"))
     note = "Busiest data-parallel rank over the mean, per step; 1 is even. Lines are attention cost, dots are tokens."
-    traces = column("imbalance_cost") + dotted("imbalance_tokens", "tokens")
-    charts.append(chart("imbalance", "Imbalance", note, traces, "busiest / mean", ".4f"))
+    both = traces.column("imbalance_cost") + traces.dotted("imbalance_tokens", "tokens")
+    charts.append(chart("imbalance", "Imbalance", note, both, "busiest / mean", ".4f"))
     note = "Seconds on the clock; dots are the wait for data within them. Cells that ran side by side share a machine."
-    traces = column("step_s") + dotted("data_wait_s", "waiting")
-    charts.append(chart("time", "Time of a step", note, traces, "seconds", ".3f"))
+    both = traces.column("step_s") + traces.dotted("data_wait_s", "waiting")
+    charts.append(chart("time", "Time of a step", note, both, "seconds", ".3f"))
     return [drawn_chart for drawn_chart in charts if drawn_chart.traces]
 
 

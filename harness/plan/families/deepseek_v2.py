@@ -25,10 +25,5 @@ def _write(model: Any) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "deepseek_v2",
-    "DeepseekV2ForCausalLM",
-    has_latents=True,
-    experts=latent.expert_names(),
-    read=_read,
-    write=_write,
+    "deepseek_v2", "DeepseekV2ForCausalLM", has_latents=True, experts=latent.expert_names(), read=_read, write=_write
 )

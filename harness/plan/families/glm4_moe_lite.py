@@ -23,10 +23,7 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
 
 def _write(model: Any) -> dict[str, Any]:
     sparse = model.num_layers - model.dense_layers
-    return {
-        **deepseek_v3.FAMILY.write(model),
-        "mlp_layer_types": ["dense"] * model.dense_layers + ["sparse"] * sparse,
-    }
+    return {**deepseek_v3.FAMILY.write(model), "mlp_layer_types": ["dense"] * model.dense_layers + ["sparse"] * sparse}
 
 
 FAMILY = Family(

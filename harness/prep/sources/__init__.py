@@ -13,18 +13,18 @@ from harness.prep.sources.config import SourceConfig
 
 if TYPE_CHECKING:
     from harness.prep.sources.finding import SourceFiles, find_files, list_files
-    from harness.prep.sources.reading import Chunk, Shard, cut_shards, read_chunks, read_shard
+    from harness.prep.sources.reading import SourceChunk, SourceShard, cut_shards, read_chunks, read_shard
     from harness.prep.sources.schema import SourceSchema, find_schema, unread_columns
     from harness.prep.sources.tables import check_expansion, check_pages, open_parquet
     from harness.prep.sources.text import MAX_RECORD_BYTES
 
 __all__ = [
     "MAX_RECORD_BYTES",
-    "Chunk",
-    "Shard",
+    "SourceChunk",
     "SourceConfig",
     "SourceFiles",
     "SourceSchema",
+    "SourceShard",
     "check_expansion",
     "check_pages",
     "cut_shards",
@@ -42,7 +42,7 @@ __getattr__ = names_on_first_use(
     __name__,
     {
         **dict.fromkeys(("SourceFiles", "find_files", "list_files"), "finding"),
-        **dict.fromkeys(("Chunk", "Shard", "cut_shards", "read_chunks", "read_shard"), "reading"),
+        **dict.fromkeys(("SourceChunk", "SourceShard", "cut_shards", "read_chunks", "read_shard"), "reading"),
         **dict.fromkeys(("SourceSchema", "find_schema", "unread_columns"), "schema"),
         "MAX_RECORD_BYTES": "text",
         **dict.fromkeys(("check_expansion", "check_pages", "open_parquet"), "tables"),

@@ -32,6 +32,8 @@ _FIX_OFFLINE = "download it where there is a network (`hf download NAME --repo-t
 _FIX_OFFLINE += "and name the folder in source.path"
 
 T = TypeVar("T")
+# Files to read, and the subset and split that they are if there are several.
+Chosen = tuple[list[str], dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -118,15 +120,7 @@ def fetch(
         PrepError: there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
         ConfigError: huggingface_hub is not installed.
     """
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        missing = f"there is no such local path, and {error.name} is not installed"
-        what = missing if place.is_id else f"{error.name} is not installed"
-        raise ConfigError(what, where=str(place), fix="check the path, or pip install '.[tokenize]'") from error
-    # Read by huggingface_hub when it is first imported, which may have been before it was set.
-    endpoint = os.environ.get("HF_ENDPOINT") or None
-    api = huggingface_hub.HfApi(endpoint=endpoint)
+    api = _client(place)
     with _Errors(place):
         info = api.dataset_info(place.name, revision=place.revision or None, timeout=_ANSWER_S)
     revision = str(info.sha)
@@ -146,33 +140,42 @@ def fetch(
         what = f"the dataset has no files that end in {' '.join(sorted(suffixes))}"
         fix = f"try hf://datasets/{place.name}@refs/convert/parquet, which is the hub's own Parquet of it"
         raise PrepError(what, where=str(place), fix=fix)
-    chosen, facts = _choose(place, data, _card_configs(info), split, subset)
+    wanted = place.inner or split  # an address that no file matches ends with a split
+    by_card = partial(_by_card, place, data, _card_configs(info), wanted, subset)
+    chosen, named = _by_path(place, data, split) or by_card() or _by_names(place, data, wanted)
     kinds = sorted({PurePosixPath(name).suffix.lower() for name in chosen})
     if len(kinds) > 1:
         what = f"the files are of several kinds ({' '.join(kinds)}), which may hold the same records twice"
-        raise PrepError(
-            what, where=str(place), fix=f"name those of one kind: hf://datasets/{place.name}/**/*{kinds[0]}"
-        )
-    facts = {"dataset": place.name, "revision": revision, **facts}
+        fix = f"name those of one kind: hf://datasets/{place.name}/**/*{kinds[0]}"
+        raise PrepError(what, where=str(place), fix=fix)
     total = sum(sizes[name] for name in chosen)
-    parts = "".join(f", {key} {facts[key]}" for key in ("subset", "split") if key in facts)
+    parts = "".join(f", {key} {named[key]}" for key in ("subset", "split") if key in named)
     show(f"dataset {place.name} of the hub at {revision[:12]}{parts}: {len(chosen):,} files, {total / 1e6:,.1f} MB")
-    unread = tuple(name for name in data if name not in set(chosen))
-    paths = []
-    for name in chosen:
-        moved: list[None] = []
-        download = partial(
-            huggingface_hub.hf_hub_download,
-            place.name,
-            name,
-            repo_type="dataset",
-            revision=revision,
-            endpoint=endpoint,
-            tqdm_class=_quiet_progress(moved),
-        )
-        with _Errors(place, name):
-            paths.append(Path(_within(_STALL_S, download, moved)))
-    return HubFiles(tuple(paths), tuple(chosen), facts, unread)
+    paths = tuple(_download(api, place, name, revision) for name in chosen)
+    facts = {"dataset": place.name, "revision": revision, **named}
+    return HubFiles(paths, tuple(chosen), facts, tuple(name for name in data if name not in set(chosen)))
+
+
+def _client(place: HubName) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        missing = f"there is no such local path, and {error.name} is not installed"
+        what = missing if place.is_id else f"{error.name} is not installed"
+        raise ConfigError(what, where=str(place), fix="check the path, or pip install '.[tokenize]'") from error
+    # Read by huggingface_hub when it is first imported, which may have been before it was set.
+    return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+
+
+def _download(api: Any, place: HubName, name: str, revision: str) -> Path:
+    """Return a file of the dataset in the cache, downloaded if it is not there."""
+    from huggingface_hub import hf_hub_download
+
+    moved: list[None] = []
+    settings = {"revision": revision, "endpoint": api.endpoint, "tqdm_class": _quiet_progress(moved)}
+    download = partial(hf_hub_download, place.name, name, repo_type="dataset", **settings)
+    with _Errors(place, name):
+        return Path(_within(_STALL_S, download, moved))
 
 
 def _list(api: Any, name: str, revision: str) -> dict[str, int]:
@@ -200,45 +203,49 @@ def _card_configs(info: Any) -> list[dict[str, Any]]:
     return [one for one in found if "data_files" in one or "data_dir" in one]
 
 
-def _choose(
-    place: HubName, data: Sequence[str], configs: Sequence[Mapping[str, Any]], split: str, subset: str
-) -> tuple[list[str], dict[str, str]]:
-    """Return the files to read, and the subset and split that they are if there are several."""
+def _by_path(place: HubName, data: Sequence[str], split: str) -> Chosen | None:
+    """Choose what the address names; None if it names all files, or none and may end with the name of a split."""
     where, inner = str(place), place.inner
-    if inner:
-        pattern = glob_pattern(inner)
-        matching = [name for name in data if (pattern.fullmatch(name) if is_glob(inner) else name == inner)]
-        if matching:
-            return matching, {}
-        below = [name for name in data if name.startswith(f"{inner}/")]
-        if below:
-            chosen, named = choose_split(below, split, where=where, loosely=True)
-            return chosen, {"split": named} if named else {}
-        if is_glob(inner) or "/" in inner or "." in inner or (split and split != inner):
-            what = f"no file of the dataset matches {inner}; there are {', '.join(data[:5])}"
-            raise PrepError(what + (", ..." if len(data) > 5 else ""), where=where, fix="check the address")
-        split = inner
-    if configs:
-        names = [str(one["config_name"]) for one in configs]
-        defaults = [one for one in configs if one.get("default") or one["config_name"] == "default"]
-        config = next((one for one in configs if one["config_name"] == subset), None) if subset else None
-        if subset and config is None:
-            what = f"there is no subset {subset!r}, only {', '.join(names)}"
-            raise PrepError(what, where=where, fix="change source.subset")
-        if config is None:
-            if len(configs) > 1 and not defaults:
-                what = f"the dataset has the subsets {', '.join(names)}"
-                raise PrepError(what, where=where, fix=f"name one, such as source.subset={names[0]}")
-            config = defaults[0] if defaults else configs[0]
-        facts = {"subset": str(config["config_name"])} if len(configs) > 1 else {}
-        splits = _card_splits(config, data)
-        chosen, named = _choose_named(splits, split, where)
-        return chosen, facts | ({"split": named} if named else {})
-    if subset:
-        raise PrepError(
-            "the dataset's card defines no subsets", where=where, fix="omit source.subset, or name a folder"
-        )
-    chosen, named = choose_split(data, split, where=where, loosely=True)
+    if not inner:
+        return None
+    pattern = glob_pattern(inner)
+    if matching := [name for name in data if (pattern.fullmatch(name) if is_glob(inner) else name == inner)]:
+        return matching, {}
+    if below := [name for name in data if name.startswith(f"{inner}/")]:
+        return _by_names(place, below, split)
+    if is_glob(inner) or "/" in inner or "." in inner or (split and split != inner):
+        what = f"no file of the dataset matches {inner}; there are {', '.join(data[:5])}"
+        raise PrepError(what + (", ..." if len(data) > 5 else ""), where=where, fix="check the address")
+    return None
+
+
+def _by_card(
+    place: HubName, data: Sequence[str], configs: Sequence[Mapping[str, Any]], split: str, subset: str
+) -> Chosen | None:
+    """Choose a subset of the dataset's card and its split; None if the card defines none and none is wanted."""
+    where, by_name = str(place), {str(one["config_name"]): one for one in reversed(configs)}
+    if not configs and subset:
+        fix = "omit source.subset, or name a folder"
+        raise PrepError("the dataset's card defines no subsets", where=where, fix=fix)
+    if not configs:
+        return None
+    names = [str(one["config_name"]) for one in configs]
+    if subset and subset not in by_name:
+        what = f"there is no subset {subset!r}, only {', '.join(names)}"
+        raise PrepError(what, where=where, fix="change source.subset")
+    defaults = [one for one in configs if one.get("default") or one["config_name"] == "default"]
+    if len(configs) > 1 and not defaults and not subset:
+        what = f"the dataset has the subsets {', '.join(names)}"
+        raise PrepError(what, where=where, fix=f"name one, such as source.subset={names[0]}")
+    config = by_name[subset] if subset else [*defaults, *configs][0]
+    facts = {"subset": str(config["config_name"])} if len(configs) > 1 else {}
+    chosen, named = _choose_named(_card_splits(config, data), split, where)
+    return chosen, facts | ({"split": named} if named else {})
+
+
+def _by_names(place: HubName, data: Sequence[str], split: str) -> Chosen:
+    """Choose the files whose names have the split."""
+    chosen, named = choose_split(data, split, where=str(place), loosely=True)
     return chosen, {"split": named} if named else {}
 
 

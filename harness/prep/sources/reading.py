@@ -55,7 +55,7 @@ def is_compressed(file: Place) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class SourceChunk:
     """Consecutive records of one file, not yet parsed.
 
     Attributes:
@@ -88,14 +88,14 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class SourceShard:
     """Consecutive records of one file that are prepared as one unit.
 
     Attributes:
         path: the file.
-        first: number of the first record, as in `Chunk`.
+        first: number of the first record, as in `SourceChunk`.
         start, end: byte range of the file that holds the records.
-        unit: as in `Chunk`.
+        unit: as in `SourceChunk`.
         row_groups: first and past-the-end row group of a Parquet file; None for other files.
         limit: maximum number of records, blank lines not counted; None for all.
         reader: parser of the records, which also says what columns of a table are read.
@@ -117,7 +117,7 @@ class Shard:
 
 def cut_shards(
     files: Iterable[Place], *, shard_bytes: int, limit: int = 0, reader: RecordReader | None = None
-) -> list[Shard]:
+) -> list[SourceShard]:
     """Divide files into shards of about `shard_bytes`, in order; compressed and Arrow files are one shard each.
 
     Scans large JSONL files for line ends and JSON lists for items, so that each shard knows the number of its first
@@ -145,20 +145,20 @@ def cut_shards(
     return kept
 
 
-def _cut(file: Place, shard_bytes: int) -> Iterator[Shard]:
+def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
     try:
         size = stamp_of(file).num_bytes
         suffix = suffix_of(file)
         if suffix in PARQUET_SUFFIXES:
             for first, start, end, groups in cut_parquet(file, size, shard_bytes):
-                yield Shard(str(file), first, start, end, ROW, groups)
+                yield SourceShard(str(file), first, start, end, ROW, groups)
             return
         if suffix in ARROW_SUFFIXES:
-            yield Shard(str(file), 0, 0, size, ROW)
+            yield SourceShard(str(file), 0, 0, size, ROW)
             return
         unit = find_unit(file, is_json=suffix in JSON_SUFFIXES)
         if is_compressed(file) or size <= shard_bytes:
-            yield Shard(str(file), 0 if unit == ITEM else 1, 0, size, unit)
+            yield SourceShard(str(file), 0 if unit == ITEM else 1, 0, size, unit)
         elif unit == ITEM:
             yield from _cut_items(file, size, shard_bytes)
         else:
@@ -167,7 +167,7 @@ def _cut(file: Place, shard_bytes: int) -> Iterator[Shard]:
         raise _unreadable(str(file), error) from error
 
 
-def _cut_lines(file: Place, size: int, shard_bytes: int) -> Iterator[Shard]:
+def _cut_lines(file: Place, size: int, shard_bytes: int) -> Iterator[SourceShard]:
     start, first = 0, 1
     with open_stream(file) as source:
         while start < size:
@@ -178,22 +178,22 @@ def _cut_lines(file: Place, size: int, shard_bytes: int) -> Iterator[Shard]:
                 left -= len(block)
             rest = source.readline()
             end = source.tell()
-            yield Shard(str(file), first, start, end)
+            yield SourceShard(str(file), first, start, end)
             start, first = end, first + lines + bool(rest)
 
 
-def _cut_items(file: Place, size: int, shard_bytes: int) -> Iterator[Shard]:
+def _cut_items(file: Place, size: int, shard_bytes: int) -> Iterator[SourceShard]:
     start, first = 0, 0
     with open_stream(file) as source:
         for number, items in read_items(file, source, 0):
             for at, (offset, _) in enumerate(items, start=number):
                 if at > first and offset - start >= shard_bytes:
-                    yield Shard(str(file), first, start, offset, ITEM)
+                    yield SourceShard(str(file), first, start, offset, ITEM)
                     start, first = offset, at
-    yield Shard(str(file), first, start, size, ITEM)
+    yield SourceShard(str(file), first, start, size, ITEM)
 
 
-def read_shard(shard: Shard) -> Iterator[Chunk]:
+def read_shard(shard: SourceShard) -> Iterator[SourceChunk]:
     """Yield the records of a shard, about 256 KiB or 1,024 rows at a time.
 
     Raises:
@@ -202,7 +202,7 @@ def read_shard(shard: Shard) -> Iterator[Chunk]:
     return _limited(_read(shard), shard.limit)
 
 
-def read_chunks(files: Iterable[Place], *, limit: int = 0, reader: RecordReader | None = None) -> Iterator[Chunk]:
+def read_chunks(files: Iterable[Place], *, limit: int = 0, reader: RecordReader | None = None) -> Iterator[SourceChunk]:
     """Yield the records of whole files in order, like `read_shard`.
 
     Args:
@@ -215,7 +215,7 @@ def read_chunks(files: Iterable[Place], *, limit: int = 0, reader: RecordReader 
     return _limited((chunk for shard in shards for chunk in _read(replace(shard, reader=reader))), limit or None)
 
 
-def _limited(chunks: Iterator[Chunk], left: int | None) -> Iterator[Chunk]:
+def _limited(chunks: Iterator[SourceChunk], left: int | None) -> Iterator[SourceChunk]:
     if left is None:
         yield from chunks
         return
@@ -233,9 +233,9 @@ def _is_blank(record: object) -> bool:
     return isinstance(record, bytes) and not record.strip()
 
 
-def _read(shard: Shard) -> Iterator[Chunk]:
+def _read(shard: SourceShard) -> Iterator[SourceChunk]:
     """Yield the records of a shard; an error names the last record before it."""
-    last: Chunk | None = None
+    last: SourceChunk | None = None
     try:
         for chunk in _open(shard):
             yield replace(chunk, reader=shard.reader)
@@ -250,17 +250,17 @@ def _unreadable(where: str, error: Exception) -> PrepError:
     return PrepError(f"the file cannot be read: {error}", where=where, fix=fix)
 
 
-def _open(shard: Shard) -> Iterator[Chunk]:
+def _open(shard: SourceShard) -> Iterator[SourceChunk]:
     file, path = parse_place(shard.path), shard.path
     suffix = suffix_of(file)
     if suffix in PARQUET_SUFFIXES:
         size = stamp_of(file).num_bytes
         for first, rows, num_bytes in read_parquet(file, size, shard.reader, shard.row_groups, shard.first):
-            yield Chunk(path, ROW, first, rows, num_bytes)
+            yield SourceChunk(path, ROW, first, rows, num_bytes)
         return
     if suffix in ARROW_SUFFIXES:
         for first, rows, num_bytes in read_arrow(file, shard.end, shard.reader):
-            yield Chunk(path, ROW, first, rows, num_bytes)
+            yield SourceChunk(path, ROW, first, rows, num_bytes)
         return
     with open_text(file) as (stream, source):
         packed = is_compressed(file)
@@ -276,7 +276,7 @@ def _open(shard: Shard) -> Iterator[Chunk]:
         for first, lines in records:
             # A list is read ahead of its items, beyond the end of the shard.
             at = min(source.tell(), shard.end)
-            yield Chunk(path, shard.unit, first, lines, at - before)
+            yield SourceChunk(path, shard.unit, first, lines, at - before)
             before = at
 
 

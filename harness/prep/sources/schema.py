@@ -14,7 +14,7 @@ from harness.prep.sources.reading import (
     ARROW_SUFFIXES,
     JSON_SUFFIXES,
     PARQUET_SUFFIXES,
-    Chunk,
+    SourceChunk,
     for_each_file,
     read_chunks,
     suffix_of,
@@ -101,7 +101,7 @@ def holds_chats(file: Place, source: SourceConfig) -> bool:
     return isinstance(record, Mapping) and bool(reader.columns_to_read(map(str, record)))
 
 
-def _first_chunks(file: Place, reader: RecordReader, limit: int) -> Iterator[Chunk]:
+def _first_chunks(file: Place, reader: RecordReader, limit: int) -> Iterator[SourceChunk]:
     return (chunk for chunk in read_chunks([file], limit=limit, reader=reader) if chunk.records)
 
 

@@ -50,11 +50,8 @@ def _token_id(tokenizer: Any, text: str) -> int:
     ids = tokenizer.encode(text, add_special_tokens=False)
     known = tokenizer.get_added_vocab().get(text, ids[0] if len(ids) == 1 else None)
     if known is None:
-        raise ConfigError(
-            f"the end token {text!r} is {len(ids)} tokens of this tokenizer",
-            where=str(tokenizer.name_or_path),
-            fix="name the tokenizer that made the dataset",
-        )
+        what = f"the end token {text!r} is {len(ids)} tokens of this tokenizer"
+        raise ConfigError(what, where=str(tokenizer.name_or_path), fix="name the tokenizer that made the dataset")
     return int(known)
 
 

@@ -387,11 +387,8 @@ class Masker:
         for switch in ({}, *({name: value} for name, value in _KEEPING_SWITCHES if name in self._template.reads)):
             if RenderedChat(self._template, probe, form, switch).whole.count("earlierreasoning") == 2:
                 return switch
-        raise ConfigError(
-            "the chat template leaves out the reasoning of earlier turns and has no switch that keeps it",
-            where=where,
-            fix="set tokenizer.history=as_served",
-        )
+        what = "the chat template leaves out the reasoning of earlier turns and has no switch that keeps it"
+        raise ConfigError(what, where=where, fix="set tokenizer.history=as_served")
 
     @cached_property
     def end_tokens(self) -> tuple[str, ...]:

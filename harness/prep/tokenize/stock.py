@@ -63,9 +63,7 @@ _RULES: dict[str, StockRule] = {
     "2f1b4d75d067bae3": StockRule("Gemma 4, fourth revision", skips=_GEMMA),
     "603a42db292c2527": StockRule("Gemma 4, fifth revision", skips=_GEMMA),
     "44f815868bf02fa4": StockRule(
-        "GLM-4.5 MoE",
-        ends=("<|user|>", "<|observation|>", "<|system|>"),
-        last_ends=("<|user|>", "<|observation|>"),
+        "GLM-4.5 MoE", ends=("<|user|>", "<|observation|>", "<|system|>"), last_ends=("<|user|>", "<|observation|>")
     ),
     "a4c9919cbbd4acdd": StockRule("gpt-oss", opens=_CHANNELS, inclusive=True, ends=("<|end|>",)),
     "0d7e56ca41705b79": StockRule("Idefics 3"),

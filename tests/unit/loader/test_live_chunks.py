@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from live_streams import Trained, long_chats, some_chats, some_packs, train, write_stream
 
 from harness.errors import FormatError, LoaderError, ScheduleError
-from harness.loader.live import LivePosition, LiveProducer, Offer, RankStream
+from harness.loader.live import FolderReader, LivePosition, LiveProducer, Offer
 from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
 
 SIZES = [5, 1, 7, 3, 4, 2, 6, 3]
@@ -340,14 +340,14 @@ def test_a_pack_over_a_rows_capacity_is_named(tmp_path: Path) -> None:
 def test_the_next_step_is_read_while_one_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_stream(tmp_path, some_packs(8), [4, 4])
     offers: queue.SimpleQueue[Offer] = queue.SimpleQueue()
-    read = RankStream.offer
+    read = FolderReader.offer
 
-    def offer(stream: RankStream, share: int) -> Offer:
+    def offer(stream: FolderReader, share: int) -> Offer:
         made = read(stream, share)
         offers.put(made)
         return made
 
-    monkeypatch.setattr(RankStream, "offer", offer)
+    monkeypatch.setattr(FolderReader, "offer", offer)
 
     def train_first_step(_rank: int, step: int) -> None:
         if step == 1:

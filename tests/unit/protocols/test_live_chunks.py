@@ -13,7 +13,7 @@ from interleavings import BrokenError, Clock, Event, GreenletExit, Threads, Worl
 
 from harness.errors import HarnessError
 from harness.loader import LiveConfig, LiveSource, LoaderState, RankLayout
-from harness.loader.live import BatchPlan, LiveFolder, LiveLoader, LivePosition, LiveProducer, RankStream
+from harness.loader.live import BatchPlan, FolderReader, LiveFolder, LiveLoader, LivePosition, LiveProducer
 from harness.loader.live import consumer as consumer_module
 from harness.loader.live import folder as folder_module
 from harness.loader.live import producer as producer_module
@@ -147,7 +147,7 @@ class Chunk:
     def close(self) -> None: ...
 
 
-class Stream(RankStream):
+class Stream(FolderReader):
     __module__ = "interleavings:"
 
     def _hint(self, index: int, end: int | None) -> str:
