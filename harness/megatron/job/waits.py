@@ -51,7 +51,7 @@ class Waits:
             names += [(ProcessGroup, name) for name in _EXCHANGES if name in vars(ProcessGroup)]
         for owner, name in names:
             measured = self._on_stream if self._is_gpu else self._blocking
-            # From the class itself: a function of an extension module that `getattr` gives would be bound no more.
+            # As the class stores it: the function that `getattr` returns for an extension type is not bound again.
             self._stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, measured(getattr(owner, name)))
         return self
