@@ -48,11 +48,12 @@ class Waits:
     def __enter__(self) -> Waits:
         names: list[tuple[type, str]] = [(Work, "wait")]
         if self._is_gpu:
-            names += [(ProcessGroup, name) for name in _EXCHANGES if hasattr(ProcessGroup, name)]
+            names += [(ProcessGroup, name) for name in _EXCHANGES if name in vars(ProcessGroup)]
         for owner, name in names:
-            measured, original = self._on_stream if self._is_gpu else self._blocking, getattr(owner, name)
-            self._stack.callback(setattr, owner, name, original)
-            setattr(owner, name, measured(original))
+            measured = self._on_stream if self._is_gpu else self._blocking
+            # As the class stores it: the function that `getattr` returns for an extension type is not bound again.
+            self._stack.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, measured(getattr(owner, name)))
         return self
 
     def __exit__(self, *error: object) -> None:

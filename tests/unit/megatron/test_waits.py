@@ -80,3 +80,10 @@ def test_exchanges_count_between_events_on_a_gpu(gpu):
         assert waits.total_s() == 12
     assert values.tolist() == [1] * 4
     assert ProcessGroup.allreduce is before
+
+
+def test_exchanges_are_afterwards_what_they_were() -> None:
+    before = vars(Work)["wait"]
+    with Waits(torch.device("cpu")):
+        assert vars(Work)["wait"] is not before
+    assert vars(Work)["wait"] is before
