@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from harness.parity.cells import Cell
 from harness.parity.result import CellResult, ParityReport
 from harness.parity.running import MatrixProgress
 from harness.printing import indented, one_line
+from harness.tables import Table, TableCell
 
-_STYLES = {"same": "green", "different": "bold red", "failed": "bold red", "skipped": "yellow"}
 _SIZES = ("loss", "validation_loss", "grad_norm")
 
 
@@ -38,42 +36,36 @@ def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[Ma
     yield log
 
 
-def _draw(cells: Sequence[Cell], progress: MatrixProgress) -> Table:
+def _draw(cells: Sequence[Cell], progress: MatrixProgress) -> Group:
     done = sum(cell.name in progress.finished for cell in cells)
-    table = Table("cell", title=f"{done} of {len(cells)} cells", title_justify="left", box=None)
-    table.add_column("steps", justify="right")
-    table.add_column("state")
+    rows = []
     for cell in cells:
         finished, made = progress.finished.get(cell.name), progress.steps.get(cell.name)
-        steps, state = "", Text("waits", "dim")
+        steps, state = "", TableCell("waits", "waiting")
         if finished is not None and finished.reason:
-            state = Text("failed", "bold red")
+            state = TableCell("failed", "failed")
         elif finished is not None:
-            steps, state = str(cell.steps), Text("kept from before" if finished.was_kept else "ran", "green")
+            steps, state = str(cell.steps), TableCell("kept from before" if finished.was_kept else "ran", "same")
         elif made is not None:
-            steps, state = f"{made} of {cell.steps}", Text("runs" if made else "starts", "cyan")
-        table.add_row(Text(one_line(cell.name)), steps, state)
-    return table
+            steps, state = f"{made} of {cell.steps}", TableCell("runs" if made else "starts", "running")
+        rows.append((cell.name, steps, state))
+    return Group(f"{done} of {len(cells)} cells", Table(("cell", "steps", "state"), rows, "lrl").to_terminal())
 
 
 def show(report: ParityReport, console: Console) -> None:
     """Print the matrix with its largest relative differences, the first differences below it, and the verdict."""
-    table = Table(box=None, title=Text(one_line(report.title)), title_justify="left")
-    table.add_column("cell", no_wrap=True)
-    table.add_column("steps", justify="right", no_wrap=True)
-    table.add_column("data", no_wrap=True)
-    for size in _SIZES:
-        table.add_column(size.replace("_", " "), justify="right", no_wrap=True)
-    table.add_column("")
+    rows = []
     for cell in report.cells:
         checks = {check.name: check for check in cell.checks}
         data = checks.get("data")
         equal = "" if data is None else "equal" if data.passed else "DIFFERENT"
         sizes = [_size(checks[name].largest) if name in checks else "" for name in _SIZES]
         status = "reference" if cell.is_reference and cell.status == "same" else cell.status
-        shown = Text(status.upper() if status in ("different", "failed") else status, _STYLES.get(status, ""))
-        table.add_row(Text(one_line(cell.name)), str(len(cell.series.step) or ""), equal, *sizes, shown)
-    console.print(table)
+        shown = TableCell(status.upper() if status in ("different", "failed") else status, status)
+        rows.append((cell.name, str(len(cell.series.step) or ""), equal, *sizes, shown))
+    head = ("cell", "steps", "data", *(size.replace("_", " ") for size in _SIZES), "")
+    console.print(one_line(report.title), soft_wrap=True)
+    console.print(Table(head, rows, "lrlrrrl").to_terminal())
     for cell in report.cells:
         for problem in problems(cell):
             console.print(indented(f"{one_line(cell.name)}: {problem}"), soft_wrap=True)
