@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.printing import escape_markdown, one_line, printable
+from harness.printing import code_span, escape_markdown, one_line, printable
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
     from rich.table import Table as TerminalTable
 
 # The sign of a status in pages, and its color in a terminal; what is bold there is bold in Markdown.
 SIGNS = {"same": "✓", "different": "✗", "failed": "!", "skipped": "○", "reference": "◆"}
-_BAD = dict.fromkeys(("different", "failed", "missed"), "bold red")
-_STYLES = {
-    "title": "bold",
-    "same": "green",
-    "met": "green",
-    **_BAD,
-    "skipped": "yellow",
-    "running": "cyan",
-    "waiting": "dim",
-}
+_STYLES = {"title": "bold", "skipped": "yellow", "running": "cyan", "waiting": "dim"}
+_STYLES |= dict.fromkeys(("same", "met"), "green") | dict.fromkeys(("different", "failed", "missed"), "bold red")
 _BAR_WIDTH = 40
 
 
@@ -33,7 +26,8 @@ class TableCell:
     """A cell that is more than text.
 
     Attributes:
-        status: a key of `SIGNS`, "met", "missed", "running", "waiting" or "title"; in HTML the class of the text.
+        status: a key of `SIGNS`, "met", "missed", "running", "waiting", "title", or "code" for what is
+            copied; in HTML the class of the text.
         link, hover: in HTML, where the text leads, and what a pointer on it shows.
         share: from 0 to 1, the length of a bar; beside text it is drawn in HTML alone.
     """
@@ -43,6 +37,9 @@ class TableCell:
     link: str = ""
     hover: str = ""
     share: float | None = None
+
+
+Row = Sequence[str | TableCell | Sequence[TableCell]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class Table:
     """
 
     head: Sequence[str]
-    rows: Sequence[Sequence[str | TableCell | Sequence[TableCell]]]
+    rows: Sequence[Row]
     align: str = "l"
 
     def to_terminal(self) -> TerminalTable:
@@ -65,10 +62,10 @@ class Table:
         from rich.text import Text
 
         table = TerminalTable(box=None, show_header=bool(self.head), padding=(0, 2, 0, 0), pad_edge=False)
-        for place, name in enumerate(self.head or self._no_names()):
-            is_right = self._is_right(place)
-            justify = "right" if is_right else "left"
-            table.add_column(Text(one_line(name)), justify=justify, no_wrap=is_right, overflow="fold")
+        for place, name in enumerate(self._names()):
+            right = self._is_right(place)
+            justify: JustifyMethod = "right" if right else "left"
+            table.add_column(Text(one_line(name)), justify=justify, no_wrap=right, overflow="fold")
         for row in self.rows:
             texts = ([Text(_plain(cell), _STYLES.get(cell.status, "")) for cell in _cells(value)] for value in row)
             table.add_row(*map(Text(" ").join, texts))
@@ -80,10 +77,10 @@ class Table:
         Args:
             longest: characters of a cell; None for all.
         """
-        lines = [map(escape_markdown, self.head or self._no_names())]
-        lines.append("--:" if self._is_right(place) else "---" for place in range(len(self.head or self._no_names())))
-        for row in self.rows:
-            lines.append(" ".join(_marked(cell, longest) for cell in _cells(value)) for value in row)
+        names = self._names()
+        lines: list[Iterable[str]] = [map(escape_markdown, names)]
+        lines.append("--:" if self._is_right(place) else "---" for place in range(len(names)))
+        lines += [[" ".join(_marked(cell, longest) for cell in _cells(value)) for value in row] for row in self.rows]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def to_html(self, label: str) -> str:
@@ -94,9 +91,8 @@ class Table:
         """
         parts = [f'<div class="scroll" tabindex="0" role="region" aria-label="{_escaped(label)}"><table>']
         if self.head:
-            names = (
-                f'<th scope="col"{self._kind(place)}>{_escaped(name)}</th>' for place, name in enumerate(self.head)
-            )
+            kinds = map(self._kind, range(len(self.head)))
+            names = map('<th scope="col"{}>{}</th>'.format, kinds, map(_escaped, self.head))
             parts.append(f"<thead><tr>{''.join(names)}</tr></thead>")
         parts.append("<tbody>")
         for row in self.rows:
@@ -110,8 +106,8 @@ class Table:
             parts.append(f"<tr>{''.join(places)}</tr>")
         return "\n".join([*parts, "</tbody></table></div>"])
 
-    def _no_names(self) -> list[str]:
-        return [""] * max(map(len, self.rows), default=0)
+    def _names(self) -> Sequence[str]:
+        return self.head or [""] * max(map(len, self.rows), default=0)
 
     def _is_right(self, place: int) -> bool:
         return self.align[min(place, len(self.align) - 1)] == "r"
@@ -147,8 +143,10 @@ def _plain(cell: TableCell) -> str:
 
 
 def _marked(cell: TableCell, longest: int | None) -> str:
-    text = escape_markdown(_plain(cell) if longest is None else shorten(" ".join(_plain(cell).split()), longest))
-    return f"**{text}**" if text and "bold" in _STYLES.get(cell.status, "") else text
+    text = _plain(cell) if longest is None else shorten(_plain(cell), longest)
+    if cell.status == "code" and text:
+        return code_span(text)
+    return f"**{escape_markdown(text)}**" if text and "bold" in _STYLES.get(cell.status, "") else escape_markdown(text)
 
 
 def _element(cell: TableCell) -> str:

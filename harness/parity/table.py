@@ -12,7 +12,7 @@ from harness.parity.cells import Cell
 from harness.parity.result import CellResult, ParityReport
 from harness.parity.running import MatrixProgress
 from harness.printing import indented, one_line
-from harness.tables import Table, TableCell
+from harness.tables import Row, Table, TableCell
 
 _SIZES = ("loss", "validation_loss", "grad_norm")
 
@@ -54,7 +54,7 @@ def _draw(cells: Sequence[Cell], progress: MatrixProgress) -> Group:
 
 def show(report: ParityReport, console: Console) -> None:
     """Print the matrix with its largest relative differences, the first differences below it, and the verdict."""
-    rows = []
+    rows: list[Row] = []
     for cell in report.cells:
         checks = {check.name: check for check in cell.checks}
         data = checks.get("data")

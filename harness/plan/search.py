@@ -80,8 +80,8 @@ class LayoutSearch:
             f"{first.ranks} GPUs, {first.weights:,} weights, {first.work.tokens:,.0f} tokens a step: "
             f"{len(self.fitting):,} layouts fit ({self.considered:,} plans compared)"
         )
-        head = ("TP", "PP", "VPP", "CP", "EP", "DP", "recompute", "tokens a rank", "microbatches")
-        head += (f"GiB{usable}", "MFU", "s a step", "sent and waited")
+        head = ["TP", "PP", "VPP", "CP", "EP", "DP", "recompute", "tokens a rank", "microbatches"]
+        head += [f"GiB{usable}", "MFU", "s a step", "sent and waited"]
         rows = []
         for one in shown:
             plan, parallel = one.plan, one.parallel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
@@ -179,7 +179,7 @@ class PrepareReport(Counts):
     def split_table(self) -> Table:
         """Return the main figures, one row per figure and one column per split."""
         splits = self.splits.values()
-        rows = {
+        rows: dict[str, Sequence[str | TableCell]] = {
             "conversations": [f"{split.conversations:,}" for split in splits],
             "sequences": [split.describe_sequences() for split in splits],
             "tokens": [f"{split.tokens:,}" for split in splits],
@@ -189,19 +189,23 @@ class PrepareReport(Counts):
             ],
             "packs": [f"{split.packs:,}" for split in splits],
             "fill": [f"{split.fill:.2%}" for split in splits],
-            "fingerprint": [split.fingerprint[:16] for split in splits],
+            "fingerprint": [TableCell(split.fingerprint[:16], "code") for split in splits],
         }
         return Table(("", *self.splits), [(name, *values) for name, values in rows.items()], "lr")
 
     def findings_table(self) -> Table:
         """Return what became of the records, with all first places."""
-        rows = [(title, f"{count:,}", text, "; ".join(places)) for title, text, count, places in self.findings()]
+        rows = [
+            (title, f"{count:,}", text, TableCell("; ".join(places), "code"))
+            for title, text, count, places in self.findings()
+        ]
         return Table(("kind", "count", "meaning", "first"), rows, "lrl")
 
     def facts_table(self) -> Table:
         """Return what was lost, and what the preparation found out."""
         lost = [("lost", loss)] if (loss := self.loss()) else []
-        return Table((), [*lost, *self.facts().items(), ("vocabulary size", f"{self.vocab_size:,}")])
+        facts = [(name, TableCell(text, "code")) for name, text in self.facts().items()]
+        return Table((), [*lost, *facts, ("vocabulary size", f"{self.vocab_size:,}")])
 
     def source_table(self, most: int) -> Table:
         """Return the counts of the first `most` files of the source."""

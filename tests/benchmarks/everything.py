@@ -243,7 +243,7 @@ def render_claims(reports: Sequence[BenchReport]) -> list[str]:
     for report in reports:
         if report.figures:
             claims = [figure for figure in report.figures if figure.met is not None or figure.unit == "x"]
-            title = (TableCell(report.title, "title"), TableCell(report.command))
+            title = (TableCell(report.title, "title"), TableCell(report.command, "code"))
             rows += [(title, "", "", "", ""), *map(figure_row, claims)]
     lines = ["", "## Claims", "", f"{count_targets(reports)}.", "", replace(table, rows=rows).to_markdown()]
     lines += ["", "## What is compared", ""]

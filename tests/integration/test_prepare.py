@@ -123,9 +123,9 @@ def test_the_markdown_report_shows_lengths_and_fill(prepared):
     assert sum(train.fill_counts.values()) == train.packs
     assert f"| packs | {train.packs:,} |" in page
     assert "left out: 28 over_long" in page
-    bar = next(line for line in page.partition("## train")[2].splitlines() if line.startswith(" 64 "))
-    assert f"{train.length_counts['64']:,} (" in bar
-    assert ("#" * 50 in bar) == (train.length_counts["64"] == max(train.length_counts.values()))
+    bar = next(line for line in page.partition("## train")[2].splitlines() if line.startswith("| 64 |"))
+    assert f"| {train.length_counts['64']:,} |" in bar
+    assert ("█" * 40 in bar) == (train.length_counts["64"] == max(train.length_counts.values()))
 
 
 def test_the_manifest_records_the_provenance(prepared):

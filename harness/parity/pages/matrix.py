@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from harness.parity.pages import words
 from harness.parity.result import CellResult, Check, ParityReport
-from harness.tables import Table, TableCell
+from harness.tables import Row, Table, TableCell
 
 # A wider or emptier table is harder to read than a list.
 _MOST_COLUMNS = 12
@@ -99,7 +99,7 @@ def arrange(cells: Sequence[CellResult], links: Mapping[str, str]) -> tuple[Tabl
         in_row = [cell for cell in cells if cell.axes.get(row_axis, "") == row]
         return [cell for cell in in_row if not column_axes or column_of(cell) == column]
 
-    placed = [(row or "none", *(_tiles(at(row, column), links) for column in columns)) for row in rows]
+    placed: list[Row] = [(row or "none", *(_tiles(at(row, column), links) for column in columns)) for row in rows]
     corner = f"{row_axis} by {' · '.join(column_axes)}" if column_axes else row_axis
     return Table((_spaced(corner), *columns), placed), settled
 
@@ -125,14 +125,14 @@ def tabulate_costs(report: ParityReport) -> Table | None:
         memory = [cell.peak_memory_bytes for cell in cells if cell.peak_memory_bytes is not None]
         found.append((value, cells, rates, max(memory, default=None)))
     fastest = max((statistics.median(rates) for _, _, rates, _ in found if rates), default=0) or 1
-    largest = max((memory for *_, memory in found if memory is not None), default=0) or 1
+    largest = max((memory or 0 for _, _, _, memory in found), default=0) or 1
     rows = []
-    for value, cells, rates, memory in found:
+    for value, cells, rates, peak in found:
         rate = statistics.median(rates) if rates else None
         span = f"{words.rate(min(rates))} – {words.rate(max(rates))}" if rates and len(cells) > 1 else "–"  # noqa: RUF001
         seconds = statistics.median(cell.seconds for cell in cells)
         speed = TableCell(words.rate(rate), share=(rate or 0) / fastest)
-        size = TableCell(words.size(memory), share=(memory or 0) / largest)
+        size = TableCell(words.size(peak), share=(peak or 0) / largest)
         rows.append((value, str(len(cells)), speed, span, size, words.duration(seconds)))
     return Table((_spaced(axis), "cells", "tokens/s", "from – to", "peak memory", "run"), rows, "lr")  # noqa: RUF001
 
