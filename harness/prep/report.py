@@ -23,7 +23,7 @@ from harness.prep.packing import PackPlan
 from harness.printing import escape_markdown, one_line
 from harness.records import Int32Array
 from harness.storage import join_path
-from harness.tables import Table, TableCell, make_histogram
+from harness.tables import Row, Table, TableCell, make_histogram
 
 if TYPE_CHECKING:
     from harness.prep.shards import Receipt
@@ -203,7 +203,7 @@ class PrepareReport(Counts):
 
     def facts_table(self) -> Table:
         """Return what was lost, and what the preparation found out."""
-        lost = [("lost", loss)] if (loss := self.loss()) else []
+        lost = [("lost", TableCell(loss, "warning"))] if (loss := self.loss()) else []
         facts = [(name, TableCell(text, "code")) for name, text in self.facts().items()]
         return Table((), [*lost, *facts, ("vocabulary size", f"{self.vocab_size:,}")])
 
@@ -261,15 +261,12 @@ class PrepareReport(Counts):
 
 def render_report(report: PrepareReport) -> RenderableType:
     """Return a table with one column per split, and what became of the records."""
-    below: list[tuple[str, str | TableCell]] = [("records read", f"{report.records:,}")]
+    below: list[Row] = [("records read", f"{report.records:,}")]
     below += [
         (title, f"{count:,}" + (f", first {places[0]}" if places else ""))
         for title, _, count, places in report.findings()
     ]
-    if loss := report.loss():
-        below.append(("lost", TableCell(loss, "skipped")))
-    below += [*report.facts().items(), ("vocabulary size", f"{report.vocab_size:,}")]
-    below.append(("seconds", f"{sum(report.seconds.values()):.1f}"))
+    below += [*report.facts_table().rows, ("seconds", f"{sum(report.seconds.values()):.1f}")]
     title = Text(one_line(report.path), style="bold")
     return Group(title, report.split_table().to_terminal(), "", Table((), below).to_terminal())
 

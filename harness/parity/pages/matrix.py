@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.parity.pages import words
 from harness.parity.result import CellResult, Check, ParityReport
@@ -23,7 +23,7 @@ class Group:
         cells: in the report's order.
         matrix: status of the cells by their axes.
         settled: text with the axes that have the same value in every cell.
-        checks: the comparisons of each cell that has any, with the largest difference of each.
+        checks: status and comparisons of each cell, with the largest difference of each.
         reasons: comparisons that share a reason for their tolerance, and the reason.
     """
 
@@ -45,7 +45,7 @@ def group_cells(report: ParityReport) -> list[Group]:
 def _group(name: str, cells: list[CellResult], links: Mapping[str, str]) -> Group:
     checks = [check for cell in cells for check in cell.checks]
     columns = list(dict.fromkeys(check.name for check in checks))
-    head = ["largest relative difference"]
+    head = ["largest relative difference", ""]
     reasons: dict[str, dict[str, None]] = {}
     for column in columns:
         tolerances = {check.tolerance for check in checks if check.name == column}
@@ -55,12 +55,15 @@ def _group(name: str, cells: list[CellResult], links: Mapping[str, str]) -> Grou
             if check.name == column and check.reason:
                 reasons.setdefault(check.reason, {})[column] = None
     rows = [
-        (TableCell(cell.name, link=links[cell.name]), *(_check(cell, column) for column in columns))
+        (TableCell(cell.name, link=links[cell.name]), _status(cell), *(_check(cell, column) for column in columns))
         for cell in cells
-        if cell.checks
     ]
     shared = [(", ".join(named), reason) for reason, named in reasons.items()]
     return Group(name, cells, *arrange(cells, links), Table(head, rows), shared)
+
+
+def _status(cell: CellResult) -> TableCell:
+    return TableCell(words.mark(cell), words.mark(cell), hover=cell.name)
 
 
 def _check(cell: CellResult, name: str) -> TableCell:
@@ -105,8 +108,7 @@ def arrange(cells: Sequence[CellResult], links: Mapping[str, str]) -> tuple[Tabl
 
 
 def _tiles(cells: Sequence[CellResult], links: Mapping[str, str]) -> list[TableCell]:
-    kinds = ((cell, words.mark(cell)) for cell in cells)
-    return [TableCell(kind, kind, links.get(cell.name, ""), hover=cell.name) for cell, kind in kinds]
+    return [replace(_status(cell), link=links.get(cell.name, "")) for cell in cells]
 
 
 def tabulate_costs(report: ParityReport) -> Table | None:
