@@ -6,15 +6,18 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from harness.printing import code_span, escape_markdown, one_line, printable
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from rich.console import JustifyMethod
     from rich.table import Table as TerminalTable
 
-# The sign of a status in pages, and its color in a terminal; what is bold there is bold in Markdown.
+# The sign of a status in pages, so that nothing depends on seeing colors, and its color in a terminal; what is bold there
+# is bold in Markdown.
 SIGNS = {"same": "✓", "different": "✗", "failed": "!", "skipped": "○", "reference": "◆"}
 _STYLES = {"title": "bold", "skipped": "yellow", "warning": "yellow", "running": "cyan", "waiting": "dim"}
 _STYLES |= dict.fromkeys(("same", "met"), "green") | dict.fromkeys(("different", "failed", "missed"), "bold red")
@@ -114,6 +117,23 @@ class Table:
 
     def _kind(self, place: int) -> str:
         return ' class="number"' if self._is_right(place) else ""
+
+
+def open_templates(folder: Path, **options: Any) -> Environment:
+    """Return the Jinja templates of a folder, in which every text is escaped and `table(label)` renders a `Table`.
+
+    Args:
+        options: of Jinja's Environment.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    # No autoescaping by file name: all of it is HTML.
+    templates = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, **options)
+    # Not text of the template, which would be marked as safe.
+    templates.finalize = lambda value: printable(value) if type(value) is str else value
+    templates.filters |= {"number": "{:,}".format, "table": lambda table, label: Markup(table.to_html(label))}
+    return templates
 
 
 def make_histogram(name: str, counts: Mapping[str, int]) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -216,7 +216,7 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
         Text(
             f"pack {number:,}: {pack.num_sequences} sequences, {len(pack):,} tokens, {trained:,} trained", style="bold"
         ),
-        Text.assemble("trained tokens look ", ("like this", TRAINED_STYLE), ", others ", ("like this", CONTEXT_STYLE)),
+        render_runs([("trained tokens", True), (" others", False)]),
     ]
     for place, sequence in enumerate(pack.sequences()):
         trained = int(sequence.loss_mask.sum())
@@ -227,9 +227,15 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
 
 def render_sequence(sequence: SequenceView, tokenizer: Decoder) -> Text:
     """Render the text of one sequence; a token is marked if the position before it trains it."""
+    return render_runs(text_runs(sequence, tokenizer))
+
+
+def render_runs(runs: Iterable[tuple[str, bool]], *, has_color: bool = True) -> Text:
+    """Render pieces of text, each with whether it is trained: in color, or else in double brackets."""
     text = Text()
-    for run, trained in text_runs(sequence, tokenizer):
-        text.append(printable(run), style=TRAINED_STYLE if trained else CONTEXT_STYLE)
+    for run, trained in runs:
+        shown = printable(run) if has_color or not trained else f"[[{printable(run)}]]"
+        text.append(shown, style=TRAINED_STYLE if trained else CONTEXT_STYLE)
     return text
 
 

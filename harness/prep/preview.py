@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.text import Text
 
-from harness.formats import CONTEXT_STYLE, TRAINED_STYLE
+from harness.formats import render_runs
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.fitting import fit_conversation
 from harness.prep.pipeline import PrepareConfig
 from harness.prep.pydoc import write_pydoc_corpus
-from harness.prep.samples import make_sample, render_runs
+from harness.prep.samples import make_sample
 from harness.prep.sources import SourceFiles, find_files, find_schema, read_chunks
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import one_line, open_console
@@ -59,8 +59,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             ("pack size", f"{config.data.pack_size:,} tokens; longer conversations: {config.data.over_long}"),
         )
         console.print(Table((), [(name, text) for name, text in facts_of_run if text]).to_terminal())
-        legend = Text.assemble("trained ", ("like this", TRAINED_STYLE), ", not trained ", ("like this", CONTEXT_STYLE))
-        console.print(legend if has_color else Text("[[trained]] not trained"))
+        console.print(render_runs([("trained", True), (" not trained", False)], has_color=has_color))
         for record in records:
             _show(record, tokenizer, config, console, has_color=has_color)
     shown = f"The first {len(records):,} records as they are" if len(records) != 1 else "The first record as it is"
@@ -127,7 +126,7 @@ def _show(
         share = sequence.num_trained / sequence.num_tokens
         counts = f"{sequence.num_tokens:,} tokens, {sequence.num_trained:,} trained ({share:.0%})"
         console.print(Text(f"sequence {number} of {sample.num_sequences}: {counts}", style="cyan"))
-        console.print(render_runs(sequence, has_color=has_color))
+        console.print(render_runs(sequence.runs, has_color=has_color))
 
 
 def _wrapped(text: str, console: Console) -> str:

@@ -6,6 +6,7 @@ It has everything in it: it opens from a disk or an artifact store, and loads no
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
@@ -13,8 +14,7 @@ from harness.parity.pages import words
 from harness.parity.pages.curves import FLOOR, Chart, Pool, draw_charts, styles_of
 from harness.parity.pages.matrix import group_cells, tabulate_costs
 from harness.parity.result import STATUSES, ParityReport
-from harness.printing import printable
-from harness.tables import SIGNS
+from harness.tables import SIGNS, open_templates
 
 
 def render_page(report: ParityReport) -> str:
@@ -48,26 +48,17 @@ def render(template: str, charts: list[Chart], pool: Pool, **values: Any) -> str
         ConfigError: Jinja or Plotly is not installed.
     """
     try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
         from markupsafe import Markup
         from plotly.offline import get_plotlyjs
+
+        templates = open_templates(Path(__file__).parent / "templates", trim_blocks=True, lstrip_blocks=True)
     except ImportError as error:
         raise ConfigError(
             f"a report needs {error.name}", where=template, fix="install the extra `report`: pip install '.[report]'"
         ) from None
-    environment = Environment(
-        loader=PackageLoader("harness.parity.pages"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=lambda value: printable(value) if type(value) is str else value,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # A filter: tables escape what they hold.
-    environment.filters["table"] = lambda table, label: Markup(table.to_html(label))
     data = {"pool": pool.arrays, "charts": [vars(chart) for chart in charts], "floor": FLOOR}
     # A closing tag inside a name must not end the script that carries it.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return environment.get_template(template).render(
+    return templates.get_template(template).render(
         **values, w=words, signs=SIGNS, charts=charts, data=Markup(text), plotly=Markup(get_plotlyjs())
     )

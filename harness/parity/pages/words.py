@@ -7,7 +7,6 @@ from collections import Counter
 
 from harness.parity.result import STATUSES, CellResult, Check, Difference, ParityReport
 
-# A word and a sign, so that nothing depends on seeing colors.
 _GIGA, _MEGA = 1e9, 1e6
 
 
