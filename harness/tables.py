@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import JustifyMethod
     from rich.table import Table as TerminalTable
 
-# The sign of a status in pages, so that nothing depends on seeing colors, and its color in a terminal; what is bold there
-# is bold in Markdown.
+# A status has a sign in pages, so that nothing depends on seeing colors, and a color in a terminal; what is bold there is
+# bold in Markdown.
 SIGNS = {"same": "✓", "different": "✗", "failed": "!", "skipped": "○", "reference": "◆"}
 _STYLES = {"title": "bold", "skipped": "yellow", "warning": "yellow", "running": "cyan", "waiting": "dim"}
 _STYLES |= dict.fromkeys(("same", "met"), "green") | dict.fromkeys(("different", "failed", "missed"), "bold red")
