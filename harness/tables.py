@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import JustifyMethod
     from rich.table import Table as TerminalTable
 
-# A status has a sign in pages, so that nothing depends on seeing colors, and a color in a terminal; what is bold there is
+# The sign of a status in pages, for who sees no colors, and its style in a terminal; what is bold there is
 # bold in Markdown.
 SIGNS = {"same": "✓", "different": "✗", "failed": "!", "skipped": "○", "reference": "◆"}
 _STYLES = {"title": "bold", "skipped": "yellow", "warning": "yellow", "running": "cyan", "waiting": "dim"}
@@ -68,7 +68,7 @@ class Table:
         for place, name in enumerate(self._names()):
             right = self._is_right(place)
             justify: JustifyMethod = "right" if right else "left"
-            table.add_column(Text(one_line(name)), justify=justify, no_wrap=right, overflow="fold")
+            table.add_column(Text(one_line(name)), justify=justify, no_wrap=right)
         for row in self.rows:
             texts = ([Text(_plain(cell), _STYLES.get(cell.status, "")) for cell in _cells(value)] for value in row)
             table.add_row(*map(Text(" ").join, texts))
