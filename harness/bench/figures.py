@@ -9,7 +9,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
+
+from harness.tables import Table, TableCell
 
 _PACKAGES = ("numpy", "pyarrow", "xxhash", "torch", "megatron-core", "tokenizers", "trl", "datasets", "torchtitan")
 
@@ -236,20 +237,32 @@ def read_figures(values: Mapping[str, Any]) -> BenchReport:
 
 def render_report(report: BenchReport) -> RenderableType:
     """Return a table of figures and targets, and the notes below it."""
-    table = Table(title=f"bench {report.subject}", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("measured")
-    table.add_column("figure", justify="right", no_wrap=True)
-    for name in ("unit", "target", ""):
-        table.add_column(name, no_wrap=True)
-    verdicts = {None: Text(""), True: Text("met", style="green"), False: Text("missed", style="bold red")}
-    for figure in report.figures:
-        table.add_row(figure.name, show_number(figure.value), figure.unit, figure.target, verdicts[figure.met])
     machine = describe_machine()
     lines = [
         Text(f"{machine['processor']}, {machine['cores']} cores, load {machine['load']}; took {report.seconds:.0f} s"),
         *(Text(f"- {note}") for note in report.notes),
     ]
-    return Group(table, *lines)
+    return Group(Text(f"bench {report.subject}", style="bold"), figure_table(report.figures).to_terminal(), *lines)
+
+
+def count_targets(reports: Iterable[BenchReport]) -> str:
+    """Return how many targets are met and missed, in words."""
+    met = [figure.met for report in reports for figure in report.figures if figure.met is not None]
+    return f"{sum(met)} targets met, {len(met) - sum(met)} missed"
+
+
+def figure_table(figures: Iterable[Figure]) -> Table:
+    """Return a table of figures, with the range of their samples; a ratio below one is marked as slower."""
+    return Table(("measured", "figure", "range", "target", ""), list(map(figure_row, figures)), "lrrl")
+
+
+def figure_row(figure: Figure) -> tuple[str | TableCell, ...]:
+    """Return the row of a figure in `figure_table`."""
+    ends = (show_number(min(figure.samples)), show_number(max(figure.samples))) if len(figure.samples) > 1 else ()
+    shown = f"{show_number(figure.value)} {figure.unit}".rstrip()
+    is_slower = figure.met is None and figure.of and figure.unit == "x" and figure.value < 1
+    verdict = {None: "slower" if is_slower else "", True: "met", False: "missed"}[figure.met]
+    return figure.name, shown, " – ".join(ends), figure.target, TableCell(verdict, verdict)  # noqa: RUF001
 
 
 def show_number(value: float) -> str:

@@ -20,13 +20,13 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 from click.shell_completion import CompletionItem
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from typer.core import TyperCommand
 
 from harness.errors import ConfigError
 from harness.mistakes import KnownSettings
 from harness.printing import open_console, print_line, print_text, redact_all
 from harness.settings import CONFIGS, REQUIRED, explain_settings, nearest_name
+from harness.tables import Table
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the destination")]
@@ -70,7 +70,7 @@ class SettingsCommand(TyperCommand):
                 types = {setting.key: setting.type for setting in explain_settings(self.schema)}
                 for text in settings:
                     _parse_assignment(text, types, ctx.command_path)
-            open_console().print(self._settings_table(settings))
+            open_console().print(self._settings_table(settings).to_terminal())
             ctx.exit()
         unparsed: list[str] = super().parse_args(ctx, own)
         if not ctx.resilient_parsing:
@@ -124,18 +124,18 @@ class SettingsCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        open_console().print(self._settings_table([]))
+        open_console().print(self._settings_table([]).to_terminal())
         if self.takes_recipe:
             print_line("Settings of the recipe keep their names; `--cfg` after the name of an experiment prints all.")
 
     def _settings_table(self, given: Sequence[str]) -> Table:
         values = dict(text.split("=", 1) for text in given)
-        table = Table("setting", "value", "meaning", box=None, pad_edge=False)
+        rows = []
         for key, kind, default, text, _ in explain_settings(self.schema):
             if "[]" not in key:
                 shown = "null" if default is None else json.dumps(default) if kind == "bool" else str(default)
-                table.add_row(key, values.get(key, shown), text)
-        return table
+                rows.append((key, values.get(key, shown), text))
+        return Table(("setting", "value", "meaning"), rows)
 
 
 def complete_keys(schema: type[Any], incomplete: str) -> list[str]:

@@ -21,14 +21,13 @@ from harness.formats.foreign import BRIDGE, CONVENTIONS, BridgeExport, BridgeFil
 from harness.formats.incomplete import find_traces, repair_manifest
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexPart, load_index, write_index
 from harness.formats.inspect import (
-    CONTEXT_STYLE,
-    TRAINED_STYLE,
     Decoder,
     find_datasets,
     find_tokenizer,
     find_tokenizer_folder,
     inspect_dataset,
     render_pack,
+    render_runs,
     render_summary,
     text_runs,
 )
@@ -43,13 +42,11 @@ from harness.formats.writer import PackWriter, open_writer
 
 __all__ = [
     "BRIDGE",
-    "CONTEXT_STYLE",
     "CONVENTIONS",
     "FORMATS",
     "INDEX_FOLDER",
     "INDEX_NAMES",
     "MANIFEST_NAME",
-    "TRAINED_STYLE",
     "BridgeExport",
     "BridgeFiles",
     "Chunk",
@@ -88,6 +85,7 @@ __all__ = [
     "pack_of_line",
     "read_pages",
     "render_pack",
+    "render_runs",
     "render_summary",
     "repair_manifest",
     "text_runs",

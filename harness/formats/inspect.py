@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from harness.errors import ConfigError, FormatError
@@ -20,9 +19,9 @@ from harness.formats.reader import PackReader
 from harness.printing import one_line, printable
 from harness.records import Int64Array, SequenceView
 from harness.storage import join_path, open_folder, parse_place, resolve_path
+from harness.tables import Table, make_histogram
 
 TRAINED_STYLE, CONTEXT_STYLE = "bold green", "dim"
-_BAR_WIDTH = 40
 
 
 class Decoder(Protocol):
@@ -116,7 +115,6 @@ def length_histogram(lengths: Int64Array) -> list[tuple[int, int, int]]:
 
 def render_summary(summary: DatasetSummary) -> RenderableType:
     """Render a summary: counts, origin and a histogram of lengths."""
-    counts = Table.grid(padding=(0, 2))
     share = summary.trained_tokens / summary.tokens
     rows = {
         "format": summary.format,
@@ -132,19 +130,11 @@ def render_summary(summary: DatasetSummary) -> RenderableType:
     rows |= {key.replace("_", " "): str(value) for key, value in known.items()}
     rows |= {"fingerprint": summary.fingerprint} if summary.fingerprint else {}
     rows |= {key.replace("_", " "): f"{value:,}" for key, value in summary.provenance.get("counts", {}).items()}
-    for name, value in rows.items():
-        counts.add_row(Text(one_line(name)), Text(one_line(value)))
-
-    most = max(count for _, _, count in summary.histogram)
-    bars = Table.grid(padding=(0, 2))
-    for _ in range(2):
-        bars.add_column(justify="right")
-    for first, last, count in summary.histogram:
-        # Any count gets a bar of at least one mark.
-        width = -(-count * _BAR_WIDTH // most)
-        bars.add_row(f"{first:,}-{last:,}", f"{count:,}", Text("█" * width, style="cyan"))
+    lengths = {f"{first:,}-{last:,}": count for first, last, count in summary.histogram}
     title = Text(one_line(summary.path), style="bold")
-    return Group(title, counts, Text("\nsequences by length in tokens", style="bold"), bars)
+    bars = make_histogram("tokens", lengths).to_terminal()
+    below = Text("\nsequences by length in tokens", style="bold")
+    return Group(title, Table((), list(rows.items())).to_terminal(), below, bars)
 
 
 class TokenizerFile:
@@ -223,7 +213,7 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
         Text(
             f"pack {number:,}: {pack.num_sequences} sequences, {len(pack):,} tokens, {trained:,} trained", style="bold"
         ),
-        Text.assemble("trained tokens look ", ("like this", TRAINED_STYLE), ", others ", ("like this", CONTEXT_STYLE)),
+        render_runs([("trained tokens", True), (" others", False)]),
     ]
     for place, sequence in enumerate(pack.sequences()):
         trained = int(sequence.loss_mask.sum())
@@ -234,9 +224,15 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
 
 def render_sequence(sequence: SequenceView, tokenizer: Decoder) -> Text:
     """Render the text of one sequence; a token is marked if the position before it trains it."""
+    return render_runs(text_runs(sequence, tokenizer))
+
+
+def render_runs(runs: Iterable[tuple[str, bool]], *, has_color: bool = True) -> Text:
+    """Render pieces of text, each with whether it is trained: in color, or else in double brackets."""
     text = Text()
-    for run, trained in text_runs(sequence, tokenizer):
-        text.append(printable(run), style=TRAINED_STYLE if trained else CONTEXT_STYLE)
+    for run, trained in runs:
+        shown = printable(run) if has_color or not trained else f"[[{printable(run)}]]"
+        text.append(shown, style=TRAINED_STYLE if trained else CONTEXT_STYLE)
     return text
 
 

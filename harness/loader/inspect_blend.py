@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.loader.datasets import BlendSource, DataConfig, JoinedReader, open_datasets
+from harness.tables import Table
 
 BLEND_SUFFIXES = (".yaml", ".yml")
 _FIX = "name the config.yaml of a run, or a file with `blend:` as configs/data/train_blend.yaml"
@@ -108,14 +109,10 @@ def summarize_blend(path: str) -> BlendSummary:
 
 def render_blend(summary: BlendSummary) -> Any:
     """Return a table of the sources of a blend, and the packs until it ends."""
-    from rich.box import SIMPLE
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE, padding=(0, 1))
-    for name in ("source", "packs", "tokens", "weight", "of packs", "of tokens", "drawn", "times"):
-        table.add_column(name, justify="right", no_wrap=True)
+    head, rows = ("source", "packs", "tokens", "weight", "of packs", "of tokens", "drawn", "times"), []
     # Paths are long: in the table they would be cut or folded, and a wrapped path cannot be copied.
     paths = []
     for number, source in enumerate(summary.sources, start=1):
@@ -123,7 +120,7 @@ def render_blend(summary: BlendSummary) -> Any:
         weight = "by size" if source.weight is None else f"{source.weight:g}"
         shares = (f"{source.pack_share:.2%}", f"{source.token_share:.2%}")
         counts = (f"{source.packs:,}", f"{source.tokens:,}")
-        table.add_row(str(number), *counts, weight, *shares, f"{source.drawn:,}", f"{source.passes:.2f}")
+        rows.append((str(number), *counts, weight, *shares, f"{source.drawn:,}", f"{source.passes:.2f}"))
     reach = "packs that the run trains" if summary.of_run else "packs"
     note = Text(f"drawn, and times read: in the first {summary.packs:,} {reach}")
     ending = []
@@ -131,4 +128,5 @@ def render_blend(summary: BlendSummary) -> Any:
         is_short = summary.of_run and summary.ends_after < summary.packs
         text = f"a source's epochs are used up after {summary.ends_after:,} packs"
         ending = [Text(f"{text}: too few for the run", style="bold red") if is_short else Text(text)]
+    table = Table(head, rows, "r").to_terminal()
     return Group(Text(summary.path, style="bold"), *paths, table, note, *ending)

@@ -33,7 +33,7 @@ from harness.parity.compare import IDENTICAL, OTHER_KERNELS, Tolerances
 from harness.parity.joined import summarize
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, write_report
 from harness.parity.running import default_slots, end_with_parent, run_cells
-from harness.parity.table import live_table, show
+from harness.parity.table import live_table
 
 if TYPE_CHECKING:
     from harness.parity.isolation import IsolationCheck, check_isolation, sample_documents
@@ -71,7 +71,6 @@ __all__ = [
     "record",
     "run_cells",
     "sample_documents",
-    "show",
     "skipped",
     "summarize",
     "train_reference",

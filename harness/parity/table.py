@@ -1,22 +1,17 @@
-"""The matrix in a terminal: a live table while it runs (lines in a log), and the results when it has."""
+"""The matrix in a terminal while it runs: a live table, or lines in a log."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from harness.parity.cells import Cell
-from harness.parity.result import CellResult, ParityReport
 from harness.parity.running import MatrixProgress
 from harness.printing import indented, one_line
-
-_STYLES = {"same": "green", "different": "bold red", "failed": "bold red", "skipped": "yellow"}
-_SIZES = ("loss", "validation_loss", "grad_norm")
+from harness.tables import Table, TableCell
 
 
 @contextmanager
@@ -38,57 +33,17 @@ def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[Ma
     yield log
 
 
-def _draw(cells: Sequence[Cell], progress: MatrixProgress) -> Table:
+def _draw(cells: Sequence[Cell], progress: MatrixProgress) -> Group:
     done = sum(cell.name in progress.finished for cell in cells)
-    table = Table("cell", title=f"{done} of {len(cells)} cells", title_justify="left", box=None)
-    table.add_column("steps", justify="right")
-    table.add_column("state")
+    rows = []
     for cell in cells:
         finished, made = progress.finished.get(cell.name), progress.steps.get(cell.name)
-        steps, state = "", Text("waits", "dim")
+        steps, state = "", TableCell("waits", "waiting")
         if finished is not None and finished.reason:
-            state = Text("failed", "bold red")
+            state = TableCell("failed", "failed")
         elif finished is not None:
-            steps, state = str(cell.steps), Text("kept from before" if finished.was_kept else "ran", "green")
+            steps, state = str(cell.steps), TableCell("kept from before" if finished.was_kept else "ran", "same")
         elif made is not None:
-            steps, state = f"{made} of {cell.steps}", Text("runs" if made else "starts", "cyan")
-        table.add_row(Text(one_line(cell.name)), steps, state)
-    return table
-
-
-def show(report: ParityReport, console: Console) -> None:
-    """Print the matrix with its largest relative differences, the first differences below it, and the verdict."""
-    table = Table(box=None, title=Text(one_line(report.title)), title_justify="left")
-    table.add_column("cell", no_wrap=True)
-    table.add_column("steps", justify="right", no_wrap=True)
-    table.add_column("data", no_wrap=True)
-    for size in _SIZES:
-        table.add_column(size.replace("_", " "), justify="right", no_wrap=True)
-    table.add_column("")
-    for cell in report.cells:
-        checks = {check.name: check for check in cell.checks}
-        data = checks.get("data")
-        equal = "" if data is None else "equal" if data.passed else "DIFFERENT"
-        sizes = [_size(checks[name].largest) if name in checks else "" for name in _SIZES]
-        status = "reference" if cell.is_reference and cell.status == "same" else cell.status
-        shown = Text(status.upper() if status in ("different", "failed") else status, _STYLES.get(status, ""))
-        table.add_row(Text(one_line(cell.name)), str(len(cell.series.step) or ""), equal, *sizes, shown)
-    console.print(table)
-    for cell in report.cells:
-        for problem in problems(cell):
-            console.print(indented(f"{one_line(cell.name)}: {problem}"), soft_wrap=True)
-    compared = [cell for cell in report.cells if not cell.is_reference]
-    same = sum(cell.status == "same" for cell in compared)
-    verdict = f"{same} of {len(compared)} compared cells are the same: {report.verdict.upper()}"
-    console.print(verdict, soft_wrap=True)
-
-
-def problems(cell: CellResult) -> list[str]:
-    """Return what is wrong with a cell, the most telling difference first; empty for one that is the same."""
-    if cell.status in ("failed", "skipped"):
-        return [f"{cell.status}: {cell.reason}"]
-    return [check.difference.message for check in cell.checks if check.difference is not None]
-
-
-def _size(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}" if value else "0"
+            steps, state = f"{made} of {cell.steps}", TableCell("runs" if made else "starts", "running")
+        rows.append((cell.name, steps, state))
+    return Group(f"{done} of {len(cells)} cells", Table(("cell", "steps", "state"), rows, "lrl").to_terminal())

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from rich.box import SIMPLE
-from rich.table import Table
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig, fp8_rank_multiple
@@ -22,6 +22,7 @@ from harness.plan.memory import ROOM
 from harness.plan.run_plan import AssumedPacks, RunPlan, open_inputs, plan_layout, plan_microbatches
 from harness.plan.settings import RunConfig, SftConfig
 from harness.plan.work import Machine, plan_work
+from harness.tables import Table
 
 _RECOMPUTE = ("none", "selective", "full")
 # Rows hold one pack, or as many.
@@ -69,7 +70,7 @@ class LayoutSearch:
     smallest: Candidate
     considered: int
 
-    def render(self, *, gpu_bytes: float | None, top: int) -> Table:
+    def render(self, *, gpu_bytes: float | None, top: int) -> RenderableType:
         """Return the best layouts as a table, or the smallest where none fits."""
         gib = 2**30
         shown = self.fitting[:top] or [self.smallest]
@@ -80,16 +81,14 @@ class LayoutSearch:
             f"{first.ranks} GPUs, {first.weights:,} weights, {first.work.tokens:,.0f} tokens a step: "
             f"{len(self.fitting):,} layouts fit ({self.considered:,} plans compared)"
         )
-        table = Table(box=SIMPLE, title=title, title_justify="left")
-        for name in ("TP", "PP", "VPP", "CP", "EP", "DP", "recompute", "tokens a rank", "microbatches"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for name in (f"GiB{usable}", "MFU", "s a step", "sent and waited"):
-            table.add_column(name, justify="right", no_wrap=True)
+        head = ["TP", "PP", "VPP", "CP", "EP", "DP", "recompute", "tokens a rank", "microbatches"]
+        head += [f"GiB{usable}", "MFU", "s a step", "sent and waited"]
+        rows = []
         for one in shown:
             plan, parallel = one.plan, one.parallel
             assert plan.work is not None
             waits = sum(plan.parts[name] for name in ("tensor", "context", "expert", "pipeline", "data", "launches"))
-            table.add_row(
+            row = (
                 str(parallel.tensor_parallel_size),
                 str(parallel.pipeline_parallel_size),
                 str(parallel.virtual_pipeline_parallel_size or "-"),
@@ -104,7 +103,8 @@ class LayoutSearch:
                 f"{plan.step_s:,.3g}",
                 f"{waits / plan.step_s:.0%}",
             )
-        return table
+            rows.append(row)
+        return Group(Text(title), Table(head, rows, "r").to_terminal())
 
     def explain_misfit(self, gpu_bytes: float) -> str:
         """Return the arithmetic of the smallest layout, for a search in which none fits."""

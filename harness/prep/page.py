@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.prep.report import PrepareReport
 from harness.prep.samples import Sample
 from harness.prep.shards import read_samples
-from harness.printing import printable
+from harness.tables import make_histogram, open_templates
 
 # Rows of the table of source files.
 _MAX_SOURCES = 200
@@ -36,21 +36,14 @@ def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
 
 def render_page(report: PrepareReport, samples: Sequence[Sample]) -> str:
     """Return the page; every text of the data is escaped."""
-    # Chat templates need it too.
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    folder = Path(__file__).parent
-    # No autoescaping by file name: all of it is HTML.
-    environment = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined)
-    environment.filters["number"] = "{:,}".format
-    # Not text of the template, which would be marked as safe.
-    environment.finalize = lambda value: printable(value) if type(value) is str else value
-    return environment.get_template("report.html.j2").render(
-        name=Path(report.path).name,
-        report=report,
-        facts={**({"lost": loss} if (loss := report.loss()) else {}), **report.facts()}
-        | {"vocabulary size": f"{report.vocab_size:,}"},
-        findings=report.findings(),
-        sources=list(islice(report.sources.items(), _MAX_SOURCES)),
-        samples=samples,
+    return (
+        open_templates(Path(__file__).parent)
+        .get_template("report.html.j2")
+        .render(
+            name=Path(report.path).name,
+            report=report,
+            lengths={name: make_histogram("tokens", split.length_counts) for name, split in report.splits.items()},
+            max_sources=_MAX_SOURCES,
+            samples=samples,
+        )
     )

@@ -11,19 +11,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from harness.formats import CONTEXT_STYLE, TRAINED_STYLE
+from harness.formats import render_runs
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.fitting import fit_conversation
 from harness.prep.pipeline import PrepareConfig
 from harness.prep.pydoc import write_pydoc_corpus
-from harness.prep.samples import make_sample, render_runs
+from harness.prep.samples import make_sample
 from harness.prep.sources import SourceFiles, find_files, find_schema, read_chunks
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import one_line, open_console
 from harness.storage import stamp_of
+from harness.tables import Table
 
 # Records on which a tokenizer is trained for a preview.
 _TRAINING_RECORDS = 2000
@@ -49,10 +49,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
         tokenizer, origin = _load(config.tokenizer, _parsed(files, schema.reader, _TRAINING_RECORDS), Path(scratch))
         facts = tokenizer.mask_facts(schema.reader.schema)
         has_color = console.color_system is not None
-        table = Table.grid(padding=(0, 2))
-        table.add_column()
-        table.add_column(overflow="fold")
-        for name, text in (
+        facts_of_run = (
             ("source", config.source.path or "the built-in corpus, Python's documentation"),
             ("schema", schema.reader.schema + (", detected" if schema.is_detected else "")),
             ("not read", ", ".join(schema.unused)),
@@ -60,12 +57,9 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             ("mask", f"{facts['rule']}, because {facts['why']}"),
             ("history", f"{facts['history']}; trains {facts['train_on']}" if "history" in facts else ""),
             ("pack size", f"{config.data.pack_size:,} tokens; longer conversations: {config.data.over_long}"),
-        ):
-            if text:
-                table.add_row(name, Text(one_line(text)))
-        legend = Text.assemble("trained ", ("like this", TRAINED_STYLE), ", not trained ", ("like this", CONTEXT_STYLE))
-        table.add_row("text", legend if has_color else Text("[[trained]] not trained"))
-        console.print(table)
+        )
+        console.print(Table((), [(name, text) for name, text in facts_of_run if text]).to_terminal())
+        console.print(render_runs([("trained", True), (" not trained", False)], has_color=has_color))
         for record in records:
             _show(record, tokenizer, config, console, has_color=has_color)
     shown = f"The first {len(records):,} records as they are" if len(records) != 1 else "The first record as it is"
@@ -132,7 +126,7 @@ def _show(
         share = sequence.num_trained / sequence.num_tokens
         counts = f"{sequence.num_tokens:,} tokens, {sequence.num_trained:,} trained ({share:.0%})"
         console.print(Text(f"sequence {number} of {sample.num_sequences}: {counts}", style="cyan"))
-        console.print(render_runs(sequence, has_color=has_color))
+        console.print(render_runs(sequence.runs, has_color=has_color))
 
 
 def _wrapped(text: str, console: Console) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +15,19 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from harness.errors import PrepError
 from harness.prep.counts import COUNTS, Counts
 from harness.prep.packing import PackPlan
-from harness.printing import code_span, escape_markdown, one_line
+from harness.printing import escape_markdown, one_line
 from harness.records import Int32Array
 from harness.storage import join_path
+from harness.tables import Row, Table, TableCell, make_histogram
 
 if TYPE_CHECKING:
     from harness.prep.shards import Receipt
 
-_BAR = 50
 # Kinds of conversations that are kept and worth a look.
 _KINDS = {
     "truncated": ("cut", "conversations were cut"),
@@ -176,10 +176,10 @@ class PrepareReport(Counts):
         """List the records that were left out by reason; empty if there are none."""
         return ", ".join(f"{number:,} {why}" for why, number in sorted((self.bad + self.dropped).items()))
 
-    def split_rows(self) -> dict[str, list[str]]:
+    def split_table(self) -> Table:
         """Return the main figures, one row per figure and one column per split."""
         splits = self.splits.values()
-        return {
+        rows: dict[str, Sequence[str | TableCell]] = {
             "conversations": [f"{split.conversations:,}" for split in splits],
             "sequences": [split.describe_sequences() for split in splits],
             "tokens": [f"{split.tokens:,}" for split in splits],
@@ -189,7 +189,33 @@ class PrepareReport(Counts):
             ],
             "packs": [f"{split.packs:,}" for split in splits],
             "fill": [f"{split.fill:.2%}" for split in splits],
+            "fingerprint": [TableCell(split.fingerprint[:16], "code") for split in splits],
         }
+        return Table(("", *self.splits), [(name, *values) for name, values in rows.items()], "lr")
+
+    def findings_table(self) -> Table:
+        """Return what became of the records, with all first places."""
+        rows = [
+            (title, f"{count:,}", text, TableCell("; ".join(places), "code"))
+            for title, text, count, places in self.findings()
+        ]
+        return Table(("kind", "count", "meaning", "first"), rows, "lrl")
+
+    def facts_table(self) -> Table:
+        """Return what was lost, and what the preparation found out."""
+        lost = [("lost", TableCell(loss, "warning"))] if (loss := self.loss()) else []
+        facts = [(name, TableCell(text, "code")) for name, text in self.facts().items()]
+        return Table((), [*lost, *facts, ("vocabulary size", f"{self.vocab_size:,}")])
+
+    def source_table(self, most: int) -> Table:
+        """Return the counts of the first `most` files of the source."""
+        head = ("file", "records", "bad", "conversations", "sequences", "tokens", "trained")
+        rows = []
+        for file, source in islice(self.sources.items(), most):
+            counts = (source.records, source.bad, source.conversations, source.sequences, source.tokens)
+            trained = f"{source.trained_tokens / source.tokens:.1%}" if source.tokens else ""
+            rows.append((file, *(f"{count:,}" for count in counts), trained))
+        return Table(head, rows, "lr")
 
     def findings(self) -> list[tuple[str, str, int, list[str]]]:
         """Return what became of the records: a title, an explanation, the count and the first places."""
@@ -235,33 +261,19 @@ class PrepareReport(Counts):
 
 def render_report(report: PrepareReport) -> RenderableType:
     """Return a table with one column per split, and what became of the records."""
-    table = Table(title=Text(report.path), title_justify="left")
-    table.add_column("")
-    for name in report.splits:
-        table.add_column(name, justify="right")
-    for title, values in report.split_rows().items():
-        table.add_row(title, *values)
-    below = Table.grid(padding=(0, 2))
-    below.add_column()
-    below.add_column(overflow="fold")
-    below.add_row("records read", f"{report.records:,}")
-    for title, _, count, places in report.findings():
-        below.add_row(title, Text(one_line(f"{count:,}" + (f", first {places[0]}" if places else ""))))
-    if loss := report.loss():
-        below.add_row("lost", Text(loss, style="yellow"))
-    for name, text in report.facts().items():
-        below.add_row(name, Text(one_line(text)))
-    below.add_row("vocabulary size", f"{report.vocab_size:,}")
-    below.add_row("seconds", f"{sum(report.seconds.values()):.1f}")
-    return Group(table, below)
+    below: list[Row] = [("records read", f"{report.records:,}")]
+    below += [
+        (title, f"{count:,}" + (f", first {places[0]}" if places else ""))
+        for title, _, count, places in report.findings()
+    ]
+    below += [*report.facts_table().rows, ("seconds", f"{sum(report.seconds.values()):.1f}")]
+    title = Text(one_line(report.path), style="bold")
+    return Group(title, report.split_table().to_terminal(), "", Table((), below).to_terminal())
 
 
 def to_markdown(report: PrepareReport) -> str:
     """Return a page: counts of records, and histograms of sequence lengths and pack fill."""
-    lines = [f"# {escape_markdown(Path(report.path).name)}", ""]
-    lines += ["| | " + " | ".join(map(escape_markdown, report.splits)) + " |", "|---|" + "---:|" * len(report.splits)]
-    fingerprints = {"fingerprint": [code_span(split.fingerprint[:16]) for split in report.splits.values()]}
-    lines += [f"| {title} | " + " | ".join(row) + " |" for title, row in (report.split_rows() | fingerprints).items()]
+    lines = [f"# {escape_markdown(Path(report.path).name)}", "", report.split_table().to_markdown()]
     left_out = report.left_out()
     lines += [
         "",
@@ -269,30 +281,18 @@ def to_markdown(report: PrepareReport) -> str:
         + (f"; left out: {left_out}" if left_out else "")
         + f". The tokenizer has {report.vocab_size:,} tokens.",
         "",
+        report.facts_table().to_markdown(),
     ]
-    lines += [f"- lost: {loss}"] if (loss := report.loss()) else []
-    lines += [f"- {name}: {code_span(text)}" for name, text in report.facts().items()]
-    for title, text, count, places in report.findings():
-        first = f"; first {code_span('; '.join(places))}" if places else ""
-        lines.append(f"- {title}: {count:,} {text}{first}")
+    if report.findings():
+        lines += ["", report.findings_table().to_markdown()]
     for name, split in report.splits.items():
-        lines += ["", f"## {escape_markdown(name)}", "", "```"]
-        lines += ["sequences by tokens, at most", *_bars(split.length_counts)]
-        lines += ["", "packs by fill, at most", *_bars({f"{key}%": count for key, count in split.fill_counts.items()})]
-        lines += ["```"]
+        fill = {f"{key}%": count for key, count in split.fill_counts.items()}
+        lines += ["", f"## {escape_markdown(name)}"]
+        lines += ["", make_histogram("tokens of a sequence, at most", split.length_counts).to_markdown()]
+        lines += ["", make_histogram("fill of a pack, at most", fill).to_markdown()]
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
     lines += ["", f"Settings `{report.settings_hash}`, in full in `report.json`. Time: {seconds}.", ""]
     return "\n".join(lines)
-
-
-def _bars(counts: dict[str, int]) -> list[str]:
-    most, total = max(counts.values(), default=0), sum(counts.values())
-    width = max(map(len, counts), default=0)
-    return [
-        f"{key:>{width}} {'#' * round(_BAR * count / most) if most else '':<{_BAR}} {count:,} ({count / total:.1%})"
-        for key, count in counts.items()
-        if total
-    ]
 
 
 def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich.text import Text
 
-from harness.formats import CONTEXT_STYLE, TRAINED_STYLE, Decoder, text_runs
+from harness.formats import Decoder, text_runs
 from harness.prep.chat import Conversation
-from harness.printing import printable
 from harness.records import SequenceView
 
 # Sequences of a conversation that a report keeps, and characters of each.
 _MAX_SEQUENCES, _MAX_CHARACTERS = 6, 6000
-# Around trained text where there are no colors.
-_OPEN, _CLOSE = "[[", "]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +75,3 @@ def make_sample(
         num_trained = int(np.count_nonzero(piece.loss_mask))
         sequences.append(SequenceSample(len(piece), num_trained, runs, left >= 0))
     return Sample(conversation.where, len(conversation.messages), len(pieces), sequences)
-
-
-def render_runs(sequence: SequenceSample, *, has_color: bool) -> Text:
-    """Return the text of a sequence with its trained parts in color, or in brackets."""
-    text = Text()
-    for run, trained in sequence.runs:
-        shown = printable(run)
-        if trained and not has_color:
-            shown = f"{_OPEN}{shown}{_CLOSE}"
-        text.append(shown, style=TRAINED_STYLE if trained else CONTEXT_STYLE)
-    if not sequence.is_whole:
-        text.append(" ...")
-    return text

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.settings import explain_settings, find_odd
 from harness.storage import write_atomically
+from harness.tables import Table
 from harness.train.events import EventFile
 from harness.train.lines import DAMAGED_FIX, ROOM_FIX, LineFile, describe_hole, keep_lines_before, whole_lines
 from harness.train.loop import OWN_VALIDATION, StepRecord
@@ -363,11 +364,10 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
         **facts,
     }
     charts = ["![loss](loss.png)", *(["![load of experts](experts.png)"] if last.experts else [])]
-    lines = ["# Training run", "", *charts, "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows.items()]
+    table = Table((), [(name, str(value)) for name, value in rows.items()])
     path = folder / REPORT_FILE
     with _report_may_fail(path):
-        write_atomically(path, ("\n".join(lines) + "\n").encode())
+        write_atomically(path, "\n".join(["# Training run", "", *charts, "", table.to_markdown(), ""]).encode())
     return path
 
 

@@ -7,15 +7,24 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from harness.bench import Workspace
-from harness.bench.figures import BenchReport, Progress, describe_machine, list_versions, read_figures
-from harness.bench.page import TABLE_HEAD, claims_of, count_targets, figure_row
+from harness.bench.figures import (
+    BenchReport,
+    Progress,
+    count_targets,
+    describe_machine,
+    figure_row,
+    figure_table,
+    list_versions,
+    read_figures,
+)
 from harness.cli.bench import run_benches
 from harness.errors import HarnessError, exit_on_error
+from harness.tables import TableCell
 from tests.benchmarks.__main__ import PEERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,10 +239,13 @@ def render_benchmarks(reports: Sequence[BenchReport]) -> str:
 
 def render_claims(reports: Sequence[BenchReport]) -> list[str]:
     """Return the lines of the table, a row a claim, and of the comparisons."""
-    lines = ["", "## Claims", "", f"{count_targets(reports)}.", "", *TABLE_HEAD]
+    table, rows = figure_table([]), []
     for report in reports:
         if report.figures:
-            lines += [f"| **{report.title}** `{report.command}` | | | | |", *map(figure_row, claims_of(report))]
+            claims = [figure for figure in report.figures if figure.met is not None or figure.unit == "x"]
+            title = (TableCell(report.title, "title"), TableCell(report.command, "code"))
+            rows += [(title, "", "", "", ""), *map(figure_row, claims)]
+    lines = ["", "## Claims", "", f"{count_targets(reports)}.", "", replace(table, rows=rows).to_markdown()]
     lines += ["", "## What is compared", ""]
     for report in reports:
         # The notes of what was measured are printed by its command.

@@ -92,7 +92,7 @@ def test_prepare_prints_and_reports_names_of_files_and_fields_as_code(harness: C
     page, samples = ((tmp_path / "out" / name).read_text() for name in ("report.md", "report.html"))
     check(printed, page)
     assert samples == printable(samples)
-    (line,) = (line for line in page.splitlines() if line.startswith("- unused fields"))
+    (line,) = (line for line in page.splitlines() if line.startswith("| unused fields |"))
     assert line.count("`") == 2
     check(*harness("inspect", source, "--raw", "tokenizer.vocab_size=300")[1:])
 

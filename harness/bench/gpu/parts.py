@@ -14,8 +14,7 @@ from typing import Any
 
 from harness.bench import load
 from harness.bench.apart import measure_apart
-from harness.bench.figures import BenchReport, Figure, Progress, read_figures
-from harness.bench.page import count_targets, figure_table
+from harness.bench.figures import BenchReport, Figure, Progress, count_targets, figure_table, read_figures
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, HarnessError, os_errors_as
@@ -252,11 +251,15 @@ def render_parts(machine: Mapping[str, Any], results: Mapping[str, Mapping[str, 
     missed = [figure for figure in figures if figure.met is False]
     speeds = [figure for figure in figures if figure.name.partition(": ")[2] in _SPEEDS]
     for title, chosen in (("Missed", missed), ("Speed", speeds)):
-        lines += [f"## {title}", "", *figure_table(chosen), ""] if chosen else []
+        lines += [f"## {title}", "", figure_table(chosen).to_markdown(), ""] if chosen else []
     for name, part in PARTS.items():
         lines += [f"## {name}", "", part.about, ""]
         if name in reports:
-            lines += [*figure_table(reports[name].figures), "", *(f"- {note}" for note in reports[name].notes)]
+            lines += [
+                figure_table(reports[name].figures).to_markdown(),
+                "",
+                *(f"- {note}" for note in reports[name].notes),
+            ]
             lines += [f"- took {results[name]['seconds']:.0f} s", ""]
         else:
             state = results.get(name, {"status": "not measured yet", "reason": ""})

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from harness.errors import FormatError
 from harness.loader.live.folder import CONSUMER_FILE, PRODUCER_FILE, LiveFolder, last_seen
+from harness.tables import Table
 
 # Producer and consumer touch their files every second, but a step of training may take longer.
 _ALIVE_S = 10.0
@@ -94,35 +94,33 @@ def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
 
 def render_status(status: LiveStatus) -> RenderableType:
     """Return a table of the folder, and one of the ranks that read it."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     state = status.producer_status.get("state")
     doing = f", {state}" if status.producer == "alive" and state else ""
     rates = ""
     if status.rows_per_s is not None and status.chunks_per_min is not None:
         rates = f"{status.rows_per_s:,.1f} rows/s, {status.chunks_per_min:,.1f} chunks/min"
-    table.add_row("producer", f"{_who(status.producer, status.producer_status, status.producer_seen_s)}{doing}")
     made = [f"{status.chunks:,} chunks"]
     made += [f"{count:,} {of}" for count, of in ((status.rows, "rows"), (status.tokens, "tokens")) if count is not None]
-    table.add_row("made", ", ".join(made + ["ended"] * status.ended))
-    table.add_row("rate", rates or "unknown yet")
-    table.add_row("backlog", f"chunks to read: {status.waiting:,}, completed and not deleted yet: {status.completed:,}")
-    table.add_row("on disk", f"{status.num_bytes / 1e6:,.1f} MB of chunks")
-    table.add_row("training", _who(status.consumer, status.consumer_status, status.consumer_seen_s))
+    facts = [
+        ("producer", f"{_who(status.producer, status.producer_status, status.producer_seen_s)}{doing}"),
+        ("made", ", ".join(made + ["ended"] * status.ended)),
+        ("rate", rates or "unknown yet"),
+        ("backlog", f"chunks to read: {status.waiting:,}, completed and not deleted yet: {status.completed:,}"),
+        ("on disk", f"{status.num_bytes / 1e6:,.1f} MB of chunks"),
+        ("training", _who(status.consumer, status.consumer_status, status.consumer_seen_s)),
+    ]
     consumer = status.consumer_status
     if not consumer:
-        return table
-    table.add_row(
-        "trained",
-        f"{consumer.get('rows', 0):,} rows read in {consumer.get('steps', 0):,} steps, "
-        f"{consumer.get('packs_per_s', 0.0):,.1f} packs/s, {consumer.get('tokens_per_s', 0.0):,.0f} tokens/s",
-    )
-    ranks = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("reader", "chunk", "row", "waits for"):
-        ranks.add_column(name, justify="left" if name == "waits for" else "right")
+        return Table((), facts).to_terminal()
+    read = f"{consumer.get('rows', 0):,} rows read in {consumer.get('steps', 0):,} steps, "
+    speed = f"{consumer.get('packs_per_s', 0.0):,.1f} packs/s, {consumer.get('tokens_per_s', 0.0):,.0f} tokens/s"
+    facts.append(("trained", read + speed))
+    ranks = []
     for rank in consumer.get("ranks", ()):
         waits = "" if rank["waits_for"] is None else f"chunk {rank['waits_for']} for {rank['waits_s']:.0f} s"
-        ranks.add_row(*("" if rank[name] is None else str(rank[name]) for name in ("rank", "chunk", "row")), waits)
-    return Group(table, "", ranks)
+        ranks.append((*("" if rank[name] is None else str(rank[name]) for name in ("rank", "chunk", "row")), waits))
+    readers = Table(("reader", "chunk", "row", "waits for"), ranks, "rrrl")
+    return Group(Table((), facts).to_terminal(), "", readers.to_terminal())
 
 
 def _state(folder: LiveFolder, who: str) -> str:

@@ -12,6 +12,7 @@ import yaml
 
 from harness.megatron.export.data import SpecialTokens, TrainedData
 from harness.printing import escape_markdown
+from harness.tables import Table
 from harness.train import METRICS_FILE, RUN_FILE, StepMetrics, read_metrics
 
 CARD_FILE = "README.md"
@@ -160,5 +161,4 @@ def _version(name: str) -> str:
 
 
 def _table(title: str, facts: Mapping[str, str]) -> str:
-    rows = "".join(f"| {escape_markdown(name)} | {escape_markdown(value)} |\n" for name, value in facts.items())
-    return f"## {title}\n\n| | |\n|---|---|\n{rows}"
+    return f"## {title}\n\n{Table((), list(facts.items())).to_markdown()}\n"

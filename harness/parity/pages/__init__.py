@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.errors import ConfigError, os_errors_as
+from harness.parity.pages import words
 from harness.parity.pages.junit import render_junit
+from harness.parity.pages.matrix import group_cells
 from harness.parity.pages.message import render_message
 from harness.parity.pages.page import render_page
 from harness.parity.result import REPORT_FILE, ParityReport, to_json
-from harness.parity.table import show
+from harness.printing import indented, one_line
 from harness.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -33,7 +35,13 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
     Raises:
         ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
     """
-    show(report, console)
+    console.print(one_line(report.title), soft_wrap=True)
+    for group in group_cells(report):
+        console.print(group.checks.to_terminal())
+    for cell in report.cells:
+        if trouble := words.trouble(cell):
+            console.print(indented(f"{one_line(cell.name)}: {trouble}"), soft_wrap=True)
+    console.print(f"{words.verdict(report)}: {words.summary(report)}", soft_wrap=True)
     if folder is not None:
         _write_files({REPORT_FILE: to_json(report)}, folder)
         render_all(report, folder)

@@ -11,6 +11,7 @@ from typing import Any
 
 from harness.parity.result import CellResult, ParityReport, Series
 from harness.printing import printable
+from harness.tables import shorten
 
 # Points of all curves of a chart together: with a hundred cells a page stays under 10 MB, Plotly's 5 MB included.
 POINTS = 20_000
@@ -253,5 +254,4 @@ def finite(value: float | None) -> float | None:
 
 def plain(name: str) -> str:
     """Return a name for Plotly, which reads names as its own kind of HTML."""
-    short = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
-    return html.escape(printable(short), quote=False)
+    return html.escape(printable(shorten(name, _LONGEST_NAME)), quote=False)

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from harness.parity.pages import words
 from harness.parity.result import CellResult, Check, ParityReport
+from harness.tables import Row, Table, TableCell
 
 # A wider or emptier table is harder to read than a list.
 _MOST_COLUMNS = 12
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The cells of one check, by their axes.
-
-    Attributes:
-        rows, columns: labels; a single empty one where there is nothing to distinguish.
-        cells: the cells of each row and column.
-        row_axis, column_axes: names of the axes whose values are the labels.
-        settled: text with the axes that have the same value in every cell.
-    """
-
-    rows: list[str]
-    columns: list[str]
-    cells: list[list[list[CellResult]]]
-    row_axis: str
-    column_axes: str
-    settled: str
 
 
 @dataclass(frozen=True)
@@ -38,71 +21,74 @@ class Group:
     Attributes:
         name: of the check.
         cells: in the report's order.
-        grid: the cells by their axes.
-        columns: names of comparisons, in the order of their first appearance.
-        limits: the tolerance of each comparison, None where cells have different ones.
+        matrix: status of the cells by their axes.
+        settled: text with the axes that have the same value in every cell.
+        checks: status and comparisons of each cell, with the largest difference of each.
         reasons: comparisons that share a reason for their tolerance, and the reason.
     """
 
     name: str
     cells: list[CellResult]
-    grid: Grid
-    columns: list[str]
-    limits: dict[str, float | None]
+    matrix: Table
+    settled: str
+    checks: Table
     reasons: list[tuple[str, str]]
-
-    @property
-    def compared(self) -> list[CellResult]:
-        return [cell for cell in self.cells if cell.checks]
-
-    def check(self, cell: CellResult, name: str) -> Check | None:
-        """Return a cell's comparison of that name."""
-        return next((check for check in cell.checks if check.name == name), None)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Speed and memory of the cells that share one value of an axis; None where nothing was measured."""
-
-    value: str
-    cells: int
-    tokens_per_s: float | None
-    slowest: float | None
-    fastest: float | None
-    memory_bytes: int | None
-    seconds: float
 
 
 def group_cells(report: ParityReport) -> list[Group]:
     """Return the cells by check, in the order of the report."""
+    links = {cell.name: f"#cell-{number}" for number, cell in enumerate(report.cells)}
     names = dict.fromkeys(cell.check for cell in report.cells)
-    return [_group(name, [cell for cell in report.cells if cell.check == name]) for name in names]
+    return [_group(name, [cell for cell in report.cells if cell.check == name], links) for name in names]
 
 
-def _group(name: str, cells: list[CellResult]) -> Group:
+def _group(name: str, cells: list[CellResult], links: Mapping[str, str]) -> Group:
     checks = [check for cell in cells for check in cell.checks]
     columns = list(dict.fromkeys(check.name for check in checks))
-    limits: dict[str, float | None] = {}
-    for column in columns:
-        tolerances = {check.tolerance for check in checks if check.name == column}
-        limits[column] = tolerances.pop() if len(tolerances) == 1 else None
+    head = ["largest relative difference", ""]
     reasons: dict[str, dict[str, None]] = {}
     for column in columns:
+        tolerances = {check.tolerance for check in checks if check.name == column}
+        limit = words.limit(tolerances.pop()) if len(tolerances) == 1 else "see cell"
+        head.append(f"{_spaced(column)}, {limit}")
         for check in checks:
             if check.name == column and check.reason:
                 reasons.setdefault(check.reason, {})[column] = None
+    rows = [
+        (TableCell(cell.name, link=links[cell.name]), _status(cell), *(_check(cell, column) for column in columns))
+        for cell in cells
+    ]
     shared = [(", ".join(named), reason) for reason, named in reasons.items()]
-    return Group(name, cells, arrange(cells), columns, limits, shared)
+    return Group(name, cells, *arrange(cells, links), Table(head, rows), shared)
 
 
-def arrange(cells: Sequence[CellResult]) -> Grid:
-    """Make rows of the first axis that varies and columns of the others; a long list stays a list."""
+def _status(cell: CellResult) -> TableCell:
+    return TableCell(words.mark(cell), words.mark(cell), hover=cell.name)
+
+
+def _check(cell: CellResult, name: str) -> TableCell:
+    check: Check | None = next((check for check in cell.checks if check.name == name), None)
+    if check is None:
+        return TableCell("–")  # noqa: RUF001
+    hover = check.difference.message if check.difference else words.limit(check.tolerance)
+    return TableCell(words.size_of(check), "same" if check.passed else "different", hover=hover)
+
+
+def arrange(cells: Sequence[CellResult], links: Mapping[str, str]) -> tuple[Table, str]:
+    """Make rows of the first axis that varies and columns of the others; a long list stays a list.
+
+    Args:
+        links: of each cell, by name.
+
+    Returns:
+        the table, and text with the axes that have the same value in every cell.
+    """
     names = list(dict.fromkeys(name for cell in cells for name in cell.axes))
     values = {name: list(dict.fromkeys(cell.axes.get(name, "") for cell in cells)) for name in names}
     varying = [name for name in names if len(values[name]) > 1]
     settled = ", ".join(f"{name} {values[name][0]}" for name in names if name not in varying)
     if not varying:
-        return Grid([""], [""], [[list(cells)]], "", "", settled)
+        return Table((), [("", _tiles(cells, links))]), settled
     row_axis, column_axes = varying[0], varying[1:]
 
     def column_of(cell: CellResult) -> str:
@@ -116,27 +102,42 @@ def arrange(cells: Sequence[CellResult]) -> Grid:
         in_row = [cell for cell in cells if cell.axes.get(row_axis, "") == row]
         return [cell for cell in in_row if not column_axes or column_of(cell) == column]
 
-    placed = [[at(row, column) for column in columns] for row in rows]
-    return Grid([row or "none" for row in rows], columns, placed, row_axis, " · ".join(column_axes), settled)
+    placed: list[Row] = [(row or "none", *(_tiles(at(row, column), links) for column in columns)) for row in rows]
+    corner = f"{row_axis} by {' · '.join(column_axes)}" if column_axes else row_axis
+    return Table((_spaced(corner), *columns), placed), settled
 
 
-def costs(report: ParityReport) -> tuple[str, list[Cost]]:
-    """Summarize speed and memory by format, or by the first axis where no cell has a format.
+def _tiles(cells: Sequence[CellResult], links: Mapping[str, str]) -> list[TableCell]:
+    return [replace(_status(cell), link=links.get(cell.name, "")) for cell in cells]
 
-    Returns:
-        the axis, and the cost of each of its values.
+
+def tabulate_costs(report: ParityReport) -> Table | None:
+    """Return speed and memory by format, or by the first axis where no cell has a format; None if no cell ran.
+
+    A row has the medians of its cells and the memory of the largest.
     """
     ran = [cell for cell in report.cells if cell.series.step and cell.axes]
     if not ran:
-        return "", []
+        return None
     axis = "format" if any("format" in cell.axes for cell in ran) else next(iter(ran[0].axes))
-    summaries = []
+    found = []
     for value in dict.fromkeys(cell.axes[axis] for cell in ran if axis in cell.axes):
         cells = [cell for cell in ran if cell.axes.get(axis) == value]
         rates = [cell.tokens_per_s for cell in cells if cell.tokens_per_s is not None]
         memory = [cell.peak_memory_bytes for cell in cells if cell.peak_memory_bytes is not None]
+        found.append((value, cells, rates, max(memory, default=None)))
+    fastest = max((statistics.median(rates) for _, _, rates, _ in found if rates), default=0) or 1
+    largest = max((memory or 0 for _, _, _, memory in found), default=0) or 1
+    rows = []
+    for value, cells, rates, peak in found:
         rate = statistics.median(rates) if rates else None
-        slowest, fastest = min(rates, default=None), max(rates, default=None)
+        span = f"{words.rate(min(rates))} – {words.rate(max(rates))}" if rates and len(cells) > 1 else "–"  # noqa: RUF001
         seconds = statistics.median(cell.seconds for cell in cells)
-        summaries.append(Cost(value, len(cells), rate, slowest, fastest, max(memory, default=None), seconds))
-    return axis, summaries
+        speed = TableCell(words.rate(rate), share=(rate or 0) / fastest)
+        size = TableCell(words.size(peak), share=(peak or 0) / largest)
+        rows.append((value, str(len(cells)), speed, span, size, words.duration(seconds)))
+    return Table((_spaced(axis), "cells", "tokens/s", "from – to", "peak memory", "run"), rows, "lr")  # noqa: RUF001
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")

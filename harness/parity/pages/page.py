@@ -6,14 +6,15 @@ It has everything in it: it opens from a disk or an artifact store, and loads no
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
 from harness.parity.pages import words
 from harness.parity.pages.curves import FLOOR, Chart, Pool, draw_charts, styles_of
-from harness.parity.pages.matrix import costs, group_cells
+from harness.parity.pages.matrix import group_cells, tabulate_costs
 from harness.parity.result import STATUSES, ParityReport
-from harness.printing import printable
+from harness.tables import SIGNS, open_templates
 
 
 def render_page(report: ParityReport) -> str:
@@ -25,7 +26,6 @@ def render_page(report: ParityReport) -> str:
     pool = Pool()
     charts = draw_charts(report, pool)
     styles = styles_of(report)
-    axis, spent = costs(report)
     counts = {status: sum(cell.status == status for cell in report.cells) for status in STATUSES}
     return render(
         "report.html.j2",
@@ -37,10 +37,7 @@ def render_page(report: ParityReport) -> str:
         counts={status: count for status, count in reversed(counts.items()) if count},
         drawn=[(cell, styles[cell.name]) for cell in report.cells if cell.name in styles],
         numbers={cell.name: number for number, cell in enumerate(report.cells)},
-        cost_axis=axis,
-        costs=spent,
-        fastest=max((cost.tokens_per_s or 0 for cost in spent), default=0),
-        largest=max((cost.memory_bytes or 0 for cost in spent), default=0),
+        costs=tabulate_costs(report),
     )
 
 
@@ -51,24 +48,17 @@ def render(template: str, charts: list[Chart], pool: Pool, **values: Any) -> str
         ConfigError: Jinja or Plotly is not installed.
     """
     try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
         from markupsafe import Markup
         from plotly.offline import get_plotlyjs
+
+        templates = open_templates(Path(__file__).parent / "templates", trim_blocks=True, lstrip_blocks=True)
     except ImportError as error:
         raise ConfigError(
             f"a report needs {error.name}", where=template, fix="install the extra `report`: pip install '.[report]'"
         ) from None
-    environment = Environment(
-        loader=PackageLoader("harness.parity.pages"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=lambda value: printable(value) if type(value) is str else value,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     data = {"pool": pool.arrays, "charts": [vars(chart) for chart in charts], "floor": FLOOR}
     # A closing tag inside a name must not end the script that carries it.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return environment.get_template(template).render(
-        **values, w=words, charts=charts, data=Markup(text), plotly=Markup(get_plotlyjs())
+    return templates.get_template(template).render(
+        **values, w=words, signs=SIGNS, charts=charts, data=Markup(text), plotly=Markup(get_plotlyjs())
     )

@@ -7,8 +7,6 @@ from collections import Counter
 
 from harness.parity.result import STATUSES, CellResult, Check, Difference, ParityReport
 
-# A word and a sign, so that nothing depends on seeing colors.
-SIGNS = {"same": "✓", "different": "✗", "failed": "!", "skipped": "○", "reference": "◆"}
 _GIGA, _MEGA = 1e9, 1e6
 
 

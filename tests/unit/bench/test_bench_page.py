@@ -37,7 +37,7 @@ def silent(text: str) -> None:
 
 def test_claims_are_on_the_page_with_their_ranges_targets_and_commands():
     page = render_benchmarks([a_report()])
-    assert "| **Formats: reading** `harness bench formats parts=random` | | | | |" in page
+    assert "| **Formats: reading** `harness bench formats parts=random` |  |  |  |  |" in page
     assert "| ours | 3.000 packs/s | 2.000 – 4.000 | at least 5.000 | **missed** |" in page  # noqa: RUF001
     assert "| theirs to ours | 2.000 x |  |  |  |" in page
     # Neither a target nor a ratio: the command prints it.

@@ -20,10 +20,11 @@ from harness.parity import result
 from harness.parity.pages import render_all
 from harness.parity.pages.curves import FLOOR, POINTS, Pool, differences, draw_charts, thin
 from harness.parity.pages.junit import render_junit
-from harness.parity.pages.matrix import arrange, costs
+from harness.parity.pages.matrix import arrange, tabulate_costs
 from harness.parity.pages.message import LONGEST, render_message
 from harness.parity.pages.page import render_page
 from harness.parity.result import Check, Difference, ParityReport, Series, read_report, write_report
+from harness.tables import Table, TableCell
 
 SCHEMA = json.loads(Path(harness.parity.pages.__file__).with_name("report.schema.json").read_text())
 
@@ -200,27 +201,30 @@ def test_a_hundred_runs_of_2000_steps_stay_a_page_that_opens():
 
 
 def test_the_axis_that_varies_first_makes_rows_and_the_others_columns():
-    grid = arrange(all_same().cells)
-    assert grid.rows == ["legacy_npy_pickle", "parquet", "memmap", "binidx", "jsonl"]
-    assert (grid.columns, grid.column_axes, grid.settled) == (["0", "4"], "num_workers", "layout dp2")
-    assert [len(found) for row in grid.cells for found in row] == [1] * 10
+    grid, settled = arrange(all_same().cells, {})
+    assert [row[0] for row in grid.rows] == ["legacy_npy_pickle", "parquet", "memmap", "binidx", "jsonl"]
+    assert (grid.head, settled) == (("format by num workers", "0", "4"), "layout dp2")
+    assert [len(found) for row in grid.rows for found in row[1:]] == [1] * 10
     layouts = [cell(f"layout {number}", "parquet", number, axes={"layout": f"l{number}"}) for number in range(22)]
-    assert arrange(layouts).columns == [""]
+    assert arrange(layouts, {})[0].head == ("layout", "")
     # Few cells of many axes: a list of rows holds all of them.
     sparse = [cell(str(n), "a", n, axes={"format": f"f{n}", "x": str(n), "y": str(-n)}) for n in range(9)]
-    assert sum(len(found) for row in arrange(sparse).cells for found in row) == 9
-    assert arrange([]).rows == [""]
+    assert sum(len(row[1]) for row in arrange(sparse, {})[0].rows) == 9
+    assert arrange([], {}) == (Table((), [("", [])]), "")
 
 
 def test_speed_and_memory_are_by_format_and_by_the_first_axis_without_one():
-    axis, found = costs(all_same())
-    assert axis == "format"
-    first = found[0]
-    assert (first.value, first.cells, first.tokens_per_s) == ("legacy_npy_pickle", 2, 7800.0)
-    assert (first.slowest, first.fastest) == (7000.0, 8600.0)
-    axis, found = costs(report([cell("a", "x", 0, axes={"layout": "tp2"}, tokens_per_s=None, peak_memory_bytes=None)]))
-    assert (axis, found[0].value, found[0].tokens_per_s, found[0].memory_bytes) == ("layout", "tp2", None, None)
-    assert costs(report([reference(series=Series())])) == ("", [])
+    table = tabulate_costs(all_same())
+    assert table.head[0] == "format"
+    value, cells, speed, span, _, _ = table.rows[0]
+    assert (value, cells, speed.text, span) == ("legacy_npy_pickle", "2", "7,800", "7,000 – 8,600")  # noqa: RUF001
+    assert max(row[2].share for row in table.rows) == 1
+    unknown = cell("a", "x", 0, axes={"layout": "tp2"}, tokens_per_s=None, peak_memory_bytes=None)
+    table = tabulate_costs(report([unknown]))
+    value, _, speed, span, memory, _ = table.rows[0]
+    assert (table.head[0], value, span) == ("layout", "tp2", "–")  # noqa: RUF001
+    assert speed == memory == TableCell("not measured", share=0)
+    assert tabulate_costs(report([reference(series=Series())])) is None
 
 
 @pytest.mark.parametrize("found", [all_same(), one_of_each(), report([])])
