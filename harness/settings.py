@@ -18,9 +18,10 @@ import types
 import typing
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from harness.checks import Bounds, bounds_of
+from harness.errors import FormatError, HarnessError
 from harness.printing import redact_all
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -28,6 +29,7 @@ _PACKAGE = Path(__file__).resolve().parent
 CONFIGS = next((folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()), _PACKAGE)
 _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
 REQUIRED = "required"
+T = TypeVar("T")
 
 
 class Setting(NamedTuple):
@@ -100,46 +102,128 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def load(
+    schema: type[T],
+    text: str | bytes,
+    *,
+    where: object,
+    fix: str = "",
+    what: str = "cannot be read",
+    error: type[HarnessError] = FormatError,
+    lenient: bool = False,
+) -> T:
+    """Return the dataclass that a JSON record of this program holds, as `from_plain` builds it.
+
+    Args:
+        where, fix, what: of the error; `what` is followed by the reason.
+        lenient: keys that the dataclass does not have are left out.
+
+    Raises:
+        HarnessError: of the class `error`; the text is not JSON, or not such a record.
+    """
+    try:
+        return from_plain(schema, json.loads(text), lenient=lenient)
+    except (ValueError, RecursionError) as odd:
+        raise error(f"{what}: {odd}", where=str(where), fix=fix) from None
+
+
+def from_plain(schema: type[T], values: Any, *, lenient: bool = False) -> T:
+    """Build a dataclass, and those in it, from plain values; raise ValueError where keys or types are not its own.
+
+    Args:
+        lenient: keys that the dataclass does not have are left out.
+    """
+    if lenient and isinstance(values, dict):
+        values = {name: value for name, value in values.items() if name in _hints(schema)}
+    if odd := _find_odd(values, schema, "", is_whole=True):
+        raise ValueError(odd)
+    record: T = _build(values, schema)
+    return record
+
+
 def find_odd(values: Any, schema: type[Any]) -> str | None:
     """Return what is wrong with plain values as settings of a dataclass, None if nothing is; bounds are not checked.
 
     A setting that is missing is none of an earlier version, which is not wrong.
     """
-    return _find_odd(values, _types_of(schema), "")  # type: ignore[arg-type]  # classes are hashable
+    return _find_odd(values, schema, "", is_whole=False)
 
 
 @functools.cache
-def _types_of(schema: type[Any]) -> dict[str, str]:
-    return {setting.key: setting.type for setting in explain_settings(schema)}
+def _hints(schema: type[Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(schema)
+    return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
 
 
-def _find_odd(values: Any, types: dict[str, str], key: str) -> str | None:
-    prefix, kind = f"{key}." if key else "", types.get(key)
-    inner: Iterable[tuple[str, Any]] = ()
-    if kind == "list of records" and isinstance(values, list):
-        inner = ((f"{key}[]", value) for value in values)
-    elif kind is not None:
-        return None if _is_of_kind(values, kind) else f"{key} is {str(values)[:40]!r}, and not of type {kind}"
-    elif not any(name.startswith(prefix) for name in types):
-        return f"there is no setting {key[:80]!r}"
-    elif not isinstance(values, dict):
-        return f"{key or 'the file'} holds {str(values)[:40]!r}, and no settings"
+@functools.cache
+def _required(schema: type[Any]) -> list[str]:
+    missing = dataclasses.MISSING
+    return [f.name for f in dataclasses.fields(schema) if f.default is missing and f.default_factory is missing]
+
+
+def _record_in(hint: Any) -> Any:
+    """Return the dataclass that a type is, holds or may be; None if there is none."""
+    kinds = (hint, *typing.get_args(hint))
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+
+
+def _find_odd(value: Any, hint: Any, key: str, *, is_whole: bool) -> str | None:
+    inner: Iterable[tuple[str, Any, Any]] = ()
+    record, prefix = _record_in(hint), f"{key}." if key else ""
+    if record is None or _is_plain_of(value, hint):
+        return None if _is_of(value, hint) else f"{key} is {str(value)[:40]!r}, and not of type {_type_name(hint)}"
+    if typing.get_origin(hint) in (list, tuple, dict):
+        inner = ((f"{key}[]", one, record) for one in (value.values() if isinstance(value, dict) else value))
+    elif not isinstance(value, dict):
+        return f"{key or 'the file'} holds {str(value)[:40]!r}, and no settings"
     else:
-        inner = ((f"{prefix}{name}", value) for name, value in values.items())
-    return next((odd for name, value in inner if (odd := _find_odd(value, types, name))), None)
+        hints = _hints(record)
+        unknown = next((name for name in value if name not in hints), None)
+        if unknown is not None:
+            return f"there is no setting {(prefix + unknown)[:80]!r}"
+        lacks = [name for name in _required(record) if is_whole and name not in value]
+        if lacks:
+            return f"{key or 'the file'} lacks {', '.join(lacks)}"
+        inner = ((f"{prefix}{name}", one, hints[name]) for name, one in value.items())
+    return next((odd for name, one, kind in inner if (odd := _find_odd(one, kind, name, is_whole=is_whole))), None)
 
 
-def _is_of_kind(value: Any, kind: str) -> bool:
-    if kind.endswith(" or null"):
-        return value is None or _is_of_kind(value, kind.removesuffix(" or null"))
-    if kind.startswith("list of "):
-        return isinstance(value, list) and all(_is_of_kind(item, kind.removeprefix("list of ")) for item in value)
-    if kind.startswith("map of "):
-        return isinstance(value, dict) and all(_is_of_kind(v, kind.removeprefix("map of ")) for v in value.values())
-    if kind == "bool" or isinstance(value, bool):
-        return kind == "bool" and isinstance(value, bool)
-    types: dict[str, tuple[type[Any], ...]] = {"int": (int,), "float": (int, float)}
-    return isinstance(value, types.get(kind, (str,)))
+def _is_plain_of(value: Any, hint: Any) -> bool:
+    """Return True where there is no record to descend to: null, or no container where one is expected."""
+    origin = typing.get_origin(hint)
+    return (origin in (list, tuple, dict) and not isinstance(value, dict if origin is dict else list)) or (
+        value is None and origin is not None
+    )
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(_is_of(value, kind) for kind in inner)
+    if origin is tuple and Ellipsis not in inner:
+        return isinstance(value, list) and len(value) == len(inner) and all(map(_is_of, value, inner))
+    if origin in (list, tuple):
+        return isinstance(value, list) and all(_is_of(one, inner[0]) for one in value)
+    if dict in (origin, hint):
+        return isinstance(value, dict) and all(_is_of(one, inner[1]) for one in value.values() if inner)
+    if hint is bool or isinstance(value, bool):
+        return hint in (bool, Any) and isinstance(value, bool)
+    kinds: dict[Any, Any] = {int: int, float: (int, float), type(None): type(None), Any: object}
+    return isinstance(value, kinds.get(hint, str))
+
+
+def _build(value: Any, hint: Any) -> Any:
+    origin, inner, record = typing.get_origin(hint), typing.get_args(hint), _record_in(hint)
+    if origin is tuple:
+        kinds = inner if Ellipsis not in inner else inner[:1] * len(value)
+        return tuple(map(_build, value, kinds))
+    if record is None or value is None:
+        return value
+    if origin is list:
+        return [_build(one, record) for one in value]
+    if origin is dict:
+        return {name: _build(one, record) for name, one in value.items()}
+    return record(**{name: _build(one, _hints(record)[name]) for name, one in value.items()})
 
 
 def render_settings(config: Any) -> str:
