@@ -16,7 +16,9 @@ import re
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -134,10 +136,9 @@ def from_plain(schema: type[T], values: Any, *, lenient: bool = False) -> T:
         lenient: keys that the dataclass does not have are left out.
     """
     if lenient and isinstance(values, dict):
-        values = {name: value for name, value in values.items() if name in _hints(schema)}
-    if odd := _find_odd(values, schema, "", is_whole=True):
-        raise ValueError(odd)
-    record: T = _build(values, schema)
+        known: Any = schema
+        values = {name: value for name, value in values.items() if name in _hints(known)}
+    record: T = _build(values, schema, "")
     return record
 
 
@@ -146,84 +147,59 @@ def find_odd(values: Any, schema: type[Any]) -> str | None:
 
     A setting that is missing is none of an earlier version, which is not wrong.
     """
-    return _find_odd(values, schema, "", is_whole=False)
+    try:
+        _build(values, schema, "", is_whole=False)
+    except ValueError as odd:
+        return str(odd)
+    return None
 
 
 @functools.cache
-def _hints(schema: type[Any]) -> dict[str, Any]:
+def _hints(schema: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(schema)
     return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
 
 
-@functools.cache
-def _required(schema: type[Any]) -> list[str]:
-    missing = dataclasses.MISSING
-    return [f.name for f in dataclasses.fields(schema) if f.default is missing and f.default_factory is missing]
-
-
-def _record_in(hint: Any) -> Any:
-    """Return the dataclass that a type is, holds or may be; None if there is none."""
-    kinds = (hint, *typing.get_args(hint))
-    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
-
-
-def _find_odd(value: Any, hint: Any, key: str, *, is_whole: bool) -> str | None:
-    inner: Iterable[tuple[str, Any, Any]] = ()
-    record, prefix = _record_in(hint), f"{key}." if key else ""
-    if record is None or _is_plain_of(value, hint):
-        return None if _is_of(value, hint) else f"{key} is {str(value)[:40]!r}, and not of type {_type_name(hint)}"
-    if typing.get_origin(hint) in (list, tuple, dict):
-        inner = ((f"{key}[]", one, record) for one in (value.values() if isinstance(value, dict) else value))
-    elif not isinstance(value, dict):
-        return f"{key or 'the file'} holds {str(value)[:40]!r}, and no settings"
-    else:
-        hints = _hints(record)
-        unknown = next((name for name in value if name not in hints), None)
-        if unknown is not None:
-            return f"there is no setting {(prefix + unknown)[:80]!r}"
-        lacks = [name for name in _required(record) if is_whole and name not in value]
-        if lacks:
-            return f"{key or 'the file'} lacks {', '.join(lacks)}"
-        inner = ((f"{prefix}{name}", one, hints[name]) for name, one in value.items())
-    return next((odd for name, one, kind in inner if (odd := _find_odd(one, kind, name, is_whole=is_whole))), None)
-
-
-def _is_plain_of(value: Any, hint: Any) -> bool:
-    """Return True where there is no record to descend to: null, or no container where one is expected."""
-    origin = typing.get_origin(hint)
-    return (origin in (list, tuple, dict) and not isinstance(value, dict if origin is dict else list)) or (
-        value is None and origin is not None
-    )
-
-
-def _is_of(value: Any, hint: Any) -> bool:
+def _build(value: Any, hint: Any, key: str, *, is_whole: bool = True) -> Any:
+    """Return the value of a type from plain values; raise ValueError for others. Without `is_whole`, check alone."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build_record(value, hint, key, is_whole=is_whole)
     if origin in (types.UnionType, typing.Union):
-        return any(_is_of(value, kind) for kind in inner)
-    if origin is tuple and Ellipsis not in inner:
-        return isinstance(value, list) and len(value) == len(inner) and all(map(_is_of, value, inner))
-    if origin in (list, tuple):
-        return isinstance(value, list) and all(_is_of(one, inner[0]) for one in value)
-    if dict in (origin, hint):
-        return isinstance(value, dict) and all(_is_of(one, inner[1]) for one in value.values() if inner)
-    if hint is bool or isinstance(value, bool):
-        return hint in (bool, Any) and isinstance(value, bool)
-    kinds: dict[Any, Any] = {int: int, float: (int, float), type(None): type(None), Any: object}
-    return isinstance(value, kinds.get(hint, str))
-
-
-def _build(value: Any, hint: Any) -> Any:
-    origin, inner, record = typing.get_origin(hint), typing.get_args(hint), _record_in(hint)
-    if origin is tuple:
-        kinds = inner if Ellipsis not in inner else inner[:1] * len(value)
-        return tuple(map(_build, value, kinds))
-    if record is None or value is None:
+        for kind in inner:
+            with suppress(ValueError):
+                return _build(value, kind, key, is_whole=is_whole)
+    elif origin in (dict, Counter) and isinstance(value, dict):
+        kind = inner[1] if origin is dict else int
+        return origin({name: _build(one, kind, f"{key}[]", is_whole=is_whole) for name, one in value.items()})
+    elif origin in (list, tuple) and isinstance(value, list):
+        kinds = inner if origin is tuple and Ellipsis not in inner else inner[:1] * len(value)
+        if len(kinds) == len(value):
+            pairs = zip(value, kinds, strict=True)
+            return origin(_build(one, kind, f"{key}[]", is_whole=is_whole) for one, kind in pairs)
+    elif hint is Any or (origin is None and isinstance(value, bool) == (hint is bool) and _is_plain(value, hint)):
         return value
-    if origin is list:
-        return [_build(one, record) for one in value]
-    if origin is dict:
-        return {name: _build(one, record) for name, one in value.items()}
-    return record(**{name: _build(one, _hints(record)[name]) for name, one in value.items()})
+    raise ValueError(f"{key} is {str(value)[:40]!r}, and not of type {_type_name(hint)}")
+
+
+def _build_record(values: Any, schema: Any, key: str, *, is_whole: bool) -> Any:
+    place, prefix, hints = key or "the file", f"{key}." if key else "", _hints(schema)
+    if not isinstance(values, dict):
+        raise ValueError(f"{place} holds {str(values)[:40]!r}, and no settings")
+    if (unknown := next((name for name in values if name not in hints), None)) is not None:
+        raise ValueError(f"there is no setting {(prefix + unknown)[:80]!r}")
+    built = {name: _build(one, hints[name], prefix + name, is_whole=is_whole) for name, one in values.items()}
+    if not is_whole:
+        return built
+    try:
+        return schema(**built)
+    except TypeError as error:  # a field without default is missing
+        raise ValueError(f"{place} is not whole: {error}") from None
+
+
+def _is_plain(value: Any, hint: Any) -> bool:
+    kinds: dict[Any, Any] = {bool: bool, int: int, float: (int, float), type(None): type(None)}
+    return isinstance(value, kinds.get(hint, str))
 
 
 def render_settings(config: Any) -> str:
