@@ -12,6 +12,7 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import re
 import textwrap
 import types
@@ -132,6 +133,8 @@ def load(
 def from_plain(schema: type[T], values: Any, *, lenient: bool = False) -> T:
     """Build a dataclass, and those in it, from plain values; raise ValueError where keys or types are not its own.
 
+    A null is a float that was not finite, unless the field may be None.
+
     Args:
         lenient: keys that the dataclass does not have are left out.
     """
@@ -166,7 +169,7 @@ def _build(value: Any, hint: Any, key: str, *, is_whole: bool = True) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build_record(value, hint, key, is_whole=is_whole)
     if origin in (types.UnionType, typing.Union):
-        for kind in inner:
+        for kind in sorted(inner, key=lambda kind: kind is not type(None)):
             with suppress(ValueError):
                 return _build(value, kind, key, is_whole=is_whole)
     elif origin in (dict, Counter) and isinstance(value, dict):
@@ -177,6 +180,8 @@ def _build(value: Any, hint: Any, key: str, *, is_whole: bool = True) -> Any:
         if len(kinds) == len(value):
             pairs = zip(value, kinds, strict=True)
             return origin(_build(one, kind, f"{key}[]", is_whole=is_whole) for one, kind in pairs)
+    elif hint is float and value is None and is_whole:
+        return math.nan
     elif hint is Any or (origin is None and isinstance(value, bool) == (hint is bool) and _is_plain(value, hint)):
         return value
     raise ValueError(f"{key} is {str(value)[:40]!r}, and not of type {_type_name(hint)}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.errors import FormatError, HarnessError, os_errors_as
-from harness.settings import explain_settings, from_plain
+from harness.settings import from_plain
 from harness.storage import write_atomically
 from harness.train.events import EventFile
 from harness.train.lines import DAMAGED_FIX, ROOM_FIX, LineFile, describe_hole, keep_lines_before, whole_lines
@@ -83,10 +83,6 @@ class StepMetrics:
     evaluation_expert_loads: dict[str, float] = field(default_factory=dict)
     rank_compute_s: list[float] = field(default_factory=list)
     stragglers: list[Straggler] = field(default_factory=list)
-
-
-# A number that is not finite is null in a line.
-_FLOATS = [setting.key for setting in explain_settings(StepMetrics) if setting.type == "float"]
 
 
 def step_metrics(
@@ -203,8 +199,8 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def parse_metrics(values: dict[str, Any]) -> StepMetrics:
-    """Return a step from the values of its line; raise ValueError, TypeError or KeyError for others."""
-    return from_plain(StepMetrics, {**values, **{name: math.nan for name in _FLOATS if values.get(name, 0) is None}})
+    """Return a step from the values of its line; raise ValueError for others."""
+    return from_plain(StepMetrics, values)
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, remedy: str) -> list[T]:
