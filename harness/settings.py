@@ -183,7 +183,7 @@ def _build(value: Any, hint: Any, key: str, *, is_whole: bool = True) -> Any:
     elif hint is float and value is None and is_whole:
         return math.nan
     elif hint is Any or (origin is None and isinstance(value, bool) == (hint is bool) and _is_plain(value, hint)):
-        return value
+        return Path(value) if hint is Path else value
     raise ValueError(f"{key} is {str(value)[:40]!r}, and not of type {_type_name(hint)}")
 
 
