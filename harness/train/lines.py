@@ -19,7 +19,7 @@ DAMAGED_FIX = "remove the line, or the file; `harness verify RUN` lists all dama
 
 @dataclass(frozen=True)
 class StepLine:
-    """What any file of JSON lines says of a step, and a few values that only `metrics.jsonl` has."""
+    """The step of a line of any file of JSON lines, and a few values that only `metrics.jsonl` has."""
 
     step: int
     epoch: int | None = None
@@ -82,7 +82,7 @@ def whole_lines(path: Path) -> Iterator[str]:
 
 
 def read_line(line: str, number: int, path: Path) -> StepLine:
-    """Return what a line of JSON says of its step; raise FormatError for a damaged one."""
+    """Return the step of a line of JSON; raise FormatError for a damaged one."""
     what = f"line {number} is not one of a step"
     return load(StepLine, line, where=path, fix=DAMAGED_FIX, what=what, lenient=True)
 
