@@ -12,15 +12,19 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import re
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from harness.checks import Bounds, bounds_of
+from harness.errors import FormatError, HarnessError
 from harness.printing import redact_all
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -28,6 +32,7 @@ _PACKAGE = Path(__file__).resolve().parent
 CONFIGS = next((folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()), _PACKAGE)
 _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
 REQUIRED = "required"
+T = TypeVar("T")
 
 
 class Setting(NamedTuple):
@@ -100,46 +105,106 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def load(
+    schema: type[T],
+    text: str | bytes,
+    *,
+    where: object,
+    fix: str = "",
+    what: str = "cannot be read",
+    error: type[HarnessError] = FormatError,
+    lenient: bool = False,
+) -> T:
+    """Return the dataclass that a JSON record of this program holds, as `from_plain` builds it.
+
+    Args:
+        where, fix, what: of the error; `what` is followed by the reason.
+        lenient: keys that the dataclass does not have are left out.
+
+    Raises:
+        HarnessError: of the class `error`; the text is not JSON, or not such a record.
+    """
+    try:
+        return from_plain(schema, json.loads(text), lenient=lenient)
+    except (ValueError, RecursionError) as odd:
+        raise error(f"{what}: {odd}", where=str(where), fix=fix) from None
+
+
+def from_plain(schema: type[T], values: Any, *, lenient: bool = False) -> T:
+    """Build a dataclass, and those in it, from plain values; raise ValueError where keys or types are not its own.
+
+    A null is a float that was not finite, unless the field may be None.
+
+    Args:
+        lenient: keys that the dataclass does not have are left out.
+    """
+    if lenient and isinstance(values, dict):
+        known: Any = schema
+        values = {name: value for name, value in values.items() if name in _hints(known)}
+    record: T = _build(values, schema, "")
+    return record
+
+
 def find_odd(values: Any, schema: type[Any]) -> str | None:
     """Return what is wrong with plain values as settings of a dataclass, None if nothing is; bounds are not checked.
 
     A setting that is missing is none of an earlier version, which is not wrong.
     """
-    return _find_odd(values, _types_of(schema), "")  # type: ignore[arg-type]  # classes are hashable
+    try:
+        _build(values, schema, "", is_whole=False)
+    except ValueError as odd:
+        return str(odd)
+    return None
 
 
 @functools.cache
-def _types_of(schema: type[Any]) -> dict[str, str]:
-    return {setting.key: setting.type for setting in explain_settings(schema)}
+def _hints(schema: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(schema)
+    return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
 
 
-def _find_odd(values: Any, types: dict[str, str], key: str) -> str | None:
-    prefix, kind = f"{key}." if key else "", types.get(key)
-    inner: Iterable[tuple[str, Any]] = ()
-    if kind == "list of records" and isinstance(values, list):
-        inner = ((f"{key}[]", value) for value in values)
-    elif kind is not None:
-        return None if _is_of_kind(values, kind) else f"{key} is {str(values)[:40]!r}, and not of type {kind}"
-    elif not any(name.startswith(prefix) for name in types):
-        return f"there is no setting {key[:80]!r}"
-    elif not isinstance(values, dict):
-        return f"{key or 'the file'} holds {str(values)[:40]!r}, and no settings"
-    else:
-        inner = ((f"{prefix}{name}", value) for name, value in values.items())
-    return next((odd for name, value in inner if (odd := _find_odd(value, types, name))), None)
+def _build(value: Any, hint: Any, key: str, *, is_whole: bool = True) -> Any:
+    """Return the value of a type from plain values; raise ValueError for others. Without `is_whole`, check alone."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build_record(value, hint, key, is_whole=is_whole)
+    if origin in (types.UnionType, typing.Union):
+        for kind in sorted(inner, key=lambda kind: kind is not type(None)):
+            with suppress(ValueError):
+                return _build(value, kind, key, is_whole=is_whole)
+    elif origin in (dict, Counter) and isinstance(value, dict):
+        kind = inner[1] if origin is dict else int
+        return origin({name: _build(one, kind, f"{key}[]", is_whole=is_whole) for name, one in value.items()})
+    elif origin in (list, tuple) and isinstance(value, list):
+        kinds = inner if origin is tuple and Ellipsis not in inner else inner[:1] * len(value)
+        if len(kinds) == len(value):
+            pairs = zip(value, kinds, strict=True)
+            return origin(_build(one, kind, f"{key}[]", is_whole=is_whole) for one, kind in pairs)
+    elif hint is float and value is None and is_whole:
+        return math.nan
+    elif hint is Any or (origin is None and isinstance(value, bool) == (hint is bool) and _is_plain(value, hint)):
+        return Path(value) if hint is Path else value
+    raise ValueError(f"{key} is {str(value)[:40]!r}, and not of type {_type_name(hint)}")
 
 
-def _is_of_kind(value: Any, kind: str) -> bool:
-    if kind.endswith(" or null"):
-        return value is None or _is_of_kind(value, kind.removesuffix(" or null"))
-    if kind.startswith("list of "):
-        return isinstance(value, list) and all(_is_of_kind(item, kind.removeprefix("list of ")) for item in value)
-    if kind.startswith("map of "):
-        return isinstance(value, dict) and all(_is_of_kind(v, kind.removeprefix("map of ")) for v in value.values())
-    if kind == "bool" or isinstance(value, bool):
-        return kind == "bool" and isinstance(value, bool)
-    types: dict[str, tuple[type[Any], ...]] = {"int": (int,), "float": (int, float)}
-    return isinstance(value, types.get(kind, (str,)))
+def _build_record(values: Any, schema: Any, key: str, *, is_whole: bool) -> Any:
+    place, prefix, hints = key or "the file", f"{key}." if key else "", _hints(schema)
+    if not isinstance(values, dict):
+        raise ValueError(f"{place} holds {str(values)[:40]!r}, and no settings")
+    if (unknown := next((name for name in values if name not in hints), None)) is not None:
+        raise ValueError(f"there is no setting {(prefix + unknown)[:80]!r}")
+    built = {name: _build(one, hints[name], prefix + name, is_whole=is_whole) for name, one in values.items()}
+    if not is_whole:
+        return built
+    try:
+        return schema(**built)
+    except TypeError as error:  # a field without default is missing
+        raise ValueError(f"{place} is not whole: {error}") from None
+
+
+def _is_plain(value: Any, hint: Any) -> bool:
+    kinds: dict[Any, Any] = {bool: bool, int: int, float: (int, float), type(None): type(None)}
+    return isinstance(value, kinds.get(hint, str))
 
 
 def render_settings(config: Any) -> str:

@@ -27,7 +27,7 @@ _LOG_INTERVAL_S = 0.5
 def status(run_dir: Run, as_json: AsJson = False) -> None:
     """Show a run's progress, how its attempts ended, and its jobs in Slurm's queue with the reason they are pending."""
     from harness.launch import jobs_of_run, read_excluded
-    from harness.train import describe_attempt, read_status
+    from harness.train import read_status
 
     run = read_status(run_dir)
     problem = ""
@@ -63,7 +63,7 @@ def status(run_dir: Run, as_json: AsJson = False) -> None:
             f"  newest local checkpoint: step {run.local_checkpoint:,}, on the disks of {', '.join(run.local_hosts)}"
         )
     for attempt in run.attempts[-5:]:
-        print_line(f"  {describe_attempt(attempt)}")
+        print_line(f"  {attempt.describe()}")
     if run.stopped is not None:
         print_line(f"  ended: {run.stopped}")
     for node, reason in excluded.items():

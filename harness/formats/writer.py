@@ -22,13 +22,13 @@ from harness.formats.incomplete import MARKER_NAME, find_traces
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, IndexPart, write_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
 from harness.records import Pack
+from harness.settings import from_plain
 from harness.storage import (
     TEMPORARY_SUFFIX,
     BucketFolder,
     Folder,
     LocalFolder,
     Marker,
-    StoredFile,
     make_folder,
     open_folder,
     sync_folder,
@@ -498,9 +498,7 @@ def _load_part(path: Path) -> tuple[Shard, Totals, IndexPart] | None:
             body = file.read()
         if xxhash.xxh3_64_hexdigest(body) != head["body_xxh3"]:
             return None
-        totals = Totals(**head["totals"])
-        files = tuple(StoredFile(**stored) for stored in head["shard"]["files"])
-        shard = Shard(head["shard"]["path"], head["shard"]["num_packs"], files)
+        totals, shard = from_plain(Totals, head["totals"]), from_plain(Shard, head["shard"])
         return shard, totals, IndexPart.from_bytes(body, totals.num_packs, totals.num_sequences)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -20,6 +20,7 @@ from typing import Any
 
 from harness.errors import FormatError
 from harness.printing import redact_all
+from harness.settings import from_plain
 from harness.storage import write_atomically
 
 SCHEMA = 1
@@ -179,7 +180,7 @@ def read_report(path: Path) -> ParityReport:
     fix = "make it again with `python -m recipes.parity`"
     missing = "there is no parity report"
     with open_document(path, "parity report", SCHEMA, missing=missing, make=fix, repair=fix) as values:
-        return ParityReport(**{**values, "cells": [_cell(cell) for cell in values["cells"]]})
+        return from_plain(ParityReport, values)
 
 
 @contextmanager
@@ -201,14 +202,6 @@ def open_document(
         raise FormatError(missing, where=str(path), fix=make) from None
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise FormatError(f"this is not a {noun}: {error}", where=str(path), fix=repair) from None
-
-
-def _cell(values: dict[str, Any]) -> CellResult:
-    checks = [
-        Check(**{**check, "difference": Difference(**check["difference"]) if check["difference"] else None})
-        for check in values["checks"]
-    ]
-    return CellResult(**{**values, "checks": checks, "series": Series(**values["series"])})
 
 
 def _finite(value: Any) -> Any:

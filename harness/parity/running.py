@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ import xxhash
 import harness
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.parity.cells import Cell
-from harness.settings import CONFIGS
+from harness.settings import CONFIGS, load
 from harness.storage import Marker
 from harness.train import whole_lines
 
@@ -231,10 +231,10 @@ def last_words(log: Path, code: int | None) -> str:
 def _read_finished(folder: Path, cell: Cell, fingerprint: str) -> Finished | None:
     """Return the outcome of an earlier try, where it ran to its end on today's settings, data and code."""
     try:
-        values = json.loads((cell.folder(folder) / _DONE).read_text())
-        finished = Finished(**{**values, "was_kept": True})
+        done = cell.folder(folder) / _DONE
+        finished = replace(load(Finished, done.read_bytes(), where=done), was_kept=True)
         made = sum(1 for _ in whole_lines(cell.record(folder)))
-    except (OSError, ValueError, TypeError):
+    except (OSError, FormatError):
         return None
     is_whole = finished.fingerprint == fingerprint and not finished.reason and made == cell.steps
     return finished if is_whole else None

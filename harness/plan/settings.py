@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Self
 
 from harness.checks import LONGEST_S, bounded, check_numbers, require_choice, require_numbers
@@ -260,87 +261,60 @@ class RunConfig(ABC):
     def check_dtypes(self) -> None:
         """Raise ConfigError for layers of Transformer Engine, or gradients, of a dtype or device that they lack."""
         # Before a job starts, its device is not known: `auto` is one that is there.
-        model = self.model.on("cpu" if self.trainer.device == "cpu" else "cuda")
-        if self.parallel.gradient_dtype == "bfloat16" and model.dtype != "bfloat16":
-            raise ConfigError(
-                f"parallel.gradient_dtype is bfloat16, and model.dtype {model.dtype}",
-                where="parallel.gradient_dtype",
-                fix="model.dtype=bfloat16, or parallel.gradient_dtype=float32",
+        on_cpu = self.trainer.device == "cpu"
+        config = self.on("cpu" if on_cpu else "cuda")
+        model, parallel, optimizer = config.model, self.parallel, self.optimizer
+        in_float32 = model.dtype == "float32"
+        if parallel.gradient_dtype == "bfloat16" and model.dtype != "bfloat16":
+            fix = "model.dtype=bfloat16, or parallel.gradient_dtype=float32"
+            raise config.conflict("parallel.gradient_dtype", "model.dtype", fix=fix)
+        if model.fp8 != "off":
+            without = {"model.dtype": in_float32, "model.attention": model.attention == "torch"}
+            without |= {"trainer.device": on_cpu, "model.lora_rank": bool(model.lora_rank)}
+            reason = (
+                ": products in 8 bits are those of Transformer Engine's layers of a bfloat16 model on a GPU, all of "
+                "whose weights are trained"
             )
-        self._check_fp8()
-        self.optimizer.check(dtype=model.dtype, distributed=self.parallel.distributed_optimizer)
-        if self.optimizer.moments_dtype != "float32" and self.trainer.device == "cpu":
-            raise ConfigError(
-                f"optimizer.moments_dtype is {self.optimizer.moments_dtype}, and trainer.device is cpu: Transformer "
-                "Engine's Adam needs a GPU",
-                where="optimizer.moments_dtype, trainer.device",
-                fix="optimizer.moments_dtype=float32",
-            )
-        if self.parallel.cuda_graphs and self.trainer.device == "cpu":
-            what = "parallel.cuda_graphs is true, and trainer.device is cpu"
-            raise ConfigError(what, where="parallel.cuda_graphs, trainer.device", fix="parallel.cuda_graphs=false")
-        if self.parallel.overlap_tensor_parallel:
-            self._check_overlap(model.dtype)
-        attention = self.model.attention
-        if not self.model.names_engine:
-            return
+            config.refuse_first("model.fp8", without, reason, fix="model.fp8=off, or the other setting")
+        optimizer.check(dtype=model.dtype, distributed=parallel.distributed_optimizer)
+        if optimizer.moments_dtype != "float32" and on_cpu:
+            reason, fix = ": Transformer Engine's Adam needs a GPU", "optimizer.moments_dtype=float32"
+            raise config.conflict("optimizer.moments_dtype", "trainer.device", reason, fix=fix)
+        if parallel.cuda_graphs and on_cpu:
+            raise config.conflict("parallel.cuda_graphs", "trainer.device", fix="parallel.cuda_graphs=false")
+        if parallel.overlap_tensor_parallel:
+            reason = ": it needs a GPU, bfloat16 for padded rows, and no prompts, which may be longer than a row"
+            without = {"trainer.device": on_cpu, "model.dtype": in_float32}
+            without |= {"trainer.sample_prompts": bool(self.trainer.sample_prompts)}
+            fix = "parallel.overlap_tensor_parallel=false, or the other setting"
+            config.refuse_first("parallel.overlap_tensor_parallel", without, reason, fix=fix)
+        if self.model.names_engine:
+            config._check_engine()
+
+    def _check_engine(self) -> None:
+        in_float32, pads = self.model.dtype == "float32", self.parallel.padding_setting
         if self.trainer.device == "cpu":
-            raise ConfigError(
-                f"model.attention is {attention}, and trainer.device is cpu: Transformer Engine needs a GPU",
-                where="model.attention, trainer.device",
-                fix="model.attention=auto, which takes PyTorch's attention on a CPU",
-            )
-        if model.dtype == "float32" and attention in ("flash", "fused"):
-            raise ConfigError(
-                f"model.dtype is float32, and model.attention {attention}: that kernel computes in bfloat16",
-                where="model.dtype, model.attention",
-                fix="model.dtype=bfloat16, or model.attention=torch",
-            )
-        pads = self.parallel.padding_setting
-        if model.dtype == "float32" and pads is not None:
-            raise ConfigError(
-                f"model.dtype is float32, and {pads} is set: Transformer Engine has no float32 attention for rows "
-                "whose sequences are padded or divided",
-                where="model.dtype, model.attention",
-                fix="model.dtype=bfloat16, or model.attention=torch",
-            )
+            reason, fix = ": Transformer Engine needs a GPU", "model.attention=auto, which takes PyTorch's on a CPU"
+            raise self.conflict("model.attention", "trainer.device", reason, fix=fix)
+        fix = "model.dtype=bfloat16, or model.attention=torch"
+        if in_float32 and self.model.attention in ("flash", "fused"):
+            reason = ": that kernel computes in bfloat16"
+            raise self.conflict("model.dtype", "model.attention", reason, fix=fix)
+        if in_float32 and pads is not None:
+            reason = ": Transformer Engine has no float32 attention for rows whose sequences are padded or divided"
+            raise self.conflict("model.dtype", pads, reason, fix=fix)
 
-    def _check_overlap(self, dtype: str) -> None:
-        reasons = {
-            "trainer.device": "trainer.device is cpu" if self.trainer.device == "cpu" else "",
-            "model.dtype": "model.dtype is float32: Transformer Engine has no attention for padded rows in it"
-            if dtype == "float32"
-            else "",
-            "trainer.sample_prompts": "trainer.sample_prompts are set, which may be longer than a row"
-            if self.trainer.sample_prompts
-            else "",
-        }
-        for where, reason in reasons.items():
-            if reason:
-                raise ConfigError(
-                    f"parallel.overlap_tensor_parallel is true, and {reason}",
-                    where=f"parallel.overlap_tensor_parallel, {where}",
-                    fix="parallel.overlap_tensor_parallel=false, or the other setting",
-                )
+    def refuse_first(self, setting: str, others: dict[str, bool], reason: str, *, fix: str) -> None:
+        """Raise the conflict of a setting with the first of the others that is marked."""
+        for other, is_set in others.items():
+            if is_set:
+                raise self.conflict(setting, other, reason, fix=fix)
 
-    def _check_fp8(self) -> None:
-        model = self.model
-        if model.fp8 == "off":
-            return
-        without = {
-            "model.dtype": "model.dtype is float32" if model.dtype == "float32" else "",
-            "model.attention": "model.attention is torch" if model.attention == "torch" else "",
-            "trainer.device": "trainer.device is cpu" if self.trainer.device == "cpu" else "",
-            "model.lora_rank": f"model.lora_rank is {model.lora_rank}" if model.lora_rank else "",
-        }
-        where = next((name for name, is_set in without.items() if is_set), None)
-        if where is not None:
-            raise ConfigError(
-                f"model.fp8 is {model.fp8}, and {without[where]}: products in 8 bits are those of Transformer Engine's "
-                "layers of a bfloat16 model on a GPU, all of whose weights are trained",
-                where=f"model.fp8, {where}",
-                fix="model.fp8=off, or the other setting",
-            )
+    def conflict(self, setting: str, other: str, reason: str = "", *, fix: str) -> ConfigError:
+        """Return the error for two settings, by their dotted names, that contradict each other."""
+        values = {name: attrgetter(name)(self) for name in (setting, other)}
+        texts = [f"{key} is {str(v).lower() if isinstance(v, bool) else str(v)[:80]}" for key, v in values.items()]
+        return ConfigError(f"{', and '.join(texts)}{reason}", where=f"{setting}, {other}", fix=fix)
 
     @property
     @abstractmethod

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from harness.prep.counts import COUNTS, Counts
 from harness.prep.packing import PackPlan
 from harness.printing import escape_markdown, one_line
 from harness.records import Int32Array
+from harness.settings import from_plain
 from harness.storage import join_path
 from harness.tables import Row, Table, TableCell, make_histogram
 
@@ -132,16 +132,10 @@ class PrepareReport(Counts):
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, path: str) -> PrepareReport:
         """Return the report of an earlier run; raises PrepError if it is damaged."""
-        # Reports of earlier versions do not count these.
-        values = {"media": 0, "placeholders": 0, **values}
         try:
-            kept = {entry.name: values[entry.name] for entry in fields(cls) if entry.name != "reused"}
-            kept |= {name: Counter(values[name]) for name in ("bad", "dropped")}
-            kept["splits"] = {name: SplitReport(**split) for name, split in values["splits"].items()}
-            kept["sources"] = {name: SourceReport(**source) for name, source in values["sources"].items()}
-            return cls(**kept | {"path": path}, reused=True)
-        except (KeyError, TypeError, AttributeError) as error:
-            what = f"the report of the earlier run is damaged: {error!r}"
+            return replace(from_plain(cls, {**values, "path": path}), reused=True)
+        except ValueError as error:
+            what = f"the report of the earlier run is damaged: {error}"
             fix = "remove the file and run again with --overwrite, or name another folder in data.path"
             raise PrepError(what, where=join_path(path, "report.json"), fix=fix) from error
 

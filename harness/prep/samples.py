@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -53,11 +52,6 @@ class Sample:
         """Place, turns and sequences in words."""
         turns = f"{self.num_messages} turn{'s' * (self.num_messages != 1)}" if self.num_messages else "text"
         return f"{self.where}: {turns}, {self.num_sequences} sequence{'s' * (self.num_sequences != 1)}"
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Sample:
-        """Return the sample that `dataclasses.asdict` made plain."""
-        return cls(**{**values, "sequences": [SequenceSample(**sequence) for sequence in values["sequences"]]})
 
 
 def make_sample(

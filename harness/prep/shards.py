@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from harness.errors import HarnessError, PrepError
+from harness.errors import FormatError, HarnessError, PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.counts import Counts
 from harness.prep.fitting import fit_conversation
@@ -33,6 +33,7 @@ from harness.prep.samples import Sample, make_sample
 from harness.prep.sources import SourceChunk, SourceShard, read_shard
 from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
+from harness.settings import load
 from harness.storage import Place, digest_of, file_digest, parse_place, stamp_of, sync_folder
 
 # Increment when the same settings begin to give other data.
@@ -140,7 +141,7 @@ def _find_receipt(job: ShardJob, number: int, shard: SourceShard) -> Receipt | N
     """Return the receipt of an intact shard; None if it is missing, damaged, or of other input or settings."""
     folder = job.shard_folder(number)
     try:
-        receipt = Receipt(**json.loads((folder / RECEIPT).read_bytes()))
+        receipt = load(Receipt, (folder / RECEIPT).read_bytes(), where=folder / RECEIPT)
         if (receipt.shard, receipt.settings) != (json.loads(json.dumps(asdict(shard))), job.settings):
             return None
         source = parse_place(shard.path)
@@ -151,7 +152,7 @@ def _find_receipt(job: ShardJob, number: int, shard: SourceShard) -> Receipt | N
         receipt.input["xxh3"] = digest
         intact = all(_describe(folder / name) == expected for name, expected in receipt.output.items())
         return replace(receipt, was_there=True) if intact else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, FormatError, KeyError):
         return None
 
 
@@ -289,7 +290,7 @@ class _ShardWriter:
 def read_samples(folder: Path) -> Iterator[Sample]:
     """Yield the samples of a finished shard."""
     with (folder / SAMPLES).open("rb") as lines:
-        yield from (Sample.from_dict(json.loads(line)) for line in lines)
+        yield from (load(Sample, line, where=folder / SAMPLES) for line in lines)
 
 
 def _filled(chunk: SourceChunk) -> Iterator[object]:

@@ -11,18 +11,17 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.printing import redact_all
-from harness.settings import find_odd
+from harness.settings import load
 from harness.storage import write_atomically
 from harness.train.checkpoints import RUN_FILE
-from harness.train.lines import LineFile, whole_lines
+from harness.train.lines import LineFile, read_sound_lines, whole_lines
 from harness.train.local import Identity
 from harness.train.metrics import METRICS_FILE
 
@@ -35,6 +34,9 @@ EXIT_STOPPED = 75
 EXIT_REFUSED = 2
 # Ways in which a run starts again, in `attempts.jsonl`.
 IN_JOB, THROUGH_SLURM = "in the job", "through Slurm"
+# Lines of metrics that are looked through for a whole one.
+_RECENT = 20
+_BY_HAND = "remove the file and start the run by hand"
 # Reasons that are not the run's fault and may occur at any step.
 _EXTERNAL = ("signal", "lost", "straggler")
 
@@ -57,6 +59,32 @@ class Stop:
     message: str
     rank: int | None = None
     requeue: bool = True
+
+
+@dataclass(frozen=True)
+class Attempt(Stop):
+    """One line of `attempts.jsonl`.
+
+    Attributes:
+        exit_code: of the launcher of its ranks, None if it left none.
+        time: of the record, seconds since 1970.
+        job: id of its Slurm job.
+        again: IN_JOB or THROUGH_SLURM, None if the run was not started again.
+        lost_s: seconds from its newest checkpoint to the resume; None, and absent from the file, until then.
+    """
+
+    exit_code: int | None = None
+    time: float = 0.0
+    job: str | None = None
+    again: str | None = None
+    lost_s: float | None = None
+
+    def describe(self) -> str:
+        """Return for people how the attempt ended, how the run started again, and the seconds that were lost."""
+        of_job = f" (job {self.job})" if self.job else ""
+        again = f", started again {self.again}" if self.again else ""
+        lost = f", {self.lost_s:,.0f} s lost" if self.lost_s is not None else ""
+        return f"ended after step {self.step:,}: {self.reason}: {self.message}{of_job}{again}{lost}"
 
 
 @dataclass(frozen=True)
@@ -102,11 +130,11 @@ def record_resume(
     trained that still counts.
     """
     now = time.time()
-    attempts = _lines(folder)
-    if attempts and "lost_s" not in attempts[-1]:
+    attempts = read_attempts(folder)
+    if attempts and attempts[-1].lost_s is None:
         with suppress(OSError):  # a checkpoint that has just gone; it is looked for later
-            attempts[-1]["lost_s"] = round(max(0.0, now - (checkpoint / RUN_FILE).stat().st_mtime), 1)
-            _write(folder, attempts)
+            lost_s = round(max(0.0, now - (checkpoint / RUN_FILE).stat().st_mtime), 1)
+            _write(folder, [*attempts[:-1], replace(attempts[-1], lost_s=lost_s)])
     line = {
         "time": now,
         "run": identity.run,
@@ -144,7 +172,7 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int 
     """
     if exit_code == 0:
         return Decision(False, "the run is finished")
-    stop = _read_stop(folder)
+    stop = read_stop(folder)
     if stop is None:
         reason, message = {
             # A launcher that ends all ranks when the first one leaves may have ended the one that writes the reason.
@@ -152,7 +180,7 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int 
             EXIT_REFUSED: ("refused", "the run refused its input"),
         }.get(exit_code, (f"exit code {exit_code}", f"the run ended with exit code {exit_code} and left no reason"))
         stop = Stop(steps_done(folder), reason, message, requeue=exit_code != EXIT_REFUSED)
-    earlier = [_stop(line) for line in _lines(folder)]
+    earlier = read_attempts(folder)
     same = 1
     for attempt in reversed([attempt for attempt in earlier if attempt.reason not in _EXTERNAL]):
         if (attempt.reason, attempt.step) != (stop.reason, stop.step):
@@ -193,14 +221,14 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
         HarnessError: with these, `max_stalled` attempts in a row made no progress.
         FormatError: a file of an earlier attempt is unreadable.
     """
-    lines = _lines(folder)
-    recorded = sum(line.get("job") == job and line.get("again") != IN_JOB for line in lines)
-    newest = _read_stop(folder)
+    earlier = read_attempts(folder)
+    recorded = sum(attempt.job == job and attempt.again != IN_JOB for attempt in earlier)
+    newest = read_stop(folder)
     forget_stop(folder)
     if restarts <= recorded:
         done = steps_done(folder)
-        own = [line["step"] for line in lines if line.get("job") == predecessor]
-        follows = predecessor is not None and restarts == 0 and not any(line.get("job") == job for line in lines)
+        own = [attempt.step for attempt in earlier if attempt.job == predecessor]
+        follows = predecessor is not None and restarts == 0 and not any(attempt.job == job for attempt in earlier)
         if newest is None and follows and (not own or own[-1] < done):
             newest = Stop(done, "lost", "Slurm ended the job, and nobody was left to report")
         if newest is not None:  # of another job
@@ -215,7 +243,7 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
 
 
 def _refuse_stalled(folder: Path, max_stalled: int) -> None:
-    stalled, furthest = _stalled([_stop(line) for line in _lines(folder)])
+    stalled, furthest = _stalled(read_attempts(folder))
     if stalled >= max_stalled:
         raise HarnessError(
             f"the last {stalled} attempts got no further than step {furthest}",
@@ -227,33 +255,41 @@ def _refuse_stalled(folder: Path, max_stalled: int) -> None:
 def _append(
     folder: Path, stops: Sequence[Stop], exit_code: int | None, *, job: str | None, again: str | None = THROUGH_SLURM
 ) -> None:
-    more = {"exit_code": exit_code, "time": time.time(), "job": job, "again": again}
-    _write(folder, [*_lines(folder), *({**asdict(stop), **more} for stop in stops)])
+    ended = [Attempt(**vars(stop), exit_code=exit_code, time=time.time(), job=job, again=again) for stop in stops]
+    _write(folder, [*read_attempts(folder), *ended])
 
 
-def _write(folder: Path, attempts: Sequence[dict[str, Any]]) -> None:
+def _write(folder: Path, attempts: Sequence[Attempt]) -> None:
     path = folder / ATTEMPTS_FILE
     fix = "make room or have the disk checked, then start again"
     with os_errors_as(HarnessError, "the record of attempts cannot be written", where=path, fix=fix):
         folder.mkdir(parents=True, exist_ok=True)
+        lines = [{k: v for k, v in vars(attempt).items() if (k, v) != ("lost_s", None)} for attempt in attempts]
         # Rewritten as a whole: half a line would be read together with the next one.
-        write_atomically(path, "".join(json.dumps(attempt) + "\n" for attempt in attempts).encode())
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
-def read_attempts(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of `attempts.jsonl`: values of a `Stop`, `job`, `time`, `again`, and `lost_s` once resumed.
+def read_attempts(folder: Path) -> list[Attempt]:
+    """Return the attempts that ended early, in order; raise FormatError for a damaged or unreadable file."""
+    path = folder / ATTEMPTS_FILE
+    with _reading(path):
+        return [load(Attempt, line, where=path, fix=_BY_HAND) for line in whole_lines(path)]
+    return []
 
-    Raises FormatError where the file is unreadable; there is none before the first attempt that ended early.
-    """
-    return _lines(folder)
+
+def read_stop(folder: Path) -> Stop | None:
+    """Return why the newest attempt ended, None without a reason; raise FormatError for a damaged one."""
+    path = folder / STOPPED_FILE
+    with _reading(path):
+        return load(Stop, path.read_bytes(), where=path, fix=_BY_HAND)
+    return None
 
 
-def describe_attempt(attempt: Mapping[str, Any]) -> str:
-    """Return for people how an attempt ended, how the run started again, and the seconds that were lost."""
-    of_job = f" (job {attempt['job']})" if attempt.get("job") else ""
-    again = f", started again {attempt['again']}" if attempt.get("again") else ""
-    lost = f", {attempt['lost_s']:,.0f} s lost" if "lost_s" in attempt else ""
-    return f"ended after step {attempt['step']:,}: {attempt['reason']}: {attempt['message']}{of_job}{again}{lost}"
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """A file that does not exist ends the body; one that the system refuses is a FormatError."""
+    with os_errors_as(FormatError, "cannot be read", where=path, fix=_BY_HAND), suppress(FileNotFoundError):
+        yield
 
 
 def _stalled(attempts: Sequence[Stop]) -> tuple[int, int]:
@@ -262,43 +298,8 @@ def _stalled(attempts: Sequence[Stop]) -> tuple[int, int]:
     return len(steps) - 1 - steps.index(max(steps)), max(steps)
 
 
-def _read_stop(folder: Path) -> Stop | None:
-    with _reading(folder / STOPPED_FILE) as path, suppress(FileNotFoundError):
-        return _stop(json.loads(path.read_text()))
-    return None
-
-
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    with _reading(folder / ATTEMPTS_FILE) as path, suppress(FileNotFoundError):
-        lines = [json.loads(line) for line in whole_lines(path)]
-        for line in lines:
-            _stop(line)
-    return lines
-
-
-def _stop(values: dict[str, Any]) -> Stop:
-    stop = {name: values[name] for name in ("step", "reason", "message", "rank", "requeue")}
-    if odd := find_odd(stop, Stop):
-        raise ValueError(odd)
-    if not isinstance(values.get("lost_s", 0.0), int | float):
-        raise ValueError(f"lost_s is {values['lost_s']!r}")
-    return Stop(**stop)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[Path]:
-    try:
-        yield path
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        fix = "remove the file and start the run by hand"
-        raise FormatError(f"cannot be read: {error}", where=str(path), fix=fix) from None
-
-
 def steps_done(folder: Path) -> int:
     """Return the last step in the run's metrics, 0 for none."""
-    newest = 0
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        for line in whole_lines(folder / METRICS_FILE):
-            newest = int(json.loads(line)["step"])
-    return newest
+    with suppress(OSError):
+        return max((line.step for line in read_sound_lines(folder / METRICS_FILE, _RECENT)), default=0)
+    return 0

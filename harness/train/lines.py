@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import FormatError, HarnessError, os_errors_as
+from harness.settings import load
 from harness.storage import write_atomically
 
 ROOM_FIX = "make room or have the disk checked; resume=true then continues from the newest checkpoint"
 
 DAMAGED_FIX = "remove the line, or the file; `harness verify RUN` lists all damage"
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """The step of a line of any file of JSON lines, and a few values that only `metrics.jsonl` has."""
+
+    step: int
+    epoch: int | None = None
+    loss: float | None = None
+    tokens: int | None = None
+    step_s: float = 0.0
 
 
 class LineFile:
@@ -69,6 +81,21 @@ def whole_lines(path: Path) -> Iterator[str]:
         raise
 
 
+def read_line(line: str, number: int, path: Path) -> StepLine:
+    """Return the step of a line of JSON; raise FormatError for a damaged one."""
+    what = f"line {number} is not one of a step"
+    return load(StepLine, line, where=path, fix=DAMAGED_FIX, what=what, lenient=True)
+
+
+def read_sound_lines(path: Path, newest: int = 0) -> list[StepLine]:
+    """Return the newest lines of steps, 0 for all, without damaged ones: `verify_run` names those."""
+    lines = []
+    for line in list(whole_lines(path))[-newest:]:
+        with suppress(FormatError):
+            lines.append(read_line(line, 0, path))
+    return lines
+
+
 def keep_lines_before(path: Path, first_step: int) -> list[int]:
     """Cut a file of JSON lines, one per step, to the whole lines before `first_step`; create it if missing.
 
@@ -80,7 +107,7 @@ def keep_lines_before(path: Path, first_step: int) -> list[int]:
     """
     with os_errors_as(HarnessError, f"{path.name} cannot be written", where=path, fix=ROOM_FIX):
         lines = list(whole_lines(path)) if path.exists() else []
-        steps = [_step_of(line, number, path) for number, line in enumerate(lines, start=1)]
+        steps = [read_line(line, number, path).step for number, line in enumerate(lines, start=1)]
         kept = [line for line, step in zip(lines, steps, strict=True) if step < first_step]
         write_atomically(path, "".join(kept).encode(errors="surrogateescape"))
     return [step for step in steps if step < first_step]
@@ -95,14 +122,3 @@ def describe_hole(path: Path, steps: Sequence[int], first: int, first_step: int)
         f"warning: {path.name} lacks {len(missing):,} of the steps that were trained, {missing[0]:,} to "
         f"{missing[-1]:,}: a power failure or another program took them; the run itself is whole"
     )
-
-
-def _step_of(line: str, number: int, path: Path) -> int:
-    try:
-        step = json.loads(line)["step"]
-        if type(step) is int:
-            return step
-        reason = f"the step is {str(step)[:40]!r}"
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = str(error)
-    raise FormatError(f"line {number} is not one of a step: {reason}", where=str(path), fix=DAMAGED_FIX)

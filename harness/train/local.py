@@ -25,12 +25,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import xxhash
 
 from harness.errors import CheckpointError, FormatError
-from harness.settings import find_odd
+from harness.settings import load
 from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, read_checksums, write_atomically
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, UnreadableError, list_checkpoints, whole_checkpoints
 
@@ -40,6 +40,7 @@ LOCAL_RECORD = "local_checkpoints.json"
 MANIFEST = (RUN_FILE, CHECKSUMS_FILE)
 _PIECE_BYTES = 1 << 22
 _TOKEN = re.compile(r"[0-9a-f]{32}")
+T = TypeVar("T", "Identity", "LocalRecord")
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,7 @@ def read_identity(folder: Path) -> Identity | None:
         CheckpointError: it is damaged.
         UnreadableError: it cannot be read.
     """
-    values = _read_record(folder / IDENTITY_FILE, Identity, "the run's identity")
-    return None if values is None else Identity(**values)
+    return _read_record(folder / IDENTITY_FILE, Identity, "the run's identity")
 
 
 def begin_attempt(folder: Path) -> Identity:
@@ -131,8 +131,7 @@ def read_local_record(folder: Path) -> LocalRecord | None:
         CheckpointError: it is damaged.
         UnreadableError: it cannot be read.
     """
-    values = _read_record(folder / LOCAL_RECORD, LocalRecord, "the record of local checkpoints")
-    return None if values is None else LocalRecord(**{**values, "hosts": tuple(values.get("hosts", ()))})
+    return _read_record(folder / LOCAL_RECORD, LocalRecord, "the record of local checkpoints")
 
 
 def own_local_record(folder: Path) -> LocalRecord | None:
@@ -143,23 +142,19 @@ def own_local_record(folder: Path) -> LocalRecord | None:
     return record
 
 
-def _read_record(path: Path, schema: type[Any], what: str) -> dict[str, Any] | None:
+def _read_record(path: Path, schema: type[T], what: str) -> T | None:
+    unread, fix = f"{what} cannot be read", "remove it to resume from the newest checkpoint in the run's folder"
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
-        # A folder of local checkpoints with these in its name is removed in the end.
-        odd = find_odd(values, schema) or next((n for n in ("run", "attempt") if not _TOKEN.fullmatch(values[n])), None)
-        if odd:
-            raise ValueError(odd)
-        schema(**values)
-        return values
+        record = load(schema, path.read_bytes(), where=path, fix=fix, what=unread, error=CheckpointError)
     except FileNotFoundError:
         return None
     except OSError as error:
-        reason = f"{what} cannot be read: {error.strerror} (on {socket.gethostname()})"
+        reason = f"{unread}: {error.strerror} (on {socket.gethostname()})"
         raise UnreadableError(reason, where=str(path), fix="look at that file system, then resume again") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        fix = "remove it to resume from the newest checkpoint in the run's folder"
-        raise CheckpointError(f"{what} cannot be read: {error}", where=str(path), fix=fix) from error
+    # A folder of local checkpoints with these in its name is removed in the end.
+    if odd := next((name for name in ("run", "attempt") if not _TOKEN.fullmatch(getattr(record, name))), None):
+        raise CheckpointError(f"{unread}: {odd}", where=str(path), fix=fix)
+    return record
 
 
 def write_local_record(folder: Path, record: LocalRecord) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.errors import FormatError, HarnessError, os_errors_as
-from harness.settings import explain_settings, find_odd
+from harness.settings import from_plain
 from harness.storage import write_atomically
 from harness.tables import Table
 from harness.train.events import EventFile
@@ -57,7 +57,7 @@ class StepMetrics:
         evaluation_expert_loads: load of the busiest expert over the mean in each validation set, by name; `validation`
             is that of the training data. Empty for a dense model.
         rank_compute_s: time of each rank in computation, without its loader and without waiting for other ranks.
-        stragglers: ranks that hold the others up, by the names of `Straggler`.
+        stragglers: ranks that hold the others up.
     """
 
     step: int
@@ -83,11 +83,7 @@ class StepMetrics:
     mtp_tokens: int = 0
     evaluation_expert_loads: dict[str, float] = field(default_factory=dict)
     rank_compute_s: list[float] = field(default_factory=list)
-    stragglers: list[dict[str, Any]] = field(default_factory=list)
-
-
-# A number that is not finite is null in a line.
-_FLOATS = [setting.key for setting in explain_settings(StepMetrics) if setting.type == "float"]
+    stragglers: list[Straggler] = field(default_factory=list)
 
 
 def step_metrics(
@@ -122,7 +118,7 @@ def step_metrics(
             name: evaluation.expert_load for name, evaluation in evaluated.items() if evaluation.expert_load is not None
         },
         rank_compute_s=[round(each.compute_s, 6) for each in times],
-        stragglers=[asdict(straggler) for straggler in stragglers],
+        stragglers=list(stragglers),
     )
 
 
@@ -204,13 +200,8 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def parse_metrics(values: dict[str, Any]) -> StepMetrics:
-    """Return a step from the values of its line; raise ValueError, TypeError or KeyError for others."""
-    given = {**values, **{name: math.nan for name in _FLOATS if values[name] is None}}
-    slow = [asdict(Straggler(**one)) for one in given.pop("stragglers", [])]
-    for read, schema in ((given, StepMetrics), *((one, Straggler) for one in slow)):
-        if odd := find_odd(read, schema):
-            raise ValueError(odd)
-    return StepMetrics(**given, stragglers=slow)
+    """Return a step from the values of its line; raise ValueError for others."""
+    return from_plain(StepMetrics, values)
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, remedy: str) -> list[T]:
@@ -328,7 +319,7 @@ def _slow_ranks(steps: Sequence[StepMetrics]) -> dict[str, str]:
     found: dict[tuple[Any, ...], list[int]] = {}
     for step in steps:
         for straggler in step.stragglers:
-            found.setdefault((straggler["rank"], straggler["node"], straggler["cause"]), []).append(step.step)
+            found.setdefault((straggler.rank, straggler.node, straggler.cause), []).append(step.step)
     return {
         "slow network" if rank is None else f"slow rank {rank} on {node}": f"{CAUSES.get(cause, cause)}; "
         + (f"{len(at)} steps from step {at[0]} to {at[-1]}" if len(at) > 1 else f"1 step, step {at[0]}")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from harness.errors import CheckpointError, ConfigError, FormatError
-from harness.train.attempts import STOPPED_FILE, read_attempts
+from harness.train.attempts import Attempt, read_attempts, read_stop
 from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
-from harness.train.lines import whole_lines
+from harness.train.lines import StepLine, read_sound_lines
 from harness.train.local import read_local_record
 from harness.train.metrics import METRICS_FILE, REPORT_FILE
 
@@ -36,7 +34,7 @@ class RunStatus:
         checkpoint: step of the newest whole checkpoint, None for none.
         local_checkpoint, local_hosts: step of the newest checkpoint on the nodes' own disks, None for none, and the
             nodes that wrote it.
-        attempts: of every attempt that ended early, in order; see `read_attempts`.
+        attempts: of every attempt that ended early, in order.
         stopped: message of the last attempt that ended early and has not been continued.
     """
 
@@ -50,7 +48,7 @@ class RunStatus:
     checkpoint: int | None
     local_checkpoint: int | None
     local_hosts: tuple[str, ...]
-    attempts: list[dict[str, Any]]
+    attempts: list[Attempt]
     stopped: str | None
 
     @property
@@ -72,44 +70,33 @@ def read_status(folder: Path) -> RunStatus:
     steps = None
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, yaml.YAMLError):
         steps = int(yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["steps"])
-    newest: list[tuple[int, float | None, float]] = []
+    newest: list[StepLine] = []
     age_s = None
     with suppress(OSError):
         path = folder / METRICS_FILE
-        newest = _read_newest(path)
+        newest = read_sound_lines(path, _RECENT)
         age_s = max(0.0, time.time() - path.stat().st_mtime) if newest else None
     checkpoints = whole_checkpoints(folder / CHECKPOINTS)
-    attempts: list[dict[str, Any]] = []
+    attempts: list[Attempt] = []
     with suppress(FormatError):
         attempts = read_attempts(folder)
     local = None
     with suppress(CheckpointError):
         local = read_local_record(folder)
-    stopped = None
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        stopped = str(json.loads((folder / STOPPED_FILE).read_text())["message"])
+    stop = None
+    with suppress(FormatError):
+        stop = read_stop(folder)
     return RunStatus(
         folder=str(folder),
         steps=steps,
         reported=(folder / REPORT_FILE).exists(),
-        step=newest[-1][0] if newest else 0,
-        loss=newest[-1][1] if newest else None,
-        step_s=statistics.median(step_s for _, _, step_s in newest) if newest else None,
+        step=newest[-1].step if newest else 0,
+        loss=newest[-1].loss if newest else None,
+        step_s=statistics.median(line.step_s for line in newest) if newest else None,
         age_s=age_s,
         checkpoint=int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else None,
         local_checkpoint=local.step if local is not None and local.step else None,
         local_hosts=local.hosts if local is not None else (),
         attempts=attempts,
-        stopped=stopped,
+        stopped=None if stop is None else stop.message,
     )
-
-
-def _read_newest(path: Path) -> list[tuple[int, float | None, float]]:
-    """Return step, loss and seconds of the newest steps, without lines that are damaged: `verify_run` names those."""
-    found = []
-    for line in list(whole_lines(path))[-_RECENT:]:
-        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            values = json.loads(line)
-            loss = None if values["loss"] is None else float(values["loss"])
-            found.append((int(values["step"]), loss, float(values["step_s"])))
-    return found

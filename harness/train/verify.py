@@ -6,17 +6,30 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.errors import CheckpointError, ConfigError, FormatError, Problem
-from harness.settings import find_odd
+from harness.settings import find_odd, from_plain, load
 from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, list_size_problems, read_checksums
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
+from harness.train.lines import StepLine, read_sound_lines
 from harness.train.local import own_local_record, read_disk, read_identity
 from harness.train.metrics import METRICS_FILE, StepMetrics
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """One line of `samples.jsonl`."""
+
+    step: int
+    prompt: str
+    answer: str
+    tokens: list[int]
+
 
 # Null where a step had no validation; elsewhere null is a number that was not finite.
 _OPTIONAL = "validation_loss"
@@ -176,10 +189,8 @@ def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
             break
         try:
             values: dict[str, Any] = json.loads(line)
-            found = values["step"]
-            if type(found) is not int:
-                raise ValueError(f"the step is {found!r}")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            found = from_plain(StepLine, values, lenient=True).step
+        except (ValueError, RecursionError) as error:
             yield Problem(f"not the metrics of a step: {error}", where)
             step += 1
             continue
@@ -198,15 +209,11 @@ def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
         yield Problem(f"the metrics end at step {step}, and there is a checkpoint of step {newest}", str(path))
 
 
-def _metrics_of_steps(folder: Path) -> dict[int, dict[str, Any]]:
+def _metrics_of_steps(folder: Path) -> dict[int, StepLine]:
     """Return the metrics by step, as far as they are readable; what is not is reported with the metrics."""
-    found: dict[int, dict[str, Any]] = {}
-    with suppress(OSError, ValueError):
-        for line in (folder / METRICS_FILE).read_bytes().decode().splitlines():
-            with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-                values = json.loads(line)
-                found[int(values["step"])] = values
-    return found
+    with suppress(OSError):
+        return {line.step: line for line in read_sound_lines(folder / METRICS_FILE)}
+    return {}
 
 
 def _digests_problems(folder: Path) -> Iterator[Problem]:
@@ -231,8 +238,8 @@ def _digests_problems(folder: Path) -> Iterator[Problem]:
             continue
         tokens = sum(int(row.lengths.sum()) for row in step.rows)
         for name, found in (("epoch", step.epoch), ("tokens", tokens)):
-            if name in of_step and of_step[name] != found:
-                what = f"step {step.step} has {name} {found:,} in its digests and {of_step[name]} in the metrics"
+            if (other := getattr(of_step, name)) not in (None, found):
+                what = f"step {step.step} has {name} {found:,} in its digests and {other} in the metrics"
                 yield Problem(what, where)
     if last is not None and metrics and last < max(metrics):
         yield Problem(f"the digests end at step {last}, and the metrics at step {max(metrics)}", str(path))
@@ -243,14 +250,9 @@ def _samples_problems(folder: Path) -> Iterator[Problem]:
     metrics, last = _metrics_of_steps(folder), 0
     for where, line in _lines(folder / SAMPLES_FILE, "samples"):
         try:
-            values = json.loads(line)
-            step, texts, tokens = values["step"], (values["prompt"], values["answer"]), values["tokens"]
-            if type(step) is not int or not all(isinstance(text, str) for text in texts):
-                raise ValueError("step, prompt and answer are not a number and two texts")
-            if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-                raise ValueError("the tokens are not numbers")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            yield Problem(f"not an answer to a sample prompt: {error}", where)
+            step = load(_Answer, line, where=where, what="not an answer to a sample prompt", lenient=True).step
+        except FormatError as error:
+            yield Problem(error.what, where)
             continue
         if step < last:
             yield Problem(f"an answer after step {last} is followed by one after step {step}", where)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from damage import damage_bytes, damage_json
 
-from harness.loader.live.folder import ReadyRecord
+from harness.loader.live.folder import NO_RECORD
 from harness.train.digests import DIGESTS_FILE
 from tests.fuzz.__main__ import RUNS, fuzz
 from tests.fuzz.targets import TARGETS
@@ -26,7 +26,7 @@ REGRESSIONS = [
     ("position", "", DEEP),
     ("live", "END.json", DEEP),
     ("live", "_producer", DEEP),
-    ("live", "chunk_00000.jsonl.ready", json.dumps({**asdict(ReadyRecord()), "total_rows": []}).encode()),
+    ("live", "chunk_00000.jsonl.ready", json.dumps({**asdict(NO_RECORD), "total_rows": []}).encode()),
     (
         "run",
         DIGESTS_FILE,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,8 +13,17 @@ import yaml
 
 from harness.checks import require_numbers
 from harness.cli.settings import parse_settings
-from harness.errors import ConfigError
-from harness.settings import Setting, explain_settings, find_odd, nearest_name, render_settings, to_plain
+from harness.errors import CheckpointError, ConfigError
+from harness.settings import (
+    Setting,
+    explain_settings,
+    find_odd,
+    from_plain,
+    load,
+    nearest_name,
+    render_settings,
+    to_plain,
+)
 
 
 @dataclass
@@ -140,11 +152,11 @@ def test_rendered_settings_are_yaml_with_every_explanation():
         ({"data": 3}, "data holds '3', and no settings"),
         ({"data": {"seed": True}}, "data.seed is 'True', and not of type int"),
         ({"data": {"seed": 1.5}}, "data.seed is '1.5', and not of type int"),
-        ({"data": {"sizes": [1, "2"]}}, "data.sizes is \"[1, '2']\", and not of type list of int"),
+        ({"data": {"sizes": [1, "2"]}}, "data.sizes[] is '2', and not of type int"),
         ({"rate": "0.5"}, "rate is '0.5', and not of type float or null"),
         ({"name": None}, "name is 'None', and not of type str"),
         ({"is_on": 1}, "is_on is '1', and not of type bool"),
-        ({"split": {"train": "a"}}, "split is \"{'train': 'a'}\", and not of type map of float"),
+        ({"split": {"train": "a"}}, "split[] is 'a', and not of type float"),
         ({"blend": {}}, "blend is '{}', and not of type list of records"),
         ({"blend": [{"path": 3}]}, "blend[].path is '3', and not of type str"),
     ],
@@ -152,3 +164,41 @@ def test_rendered_settings_are_yaml_with_every_explanation():
 def test_plain_values_that_are_no_settings_are_named(values, odd):
     assert find_odd(values, Outer) == odd
     assert find_odd(to_plain(Outer(Inner(8))), Outer) is None
+
+
+@dataclass
+class Kinds:
+    """A record with the types that settings do not have."""
+
+    pairs: tuple[tuple[str, int], ...]
+    counts: Counter[str]
+    loss: float
+    inner: Inner | None
+
+
+def test_a_record_is_read_as_it_was_written():
+    whole = Outer(Inner(8, sizes=[1, 2]), split={"train": 0.5})
+    assert load(Outer, json.dumps(to_plain(whole)), where="x") == whole
+    kinds = from_plain(Kinds, {"pairs": [["a", 1]], "counts": {"b": 2}, "loss": None, "inner": {"pack_size": 8}})
+    assert (kinds.pairs, kinds.counts, kinds.inner) == ((("a", 1),), Counter(b=2), Inner(8))
+    assert math.isnan(kinds.loss)
+    assert from_plain(Inner, {"pack_size": 8, "later": 1}, lenient=True) == Inner(8)
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "maximum recursion depth"),
+        (b"\xff", "'utf-8' codec can't decode"),
+        ("{}", "the file is not whole"),
+        ('{"data": {}}', "data is not whole"),
+        ('{"data": {"pack_size": 8, "later": 1}}', "there is no setting 'data.later'"),
+        ('{"data": {"pack_size": null}}', "data.pack_size is 'None', and not of type int"),
+    ],
+)
+def test_a_damaged_record_is_one_error_with_its_place_and_fix(text, odd):
+    with pytest.raises(CheckpointError) as error:
+        load(Outer, text, where="x.json", fix="delete it", what="the record is odd", error=CheckpointError)
+    assert error.value.what.startswith(f"the record is odd: {odd}")
+    assert (error.value.where, error.value.fix) == ("x.json", "delete it")

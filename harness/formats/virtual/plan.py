@@ -26,6 +26,7 @@ from harness.formats.reader import HandleCache
 from harness.formats.virtual.store import NAME, PACK_OFFSETS, SHARD_TEMPLATE, SequenceShard, check_offsets
 from harness.formats.writer import FolderClaim, explain_os_errors
 from harness.records import Int32Array, Int64Array, Pack
+from harness.settings import load
 from harness.storage import (
     Folder,
     LocalFolder,
@@ -122,13 +123,7 @@ class _Plan:
 
 
 def _parse_plan(text: bytes, where: str) -> _Plan:
-    try:
-        values = json.loads(text)
-        shards = tuple((str(name), int(count)) for name, count in values["shards"])
-        plan = _Plan(str(values["store"]), str(values["manifest_xxh3"]), str(values["sequence_ids_xxh3"]), shards)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"the plan is damaged: {error!r}"[:200], where=where, fix=_PLAN_AGAIN) from None
-    return plan
+    return load(_Plan, text, where=where, fix=_PLAN_AGAIN, what="the plan is damaged")
 
 
 class PlanShard(ShardReader):

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from harness.loader.live.files import open_files
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.sources import MAX_RECORD_BYTES, check_expansion, check_pages, open_parquet
 from harness.records import Pack
+from harness.settings import load
 from harness.storage import Lease, Marker, StoredFile, file_digest, open_folder
 
 CHAT, PACKS = "chat", "packs"
@@ -45,7 +46,7 @@ T = TypeVar("T", bound="ReadyRecord | EndRecord")
 
 @dataclass(frozen=True)
 class ReadyRecord:
-    """Facts of a whole chunk; the defaults are those before the first one.
+    """Facts of a whole chunk.
 
     Attributes:
         kind: `chat` or `packs`.
@@ -61,20 +62,24 @@ class ReadyRecord:
         time: seconds since 1970.
     """
 
-    kind: str = ""
-    rows: int = 0
-    sequences: int = 0
-    tokens: int | None = 0
-    num_bytes: int = 0
-    xxh3: str = ""
-    chain: str = ""
-    stream: str = ""
-    total_rows: int = 0
-    total_sequences: int = 0
-    total_tokens: int | None = 0
-    position: Any = None
-    producer: str = ""
-    time: float = 0.0
+    kind: str
+    rows: int
+    sequences: int
+    tokens: int | None
+    num_bytes: int
+    xxh3: str
+    chain: str
+    stream: str
+    total_rows: int
+    total_sequences: int
+    total_tokens: int | None
+    position: Any
+    producer: str
+    time: float
+
+
+# Before the first chunk.
+NO_RECORD = ReadyRecord("", 0, 0, 0, 0, "", "", "", 0, 0, 0, None, "", 0.0)
 
 
 @dataclass(frozen=True)
@@ -405,18 +410,8 @@ def _names(index: int) -> list[str]:
 
 
 def _parse(data: bytes, kind: type[T], where: str) -> T:
-    try:
-        values = json.loads(data)
-        record = kind(**{entry.name: values[entry.name] for entry in fields(kind)})
-        for entry in fields(kind):
-            value, types = values[entry.name], str(entry.type).split(" | ")
-            is_known = "Any" in types or type(value).__name__ in types or (value is None and "None" in types)
-            if not is_known or (type(value) is int and value < 0):
-                raise ValueError(f"{entry.name} is {str(value)[:40]!r}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(
-            f"the file is not a record of this harness: {type(error).__name__}: {error}",
-            where=where,
-            fix="it was edited or damaged; write the chunk again",
-        ) from error
+    what, fix = "the file is not a record of this harness", "it was edited or damaged; write the chunk again"
+    record = load(kind, data, where=where, fix=fix, what=what)
+    if odd := next((name for name, value in vars(record).items() if type(value) is int and value < 0), None):
+        raise FormatError(f"{what}: {odd} is {getattr(record, odd)}", where=where, fix=fix)
     return record

@@ -25,6 +25,7 @@ from harness.loader.live.folder import (
     CONSUMER_FILE,
     END_FILE,
     JSONL,
+    NO_RECORD,
     PACKS,
     PRODUCER_FILE,
     READY,
@@ -98,7 +99,7 @@ class LiveProducer:
         self._opened = 0.0
         self._pending_position: Any = None
         self.ended, self.input, self.input_is_whole = False, 0, True
-        self._last, self._last_index, self.num_chunks, self._stream = ReadyRecord(), -1, 0, ""
+        self._last, self._last_index, self.num_chunks, self._stream = NO_RECORD, -1, 0, ""
         self._lock = threading.RLock()
         self._failed: HarnessError | None = None
         self._closing = threading.Event()
@@ -224,7 +225,7 @@ class LiveProducer:
         self._last_index = max(contents.ready, default=-1)
         last = self._folder.record(self._last_index) if self._last_index >= 0 else None
         self._stream = last.stream if last is not None else uuid.uuid4().hex[:16]
-        self._last = last or ReadyRecord()
+        self._last = last or NO_RECORD
         position = self._last.position
         self.input = max(number, int(position.get("input", 0)) if isinstance(position, dict) else 0)
         with self._explained("the folder cannot be written to"):

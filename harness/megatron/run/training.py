@@ -53,7 +53,6 @@ from harness.train import (
     Stop,
     alone_in,
     choose_run_folder,
-    describe_attempt,
     is_due,
     leave_early_stop,
     leave_refusal,
@@ -182,7 +181,7 @@ def run_training(config: C, open_task: Callable[[C, runtime.Runtime], Task]) -> 
             return _stop_run(run, records, reason, done=watchdog.step)
         ended: dict[str, str] = {}
         with suppress(FormatError):  # of a record that is damaged by now; the run is finished
-            ended = {f"attempt {n}": describe_attempt(line) for n, line in enumerate(read_attempts(run.folder), 1)}
+            ended = {f"attempt {n}": line.describe() for n, line in enumerate(read_attempts(run.folder), 1)}
         records.report({**run.task.facts, **_facts(config, run.task, ranks), **ended}, title=_title(config, run))
     return 0
 

@@ -69,12 +69,12 @@ def test_a_run_on_a_gpu_is_told_what_is_slow_and_why() -> None:
     ("model", "parallel", "device", "message"),
     [
         ({}, {}, "cpu", "trainer.device is cpu"),
-        ({}, {"context_parallel_size": 2}, "auto", "float32, and parallel.context_parallel_size is set"),
-        ({}, {"static_rows": True}, "cuda", "float32, and parallel.static_rows is set"),
-        ({}, {"tensor_parallel_size": 2, "sequence_parallel": True}, "cuda", "and parallel.sequence_parallel is set"),
+        ({}, {"context_parallel_size": 2}, "auto", "float32, and parallel.context_parallel_size is 2"),
+        ({}, {"static_rows": True}, "cuda", "float32, and parallel.static_rows is true"),
+        ({}, {"tensor_parallel_size": 2, "sequence_parallel": True}, "cuda", "and parallel.sequence_parallel is true"),
         ({"attention": "auto"}, {"gradient_dtype": "bfloat16"}, "auto", "gradient_dtype is bfloat16, and model.dtype"),
-        ({"attention": "auto", "dtype": "auto"}, {"gradient_dtype": "bfloat16"}, "cpu", "and model.dtype float32"),
-        ({"attention": "flash"}, {}, "cuda", "model.attention flash: that kernel computes in bfloat16"),
+        ({"attention": "auto", "dtype": "auto"}, {"gradient_dtype": "bfloat16"}, "cpu", "and model.dtype is float32"),
+        ({"attention": "flash"}, {}, "cuda", "model.attention is flash: that kernel computes in bfloat16"),
     ],
 )
 def test_what_transformer_engine_or_a_dtype_cannot_do_is_refused_before_a_job(model, parallel, device, message) -> None:

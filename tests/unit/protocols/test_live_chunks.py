@@ -126,7 +126,9 @@ class Rows(list[int]):
 
     def record(self, path: str, last: ReadyRecord, *, stream: str, position: Any) -> ReadyRecord:
         total = last.total_rows + len(self)
-        return ReadyRecord("packs", len(self), len(self), 2, 1, path, "", stream, total, total, total, position)
+        return ReadyRecord(
+            "packs", len(self), len(self), 2, 1, path, "", stream, total, total, total, position, "", 0.0
+        )
 
 
 class Chunk:

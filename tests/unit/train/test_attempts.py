@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from harness.train.attempts import (
     STOPPED_FILE,
     Stop,
     decide,
-    describe_attempt,
     note_lost,
     read_attempts,
     record_resume,
@@ -119,9 +119,9 @@ def test_attempts_say_how_the_run_starts_again_and_what_the_resume_lost(tmp_path
     write_stop(tmp_path, Stop(9, "ConfigError", "x", requeue=False))
     assert not decide(tmp_path, exit_code=1, in_job=True).requeue
     lines = read_attempts(tmp_path)
-    assert [line["again"] for line in lines] == ["in the job", "through Slurm", None]
-    assert [line.get("lost_s", 0) >= 40 for line in lines] == [True, True, False]
-    assert describe_attempt({**lines[0], "lost_s": 40.4}) == (
+    assert [line.again for line in lines] == ["in the job", "through Slurm", None]
+    assert [(line.lost_s or 0) >= 40 for line in lines] == [True, True, False]
+    assert replace(lines[0], lost_s=40.4).describe() == (
         "ended after step 7: hang: rank 1 (job 12), started again in the job, 40 s lost"
     )
 
@@ -131,7 +131,7 @@ def test_a_restart_in_the_job_is_none_by_slurm(tmp_path: Path, monkeypatch) -> N
     write_stop(tmp_path, Stop(7, "hang", "rank 1"))
     assert decide(tmp_path, exit_code=1, in_job=True).requeue
     note_lost(tmp_path, job="12", restarts=1)  # Slurm's own, after a node died
-    assert [line["reason"] for line in read_attempts(tmp_path)] == ["hang", "lost"]
+    assert [line.reason for line in read_attempts(tmp_path)] == ["hang", "lost"]
 
 
 def test_a_successor_that_starts_its_ranks_again_records_its_predecessor_once(tmp_path: Path, monkeypatch) -> None:
@@ -143,7 +143,7 @@ def test_a_successor_that_starts_its_ranks_again_records_its_predecessor_once(tm
             file.write(f'{{"step": {step}}}\n')
         assert decide(tmp_path, exit_code=1, in_job=True).requeue
         note_lost(tmp_path, job="13", restarts=0, predecessor="12")
-    assert [(line["job"], line["step"]) for line in read_attempts(tmp_path)] == [("12", 1), ("13", 2), ("13", 3)]
+    assert [(line.job, line.step) for line in read_attempts(tmp_path)] == [("12", 1), ("13", 2), ("13", 3)]
 
 
 def test_refused_input_is_not_tried_again(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_the_error_of_the_first_of_several_ranks_is_kept(tmp_path: Path) -> None
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     whole = {"step": 1, "reason": "hang", "message": "x", "rank": None, "requeue": True}
-    for damaged in ({}, {**whole, "step": []}, {**whole, "step": "1"}, {**whole, "lost_s": None}):
+    for damaged in ({}, {**whole, "step": []}, {**whole, "step": "1"}, {**whole, "lost_s": "1"}):
         (tmp_path / ATTEMPTS_FILE).write_text(json.dumps(damaged) + "\n")
         with pytest.raises(FormatError, match="cannot be read"):
             decide(tmp_path, exit_code=1)

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from harness.errors import FormatError
 from harness.train.metrics import MetricsWriter, plot_experts, plot_loss, read_metrics, write_report
+from harness.train.stragglers import Straggler
 from harness.train.trackers import curve_values
 
 
@@ -135,8 +136,7 @@ def test_further_validation_sets_are_written_drawn_and_reported(tmp_path):
 
 
 def test_the_report_of_a_run_has_its_slow_ranks(tmp_path):
-    slow = {"rank": 2, "node": "b", "cause": "data", "ratio": 3.0, "is_node": False}
-    network = {"rank": None, "node": "", "cause": "network", "ratio": 4.0, "is_node": False}
+    slow, network = Straggler("data", 3.0, rank=2, node="b"), Straggler("network", 4.0)
     steps = [metrics(1), metrics(2, stragglers=[slow]), metrics(3, stragglers=[slow, network])]
     write_report(tmp_path, steps, {})
     report = (tmp_path / "report.md").read_text()

@@ -201,7 +201,7 @@ def test_digests_are_of_consecutive_steps_and_agree_with_the_metrics(run: Path, 
     [
         ([answer(4), answer(2)], "an answer after step 4 is followed by one after step 2"),
         ([answer(5)], "there is an answer after step 5, and no metrics"),
-        ([answer(2, tokens=["a"])], "not an answer to a sample prompt: the tokens are not numbers"),
+        ([answer(2, tokens=["a"])], "not an answer to a sample prompt: tokens[] is 'a'"),
         ([answer(2, answer=None)], "not an answer to a sample prompt: "),
         ([answer(2)[:-4]], "not an answer to a sample prompt: "),
     ],
