@@ -128,9 +128,8 @@ def _fill(batch: GlobalBatch, costs: Float64Array, targets: Float64Array) -> Int
         if rows.shape[0] == 0:
             return None
         size = min(portion, num - start, rows.shape[0])
-        if size < rows.shape[0]:
-            rows = rows[np.argpartition(-missing[rows], size - 1)[:size]]
-        rows = rows[np.argsort(-missing[rows], kind="stable")]
+        # Of a partition, or an unstable sort, the order of equal rows depends on the processor: ranks would disagree.
+        rows = rows[np.argsort(-missing[rows], kind="stable")[:size]]
         placed = order[start : start + size]
         row_of[placed] = rows
         missing[rows] -= costs[placed]

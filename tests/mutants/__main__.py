@@ -30,7 +30,10 @@ EQUAL = Path(__file__).with_name("equal.json")
 MODULES = {
     "harness/thd.py": ("tests/unit/test_thd.py",),
     "harness/schedule/as_packed.py": ("tests/unit/schedule/test_as_packed.py",),
-    "harness/schedule/dp_balanced.py": ("tests/unit/schedule/test_dp_balanced.py",),
+    "harness/schedule/dp_balanced.py": (
+        "tests/unit/schedule/test_dp_balanced.py",
+        "tests/unit/schedule/test_schedulers.py",
+    ),
     "harness/schedule/cost_balanced.py": (
         "tests/unit/schedule/test_cost_balanced.py",
         "tests/unit/schedule/test_schedulers.py",
