@@ -72,6 +72,10 @@ def test_the_ranks_of_a_row_hold_each_of_its_tokens_with_all_that_belongs_to_it(
         assert (params.max_seqlen_q, params.is_static) == (8, is_static)
 
 
+def test_every_tensor_of_a_row_is_on_the_device_that_is_asked_for() -> None:
+    assert {one.device.type for one in to_device(row(3), torch.device("meta"), mtp_layers=1).all()} == {"meta"}
+
+
 def test_padded_bounds_are_passed_where_they_differ_or_a_graph_reads_them() -> None:
     assert to_device(row(3), torch.device("cpu")).packed_seq_params.cu_seqlens_q_padded is None
     fixed = to_device(row(3), torch.device("cpu"), is_static=True)
