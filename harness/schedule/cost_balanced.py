@@ -272,8 +272,8 @@ class _Placement:
         allowed = (self.free[rows] + self.lengths[taken] >= self.lengths[given]) & (change > 0) & (change < gap)
         score = np.abs(change - wanted) + wait_weight * np.maximum(0.0, change - self.slack[rows])
         score[~allowed] = np.inf
-        best = int(np.argmin(score)) if score.shape[0] else 0
-        if not score.shape[0] or score[best] == np.inf:
+        best = int(np.argmin(score))
+        if score[best] == np.inf:
             return False
         self._swap(int(given[best]), int(taken[best]))
         self.rank_costs[busy] -= change[best]
