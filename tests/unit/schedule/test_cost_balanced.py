@@ -58,6 +58,12 @@ def test_attention_counts() -> None:
     assert found.cost_ratio == 1.0
 
 
+def test_the_busiest_rank_exchanges_with_the_next_where_the_least_busy_has_nothing_to_give() -> None:
+    found = measured("cost_balanced", np.asarray([80, 26, 94, 61, 127, 51, 30]), dp_size=3, max_tokens_per_rank=133)
+    assert found.num_microbatches == 2
+    assert found.cost_ratio < 1.01
+
+
 def test_forty_global_batches_of_long_tailed_lengths_are_even() -> None:
     ours, in_order = [], []
     for seed in range(40):
