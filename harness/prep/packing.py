@@ -180,7 +180,7 @@ def _decreasing(
 
 def _first_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
     order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
-    packs = first_fit(lengths[order].astype(np.int64), pack_size)
+    packs = first_fit(lengths[order], pack_size)
     num_packs = int(packs.max(initial=-1)) + 1
     # Renumbered at random: otherwise the emptiest packs, opened last, would all come last.
     packs = shuffled(num_packs, seed=seed, stream=_STREAM_PACKS)[packs]

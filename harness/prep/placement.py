@@ -203,7 +203,7 @@ def first_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
     Takes a few microseconds per sequence: a tree over the packs holds the largest room in each subtree.
 
     Args:
-        lengths: int64 [sequences], each at most `pack_size`.
+        lengths: integers [sequences], each at most `pack_size`.
         pack_size: room of an empty pack.
 
     Returns:

@@ -128,9 +128,8 @@ def _fill(batch: GlobalBatch, costs: Float64Array, targets: Float64Array) -> Int
         if rows.shape[0] == 0:
             return None
         size = min(portion, num - start, rows.shape[0])
-        if size < rows.shape[0]:
-            rows = rows[np.argpartition(-missing[rows], size - 1)[:size]]
-        rows = rows[np.argsort(-missing[rows], kind="stable")]
+        # Of a partition, or an unstable sort, the order of equal rows depends on the processor: ranks would disagree.
+        rows = rows[np.argsort(-missing[rows], kind="stable")[:size]]
         placed = order[start : start + size]
         row_of[placed] = rows
         missing[rows] -= costs[placed]
@@ -273,8 +272,8 @@ class _Placement:
         allowed = (self.free[rows] + self.lengths[taken] >= self.lengths[given]) & (change > 0) & (change < gap)
         score = np.abs(change - wanted) + wait_weight * np.maximum(0.0, change - self.slack[rows])
         score[~allowed] = np.inf
-        best = int(np.argmin(score)) if score.shape[0] else 0
-        if not score.shape[0] or score[best] == np.inf:
+        best = int(np.argmin(score))
+        if score[best] == np.inf:
             return False
         self._swap(int(given[best]), int(taken[best]))
         self.rank_costs[busy] -= change[best]

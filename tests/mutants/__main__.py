@@ -30,7 +30,10 @@ EQUAL = Path(__file__).with_name("equal.json")
 MODULES = {
     "harness/thd.py": ("tests/unit/test_thd.py",),
     "harness/schedule/as_packed.py": ("tests/unit/schedule/test_as_packed.py",),
-    "harness/schedule/dp_balanced.py": ("tests/unit/schedule/test_dp_balanced.py",),
+    "harness/schedule/dp_balanced.py": (
+        "tests/unit/schedule/test_dp_balanced.py",
+        "tests/unit/schedule/test_schedulers.py",
+    ),
     "harness/schedule/cost_balanced.py": (
         "tests/unit/schedule/test_cost_balanced.py",
         "tests/unit/schedule/test_schedulers.py",
@@ -42,7 +45,12 @@ MODULES = {
     "harness/loader/state.py": ("tests/unit/loader/test_loader_state.py",),
     "harness/loader/plan.py": ("tests/unit/loader/test_loader_step.py", "tests/unit/loader/test_loader_blend.py"),
     "harness/prep/packing.py": ("tests/unit/prep/test_packing.py", "tests/unit/prep/test_stream_packing.py"),
-    "harness/prep/tokenize/masks.py": ("tests/unit/prep/test_masks.py", "tests/unit/prep/test_mask_properties.py"),
+    "harness/prep/tokenize/masks.py": (
+        "tests/unit/prep/test_masks.py",
+        "tests/unit/prep/test_mask_properties.py",
+        "tests/unit/prep/test_end_tokens.py",
+        "tests/unit/prep/test_stock_templates.py",
+    ),
     "harness/megatron/batch.py": ("tests/unit/megatron/test_batch.py",),
 }
 _OPTIONS = [
@@ -125,7 +133,8 @@ class Trial:
             if self._entry_of(mutant) in self._equal:
                 self.outcome.equal.append(mutant)
                 continue
-            own = sorted(tests.get(mutant.name.partition("__mutmut_")[0], ()), key=self._rank)
+            # What no test calls may run in a process that one starts, as the templates of chats do.
+            own = sorted(tests.get(mutant.name.partition("__mutmut_")[0]) or self._cpu_s, key=self._rank)
             if (child := os.fork()) == 0:
                 set_mutant_under_test(f"{self._module}.{mutant.name}")
                 _limit_cpu(20 * sum(self._cpu_s[test] for test in own) + 5)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.loader import (
     BatchRange,
     BatchReader,
+    Blend,
+    BlendOrder,
+    EpochOrder,
     Loader,
     LoaderConfig,
     LoaderState,
@@ -216,6 +220,24 @@ def test_a_reader_reads_the_same_after_pickling() -> None:
     after = pickle.loads(pickle.dumps(made)).read(step)
     assert before.tokens["input_ids"].tolist() == after.tokens["input_ids"].tolist()
     assert [row.tolist() for row in before.sequence_ids] == [row.tolist() for row in after.sequence_ids]
+
+
+def test_a_reader_goes_from_one_epoch_to_the_next_and_back() -> None:
+    made = reader(source(11))
+    for epoch in (0, 1, 0):
+        expected = EpochOrder(LoaderConfig(seed=3, block_packs=2, window_blocks=2), 11, epoch).packs(4, 8)
+        assert made.read(BatchRange(epoch, 1, 4, 8)).pack_ids.tolist() == expected.tolist()
+
+
+def test_a_reader_of_a_blend_reads_what_the_blend_draws() -> None:
+    config = LoaderConfig(seed=3, global_batch_size=4)
+    blend = Blend(names=("a", "b"), sizes=(8, 3), weights=(1.0, 1.0), epochs=(None, None))
+    made = BatchReader(source(11), config, schedule=ScheduleConfig(), layout=RankLayout(), blend=blend)
+    found = []
+    for step in islice(blend.steps(config, epoch=0, packs_consumed=0), 3):
+        found += made.read(step).pack_ids.tolist()
+        assert found[-4:] == BlendOrder(config, blend).packs(step).tolist()
+    assert sorted(found)[6:] == [8, 8, 9, 9, 10, 10]
 
 
 def test_the_digest_sees_every_field() -> None:

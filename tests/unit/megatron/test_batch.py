@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.megatron.batch import RowsAhead, padding_argument, to_device
+from harness.megatron.batch import RowsAhead, padding_argument, run_row, to_device
 from harness.megatron.job import join, runtime
 from harness.megatron.model import build_model
 from harness.plan import ModelConfig, ParallelConfig
@@ -72,6 +72,10 @@ def test_the_ranks_of_a_row_hold_each_of_its_tokens_with_all_that_belongs_to_it(
         assert (params.max_seqlen_q, params.is_static) == (8, is_static)
 
 
+def test_every_tensor_of_a_row_is_on_the_device_that_is_asked_for() -> None:
+    assert {one.device.type for one in to_device(row(3), torch.device("meta"), mtp_layers=1).all()} == {"meta"}
+
+
 def test_padded_bounds_are_passed_where_they_differ_or_a_graph_reads_them() -> None:
     assert to_device(row(3), torch.device("cpu")).packed_seq_params.cu_seqlens_q_padded is None
     fixed = to_device(row(3), torch.device("cpu"), is_static=True)
@@ -102,3 +106,28 @@ def test_a_rank_has_the_padding_of_its_own_tokens_on_every_stage(rank) -> None:
         given = padding_argument(chunk, mask)["padding_mask"]
     expected = mask if layout.is_first_stage else mask[:, 4 * layout.tp_rank : 4 * layout.tp_rank + 4]
     assert given.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("experts", [{}, {"family": "qwen3_moe", "num_experts": 2, "expert_ffn_hidden_size": 8}])
+def test_a_chunk_gets_all_of_a_row_and_its_labels_only_where_losses_are_asked_for(experts) -> None:
+    model = ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=16, **experts)
+    views = [SequenceView(np.arange(n, dtype=np.int32), np.ones(n, dtype=np.uint8)) for n in (4, 6)]
+    seen: dict[str, object] = {}
+    with runtime.alone(0, 1) as job:
+        join(ParallelConfig(), 1)
+        (chunk,) = build_model(model, ParallelConfig(), vocab_size=128, device=job.device)
+        chunk.register_forward_pre_hook(lambda _, __, named: seen.update(named), with_kwargs=True)
+        given = to_device(build_thd_batch(views, pad_to_multiple=4), job.device)
+        losses = run_row(chunk, given)
+        assert seen.pop("labels") is given.labels
+        logits = run_row(chunk, given, with_labels=False)
+    assert (losses.shape, logits.shape) == ((1, 12), (1, 12, 128))
+    real = ~given.padding_mask
+    expected = torch.nn.functional.cross_entropy(logits[real], given.labels[real], reduction="none")
+    torch.testing.assert_close(losses[real], expected)
+    assert seen.pop("labels") is None
+    assert seen.pop("attention_mask") is None
+    assert seen.pop("padding_mask", None) is (given.padding_mask if experts else None)
+    names = {"input_ids": "tokens", "position_ids": "position_ids", "packed_seq_params": "packed_seq_params"}
+    assert {name: seen[name] is getattr(given, field) for name, field in names.items()} == dict.fromkeys(names, True)
+    assert seen.keys() == names.keys()

@@ -104,6 +104,14 @@ def test_a_turn_that_is_served_differently_gets_a_sequence_of_its_own(tokenizer:
     assert made[1].text.count("Hm") == 1
 
 
+def test_a_turn_that_ends_differently_once_others_follow_gets_a_sequence_of_its_own(tokenizer: Any) -> None:
+    end = "{{ '<|im_start|>' if m.role == 'assistant' and not loop.last else '<|im_end|>' }}\n{% endfor %}"
+
+    made = encode(tokenizer(TOOLS.replace("<|im_end|>\n{% endfor %}", end)), chat("Hi", "Hello", "Bye", "So long"))
+
+    assert [trained(sequence) for sequence in made] == [["Hello<|im_end|>"], ["So long<|im_end|>"]]
+
+
 def test_turns_that_are_served_alike_share_a_sequence(tokenizer: Any) -> None:
     template = FORGETFUL.replace("loop.last", "(loop.last or m.content == 'Wait')")
     messages = [
