@@ -22,7 +22,7 @@ def main(config: SftConfig) -> int:
     prepare_process()
     # Transformer Engine then chooses kernels that add in the same order each time.
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    from harness.parity import check_isolation
+    from harness.parity.isolation import check_isolation
 
     findings = check_isolation(config)
     if os.environ.get("RANK", "0") == "0":

@@ -26,32 +26,26 @@ from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
 from harness.config import hydra_entry
 from harness.errors import ConfigError
 from harness.formats import FORMATS, Provenance, convert_dataset, open_writer
-from harness.parity import (
+from harness.parity import ParityReport, Tolerances, command_line
+from harness.parity.assemble import cell_result, environment, skipped
+from harness.parity.cells import (
     FORMAT,
-    IDENTICAL,
     ISOLATION,
     ISOLATION_TURNS,
     KIND,
-    OTHER_KERNELS,
     REFERENCE,
     VERSION,
     Cell,
-    CellResult,
     CheckPlan,
-    ParityReport,
-    Tolerances,
-    cell_result,
-    command_line,
-    default_slots,
-    environment,
-    live_table,
-    make_model,
     parse_case,
     plan_check,
-    run_cells,
-    skipped,
 )
+from harness.parity.compare import IDENTICAL, OTHER_KERNELS
 from harness.parity.pages import publish
+from harness.parity.reference import make_model
+from harness.parity.result import CellResult
+from harness.parity.running import default_slots, run_cells
+from harness.parity.table import live_table
 from harness.plan import FAMILIES
 from harness.printing import open_console
 from harness.records import Pack

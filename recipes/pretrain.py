@@ -16,7 +16,8 @@ from harness.plan import PretrainConfig
 def main(config: PretrainConfig) -> int:
     """Train; return the exit code, 75 if a signal ended the run before its last step."""
     prepare_process()
-    from harness.megatron.run import open_pretraining, run_training
+    from harness.megatron.run.pretraining import open_pretraining
+    from harness.megatron.run.training import run_training
 
     return run_training(config, open_pretraining)
 

@@ -14,7 +14,7 @@ from harness.plan import SftConfig
 
 def main(config: SftConfig) -> int:
     """Train; return 0."""
-    from harness.parity import train_reference
+    from harness.parity.reference import train_reference
 
     return train_reference(config)
 

@@ -16,7 +16,8 @@ from harness.plan import SftConfig
 def main(config: SftConfig) -> int:
     """Train; return the exit code, 75 if a signal ended the run before its last step."""
     prepare_process()
-    from harness.megatron.run import open_fine_tuning, run_training
+    from harness.megatron.run.fine_tuning import open_fine_tuning
+    from harness.megatron.run.training import run_training
 
     return run_training(config, open_fine_tuning)
 

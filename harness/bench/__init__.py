@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from harness.bench.sizes import Sizes
-from harness.doors import names_on_first_use
 from harness.errors import ConfigError
 
 if TYPE_CHECKING:
-    from harness.bench.figures import BenchReport, Progress, render_report
+    from harness.bench.figures import BenchReport, Progress
     from harness.bench.workspace import Workspace
 
 
@@ -130,9 +129,4 @@ BENCHES = {
     ),
 }
 
-__all__ = ["BENCHES", "Bench", "BenchReport", "Progress", "Sizes", "Workspace", "render_report"]
-
-__getattr__ = names_on_first_use(
-    __name__,
-    {"BenchReport": "figures", "Progress": "figures", "render_report": "figures", "Workspace": "workspace"},
-)
+__all__ = ["BENCHES", "Bench"]

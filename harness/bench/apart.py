@@ -57,7 +57,7 @@ def measure_apart(
 
 def _run(arguments: Sequence[str], ranks: int, limit_s: float, log: Path) -> str | None:
     """Run this program on that many ranks; return None, or the reason why it failed."""
-    from harness.parity import end_with_parent  # not in the process that measures
+    from harness.parity.running import end_with_parent
 
     root = str(Path(harness.__file__).parent.parent)
     environment = {key: value for key, value in os.environ.items() if key not in _LAUNCHER}

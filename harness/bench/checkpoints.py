@@ -21,8 +21,9 @@ from harness.bench.step import give_state, small_model, wait_for
 from harness.bench.workspace import Workspace
 from harness.loader import LoaderState, RankLayout
 from harness.megatron import MegatronStep
-from harness.megatron.job import join, runtime
-from harness.megatron.state import CheckpointWriter, find_damage, load_checkpoint
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
+from harness.megatron.state.checkpoint import CheckpointWriter, find_damage, load_checkpoint
 from harness.plan import OptimizerConfig, ParallelConfig
 from harness.storage import StoredFile
 from harness.train import Progress as RunPosition

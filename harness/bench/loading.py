@@ -13,16 +13,9 @@ from harness.bench.figures import BenchReport, Case, Figure, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, PackReader, load_format, open_dataset
-from harness.loader import (
-    BatchRange,
-    BatchReader,
-    Loader,
-    LoaderConfig,
-    LoaderState,
-    RankLayout,
-    build_batch,
-    steps_from,
-)
+from harness.loader import BatchRange, Loader, LoaderConfig, LoaderState, RankLayout, build_batch
+from harness.loader.order import steps_from
+from harness.loader.plan import BatchReader
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 

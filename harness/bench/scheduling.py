@@ -16,7 +16,8 @@ from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import require_at_least
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import open_dataset
-from harness.loader import EpochOrder, LoaderConfig, steps_per_epoch
+from harness.loader import EpochOrder, LoaderConfig
+from harness.loader.order import steps_per_epoch
 from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int64Array
 from harness.schedule import SCHEDULERS, Imbalance, SequenceCost, measure_imbalance, schedule

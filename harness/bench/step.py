@@ -21,11 +21,13 @@ from harness.bench.workspace import Workspace, make_packs
 from harness.formats import open_dataset, open_writer
 from harness.loader import Loader, LoaderConfig, RankBatch, RankLayout
 from harness.megatron import MegatronStep, RowTensors, to_device
-from harness.megatron.data import Feed
-from harness.megatron.job import join, runtime
+from harness.megatron.data.feed import Feed
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.plan import ModelConfig, ParallelConfig, TrainerConfig, sequence_cost
 from harness.schedule import ScheduleConfig, SequenceCost
-from harness.train import StepRecord, train
+from harness.train import StepRecord
+from harness.train.loop import train
 
 _VOCABULARY = 8192
 # Processor time that the loop may add to a step of any model; on a GPU it is hidden, or the ratio shows it.

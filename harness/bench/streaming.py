@@ -18,7 +18,9 @@ from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import require_numbers
 from harness.loader import LiveConfig, LoaderState, RankBatch, RankLayout
-from harness.loader.live import BatchPlan, FolderReader, LiveLoader, LiveProducer
+from harness.loader.live import LiveProducer
+from harness.loader.live.consumer import LiveLoader
+from harness.loader.live.rank import BatchPlan, FolderReader
 from harness.prep import Member, StreamPacker, pack_of
 from harness.records import Pack, SequenceView
 from harness.schedule import SequenceCost

@@ -12,17 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from harness.errors import FormatError, os_errors_as
-from harness.formats import (
-    INDEX_NAMES,
-    IndexPart,
-    Manifest,
-    Shard,
-    load_format,
-    load_index,
-    load_manifest,
-    open_writer,
-    write_index,
-)
+from harness.formats import Manifest, load_format, load_manifest, open_writer
+from harness.formats.index import INDEX_NAMES, IndexPart, load_index, write_index
+from harness.formats.manifest import Shard
 from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import LocalFolder

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.bench import BENCHES, Sizes
+from harness.bench import BENCHES
+from harness.bench.sizes import Sizes
 from harness.checks import require_choice
 from harness.cli.settings import parse_settings
 from harness.errors import ConfigError, HarnessError, os_errors_as
@@ -22,7 +23,7 @@ from harness.settings import explain_settings, to_yaml
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from harness.bench import BenchReport, Progress
+    from harness.bench.figures import BenchReport, Progress
 
 _LOG_COLUMNS = 110
 _LIST = "\n\n".join(f"{name}: {bench.about}" for name, bench in BENCHES.items())
@@ -58,7 +59,7 @@ def run_bench(
         for setting in (one for one in explain_settings(Sizes) if one.key in chosen.full):
             print_text(f"# {setting.text}\n{to_yaml({setting.key: getattr(sizes, setting.key)})}", end="")
         return
-    from harness.bench import Workspace
+    from harness.bench.workspace import Workspace
 
     if save is not None:  # before anything is measured
         with _writing(save):
@@ -87,7 +88,7 @@ run_bench.__doc__ = HELP
 
 def run_benches(measurements: Sequence[Callable[[Progress], BenchReport]], *, as_json: bool) -> list[BenchReport]:
     """Run measurements one after another and print each report as it is ready: tables, or JSON of all at the end."""
-    from harness.bench import render_report
+    from harness.bench.figures import render_report
 
     # A log is not wrapped to the 80 columns that rich assumes without a terminal.
     console = open_console(width=_LOG_COLUMNS)

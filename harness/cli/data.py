@@ -14,28 +14,15 @@ from harness.checks import bounded, check_numbers
 from harness.cli.indexed import describe_pair_checks, find_checks
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, FormatError, Problem
-from harness.formats import (
-    BRIDGE,
-    CONVENTIONS,
-    FORMATS,
-    BridgeFiles,
-    convert_dataset,
-    describe_checks,
-    diff_datasets,
-    export_to_bridge,
-    find_datasets,
-    find_tokenizer,
-    import_dataset,
-    inspect_dataset,
-    load_manifest,
-    open_dataset,
-    render_pack,
-    render_summary,
-    repair_manifest,
-    verify_dataset,
-)
-from harness.loader import BLEND_SUFFIXES, render_blend, summarize_blend
-from harness.prep import PackingConfig, SourceConfig, TokenizerConfig
+from harness.formats import FORMATS, convert_dataset, load_manifest, open_dataset, repair_manifest, verify_dataset
+from harness.formats.foreign.exporting import BRIDGE, BridgeFiles, export_to_bridge
+from harness.formats.foreign.importing import CONVENTIONS, import_dataset
+from harness.formats.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
+from harness.formats.verify import describe_checks, diff_datasets
+from harness.loader.inspect_blend import BLEND_SUFFIXES, render_blend, summarize_blend
+from harness.prep import TokenizerConfig
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
 from harness.printing import open_console, print_line, print_text
 from harness.storage import is_uri, open_folder
 
@@ -229,7 +216,8 @@ def verify(
 
 def _own_checks(path: str, notes: list[str], *, accept: bool) -> list[tuple[str, Callable[..., list[Problem]]]]:
     """Return the checks of a run or of indexed datasets; none for what is verified as a packed dataset."""
-    from harness.train import add_checksums, find_run_check
+    from harness.train.checkpoints import add_checksums
+    from harness.train.verify import find_run_check
 
     if accept:
         add_checksums(Path(path))
@@ -362,7 +350,7 @@ def repack(
     as_json: AsJson = False,
 ) -> None:
     """Plan other packs over sequences that are stored once, in seconds and without copying tokens."""
-    from harness.prep import repack_store
+    from harness.prep.pipeline import repack_store
 
     manifest = repack_store(store, destination, **vars(context.obj.data), overwrite=overwrite)
     _print_written(destination, manifest, {}, as_json=as_json)

@@ -18,7 +18,8 @@ from harness.errors import ConfigError, Problem
 from harness.printing import print_line
 
 if TYPE_CHECKING:
-    from harness.indexed import IndexedReport, TokenSource
+    from harness.indexed.convert import TokenSource
+    from harness.indexed.writer import IndexedReport
 
 indexed_app = typer.Typer(
     help="Megatron's indexed datasets (.bin and .idx) from token shards: no torch, no Megatron.",
@@ -70,7 +71,7 @@ class TokenSettings:
     tokenizer: Vocabulary = field(default_factory=Vocabulary)
 
     def source(self) -> TokenSource:
-        from harness.indexed import TokenSource
+        from harness.indexed.convert import TokenSource
 
         return TokenSource(**vars(self.data), vocab_size=self.tokenizer.vocab_size)
 
@@ -103,7 +104,7 @@ def convert(
     context: typer.Context, sources: Shards, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False
 ) -> None:
     """Write token shards as one pair, byte for byte as Megatron's own builder would; one document per row."""
-    from harness.indexed import convert_tokens
+    from harness.indexed.convert import convert_tokens
 
     settings: TokenSettings = context.obj
     with progress_bar("converting", quiet=as_json) as advance:
@@ -121,7 +122,7 @@ def family(
     as_json: AsJson = False,
 ) -> None:
     """Write token shards as named pairs, one per split, with the JSON files that Megatron reads."""
-    from harness.indexed import TokenFamily, write_family
+    from harness.indexed.family import TokenFamily, write_family
 
     settings: FamilySettings = context.obj
     if bool(sources) == bool(settings.shards) or (settings.shards and settings.split):
@@ -142,7 +143,7 @@ def counts(
     to: Annotated[Path, typer.Argument(metavar="FILE", help="the JSON to write")],
 ) -> None:
     """Write the sequence counts of many prefixes for Megatron's --per-dataset-sequences-path."""
-    from harness.indexed import count_sequences, save_counts
+    from harness.indexed.convert import count_sequences, save_counts
 
     vocab_size = context.obj.tokenizer.vocab_size
     by_prefix = count_sequences(prefixes, vocab_size=vocab_size)
@@ -162,7 +163,7 @@ class MergeSettings:
 @indexed_app.command(cls=class_of(MergeSettings))
 def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False) -> None:
     """Join pairs end to end as one."""
-    from harness.indexed import merge_indexed
+    from harness.indexed.convert import merge_indexed
 
     with progress_bar("merging", quiet=as_json) as advance:
         report = merge_indexed(pairs, to, overwrite=overwrite, progress=advance)
@@ -174,17 +175,9 @@ def find_checks(path: str) -> list[tuple[str, Callable[..., list[Problem]]]]:
 
     Of a folder that holds these alone, all of its families, and its pairs that belong to none.
     """
-    from harness.indexed import (
-        BIN,
-        IDX,
-        LOSS_BIN,
-        family_pairs,
-        is_family,
-        prefix_of,
-        verify_family,
-        verify_indexed,
-        with_suffix,
-    )
+    from harness.indexed.family import family_pairs, is_family, verify_family
+    from harness.indexed.index import BIN, IDX, LOSS_BIN, prefix_of, with_suffix
+    from harness.indexed.verify import verify_indexed
 
     if path.endswith(".json"):
         return [(path, verify_family)] if is_family(path) else []
@@ -206,7 +199,7 @@ def find_checks(path: str) -> list[tuple[str, Callable[..., list[Problem]]]]:
 
 def describe_pair_checks(checks: list[tuple[str, Callable[..., list[Problem]]]]) -> list[str]:
     """Return what checks that `find_checks` returned cannot know, as sentences."""
-    from harness.indexed import verify_indexed
+    from harness.indexed.verify import verify_indexed
 
     if not any(check is verify_indexed for _, check in checks):
         return []

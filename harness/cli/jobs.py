@@ -26,8 +26,8 @@ _LOG_INTERVAL_S = 0.5
 @jobs_app.command()
 def status(run_dir: Run, as_json: AsJson = False) -> None:
     """Show a run's progress, how its attempts ended, and its jobs in Slurm's queue with the reason they are pending."""
-    from harness.launch import jobs_of_run, read_excluded
-    from harness.train import read_status
+    from harness.launch.queue import jobs_of_run, read_excluded
+    from harness.train.status import read_status
 
     run = read_status(run_dir)
     problem = ""
@@ -94,8 +94,8 @@ def logs(
 @jobs_app.command()
 def cancel(run_dir: Run) -> None:
     """Cancel every job of a run, successors included; the ranks checkpoint if Slurm's grace period allows it."""
-    from harness.launch import cancel_jobs, jobs_of_run
-    from harness.train import read_status
+    from harness.launch.queue import cancel_jobs, jobs_of_run
+    from harness.train.status import read_status
 
     read_status(run_dir)  # refuses a folder without a run
     jobs = jobs_of_run(run_dir)
@@ -137,7 +137,7 @@ class DetectSettings:
 @cluster_app.command(cls=class_of(DetectSettings))
 def detect(context: typer.Context) -> None:
     """Print a cluster file for the nodes of a partition: `harness cluster detect > configs/cluster/mine.yaml`."""
-    from harness.launch import detect_cluster
+    from harness.launch.detect import detect_cluster
 
     print_text(detect_cluster(context.obj.cluster.partition), end="")
 

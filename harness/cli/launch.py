@@ -14,7 +14,7 @@ import typer
 from harness.checks import bounded, check_numbers
 from harness.cli.settings import class_of, complete_names, list_experiments
 from harness.errors import ConfigError, HarnessError
-from harness.launch import SubmitConfig
+from harness.launch.cluster import SubmitConfig
 from harness.printing import open_console, print_line, print_text
 from harness.settings import explain_settings, render_settings, to_plain
 
@@ -100,7 +100,9 @@ def plan(
     `harness plan auto model=llama3_8b parallel.ranks=8` lists the layouts of a model that fit, the fastest first.
     """
     from harness.config import Options, compose_run
-    from harness.plan import AssumedPacks, Machine, plan_run, search_layouts
+    from harness.plan.run_plan import AssumedPacks, plan_run
+    from harness.plan.search import search_layouts
+    from harness.plan.work import Machine
 
     settings: PlanSettings = context.obj[0]
     options = Options.parse(context.obj[1], where="harness plan")
@@ -197,7 +199,7 @@ def _rehearse(config: RunConfig, world_size: int) -> None:
     from harness.megatron import prepare_process
 
     prepare_process()
-    from harness.megatron import rehearse
+    from harness.megatron.run.rehearsal import rehearse
 
     print_line(f"rehearsal at a small width on a CPU, {world_size:,} ranks of which no other exists:")
     for done in rehearse(config.model, config.parallel, world_size=world_size, optimizer=config.optimizer):
@@ -223,8 +225,10 @@ def submit(
     resumes a run; all others are those of the recipe.
     """
     from harness.config import Options, compose_config, compose_run
-    from harness.launch import check_arguments, plan_job, read_excluded, refuse_second_job, render, submit_job
-    from harness.plan import check_memory
+    from harness.launch.queue import read_excluded
+    from harness.launch.script import render
+    from harness.launch.submit import check_arguments, plan_job, refuse_second_job, submit_job
+    from harness.plan.run_plan import check_memory
 
     own, rest = context.obj
     check_arguments([*own, *rest])

@@ -168,7 +168,8 @@ def produce(
 
 def _check_order(source: str, folder: str) -> None:
     """Raise ConfigError where the folder is named before the input."""
-    from harness.loader.live import STDIN, LiveFolder
+    from harness.loader.live import STDIN
+    from harness.loader.live.folder import LiveFolder
 
     def is_stream(path: str) -> bool:
         try:
@@ -201,7 +202,8 @@ def _open_tokenizer(settings: ProduceSettings) -> ChatTokenizer:
 @live_app.command()
 def end(folder: Folder) -> None:
     """End a stream whose producer did not end it: training stops after the existing chunks."""
-    from harness.loader.live import LiveFolder, LiveProducer
+    from harness.loader.live import LiveProducer
+    from harness.loader.live.folder import LiveFolder
 
     if not LiveFolder(folder).files.exists():
         raise ConfigError(
@@ -223,7 +225,7 @@ def status(
     from rich.console import Group
     from rich.live import Live
 
-    from harness.loader.live import live_status, render_status
+    from harness.loader.live.status import live_status, render_status
 
     console = open_console(width=120)
     if as_json:

@@ -13,7 +13,7 @@ import typer
 from harness.checks import LONGEST_S, bounded, check_numbers
 from harness.cli.settings import class_of
 from harness.errors import ConfigError
-from harness.launch import PreflightConfig
+from harness.launch.cluster import PreflightConfig
 from harness.printing import print_line
 
 preflight_app = typer.Typer(
@@ -151,8 +151,8 @@ def probe(
     context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's folder")]
 ) -> None:
     """Check this node, as one task of a Slurm step with one task a node; prints JSON lines."""
-    from harness.launch import place_in_slurm
-    from harness.launch.preflight import node_checks, run_checks
+    from harness.launch.preflight.probe import node_checks, run_checks
+    from harness.launch.ranks import place_in_slurm
 
     settings: ProbeSettings = context.obj
     data, timeout_s = settings.data, settings.cluster.preflight.timeout_s
@@ -176,9 +176,10 @@ def copy(
     local_dir: Annotated[Path, typer.Argument(metavar="LOCAL_DIR", help="folder on the disk of this node")],
 ) -> None:
     """Copy datasets and weights to the disk of this node, as far as they are not there; prints JSON lines."""
-    from harness.launch import place_in_slurm
-    from harness.launch.preflight import copy_checks, run_checks
-    from harness.storage import read_originals
+    from harness.launch.preflight.copies import copy_checks
+    from harness.launch.preflight.probe import run_checks
+    from harness.launch.ranks import place_in_slurm
+    from harness.storage.local_copies import read_originals
 
     settings: ProbeSettings = context.obj
     read_originals()
@@ -198,7 +199,7 @@ def judge(
 
     Exit code 1 if there are any, 3 if the job can run without the nodes that have them.
     """
-    from harness.launch.preflight import Limits, culprits, judge_nodes
+    from harness.launch.preflight.judge import Limits, culprits, judge_nodes
 
     settings: JudgeSettings = context.obj
     required, srun = settings.cluster.preflight, settings.srun
@@ -223,8 +224,8 @@ def judge(
 @preflight_app.command(cls=class_of(ReduceSettings))
 def reduce(context: typer.Context) -> None:
     """All-reduce a tensor over all tasks of a Slurm step, by NCCL on GPUs and by gloo without; prints JSON lines."""
-    from harness.launch import place_in_slurm
-    from harness.launch.preflight import run_checks
+    from harness.launch.preflight.probe import run_checks
+    from harness.launch.ranks import place_in_slurm
 
     if "SLURM_PROCID" not in os.environ:
         fix = "start it with srun, as the batch scripts of `harness submit` do"
@@ -234,7 +235,7 @@ def reduce(context: typer.Context) -> None:
     os.environ.update(RANK=rank, WORLD_SIZE=os.environ["SLURM_NTASKS"], LOCAL_RANK=os.environ["SLURM_LOCALID"])
 
     def check() -> dict[str, Any]:
-        from harness.megatron.job import check_all_reduce
+        from harness.megatron.job.all_reduce import check_all_reduce
 
         return check_all_reduce(timeout_s=timeout_s)
 

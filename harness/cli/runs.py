@@ -109,7 +109,8 @@ def train(
     Prints the settings of the recipe with `harness train sft --cfg`.
     """
     from harness.config import TRAINING, Options, compose_run
-    from harness.launch import become_rank_of_slurm, start_ranks
+    from harness.launch.local import start_ranks
+    from harness.launch.ranks import become_rank_of_slurm
 
     require_choice(recipe, TRAINING, setting="harness train")
     # Settings are printed on any machine.
@@ -188,7 +189,7 @@ def chat(
     from harness.megatron import prepare_process
 
     prepare_process()
-    from harness.megatron import Chat, exported, talk
+    from harness.megatron.chat import Chat, exported, talk
 
     sampling = dict(vars(context.obj))
     prompt = sampling.pop("prompt")
@@ -205,7 +206,9 @@ def requeue(
     context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]
 ) -> None:
     """Record how a run ended and decide whether to start it again: exit code 0 for yes, 1 for no."""
-    from harness.train import alone_in, decide, has_run
+    from harness.train import alone_in
+    from harness.train.attempts import decide
+    from harness.train.folder import has_run
 
     if not run_dir.is_dir():
         raise ConfigError("there is no such run", where=str(run_dir), fix="name the run's folder")

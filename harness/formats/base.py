@@ -16,7 +16,9 @@ from harness.errors import ConfigError
 from harness.formats.digest import UInt64Array
 from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
-from harness.storage import Folder, NpyStream, OutputFile, natural_key
+from harness.storage import Folder, natural_key
+from harness.storage.arrays import NpyStream
+from harness.storage.files import OutputFile
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 

@@ -25,9 +25,11 @@ import numpy.typing as npt
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, make_pack
 from harness.formats.index import lengths_from_starts
-from harness.indexed import BIN, IDX, INT32, LOSS_BIN, IndexHeader, read_lengths, with_suffix
+from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, IndexHeader, with_suffix
+from harness.indexed.verify import read_lengths
 from harness.records import Int64Array, Pack
-from harness.storage import Folder, OutputFile, natural_key
+from harness.storage import Folder, natural_key
+from harness.storage.files import OutputFile
 
 SEQ_IDX, SEQ_BIN = ".seq.idx", ".seq.bin"
 SUFFIXES = (BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN)

@@ -38,16 +38,9 @@ from harness.formats.manifest import (
     restore_hint,
     undo_flipped_bit,
 )
-from harness.storage import (
-    TEMPORARY_SUFFIX,
-    BucketFolder,
-    Folder,
-    LocalFolder,
-    Marker,
-    map_npy,
-    natural_key,
-    open_folder,
-)
+from harness.storage import BucketFolder, Folder, LocalFolder, Marker, natural_key, open_folder
+from harness.storage.arrays import map_npy
+from harness.storage.files import TEMPORARY_SUFFIX
 
 # Present while a writer is at work: distinguishes an interrupted write from a folder of another tool.
 MARKER_NAME = "_writing"

@@ -13,7 +13,8 @@ from harness.errors import FormatError, os_errors_as
 from harness.formats.digest import UInt64Array, content_digest, dataset_fingerprint
 from harness.formats.manifest import Manifest, Totals
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import Folder, file_digest, map_npy, npy_header
+from harness.storage import Folder, file_digest
+from harness.storage.arrays import map_npy, npy_header
 
 INDEX_FOLDER = "index"
 PACK_OFFSETS = f"{INDEX_FOLDER}/pack_offsets.npy"

@@ -18,7 +18,8 @@ from harness.formats.opening import holds_dataset, holds_manifest, open_dataset
 from harness.formats.reader import PackReader
 from harness.printing import one_line, printable
 from harness.records import Int64Array, SequenceView
-from harness.storage import join_path, open_folder, parse_place, resolve_path
+from harness.storage import join_path, open_folder, parse_place
+from harness.storage.uris import resolve_path
 from harness.tables import Table, make_histogram
 
 TRAINED_STYLE, CONTEXT_STYLE = "bold green", "dim"

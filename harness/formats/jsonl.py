@@ -21,7 +21,9 @@ import numpy.typing as npt
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardOptions, ShardReader, ShardWriter, find_files
 from harness.records import MAX_TOKEN_ID, Int32Array, Int64Array, Pack
-from harness.storage import ByteSource, Folder, OutputFile, open_source
+from harness.storage import Folder
+from harness.storage.files import OutputFile
+from harness.storage.ranges import ByteSource, open_source
 
 SUFFIX = ".jsonl"
 IGNORED_LABEL = -100

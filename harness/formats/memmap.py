@@ -24,7 +24,8 @@ from harness.errors import FormatError
 from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, find_folders, make_pack
 from harness.formats.index import lengths_from_starts
 from harness.records import Pack
-from harness.storage import Folder, NpyStream, map_npy, read_npy_header
+from harness.storage import Folder
+from harness.storage.arrays import NpyStream, map_npy, read_npy_header
 
 INPUT_IDS = "input_ids.npy"
 LOSS_MASK = "loss_mask.npy"

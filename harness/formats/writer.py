@@ -24,7 +24,6 @@ from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard,
 from harness.records import Pack
 from harness.settings import from_plain
 from harness.storage import (
-    TEMPORARY_SUFFIX,
     BucketFolder,
     Folder,
     LocalFolder,
@@ -34,6 +33,7 @@ from harness.storage import (
     sync_folder,
     write_atomically,
 )
+from harness.storage.files import TEMPORARY_SUFFIX
 
 # Left in the marker of a write that cannot continue: what is there belongs to it and is replaced.
 _BEGUN = b"begun"

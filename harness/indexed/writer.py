@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.indexed.index import BIN, IDX, INT32, UINT16, IndexHeader, largest_token, with_suffix
-from harness.storage import AtomicFile, Marker, make_folder, sync_folder
+from harness.storage import Marker, make_folder, sync_folder
+from harness.storage.files import AtomicFile
 
 # Ledger entries, or tokens, in memory at a time.
 _BLOCK = 1 << 20

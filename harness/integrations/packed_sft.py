@@ -19,7 +19,8 @@ import numpy as np
 
 from harness.checks import require_choice
 from harness.errors import ConfigError
-from harness.formats import PackReader, PackWriter, open_dataset, open_writer
+from harness.formats import PackReader, open_dataset, open_writer
+from harness.formats.writer import PackWriter
 
 # The RFC's names of storages, and our formats.
 PACKED_STORAGE = MappingProxyType(

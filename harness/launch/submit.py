@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.launch.cluster import ClusterConfig, check_quoted
-from harness.launch.preflight import code_digest
+from harness.launch.preflight.probe import code_digest
 from harness.launch.queue import jobs_of_run
 from harness.launch.script import Job
 from harness.loader import corpus_paths

@@ -16,11 +16,13 @@ import xxhash
 
 from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
 from harness.errors import ConfigError
-from harness.formats import PackReader, Provenance, holds_dataset, holds_manifest, open_dataset
+from harness.formats import PackReader, Provenance, holds_manifest, open_dataset
+from harness.formats.opening import holds_dataset
 from harness.loader.blend import Blend, check_sources
 from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
 from harness.records import Int32Array, Int64Array, Pack
-from harness.storage import is_uri, join_path, local_copy
+from harness.storage import is_uri, join_path
+from harness.storage.local_copies import local_copy
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 

@@ -16,39 +16,13 @@ from harness.doors import names_on_first_use
 from harness.megatron.process import prepare_process
 
 if TYPE_CHECKING:
-    from harness.megatron.batch import RowTensors, padding_argument, run_row, to_device
-    from harness.megatron.chat import Chat, exported, talk
-    from harness.megatron.export import export_checkpoint
-    from harness.megatron.run import rehearse
+    from harness.megatron.batch import RowTensors, to_device
+    from harness.megatron.export.folder import export_checkpoint
     from harness.megatron.step import MegatronStep
 
-__all__ = [
-    "Chat",
-    "MegatronStep",
-    "RowTensors",
-    "export_checkpoint",
-    "exported",
-    "padding_argument",
-    "prepare_process",
-    "rehearse",
-    "run_row",
-    "talk",
-    "to_device",
-]
+__all__ = ["MegatronStep", "RowTensors", "export_checkpoint", "prepare_process", "to_device"]
 
 # Imported at first use: `prepare_process` comes before torch and Megatron-Core.
 __getattr__ = names_on_first_use(
-    __name__,
-    {
-        "RowTensors": "batch",
-        "padding_argument": "batch",
-        "run_row": "batch",
-        "to_device": "batch",
-        "Chat": "chat",
-        "exported": "chat",
-        "talk": "chat",
-        "export_checkpoint": "export",
-        "rehearse": "run",
-        "MegatronStep": "step",
-    },
+    __name__, {"RowTensors": "batch", "to_device": "batch", "export_checkpoint": "export", "MegatronStep": "step"}
 )

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from harness.errors import HarnessError
-from harness.megatron.data import together
+from harness.megatron.data.feed import together
 from harness.megatron.weights import global_parameters
 
 Named = list[tuple[str, torch.Tensor]]

@@ -13,7 +13,8 @@ from harness.errors import ConfigError
 from harness.loader import RankLayout
 from harness.megatron.hf_files import HfWeights
 from harness.megatron.weights import TensorShard, check_weights, fill_model
-from harness.plan import ModelConfig, check_model, find_weights, read_hf_config
+from harness.plan import ModelConfig, read_hf_config
+from harness.plan.hf_config import check_model, find_weights
 from harness.prep import tokenizer_hash
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

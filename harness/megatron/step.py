@@ -20,23 +20,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from harness.errors import ConfigError
-from harness.loader import RankBatch, RankLayout, Sources
+from harness.loader import RankBatch, RankLayout
+from harness.loader.datasets import Sources
 from harness.megatron import compat
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
 from harness.megatron.drift import check_drift
-from harness.megatron.model import (
-    build_model,
-    expert_metrics,
-    open_user_buffers,
-    predicted_losses,
-    reset_predictions,
-    routers,
-    show_sources,
-    source_loads,
-    weigh_tokens,
-)
+from harness.megatron.model.gpt import build_model
+from harness.megatron.model.mtp import predicted_losses, reset_predictions
+from harness.megatron.model.router import expert_metrics, routers, show_sources, source_loads, weigh_tokens
+from harness.megatron.model.user_buffers import open_user_buffers
 from harness.megatron.row_graph import RowGraph
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, fp8_row_multiple
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
+from harness.plan.layout import fp8_row_multiple
 from harness.thd import ThdBatch, pad_row, static_row
 from harness.train import Evaluation, StepResult
 

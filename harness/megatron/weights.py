@@ -16,7 +16,8 @@ from megatron.core.models.gpt import GPTModel
 from harness.errors import ConfigError, FormatError
 from harness.megatron import compat
 from harness.megatron.hf_files import HfWeights
-from harness.plan import FAMILIES, ExpertNames, ModelConfig
+from harness.plan import FAMILIES, ModelConfig
+from harness.plan.families.base import ExpertNames
 
 # Part of the names of parameters that `harness.megatron.model.lora` adds to the model's own.
 ADAPTER = "_adapter."

@@ -18,7 +18,9 @@ from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import Recorded, recorded_run
 from harness.parity.result import CellResult, Check, ParityReport, open_document
 from harness.storage import write_atomically
-from harness.train import StepDigests, StepMetrics, from_json, parse_metrics, read_digests, to_json
+from harness.train import StepMetrics
+from harness.train.digests import StepDigests, from_json, read_digests, to_json
+from harness.train.metrics import parse_metrics
 
 SCHEMA = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

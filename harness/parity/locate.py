@@ -14,19 +14,12 @@ import xxhash
 import yaml
 
 from harness.errors import HarnessError
-from harness.loader import BlendSource, DataConfig, open_datasets
+from harness.loader import DataConfig, open_datasets
+from harness.loader.datasets import BlendSource
 from harness.parity.result import Difference
 from harness.thd import build_thd_batch
-from harness.train import (
-    FIELDS,
-    METRICS_FILE,
-    RowDigests,
-    StepDigests,
-    StepMetrics,
-    kept_sequence,
-    read_digests,
-    read_metrics,
-)
+from harness.train import METRICS_FILE, StepMetrics, read_metrics
+from harness.train.digests import FIELDS, RowDigests, StepDigests, kept_sequence, read_digests
 
 Arrays = dict[str, npt.NDArray[Any]]
 

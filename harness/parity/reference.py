@@ -22,18 +22,10 @@ from harness.loader import Loader, open_datasets
 from harness.plan import FAMILIES, OptimizerConfig, SftConfig, read_hf_config
 from harness.records import Pack
 from harness.settings import to_yaml
-from harness.train import (
-    DigestWriter,
-    Evaluation,
-    MetricsWriter,
-    StepRecord,
-    StepResult,
-    is_due,
-    merge_ranks,
-    open_run_folder,
-    rank_rows,
-    step_metrics,
-)
+from harness.train import DigestWriter, Evaluation, MetricsWriter, StepRecord, StepResult, is_due, merge_ranks
+from harness.train.digests import rank_rows
+from harness.train.folder import open_run_folder
+from harness.train.metrics import step_metrics
 
 _ANY = {
     "vocab_size": 300,

@@ -26,7 +26,7 @@ from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.parity.cells import Cell
 from harness.settings import CONFIGS, load
 from harness.storage import Marker
-from harness.train import whole_lines
+from harness.train.lines import whole_lines
 
 if TYPE_CHECKING:
     import psutil  # a prep machine prints the settings of a matrix without it

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.plan.families import FAMILIES, MISSING, Family, Refuse
+from harness.plan.families import FAMILIES, MISSING
+from harness.plan.families.base import Family, Refuse
 from harness.plan.model import ModelConfig
-from harness.storage import local_copy
+from harness.storage.local_copies import local_copy
 
 _SIZES = {
     "num_layers": "num_hidden_layers",

@@ -15,7 +15,7 @@ from multiprocessing import get_context, parent_process
 from harness.checks import require_cores
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.prep.shards import Receipt, ShardJob, do_shard
-from harness.prep.sources import SourceShard
+from harness.prep.sources.reading import SourceShard
 
 ENGINES = ("local", "ray")
 # Below this size of the source, starting processes takes longer than tokenizing.

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, PrepError
-from harness.storage import BucketFolder, Folder, Marker, make_folder, sync_folder, sync_tree, write_atomically
+from harness.storage import BucketFolder, Folder, Marker, make_folder, sync_folder, write_atomically
+from harness.storage.files import sync_tree
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 TOKENIZER, SOURCE = "tokenizer", "source"

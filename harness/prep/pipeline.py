@@ -19,7 +19,8 @@ from rich.console import Console
 
 from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError, PrepError, os_errors_as
-from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_store, open_writer, write_plan
+from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_writer
+from harness.formats.virtual.plan import open_store, write_plan
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord, RecordReader
 from harness.prep.engines import ENGINES, check_engine, do_shards
@@ -30,15 +31,10 @@ from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
 from harness.prep.samples import Sample
 from harness.prep.shards import VERSION, Receipt, ShardJob, refuse
-from harness.prep.sources import (
-    SourceConfig,
-    SourceFiles,
-    SourceShard,
-    cut_shards,
-    find_files,
-    find_schema,
-    read_chunks,
-)
+from harness.prep.sources.config import SourceConfig
+from harness.prep.sources.finding import SourceFiles, find_files
+from harness.prep.sources.reading import SourceShard, cut_shards, read_chunks
+from harness.prep.sources.schema import find_schema
 from harness.prep.spool import Split, Spool, divide
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import open_console
@@ -48,12 +44,12 @@ from harness.storage import (
     LocalCache,
     LocalFolder,
     Place,
-    Stamp,
     make_folder,
     open_folder,
     stamp_of,
     write_atomically,
 )
+from harness.storage.files import Stamp
 
 # More text does not improve a tokenizer, and memory stays bounded.
 _TRAIN_CHARACTERS = 256 << 20

@@ -13,13 +13,15 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.text import Text
 
-from harness.formats import render_runs
+from harness.formats.inspect import render_runs
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.fitting import fit_conversation
 from harness.prep.pipeline import PrepareConfig
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.samples import make_sample
-from harness.prep.sources import SourceFiles, find_files, find_schema, read_chunks
+from harness.prep.sources.finding import SourceFiles, find_files
+from harness.prep.sources.reading import read_chunks
+from harness.prep.sources.schema import find_schema
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import one_line, open_console
 from harness.storage import stamp_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.formats import Decoder, text_runs
+from harness.formats.inspect import Decoder, text_runs
 from harness.prep.chat import Conversation
 from harness.records import SequenceView
 

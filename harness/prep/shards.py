@@ -30,11 +30,12 @@ from harness.prep.counts import Counts
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
 from harness.prep.samples import Sample, make_sample
-from harness.prep.sources import SourceChunk, SourceShard, read_shard
+from harness.prep.sources.reading import SourceChunk, SourceShard, read_shard
 from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.settings import load
-from harness.storage import Place, digest_of, file_digest, parse_place, stamp_of, sync_folder
+from harness.storage import Place, file_digest, parse_place, stamp_of, sync_folder
+from harness.storage.inputs import digest_of
 
 # Increment when the same settings begin to give other data.
 VERSION = 2

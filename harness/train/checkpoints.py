@@ -13,13 +13,12 @@ from typing import Any
 
 from harness.errors import CheckpointError, ConfigError, FormatError, LoaderError
 from harness.loader import LoaderState
-from harness.storage import (
+from harness.storage import StoredFile, read_checksums
+from harness.storage.checksums import (
     CHECKSUMS_FILE,
-    StoredFile,
     digest_files,
     list_hash_problems,
     list_size_problems,
-    read_checksums,
     write_checksums,
 )
 

@@ -31,7 +31,8 @@ import xxhash
 
 from harness.errors import CheckpointError, FormatError
 from harness.settings import load
-from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, read_checksums, write_atomically
+from harness.storage import StoredFile, read_checksums, write_atomically
+from harness.storage.checksums import CHECKSUMS_FILE, list_hash_problems
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, UnreadableError, list_checkpoints, whole_checkpoints
 
 IDENTITY_FILE = "identity.json"

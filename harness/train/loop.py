@@ -171,7 +171,7 @@ def train(
 
 @dataclass
 class _Loop:
-    """What comes before and after each step, and what `train` carries from one to the next; it has its arguments."""
+    """The parts of `train` around each step, with its arguments and its state between steps."""
 
     step: TrainStep
     config: TrainerConfig

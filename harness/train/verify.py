@@ -12,7 +12,8 @@ from typing import Any
 
 from harness.errors import CheckpointError, ConfigError, FormatError, Problem
 from harness.settings import find_odd, from_plain, load
-from harness.storage import CHECKSUMS_FILE, StoredFile, list_hash_problems, list_size_problems, read_checksums
+from harness.storage import StoredFile, read_checksums
+from harness.storage.checksums import CHECKSUMS_FILE, list_hash_problems, list_size_problems
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings

@@ -16,9 +16,12 @@ import numpy as np
 from harness.bench.figures import BenchReport, Case, Figure, Progress
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
-from harness.indexed import UINT16, IndexedWriter, count_sequences, save_counts
-from harness.loader import CorpusConfig, CorpusSource, SplitSources
-from harness.megatron.data import build_corpus
+from harness.indexed.convert import count_sequences, save_counts
+from harness.indexed.index import UINT16
+from harness.indexed.writer import IndexedWriter
+from harness.loader import CorpusConfig
+from harness.loader.corpus import CorpusSource, SplitSources
+from harness.megatron.data.corpus import build_corpus
 
 _VOCABULARY = 50_000
 _MEAN_TOKENS = 200

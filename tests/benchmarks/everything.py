@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from harness.bench import Workspace
 from harness.bench.figures import (
     BenchReport,
     Progress,
@@ -22,6 +21,7 @@ from harness.bench.figures import (
     list_versions,
     read_figures,
 )
+from harness.bench.workspace import Workspace
 from harness.cli.bench import run_benches
 from harness.errors import HarnessError, exit_on_error
 from harness.tables import TableCell

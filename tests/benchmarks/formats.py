@@ -24,7 +24,8 @@ from harness.bench.apart import measure_apart
 from harness.bench.figures import CPU, BenchReport, Case, Figure, Progress, Side, rate, take_turns
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
-from harness.formats import PackReader, ShardReader, open_dataset, open_writer
+from harness.formats import PackReader, open_dataset, open_writer
+from harness.formats.base import ShardReader
 from harness.loader import EpochOrder, LoaderConfig
 from harness.records import Int64Array, Pack
 

@@ -17,7 +17,8 @@ from harness.bench.figures import CPU, BenchReport, Case, Figure, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.formats import open_dataset
-from harness.prep import plan_packs, repack_store
+from harness.prep import plan_packs
+from harness.prep.pipeline import repack_store
 from harness.records import Int64Array
 
 _PACKERS = ("best_fit_decreasing", "first_fit_decreasing", "next_fit")

@@ -12,8 +12,10 @@ from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
-from harness.prep import Conversation, cut_shards, read_shard, train_bpe
+from harness.prep.chat.records import Conversation
+from harness.prep.sources.reading import cut_shards, read_shard
 from harness.prep.tokenize import texts_of
+from harness.prep.tokenize.bpe import train_bpe
 
 _PROBES = "tests.benchmarks.probes"
 _OURS, _THEIRS, _RATIO = (

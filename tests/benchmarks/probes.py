@@ -101,7 +101,9 @@ def prepare_all(source: str, tokenizer: str, folder: str) -> float:
     from rich.console import Console
 
     from harness.formats import load_format
-    from harness.prep import ChatTokenizer, PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
+    from harness.prep import ChatTokenizer, PrepareConfig, TokenizerConfig, prepare
+    from harness.prep.packing import PackingConfig
+    from harness.prep.sources.config import SourceConfig
 
     load_format("memmap")
     tokenizer_config = TokenizerConfig(name=tokenizer)
@@ -129,7 +131,9 @@ def prepare_all(source: str, tokenizer: str, folder: str) -> float:
 
 def tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str, float]:
     """Tokenize a file of conversations to a shard on disk, once to fill caches and once for the clock."""
-    from harness.prep import Receipt, ShardJob, TokenizerConfig, cut_shards, do_shard
+    from harness.prep import TokenizerConfig
+    from harness.prep.shards import Receipt, ShardJob, do_shard
+    from harness.prep.sources.reading import cut_shards
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     (shard,) = cut_shards([Path(source)], shard_bytes=1 << 40)

@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 from harness.bench.figures import CPU, BenchReport, Case, Progress, Side, rate
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
-from harness.indexed import UINT16, IndexedWriter, convert_tokens
+from harness.indexed.convert import convert_tokens
+from harness.indexed.index import UINT16
+from harness.indexed.writer import IndexedWriter
 from harness.records import Int64Array
 
 _OURS, _THEIRS = "ours", "Megatron's builder"

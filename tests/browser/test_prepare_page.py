@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
+from harness.prep import PrepareConfig, TokenizerConfig, prepare
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
 
 NASTY = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \x1b[2J Grüße, 世界"
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}

@@ -17,9 +17,11 @@ import pyarrow.parquet as pq
 from rich.console import Console
 
 from harness.formats import FORMATS, open_writer
-from harness.indexed import IndexedWriter
+from harness.indexed.writer import IndexedWriter
 from harness.loader.live import LiveProducer
-from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
+from harness.prep import PrepareConfig, TokenizerConfig, prepare
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
 from harness.records import Pack
 from harness.storage import file_digest, read_checksums
 

@@ -10,9 +10,11 @@ import torch
 
 from harness.errors import HarnessError
 from harness.formats import open_dataset
-from harness.loader import Loader, LoaderConfig, PackSource, RankLayout
+from harness.loader import Loader, LoaderConfig, RankLayout
+from harness.loader.plan import PackSource
 from harness.megatron.data.feed import Feed, readable
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.plan.layout import ParallelConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from harness.config import compose_config
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
 from harness.parity.isolation import IsolationCheck, sample_documents
 from harness.parity.planted import planted_defects

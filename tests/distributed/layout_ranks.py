@@ -30,8 +30,9 @@ from torch.distributed import PrefixStore
 from harness.formats import open_dataset
 from harness.loader import Loader, RankLayout
 from harness.megatron import prepare_process
-from harness.megatron.data import Feed, readable
-from harness.megatron.job import join, runtime
+from harness.megatron.data.feed import Feed, readable
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.state import checkpoint
 from harness.megatron.state.loading import sharded_weights
 from harness.megatron.step import MegatronStep

@@ -24,7 +24,7 @@ import torch._dynamo
 from harness.integrations.megatron_lm import datasets_provider, forward_step
 from harness.loader import LoaderConfig
 from harness.megatron.job import runtime
-from harness.megatron.model import build_chunks
+from harness.megatron.model.gpt import build_chunks
 from harness.plan import ModelConfig, ParallelConfig
 
 VOCAB = 300

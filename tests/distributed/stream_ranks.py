@@ -26,7 +26,8 @@ from harness.integrations.megatron_lm.data_schedule import (
 from harness.integrations.megatron_lm.data_schedule_utils import FIELDS, samples_of_pack
 from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.megatron.batch import RowTensors, to_device
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.plan.layout import ParallelConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import recipes.sft
-from harness.megatron.state import find_damage, find_newest
+from harness.megatron.state.checkpoint import find_damage, find_newest
 from harness.plan import SftConfig
-from harness.storage import CHECKSUMS_FILE, file_digest, read_checksums
-from harness.train import CHECKPOINTS, RUN_FILE
+from harness.storage import file_digest, read_checksums
+from harness.storage.checksums import CHECKSUMS_FILE
+from harness.train.checkpoints import CHECKPOINTS, RUN_FILE
 
 from .conftest import command, overrides_of, read_metrics, run_command, run_here
 

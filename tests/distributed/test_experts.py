@@ -20,7 +20,7 @@ import recipes.sft
 from harness.config import compose_config
 from harness.formats import open_dataset
 from harness.loader import Loader, RankBatch
-from harness.megatron.export import export_checkpoint
+from harness.megatron.export.folder import export_checkpoint
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import recorded_run
 from harness.parity.result import REPORT_FILE, Check, read_report

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from harness.megatron.state import LocalStore
+from harness.megatron.state.local import LocalStore
 from harness.plan import SftConfig
-from harness.train import own_local_record, read_local_record
+from harness.train.local import own_local_record, read_local_record
 from recipes import sft as sft_recipe
 
 from .conftest import forked, kill_when, overrides_of, read_metrics, run_command, run_here

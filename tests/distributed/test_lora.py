@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron.export import export_checkpoint
+from harness.megatron.export.folder import export_checkpoint
 from harness.plan.settings import SftConfig
 from recipes import sft
 

@@ -20,10 +20,10 @@ import recipes.sft
 from harness.errors import CheckpointError, ConfigError, HarnessError
 from harness.megatron import compat
 from harness.megatron.chat import Chat, exported
-from harness.megatron.export import export_checkpoint
+from harness.megatron.export.folder import export_checkpoint
 from harness.plan import SftConfig
-from harness.storage import CHECKSUMS_FILE, digest_files, write_checksums
-from harness.train import CHECKPOINTS
+from harness.storage.checksums import CHECKSUMS_FILE, digest_files, write_checksums
+from harness.train.checkpoints import CHECKPOINTS
 
 from .conftest import overrides_of, run_here
 

@@ -12,7 +12,7 @@ import pytest
 from small_packs import VOCAB
 
 from harness.errors import HarnessError, LoaderError
-from harness.indexed import IndexedWriter
+from harness.indexed.writer import IndexedWriter
 from recipes import pretrain as recipe
 
 from .conftest import Run, launcher, read_metrics, run_command, run_here

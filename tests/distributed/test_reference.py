@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from harness.config import compose_config
-from harness.parity import Tolerances, make_model, train_reference
+from harness.parity import Tolerances
+from harness.parity.reference import make_model, train_reference
 from harness.parity.result import REPORT_FILE, read_report
 from harness.plan import FAMILIES, SftConfig
 from recipes import sft

@@ -12,9 +12,11 @@ import torch
 from harness.errors import ConfigError
 from harness.formats import Provenance, open_writer
 from harness.megatron.chat import Chat
-from harness.megatron.export import export_checkpoint
+from harness.megatron.export.folder import export_checkpoint
 from harness.plan.settings import SftConfig
-from harness.prep import end_tokens, tokenizer_hash, train_bpe
+from harness.prep import tokenizer_hash
+from harness.prep.tokenize.bpe import train_bpe
+from harness.prep.tokenize.ends import end_tokens
 from harness.records import Pack
 from recipes import sft
 

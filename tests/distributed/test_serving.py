@@ -14,10 +14,14 @@ import yaml
 from harness.errors import ConfigError, HarnessError
 from harness.formats import load_manifest
 from harness.megatron.chat import Chat, exported
-from harness.megatron.export import Exported, export_checkpoint
+from harness.megatron.export.folder import Exported, export_checkpoint
 from harness.plan.settings import SftConfig
-from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare, train_bpe
-from harness.storage import digest_files, read_checksums, write_checksums
+from harness.prep import PrepareConfig, TokenizerConfig, prepare
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
+from harness.prep.tokenize.bpe import train_bpe
+from harness.storage import read_checksums
+from harness.storage.checksums import digest_files, write_checksums
 from recipes import sft
 
 from .conftest import run_here

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.formats import MANIFEST_NAME
+from harness.formats.manifest import MANIFEST_NAME
 from harness.parity.running import free_ports
 from harness.train.attempts import decide
 

@@ -13,9 +13,10 @@ import torch
 
 import recipes.sft
 from harness.errors import HarnessError
-from harness.megatron.export import export_checkpoint
+from harness.megatron.export.folder import export_checkpoint
 from harness.megatron.hf_files import INDEX_FILE, HfWeights
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_chunks
 from harness.megatron.pretrained import find_pretrained
 from harness.megatron.weights import (

@@ -26,7 +26,8 @@ from transformer_engine.pytorch.module import base  # noqa: E402
 
 from harness.errors import ConfigError  # noqa: E402
 from harness.megatron import MegatronStep  # noqa: E402
-from harness.megatron.job import join, runtime  # noqa: E402
+from harness.megatron.job import runtime  # noqa: E402
+from harness.megatron.job.runtime import join  # noqa: E402
 from harness.megatron.model import user_buffers  # noqa: E402
 from harness.plan import ModelConfig, ParallelConfig  # noqa: E402
 

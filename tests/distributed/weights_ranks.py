@@ -21,7 +21,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from harness.megatron.batch import run_row, to_device
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
 from harness.megatron.pretrained import find_pretrained
 from harness.plan.hf_config import read_hf_config

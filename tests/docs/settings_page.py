@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.checks import LARGEST
 from harness.config import compose_config
-from harness.launch import SubmitConfig
+from harness.launch.cluster import SubmitConfig
 from harness.plan import PretrainConfig, RunConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import CONFIGS, Setting, explain_settings, to_plain

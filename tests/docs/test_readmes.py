@@ -33,7 +33,7 @@ from harness.cli.app import app
 from harness.cli.launch import PlanSettings
 from harness.config import compose_config, compose_run
 from harness.errors import HarnessError
-from harness.launch import SubmitConfig
+from harness.launch.cluster import SubmitConfig
 from harness.plan import PretrainConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import CONFIGS, explain_settings

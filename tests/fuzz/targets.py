@@ -1,4 +1,4 @@
-"""What the fuzzer feeds: every parser of stored bytes, with files of the project's own writers as seeds."""
+"""Targets of the fuzzer: every parser of stored bytes, with files of the project's own writers as seeds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ import pyarrow.parquet as pq
 import yaml
 
 from harness.errors import HarnessError
-from harness.formats import load_format, load_manifest, open_dataset, open_writer, write_plan
+from harness.formats import load_format, load_manifest, open_dataset, open_writer
 from harness.formats.index import load_index
 from harness.formats.manifest import content_checksum
-from harness.formats.virtual import open_store
-from harness.indexed import IndexedWriter, verify_indexed
+from harness.formats.virtual.plan import open_store, write_plan
+from harness.indexed.verify import verify_indexed
+from harness.indexed.writer import IndexedWriter
 from harness.loader import LoaderState
 from harness.loader.live.folder import LiveChunk, LiveFolder
 from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
 from harness.loader.live.producer import LiveProducer
 from harness.plan.hf_config import read_hf_config
 from harness.prep.chat import SCHEMAS, RecordReader
-from harness.prep.sources import read_chunks
+from harness.prep.sources.reading import read_chunks
 from harness.records import Pack
 from harness.storage import LocalFolder
 from harness.train.attempts import Stop, read_attempts
@@ -271,7 +272,7 @@ def checkpoint(folder: Path) -> Target:
     seeds = [(path / RUN_FILE).read_bytes(), listed.read_bytes()]
 
     def read(data: bytes) -> None:
-        from harness.storage import digest_files, write_checksums
+        from harness.storage.checksums import digest_files, write_checksums
 
         if data[:1] == b"\1":
             listed.write_bytes(data[1:])

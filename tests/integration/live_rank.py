@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 
 from harness.errors import exit_on_error
-from harness.loader import LiveConfig, LiveSource, LoaderState, RankLayout
-from harness.loader.live import BatchPlan
+from harness.loader import LiveConfig, LoaderState, RankLayout
+from harness.loader.datasets import LiveSource
+from harness.loader.live.rank import BatchPlan
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job.runtime import gather_on_rank_0
 from harness.prep import ChatTokenizer, TokenizerConfig

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError, LoaderError
-from harness.loader import BlendOrder, BlendSource, DataConfig, open_datasets
+from harness.loader import DataConfig, open_datasets
+from harness.loader.blend import BlendOrder
+from harness.loader.datasets import BlendSource
 from harness.plan.settings import SftConfig
 from recipes.sft import main
 

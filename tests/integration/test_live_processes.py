@@ -18,7 +18,7 @@ import pytest
 from live_streams import some_chats, some_packs, train, write_stream
 
 from harness.formats import open_writer
-from harness.loader.live import LiveFolder
+from harness.loader.live.folder import LiveFolder
 from harness.parity.running import free_ports
 from harness.train.metrics import whole_lines
 

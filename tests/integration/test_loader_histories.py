@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from harness.errors import LoaderError
 from harness.formats import FORMATS, PackReader, open_dataset
-from harness.loader import Blend, JoinedReader, Loader, LoaderConfig, LoaderState, PackSource, RankBatch, RankLayout
+from harness.loader import Blend, JoinedReader, Loader, LoaderConfig, LoaderState, RankBatch, RankLayout
+from harness.loader.plan import PackSource
 from harness.schedule import SCHEDULERS, ScheduleConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

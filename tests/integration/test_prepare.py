@@ -13,16 +13,11 @@ from rich.console import Console
 
 from harness.errors import ConfigError, PrepError
 from harness.formats import open_dataset, verify_dataset
-from harness.prep import (
-    ChatTokenizer,
-    PackingConfig,
-    PrepareConfig,
-    SourceConfig,
-    TokenizerConfig,
-    parse_line,
-    prepare,
-    repack_store,
-)
+from harness.prep import ChatTokenizer, PrepareConfig, TokenizerConfig, prepare
+from harness.prep.chat.reader import parse_line
+from harness.prep.packing import PackingConfig
+from harness.prep.pipeline import repack_store
+from harness.prep.sources.config import SourceConfig
 
 WORDS = ["packs", "hold", "sequences", "of", "tokens", "that", "a", "model", "reads", "and", "learns", "to", "continue"]
 

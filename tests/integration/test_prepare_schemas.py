@@ -19,7 +19,9 @@ import pytest
 from rich.console import Console
 
 from harness.formats import open_dataset
-from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
+from harness.prep import PrepareConfig, TokenizerConfig, prepare
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
 
 # The rarest branch is one record of 500.
 NUM_RECORDS = 600

@@ -20,7 +20,9 @@ import pytest
 from rich.console import Console
 
 from harness.errors import PrepError
-from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, pipeline, prepare, shards
+from harness.prep import PrepareConfig, TokenizerConfig, pipeline, prepare, shards
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
 from harness.storage import natural_key
 
 WORDS = ["shards", "are", "made", "once", "and", "checked", "before", "they", "count", "as", "done"]

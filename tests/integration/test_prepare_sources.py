@@ -18,7 +18,9 @@ from rich.console import Console
 
 from harness.config import compose_config
 from harness.errors import ConfigError
-from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
+from harness.prep import PrepareConfig, TokenizerConfig, prepare
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
 
 
 def chat(number):

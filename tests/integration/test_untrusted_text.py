@@ -13,7 +13,8 @@ import parity_reports
 import pytest
 from small_packs import write_small_packs
 
-from harness.formats import MANIFEST_NAME, load_manifest
+from harness.formats import load_manifest
+from harness.formats.manifest import MANIFEST_NAME
 from harness.megatron.export.card import model_card
 from harness.megatron.export.data import SpecialTokens, TrainedData
 from harness.parity.result import REPORT_FILE, write_report

@@ -17,7 +17,8 @@ import pytest
 
 from harness.errors import FormatError, LoaderError
 from harness.formats import open_dataset, open_writer
-from harness.loader import BatchRange, BatchStream, Loader, LoaderConfig
+from harness.loader import BatchRange, Loader, LoaderConfig
+from harness.loader.workers import BatchStream
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 

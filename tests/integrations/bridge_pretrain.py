@@ -30,7 +30,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from harness.integrations.megatron_bridge import HarnessDataset
 from harness.megatron.job.runtime import start
 from harness.megatron.model import gpt
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, padded_vocab_size
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
+from harness.plan.layout import padded_vocab_size
 
 VOCAB = 300
 MODEL = ModelConfig(num_layers=4, hidden_size=32, ffn_hidden_size=64, init_std=0.06)

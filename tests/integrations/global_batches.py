@@ -31,12 +31,13 @@ from harness.errors import ConfigError, exit_on_error
 from harness.formats import open_dataset
 from harness.integrations import INTEGRATIONS, RankStream, missing_packages
 from harness.loader import LoaderConfig
-from harness.parity import CellResult, ParityReport, command_line, environment
+from harness.parity import ParityReport, command_line
+from harness.parity.assemble import environment
 from harness.parity.pages import publish
-from harness.parity.result import Check, Difference
+from harness.parity.result import CellResult, Check, Difference
 from harness.parity.running import last_words, rank_environment
 from harness.schedule import ScheduleConfig
-from harness.train import content_digest
+from harness.train.digests import content_digest
 from recipes.parity import make_dataset
 from tests.integrations.probes import PROBES, ProbeJob, trained_part
 

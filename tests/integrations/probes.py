@@ -27,7 +27,7 @@ from harness.integrations import RankStream
 from harness.loader import LoaderConfig
 from harness.schedule import ScheduleConfig
 from harness.thd import ThdBatch
-from harness.train import sequence_digests
+from harness.train.digests import sequence_digests
 
 Steps = list[list[ThdBatch]]
 Position = Mapping[str, int | str]
@@ -284,7 +284,8 @@ def read_megatron_lm(job: ProbeJob) -> tuple[Steps, Position]:
     from harness.megatron import prepare_process
 
     prepare_process()
-    from harness.megatron.job import join, runtime
+    from harness.megatron.job import runtime
+    from harness.megatron.job.runtime import join
     from harness.plan import ParallelConfig
 
     with runtime.start("cpu"), _cuda_at_import():
@@ -321,7 +322,8 @@ def read_megatron_bridge(job: ProbeJob) -> tuple[Steps, Position]:
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     from harness.integrations.megatron_bridge import HarnessDataset
-    from harness.megatron.job import join, runtime
+    from harness.megatron.job import runtime
+    from harness.megatron.job.runtime import join
     from harness.plan import ParallelConfig
 
     def thd(batch: dict[str, Any]) -> ThdBatch:

@@ -14,7 +14,8 @@ import pytest
 from environments import ROOT
 from trainers import Trained, Trainer
 
-from harness.formats import export_to_bridge, open_dataset
+from harness.formats import open_dataset
+from harness.formats.foreign.exporting import export_to_bridge
 from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.schedule import ScheduleConfig
 from harness.thd import ThdBatch, pad_row, thd_from_arrays

@@ -13,7 +13,7 @@ from live_streams import some_packs
 
 from harness.errors import FormatError
 from harness.formats import FORMATS, PackReader, open_dataset, open_writer
-from harness.prep import repack_store
+from harness.prep.pipeline import repack_store
 from harness.records import Pack
 
 OLD = some_packs(24)

@@ -15,10 +15,10 @@ from counted_calls import KILLED, Commands, environments_of, points_of
 from live_streams import some_chats, write_stream
 
 from harness.formats import Provenance, open_writer
-from harness.prep import train_bpe
+from harness.prep.tokenize.bpe import train_bpe
 from harness.records import Pack
 from harness.storage import file_digest
-from harness.train import find_run_check
+from harness.train.verify import find_run_check
 
 TINY = (
     "model.num_layers=2",

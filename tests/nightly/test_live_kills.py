@@ -13,8 +13,9 @@ from live_streams import some_chats, some_packs, train, write_stream
 
 from harness.errors import HarnessError
 from harness.formats import open_writer
-from harness.loader.live import LiveFolder
-from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
+from harness.loader.live.folder import LiveFolder
+from harness.prep import ChatTokenizer, TokenizerConfig
+from harness.prep.tokenize.bpe import train_bpe
 from harness.train.digests import read_digests
 from harness.train.metrics import read_metrics
 

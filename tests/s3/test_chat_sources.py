@@ -17,8 +17,12 @@ from rich.console import Console
 
 from harness.errors import FormatError, HarnessError, PrepError
 from harness.formats import open_dataset
-from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare, shards
-from harness.prep.sources import cut_shards, find_files, find_schema, read_chunks, read_shard
+from harness.prep import PrepareConfig, TokenizerConfig, prepare, shards
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
+from harness.prep.sources.finding import find_files
+from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
+from harness.prep.sources.schema import find_schema
 from harness.storage import parse_place, stamp_of
 
 pytestmark = pytest.mark.s3

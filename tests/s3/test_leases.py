@@ -16,7 +16,8 @@ from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset, open_writer
 from harness.prep import TokenizerConfig, prepare
 from harness.records import Pack
-from harness.storage import ClaimStore, Lease, ObjectPath, claims, open_folder
+from harness.storage import ObjectPath, claims, open_folder
+from harness.storage.claims import ClaimStore, Lease
 
 pytestmark = pytest.mark.s3
 

@@ -19,8 +19,10 @@ from typer.testing import CliRunner
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_writer
-from harness.loader.live import LiveFolder, LiveProducer
-from harness.storage import ClaimStore, Lease, ObjectPath, claims
+from harness.loader.live import LiveProducer
+from harness.loader.live.folder import LiveFolder
+from harness.storage import ObjectPath, claims
+from harness.storage.claims import ClaimStore, Lease
 from harness.train.metrics import whole_lines
 
 from ..distributed.conftest import ROOT, environment

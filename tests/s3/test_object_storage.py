@@ -20,10 +20,12 @@ import pytest
 from torch.utils.data import DataLoader
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import convert_dataset, find_datasets, inspect_dataset, open_dataset, open_writer, verify_dataset
+from harness.formats import convert_dataset, open_dataset, open_writer, verify_dataset
+from harness.formats.inspect import find_datasets, inspect_dataset
 from harness.loader import DataConfig, open_datasets
 from harness.records import Pack
-from harness.storage import ObjectPath, list_objects
+from harness.storage import ObjectPath
+from harness.storage.inputs import list_objects
 
 pytestmark = pytest.mark.s3
 

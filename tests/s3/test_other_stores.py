@@ -19,7 +19,9 @@ from obstore.store import MemoryStore
 
 from harness.errors import FormatError
 from harness.formats import open_dataset, open_writer, verify_dataset
-from harness.storage import ClaimStore, Lease, ObjectPath, bucket, claims, list_objects, open_folder
+from harness.storage import ObjectPath, bucket, claims, open_folder
+from harness.storage.claims import ClaimStore, Lease
+from harness.storage.inputs import list_objects
 
 # Of the emulator, for everybody.
 ACCOUNT = "devstoreaccount1"

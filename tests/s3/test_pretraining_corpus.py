@@ -19,8 +19,8 @@ import pytest
 from corpora import batches, opened, settings, write_corpus
 
 from harness.errors import ConfigError, FormatError
-from harness.indexed import IndexedWriter
-from harness.loader import CorpusSource
+from harness.indexed.writer import IndexedWriter
+from harness.loader.corpus import CorpusSource
 from harness.megatron.data.shared_indices import SharedIndices
 from harness.megatron.job import runtime
 from harness.plan import PretrainConfig

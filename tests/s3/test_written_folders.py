@@ -13,8 +13,11 @@ from typer.testing import CliRunner
 
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, PrepError
-from harness.formats import convert_dataset, find_tokenizer_folder, import_dataset, open_dataset, verify_dataset
-from harness.prep import TokenizerConfig, prepare, repack_store
+from harness.formats import convert_dataset, open_dataset, verify_dataset
+from harness.formats.foreign.importing import import_dataset
+from harness.formats.inspect import find_tokenizer_folder
+from harness.prep import TokenizerConfig, prepare
+from harness.prep.pipeline import repack_store
 from harness.prep.report import PrepareReport
 from harness.storage import open_folder
 from harness.storage.bucket import ObjectStore, _PartsDigest

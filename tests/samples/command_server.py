@@ -130,7 +130,8 @@ def main() -> None:
     import harness.formats
     import harness.indexed.token_shards
     import harness.loader.live
-    from harness.prep import prepare, repack_store  # noqa: F401 - other users cannot import from this one's Python
+    from harness.prep import prepare  # noqa: F401 - other users cannot import from this one's Python
+    from harness.prep.pipeline import repack_store  # noqa: F401 - other users cannot import from this one's Python
 
     for name in harness.formats.FORMATS:
         harness.formats.load_format(name)

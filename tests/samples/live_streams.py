@@ -13,17 +13,12 @@ from typing import Any
 import numpy as np
 
 from harness.errors import HarnessError
-from harness.loader import LiveConfig, LiveSource, LoaderState, RankBatch, RankLayout
-from harness.loader.live import (
-    BatchPlan,
-    FolderReader,
-    LiveLoader,
-    LivePack,
-    LiveProducer,
-    Offer,
-    positions_from_json,
-    split_streams,
-)
+from harness.loader import LiveConfig, LoaderState, RankBatch, RankLayout
+from harness.loader.datasets import LiveSource
+from harness.loader.live import LiveProducer
+from harness.loader.live.consumer import LiveLoader, split_streams
+from harness.loader.live.position import positions_from_json
+from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer
 from harness.prep import ChatTokenizer
 from harness.records import Pack, UInt8Array
 from harness.schedule import SequenceCost

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.train import read_local_record
+from harness.train.local import read_local_record
 
 from .cluster import Cluster
 from .conftest import SlurmJob, started

@@ -5,7 +5,3 @@ JSON and one page of all. Read `parts` first, then one part, such as `training`;
 """
 
 from __future__ import annotations
-
-from harness.bench.gpu.parts import bench_gpu
-
-__all__ = ["bench_gpu"]

@@ -22,8 +22,10 @@ from harness.bench.workspace import Workspace
 from harness.formats import open_dataset
 from harness.loader import RankLayout
 from harness.megatron import MegatronStep, RowTensors, to_device
-from harness.megatron.job import join, on_rank_0, runtime
-from harness.megatron.model import engine_layers, slow_parts
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join, on_rank_0
+from harness.megatron.model.fusions import slow_parts
+from harness.megatron.model.gpt import engine_layers
 from harness.plan import ModelConfig, ParallelConfig, plan_memory, sequence_cost
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch

@@ -33,7 +33,8 @@ from harness.formats.jsonl import IGNORED_LABEL, JsonlShard, check_labels, pack_
 from harness.formats.manifest import Manifest, Provenance, load_manifest
 from harness.formats.opening import open_dataset, refuse_parts
 from harness.formats.writer import open_writer
-from harness.indexed import BIN, IDX, read_lengths, with_suffix
+from harness.indexed.index import BIN, IDX, with_suffix
+from harness.indexed.verify import read_lengths
 from harness.records import Int32Array, Pack
 from harness.storage import is_uri, natural_key
 

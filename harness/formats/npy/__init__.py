@@ -21,7 +21,9 @@ from harness.errors import FormatError
 from harness.formats.base import FIELDS, Format, ShardOptions, ShardReader, ShardWriter, find_files
 from harness.formats.npy.unpickle import array_of, unpickle_objects
 from harness.records import Pack
-from harness.storage import Folder, OutputFile, npy_header, read_npy_header
+from harness.storage import Folder
+from harness.storage.arrays import npy_header, read_npy_header
+from harness.storage.files import OutputFile
 
 __all__ = ["FORMAT"]
 

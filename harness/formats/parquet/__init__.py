@@ -12,11 +12,10 @@ from __future__ import annotations
 from functools import partial
 
 from harness.formats.base import Format, find_files
-from harness.formats.parquet.pages import Chunk, read_pages
 from harness.formats.parquet.reader import ParquetShard, is_own
 from harness.formats.parquet.writer import ParquetWriter
 
-__all__ = ["FORMAT", "Chunk", "read_pages"]
+__all__ = ["FORMAT"]
 
 SUFFIX = ".parquet"
 SUFFIXES = (SUFFIX, ".pq")

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 
 from harness.formats.base import FIELDS, ShardOptions, ShardWriter
 from harness.records import Pack
-from harness.storage import Folder, OutputFile
+from harness.storage import Folder
+from harness.storage.files import OutputFile
 
 SCHEMA = pa.schema(
     [

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from harness.formats.base import Format, ShardReader, find_folders
-from harness.formats.virtual.plan import PLAN, SEQUENCE_IDS, PlanShard, SequenceStore, open_store, write_plan
+from harness.formats.virtual.plan import PLAN, SEQUENCE_IDS, PlanShard
 from harness.formats.virtual.store import (
     FILES_PER_SHARD,
     INPUT_IDS,
@@ -23,7 +23,7 @@ from harness.formats.virtual.store import (
 )
 from harness.storage import Folder
 
-__all__ = ["FORMAT", "SequenceStore", "open_store", "write_plan"]
+__all__ = ["FORMAT"]
 
 
 def open_shard(path: Path, _pack_size: int | None, folder: Folder | None = None) -> ShardReader:

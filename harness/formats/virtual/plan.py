@@ -27,16 +27,9 @@ from harness.formats.virtual.store import NAME, PACK_OFFSETS, SHARD_TEMPLATE, Se
 from harness.formats.writer import FolderClaim, explain_os_errors
 from harness.records import Int32Array, Int64Array, Pack
 from harness.settings import load
-from harness.storage import (
-    Folder,
-    LocalFolder,
-    StoredFile,
-    file_digest,
-    map_npy,
-    open_folder,
-    relative_path,
-    resolve_path,
-)
+from harness.storage import Folder, LocalFolder, StoredFile, file_digest, open_folder
+from harness.storage.arrays import map_npy
+from harness.storage.uris import relative_path, resolve_path
 
 SEQUENCE_IDS, PLAN = "sequence_ids.npy", "plan.json"
 # Each holds five files open.

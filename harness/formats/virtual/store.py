@@ -19,7 +19,8 @@ from harness.errors import FormatError
 from harness.formats.base import ShardContents, ShardOptions, ShardReader, ShardWriter, make_pack
 from harness.formats.digest import sequence_digest
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
-from harness.storage import Folder, NpyStream, map_npy
+from harness.storage import Folder
+from harness.storage.arrays import NpyStream, map_npy
 
 NAME = "virtual"
 SHARD_TEMPLATE = "shard_{:06d}"

@@ -15,7 +15,7 @@ from harness.errors import CheckpointError, ConfigError, FormatError, ScheduleEr
 from harness.formats import PackReader, open_dataset
 from harness.integrations import MegatronRow, RankStream, require
 from harness.loader import LoaderConfig, RankLayout
-from harness.megatron.data import readable
+from harness.megatron.data.feed import readable
 from harness.schedule import ScheduleConfig
 from harness.thd import ThdBatch, pad_row, padding_multiple, zero_loss_row
 

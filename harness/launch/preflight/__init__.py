@@ -6,9 +6,3 @@ what `srun` reports about a node where it did not answer.
 """
 
 from __future__ import annotations
-
-from harness.launch.preflight.copies import copy_checks
-from harness.launch.preflight.judge import Limits, culprits, judge_nodes
-from harness.launch.preflight.probe import code_digest, node_checks, run_checks
-
-__all__ = ["Limits", "code_digest", "copy_checks", "culprits", "judge_nodes", "node_checks", "run_checks"]

@@ -12,7 +12,8 @@ from harness.errors import FormatError, HarnessError
 from harness.formats import PackReader
 from harness.launch.preflight.judge import COPY_OF
 from harness.loader import DataConfig, open_datasets
-from harness.storage import copy_to_node, read_checksums
+from harness.storage import read_checksums
+from harness.storage.local_copies import copy_to_node
 
 
 def copy_checks(paths: list[str], local_dir: Path, *, timeout_s: float) -> dict[str, Callable[[], dict[str, Any]]]:

@@ -25,7 +25,7 @@ import xxhash
 
 import harness
 from harness.errors import HarnessError, os_errors_as
-from harness.indexed import BIN, IDX, MappedIndex, with_suffix
+from harness.indexed.index import BIN, IDX, MappedIndex, with_suffix
 from harness.launch.preflight.hardware import NO_ANSWER, WARNED, read_gpu_states, read_inodes, read_ports, read_rate
 from harness.launch.preflight.rendezvous import check_own_name, check_rendezvous
 from harness.launch.ranks import NodePlace

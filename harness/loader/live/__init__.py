@@ -9,9 +9,6 @@ them (`balance`). Read `folder` first.
 
 from __future__ import annotations
 
-from harness.loader.live.consumer import ORDER, LiveLoader, join_streams, split_streams
-from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
-from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
 from harness.loader.live.produce import (
     STDIN,
     Packing,
@@ -21,31 +18,13 @@ from harness.loader.live.produce import (
     read_packs,
 )
 from harness.loader.live.producer import LiveProducer
-from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer
-from harness.loader.live.status import live_status, render_status
 
 __all__ = [
-    "CONSUMER_FILE",
-    "ORDER",
     "STDIN",
-    "BatchPlan",
-    "FolderReader",
-    "LiveFolder",
-    "LiveLoader",
-    "LivePack",
-    "LivePosition",
     "LiveProducer",
-    "Offer",
     "Packing",
-    "chunk_name",
-    "join_streams",
-    "live_status",
     "log_unused_fields",
-    "positions_from_json",
-    "positions_to_json",
     "produce_chunks",
     "read_conversations",
     "read_packs",
-    "render_status",
-    "split_streams",
 ]

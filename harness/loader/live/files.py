@@ -10,21 +10,18 @@ from pathlib import Path
 
 from harness.errors import FormatError
 from harness.storage import (
-    TEMPORARY_SUFFIX,
-    ClaimStore,
-    Lease,
-    ListedObject,
     LocalCache,
     Marker,
     ObjectPath,
     StoredFile,
     is_uri,
     join_path,
-    lease_body,
     make_folder,
     sync_folder,
     write_atomically,
 )
+from harness.storage.claims import ClaimStore, Lease, ListedObject, lease_body
+from harness.storage.files import TEMPORARY_SUFFIX
 
 # A listing of a bucket answers for so long what is there; polling ranks would send several requests a look.
 _LISTING_S = 1.0

@@ -21,13 +21,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import ConfigError, FormatError, os_errors_as
-from harness.formats import INDEX_FOLDER, JsonlShard, ShardReader, find_traces, load_format
+from harness.formats import load_format
+from harness.formats.base import ShardReader
+from harness.formats.incomplete import find_traces
+from harness.formats.index import INDEX_FOLDER
+from harness.formats.jsonl import JsonlShard
 from harness.loader.live.files import open_files
 from harness.prep.chat import BadRecord, Conversation, RecordReader
-from harness.prep.sources import MAX_RECORD_BYTES, check_expansion, check_pages, open_parquet
+from harness.prep.sources.tables import check_expansion, check_pages, open_parquet
+from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.records import Pack
 from harness.settings import load
-from harness.storage import Lease, Marker, StoredFile, file_digest, open_folder
+from harness.storage import Marker, StoredFile, file_digest, open_folder
+from harness.storage.claims import Lease
 
 CHAT, PACKS = "chat", "packs"
 JSONL, PARQUET = ".jsonl", ".parquet"

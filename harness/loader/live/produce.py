@@ -14,19 +14,16 @@ from typing import Any, TypeGuard
 import xxhash
 
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
-from harness.formats import open_dataset, pack_digest, pack_of_line
+from harness.formats import open_dataset
+from harness.formats.digest import pack_digest
+from harness.formats.jsonl import pack_of_line
 from harness.loader.live.producer import LiveProducer
-from harness.prep import (
-    ChatTokenizer,
-    Member,
-    StreamPacker,
-    fit_conversation,
-    list_files,
-    pack_of,
-    read_chunks,
-    unread_columns,
-)
+from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.prep.chat import NUM_DETECTION_RECORDS, BadRecord, Conversation, RecordReader, record_of_row
+from harness.prep.fitting import fit_conversation
+from harness.prep.sources.finding import list_files
+from harness.prep.sources.reading import read_chunks
+from harness.prep.sources.schema import unread_columns
 from harness.prep.tokenize import Encoded
 from harness.records import Pack
 

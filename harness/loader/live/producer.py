@@ -19,7 +19,9 @@ import xxhash
 
 from harness.checks import require_at_least, require_choice
 from harness.errors import FormatError, HarnessError, LoaderError
-from harness.formats import ShardOptions, line_of_pack, load_format
+from harness.formats import load_format
+from harness.formats.base import ShardOptions
+from harness.formats.jsonl import line_of_pack
 from harness.loader.live.folder import (
     CHAT,
     CONSUMER_FILE,
@@ -37,7 +39,8 @@ from harness.loader.live.folder import (
 )
 from harness.prep.chat import BadRecord, Conversation, parse_line
 from harness.records import Pack
-from harness.storage import AtomicFile, LocalFolder, file_digest
+from harness.storage import LocalFolder, file_digest
+from harness.storage.files import AtomicFile
 
 # A chunk is closed at this size whatever its rows, so that memory stays bounded.
 _MAX_CHUNK_BYTES = 64 << 20

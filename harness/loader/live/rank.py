@@ -19,8 +19,10 @@ from harness.loader.datasets import LiveConfig
 from harness.loader.live.files import LocalFiles
 from harness.loader.live.folder import CHAT, PACKS, SUFFIXES, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place
-from harness.prep import BadRecord, ChatTokenizer, Conversation, Member, StreamPacker, fit_conversation, pack_of
+from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.prep.chat import BadReason
+from harness.prep.chat.records import BadRecord, Conversation
+from harness.prep.fitting import fit_conversation
 from harness.prep.tokenize import Encoded
 from harness.records import Int64Array, Pack
 from harness.schedule import SequenceCost

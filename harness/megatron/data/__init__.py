@@ -6,20 +6,3 @@ Read `feed` first.
 """
 
 from __future__ import annotations
-
-from harness.megatron.data.corpus import build_corpus, find_packs, open_corpus
-from harness.megatron.data.feed import Feed, readable, together
-from harness.megatron.data.live_feed import LiveFeed
-from harness.megatron.data.samples import SampleLoader, SampleReader
-
-__all__ = [
-    "Feed",
-    "LiveFeed",
-    "SampleLoader",
-    "SampleReader",
-    "build_corpus",
-    "find_packs",
-    "open_corpus",
-    "readable",
-    "together",
-]

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
-from harness.loader import EpochOrder, LoaderConfig, shuffle_in_windows
+from harness.loader import EpochOrder, LoaderConfig
+from harness.loader.order import shuffle_in_windows
 from harness.records import Int64Array
 
 _PART = 1 << 22

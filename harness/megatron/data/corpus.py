@@ -35,15 +35,19 @@ from megatron.core.datasets.utils import Split
 
 from harness.errors import ConfigError, FormatError, HarnessError, os_errors_as
 from harness.formats import PackReader, holds_manifest
-from harness.indexed import BIN, HEADER, IDX, MappedIndex, verify_indexed, with_suffix
-from harness.loader import SPLITS, CorpusConfig, CorpusSource, open_train
+from harness.indexed.index import BIN, HEADER, IDX, MappedIndex, with_suffix
+from harness.indexed.verify import verify_indexed
+from harness.loader import CorpusConfig
+from harness.loader.corpus import SPLITS, CorpusSource
+from harness.loader.datasets import open_train
 from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.data.blocks import BlockGPTDataset
 from harness.megatron.data.feed import together
 from harness.megatron.data.samples import BlendPart, PackDataset, missing_index
 from harness.megatron.data.shared_indices import Fetch, SharedIndices, shared_kind
 from harness.megatron.job import runtime
-from harness.storage import is_uri, parse_place, s3_endpoint, stamp_of
+from harness.storage import is_uri, parse_place, stamp_of
+from harness.storage.connections import s3_endpoint
 
 
 @dataclass(frozen=True)

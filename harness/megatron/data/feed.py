@@ -15,8 +15,9 @@ import torch
 from megatron.core import parallel_state
 
 from harness.errors import HarnessError
-from harness.loader import PackSource, RankBatch, RankLayout
-from harness.megatron.job import waiting
+from harness.loader import RankBatch, RankLayout
+from harness.loader.plan import PackSource
+from harness.megatron.job.watchdog import waiting
 from harness.records import Pack
 
 T = TypeVar("T")

@@ -22,26 +22,16 @@ import torch
 
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
 from harness.loader import LiveConfig, LoaderState, RankBatch
-from harness.loader.live import (
-    CONSUMER_FILE,
-    ORDER,
-    BatchPlan,
-    FolderReader,
-    LiveFolder,
-    LiveLoader,
-    LivePosition,
-    Offer,
-    chunk_name,
-    join_streams,
-    positions_from_json,
-    positions_to_json,
-    split_streams,
-)
+from harness.loader.live.consumer import ORDER, LiveLoader, join_streams, split_streams
+from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
+from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
+from harness.loader.live.rank import BatchPlan, FolderReader, Offer
 from harness.megatron.job import runtime
 from harness.prep import ChatTokenizer
 from harness.printing import print_line
 from harness.records import UInt8Array
-from harness.storage import Lease, Marker
+from harness.storage import Marker
+from harness.storage.claims import Lease
 
 T = TypeVar("T")
 _REPORT_EVERY_S = 1.0

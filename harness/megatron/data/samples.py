@@ -13,16 +13,9 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from harness.errors import LoaderError
-from harness.loader import (
-    BatchRange,
-    BatchStream,
-    LoaderConfig,
-    LoaderState,
-    RankBatch,
-    RankLayout,
-    RawBatch,
-    build_batch,
-)
+from harness.loader import BatchRange, LoaderConfig, LoaderState, RankBatch, RankLayout, build_batch
+from harness.loader.plan import RawBatch
+from harness.loader.workers import BatchStream
 from harness.records import Int64Array, Schedule
 from harness.schedule import Imbalance, SequenceCost, measure_imbalance
 from harness.thd import padded_lengths, thd_from_arrays

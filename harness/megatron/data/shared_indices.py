@@ -14,7 +14,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from harness.megatron.data.blocks import BlockGPTDataset
 from harness.printing import print_line
-from harness.storage import BucketFolder, ClaimStore, LocalCache, ObjectPath, leased, write_atomically
+from harness.storage import BucketFolder, LocalCache, ObjectPath, write_atomically
+from harness.storage.claims import ClaimStore, leased
 
 _BUILDING = "_building"
 # Megatron trusts a set of indices that has one, so it is uploaded last.

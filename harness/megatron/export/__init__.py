@@ -4,7 +4,3 @@ Read `folder` first: it writes the folder. `data` finds what the run was trained
 """
 
 from __future__ import annotations
-
-from harness.megatron.export.folder import Exported, export_checkpoint
-
-__all__ = ["Exported", "export_checkpoint"]

@@ -13,7 +13,8 @@ import yaml
 from harness.megatron.export.data import SpecialTokens, TrainedData
 from harness.printing import escape_markdown
 from harness.tables import Table
-from harness.train import METRICS_FILE, RUN_FILE, StepMetrics, read_metrics
+from harness.train import METRICS_FILE, StepMetrics, read_metrics
+from harness.train.checkpoints import RUN_FILE
 
 CARD_FILE = "README.md"
 

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, HarnessError, is_of_disk, os_error_of
-from harness.formats import Manifest, PackReader, find_tokenizer_folder, holds_manifest
-from harness.loader import JoinedReader, LoaderState, corpus_paths, open_train
-from harness.prep import ChatTokenizer, TokenizerConfig, as_prepared, end_tokens, tokenizer_hash
+from harness.formats import Manifest, PackReader, holds_manifest
+from harness.formats.inspect import find_tokenizer_folder
+from harness.loader import JoinedReader, LoaderState, corpus_paths
+from harness.loader.datasets import open_train
+from harness.prep import ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
+from harness.prep.tokenize.ends import end_tokens
 from harness.storage import join_path
 
 # Beside these, the folder of a tokenizer may hold a whole model.

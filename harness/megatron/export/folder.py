@@ -20,14 +20,21 @@ from harness.errors import CheckpointError, ConfigError, os_errors_as
 from harness.megatron.export.card import CARD_FILE, model_card
 from harness.megatron.export.data import SpecialTokens, TrainedData, find_data, write_tokenizer
 from harness.megatron.hf_files import INDEX_FILE, HfWeights
-from harness.megatron.job import join, runtime
-from harness.megatron.model import build_chunks, lora
-from harness.megatron.state import find_damage, find_newest, load_tree, put_weights, reason_of, sharded_weights
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
+from harness.megatron.model import lora
+from harness.megatron.model.gpt import build_chunks
+from harness.megatron.state.checkpoint import find_damage, find_newest
+from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
 from harness.megatron.weights import expert_names, hf_tensors
-from harness.plan import MTP_SETTINGS, ModelConfig, ParallelConfig, find_weights, read_hf_config, to_hf_config
+from harness.plan import ModelConfig, ParallelConfig, read_hf_config
+from harness.plan.hf_config import MTP_SETTINGS, find_weights, to_hf_config
 from harness.printing import print_text
-from harness.storage import Marker, digest_files, make_folder, sync_folder, sync_tree, write_checksums
-from harness.train import CHECKPOINTS, RUN_FILE, SETTINGS_FILE, check_settings, read_progress, read_settings
+from harness.storage import Marker, make_folder, sync_folder
+from harness.storage.checksums import digest_files, write_checksums
+from harness.storage.files import sync_tree
+from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
+from harness.train.folder import SETTINGS_FILE, check_settings, read_settings
 
 SHARD_BYTES = 5 * 10**9
 # Left in the marker by an export that was killed while its folder got its name.

@@ -6,24 +6,3 @@ preflight's check of the links.
 """
 
 from __future__ import annotations
-
-from harness.megatron.job import runtime
-from harness.megatron.job.all_reduce import check_all_reduce
-from harness.megatron.job.runtime import gather_on_rank_0, join, on_rank_0
-from harness.megatron.job.stopping import StopSignals
-from harness.megatron.job.waits import Waits, thread_times
-from harness.megatron.job.watchdog import Watchdog, is_about_ranks, waiting
-
-__all__ = [
-    "StopSignals",
-    "Waits",
-    "Watchdog",
-    "check_all_reduce",
-    "gather_on_rank_0",
-    "is_about_ranks",
-    "join",
-    "on_rank_0",
-    "runtime",
-    "thread_times",
-    "waiting",
-]

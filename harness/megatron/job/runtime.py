@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from harness.checks import require_choice
 from harness.errors import ConfigError, HarnessError, LostRankError
-from harness.launch import STORE_FD
+from harness.launch.local import STORE_FD
 from harness.loader import RankLayout
 from harness.megatron.job.watchdog import waiting
 from harness.plan import ParallelConfig, RunConfig

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from harness.errors import HarnessError, LoaderError, LostRankError
 from harness.printing import print_line, print_text
-from harness.train import EXIT_STOPPED, Stop, write_stop
+from harness.train.attempts import EXIT_STOPPED, Stop, write_stop
 
 EXIT_HANG = 70
 # Activity of a rank that waits for the others, whose own work is the likelier cause of a hang.

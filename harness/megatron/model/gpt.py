@@ -34,7 +34,8 @@ from harness.megatron.model.mtp import PredictingModel, decoder_layers, predicti
 from harness.megatron.model.rotary import RowLatentAttention, RowSelfAttention
 from harness.megatron.model.router import Router, finalize_with_experts, prepare_experts, routers
 from harness.megatron.weights import TensorShard
-from harness.plan import FAMILIES, ModelConfig, ParallelConfig, padded_vocab_size
+from harness.plan import FAMILIES, ModelConfig, ParallelConfig
+from harness.plan.layout import padded_vocab_size
 
 # Transformer Engine chooses among those that can compute a model, unless one is named.
 _BACKENDS = {"flash": AttnBackend.flash, "fused": AttnBackend.fused, "unfused": AttnBackend.unfused}

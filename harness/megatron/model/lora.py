@@ -29,7 +29,8 @@ from torch.nn import functional
 
 from harness.errors import ConfigError
 from harness.megatron.weights import ADAPTER, TensorShard, to_hf
-from harness.plan import DIVIDED_BY_COLUMNS, LORA_TARGETS, ON_EVERY_RANK, ModelConfig
+from harness.plan import ModelConfig
+from harness.plan.layout import DIVIDED_BY_COLUMNS, LORA_TARGETS, ON_EVERY_RANK
 
 _HF_MODULES = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),

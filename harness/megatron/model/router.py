@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from harness.megatron import compat
 from harness.megatron.model.mtp import decoder_layers
 from harness.plan import ModelConfig
-from harness.train import ExpertMetrics
+from harness.train.loop import ExpertMetrics
 
 # Sums of one layer and step beside the tokens of each expert.
 _SUMS = ("tokens", "shared_tokens", "bias_tokens", "entropy", "aux_loss", "bias")

@@ -6,10 +6,3 @@ that does not run. Read `training.py` first.
 """
 
 from __future__ import annotations
-
-from harness.megatron.run.fine_tuning import open_fine_tuning
-from harness.megatron.run.pretraining import open_pretraining
-from harness.megatron.run.rehearsal import RankRehearsal, rehearse
-from harness.megatron.run.training import Task, run_training
-
-__all__ = ["RankRehearsal", "Task", "open_fine_tuning", "open_pretraining", "rehearse", "run_training"]

@@ -8,22 +8,15 @@ from functools import partial
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.formats import find_tokenizer_folder
-from harness.loader import (
-    DataConfig,
-    LiveData,
-    Loader,
-    LoaderConfig,
-    PackSource,
-    RankLayout,
-    RunData,
-    open_datasets,
-    open_live,
-)
-from harness.loader.live import BatchPlan
-from harness.megatron.data import Feed, LiveFeed, readable
+from harness.formats.inspect import find_tokenizer_folder
+from harness.loader import DataConfig, Loader, LoaderConfig, RankLayout, RunData, open_datasets
+from harness.loader.datasets import LiveData, open_live
+from harness.loader.live.rank import BatchPlan
+from harness.loader.plan import PackSource
+from harness.megatron.data.feed import Feed, readable
+from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job import runtime
-from harness.megatron.model import use_transformer_engine
+from harness.megatron.model.gpt import use_transformer_engine
 from harness.megatron.pretrained import Pretrained, find_pretrained
 from harness.megatron.run.sampling import Answering
 from harness.megatron.run.training import Task
@@ -31,7 +24,9 @@ from harness.plan import SftConfig, sequence_cost
 from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.schedule import most_sequences
 from harness.thd import padded_lengths
-from harness.train import OWN_VALIDATION, Progress, check_trackers
+from harness.train import Progress
+from harness.train.loop import OWN_VALIDATION
+from harness.train.trackers import check_trackers
 
 
 def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime) -> Task:

@@ -12,14 +12,18 @@ from harness.checks import memory_bytes
 from harness.errors import ConfigError
 from harness.formats import PackReader
 from harness.loader import LoaderConfig, LoaderState, RankLayout
-from harness.megatron.data import Feed, SampleLoader, SampleReader, find_packs, open_corpus
+from harness.megatron.data.corpus import find_packs, open_corpus
+from harness.megatron.data.feed import Feed
+from harness.megatron.data.samples import SampleLoader, SampleReader
 from harness.megatron.job import runtime
-from harness.megatron.model import use_transformer_engine
+from harness.megatron.model.gpt import use_transformer_engine
 from harness.megatron.pretrained import find_pretrained
 from harness.megatron.run.training import Task
 from harness.plan import PretrainConfig, sequence_cost
 from harness.thd import padded_lengths
-from harness.train import OWN_VALIDATION, Progress, check_trackers
+from harness.train import Progress
+from harness.train.loop import OWN_VALIDATION
+from harness.train.trackers import check_trackers
 
 # Of Megatron-Core's sample index (two numbers), shuffle and blend.
 _SAMPLE_BYTES = 24

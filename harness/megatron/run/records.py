@@ -10,31 +10,17 @@ from typing import Any
 import torch
 import torch.distributed
 
-from harness.launch import place_in_slurm
+from harness.launch.ranks import place_in_slurm
 from harness.loader import RankLayout
-from harness.megatron.job import runtime, thread_times
+from harness.megatron.job import runtime
+from harness.megatron.job.waits import thread_times
 from harness.megatron.run.sampling import Sampler
 from harness.plan import TrainerConfig
-from harness.train import (
-    METRICS_FILE,
-    DigestWriter,
-    MetricsWriter,
-    RankTimes,
-    RunProgress,
-    StepRecord,
-    Straggler,
-    StragglerWatch,
-    find_slow_nodes_file,
-    is_due,
-    merge_ranks,
-    plot_experts,
-    plot_loss,
-    rank_rows,
-    read_metrics,
-    step_metrics,
-    write_report,
-    write_slow_nodes,
-)
+from harness.train import METRICS_FILE, DigestWriter, MetricsWriter, StepRecord, is_due, merge_ranks, read_metrics
+from harness.train.digests import rank_rows
+from harness.train.metrics import plot_experts, plot_loss, step_metrics, write_report
+from harness.train.progress import RunProgress
+from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, find_slow_nodes_file, write_slow_nodes
 
 
 class RunRecords:

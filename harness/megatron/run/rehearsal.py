@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.megatron.job import join, runtime
-from harness.megatron.model import routers
-from harness.megatron.state import count_sharded_tensors
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
+from harness.megatron.model.router import routers
+from harness.megatron.state.checkpoint import count_sharded_tensors
 from harness.megatron.step import MegatronStep
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, plan_stage_memory
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
+from harness.plan.memory import plan_stage_memory
 from harness.records import SequenceView
 from harness.thd import build_thd_batch
 

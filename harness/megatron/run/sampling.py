@@ -19,7 +19,8 @@ from harness.plan import TrainerConfig
 from harness.prep import ChatTokenizer
 from harness.records import Int64Array, SequenceView
 from harness.thd import ThdBatch, build_thd_batch, context_parallel_indices, pad_row
-from harness.train import SAMPLES_FILE, LineFile, keep_lines_before
+from harness.train.folder import SAMPLES_FILE
+from harness.train.lines import LineFile, keep_lines_before
 
 
 def generate(

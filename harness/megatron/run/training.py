@@ -21,53 +21,34 @@ import yaml
 
 from harness.checks import memory_bytes
 from harness.errors import CheckpointError, ConfigError, FormatError, HarnessError
-from harness.loader import LoaderState, RankBatch, RankLayout, Sources
+from harness.loader import LoaderState, RankBatch, RankLayout
+from harness.loader.datasets import Sources
 from harness.megatron.compat import MEGATRON_VERSION
-from harness.megatron.data import Feed, LiveFeed, together
-from harness.megatron.job import StopSignals, Waits, Watchdog, join, runtime
-from harness.megatron.model import check_same_adapters, engine_layers, slow_parts
+from harness.megatron.data.feed import Feed, together
+from harness.megatron.data.live_feed import LiveFeed
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
+from harness.megatron.job.stopping import StopSignals
+from harness.megatron.job.waits import Waits
+from harness.megatron.job.watchdog import Watchdog
+from harness.megatron.model.fusions import slow_parts
+from harness.megatron.model.gpt import engine_layers
+from harness.megatron.model.lora import check_same_adapters
 from harness.megatron.pretrained import Pretrained
 from harness.megatron.run.records import RunRecords
 from harness.megatron.run.sampling import Answering, Sampler
-from harness.megatron.state import (
-    CheckpointWriter,
-    LocalCopies,
-    LocalStore,
-    find_newest,
-    load_checkpoint,
-    stored_moments,
-)
+from harness.megatron.state.checkpoint import CheckpointWriter, find_newest, load_checkpoint, stored_moments
+from harness.megatron.state.local import LocalCopies, LocalStore
 from harness.megatron.step import MegatronStep
 from harness.plan import OptimizerConfig, RunConfig, TrainerConfig, plan_memory
 from harness.printing import print_line, print_text, redact_all
 from harness.settings import to_plain, to_yaml
-from harness.train import (
-    CHECKPOINTS,
-    EXIT_STOPPED,
-    METRICS_FILE,
-    OWN_VALIDATION,
-    RUN_FILE,
-    Identity,
-    Progress,
-    StepRecord,
-    Stop,
-    alone_in,
-    choose_run_folder,
-    is_due,
-    leave_early_stop,
-    leave_refusal,
-    note_lost,
-    open_run_folder,
-    own_local_record,
-    read_attempts,
-    read_local_record,
-    read_metrics,
-    read_progress,
-    record_resume,
-    train,
-    whole_checkpoints,
-    write_stop,
-)
+from harness.train import METRICS_FILE, Progress, StepRecord, alone_in, is_due, read_metrics
+from harness.train.attempts import EXIT_STOPPED, Stop, note_lost, read_attempts, record_resume, write_stop
+from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress, whole_checkpoints
+from harness.train.folder import choose_run_folder, leave_early_stop, leave_refusal, open_run_folder
+from harness.train.local import Identity, own_local_record, read_local_record
+from harness.train.loop import OWN_VALIDATION, train
 
 # PyTorch's words on a CPU.
 _NO_MEMORY = "can't allocate memory"

@@ -6,29 +6,3 @@ the optimizer's state one form on disk.
 """
 
 from __future__ import annotations
-
-from harness.megatron.state.checkpoint import (
-    CheckpointWriter,
-    count_sharded_tensors,
-    find_damage,
-    find_newest,
-    load_checkpoint,
-    stored_moments,
-)
-from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
-from harness.megatron.state.local import LocalCopies, LocalStore
-
-__all__ = [
-    "CheckpointWriter",
-    "LocalCopies",
-    "LocalStore",
-    "count_sharded_tensors",
-    "find_damage",
-    "find_newest",
-    "load_checkpoint",
-    "load_tree",
-    "put_weights",
-    "reason_of",
-    "sharded_weights",
-    "stored_moments",
-]

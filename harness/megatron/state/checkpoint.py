@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from harness.errors import CheckpointError, LoaderError
 from harness.megatron import compat
-from harness.megatron.job import gather_on_rank_0, is_about_ranks, on_rank_0
+from harness.megatron.job.runtime import gather_on_rank_0, on_rank_0
+from harness.megatron.job.watchdog import is_about_ranks
 from harness.megatron.state import optimizer as optimizer_state
 from harness.megatron.state.loading import (
     METADATA_FILE,
@@ -46,10 +47,12 @@ from harness.megatron.state.loading import (
 )
 from harness.megatron.state.local import LocalCopies, LocalStore
 from harness.megatron.step import MegatronStep
-from harness.storage import StoredFile, list_hash_problems, make_folder, share_of, sync_path, sync_tree
-from harness.train import (
+from harness.storage import StoredFile, make_folder
+from harness.storage.checksums import list_hash_problems, share_of
+from harness.storage.files import sync_path, sync_tree
+from harness.train import Progress
+from harness.train.checkpoints import (
     CHECKPOINT_FIX,
-    Progress,
     UnreadableError,
     list_checkpoints,
     read_checkpoint,

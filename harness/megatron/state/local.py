@@ -23,20 +23,21 @@ from typing import Any, NamedTuple
 import torch
 
 from harness.errors import CheckpointError, FormatError
-from harness.megatron.job import gather_on_rank_0, on_rank_0
+from harness.megatron.job.runtime import gather_on_rank_0, on_rank_0
 from harness.megatron.state.peers import Listener, PeerCopy, address_towards, own_address, receiver_of
-from harness.storage import StoredFile, make_folder, read_checksums, share_of, sync_path
-from harness.train import (
+from harness.storage import StoredFile, make_folder, read_checksums
+from harness.storage.checksums import share_of
+from harness.storage.files import sync_path
+from harness.train.checkpoints import RUN_FILE, read_checkpoint
+from harness.train.local import (
     LOCAL_RECORD,
     MANIFEST,
-    RUN_FILE,
     DiskPart,
     Identity,
     LocalRecord,
     begin_local_attempt,
     copy_verified,
     prune_local,
-    read_checkpoint,
     read_disk,
     write_local_record,
 )

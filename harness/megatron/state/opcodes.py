@@ -45,7 +45,7 @@ for _opcode in (opcode for opcode in pickletools.opcodes if opcode.name not in _
 
 
 class _Value:
-    """What the opcodes so far say of a value: its size and depth, whether it is part of another, and its name."""
+    """A value as the opcodes so far describe it: its size and depth, whether it is part of another, and its name."""
 
     __slots__ = ("can_have_state", "depth", "is_used", "name", "size")
 

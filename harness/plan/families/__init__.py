@@ -20,9 +20,9 @@ from harness.plan.families import (
     qwen3,
     qwen3_moe,
 )
-from harness.plan.families.base import ExpertNames, Family, Refuse
+from harness.plan.families.base import Family
 
-__all__ = ["FAMILIES", "MISSING", "ExpertNames", "Family", "Refuse"]
+__all__ = ["FAMILIES", "MISSING"]
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY

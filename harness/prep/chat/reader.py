@@ -14,7 +14,8 @@ from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat.media import without_media
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
-from harness.prep.chat.schemas import CALL_ROLES, SCHEMAS
+from harness.prep.chat.schemas import SCHEMAS
+from harness.prep.chat.schemas.sharegpt import CALL_ROLES
 from harness.prep.chat.turns import (
     ANSWER_FIELDS,
     CHAT_FIELDS,

@@ -25,19 +25,9 @@ from harness.prep.sources.reading import (
 from harness.prep.sources.schema import holds_chats
 from harness.prep.sources.splits import choose_split, split_of
 from harness.prep.sources.text import COMPRESSED
-from harness.storage import (
-    ObjectPath,
-    Place,
-    Stamp,
-    glob_pattern,
-    is_glob,
-    is_uri,
-    list_objects,
-    natural_key,
-    open_stream,
-    parse_place,
-    stamp_of,
-)
+from harness.storage import ObjectPath, Place, is_uri, natural_key, parse_place, stamp_of
+from harness.storage.files import Stamp
+from harness.storage.inputs import glob_pattern, is_glob, list_objects, open_stream
 
 _SUFFIXES = (*JSONL_SUFFIXES, *JSON_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES)
 _UNREAD_SUFFIXES = (".xz", ".zip", ".7z", ".lz4")

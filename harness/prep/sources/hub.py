@@ -17,7 +17,8 @@ from urllib.parse import unquote
 
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.prep.sources.splits import choose_split, split_of
-from harness.storage import glob_pattern, is_glob, natural_key
+from harness.storage import natural_key
+from harness.storage.inputs import glob_pattern, is_glob
 
 _SCHEME = "hf://"
 _PART = r"[A-Za-z0-9][\w.-]*"

@@ -14,7 +14,8 @@ from harness.errors import PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
 from harness.prep.sources.tables import ROW, Undecodable, cut_parquet, read_arrow, read_parquet
 from harness.prep.sources.text import COMPRESSED, ITEM, LINE, find_unit, open_text, read_items, read_lines
-from harness.storage import ObjectPath, Place, open_stream, parse_place, stamp_of
+from harness.storage import ObjectPath, Place, parse_place, stamp_of
+from harness.storage.inputs import open_stream
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 # One record a line, or one list of records.

@@ -13,7 +13,8 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 
 from harness.errors import PrepError
-from harness.storage import Place, open_stream
+from harness.storage import Place
+from harness.storage.inputs import open_stream
 
 # Compressed files: suffix and pyarrow's name of the codec.
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}

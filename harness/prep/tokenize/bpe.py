@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.errors import ConfigError, PrepError
 from harness.prep.tokenize.config import INSTALL_FIX
-from harness.prep.tokenize.templates import load_template, spelled_tokens, template_tokens
+from harness.prep.tokenize.templates.builtin import load_template, spelled_tokens, template_tokens
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = load_template("chatml")

@@ -23,7 +23,7 @@ from harness.prep.tokenize.loading import load_tokenizer
 from harness.prep.tokenize.masks import Rendered
 from harness.prep.tokenize.offsets import Span, TokenBytes, mask_of_encoding
 from harness.prep.tokenize.renderer import Renderer
-from harness.prep.tokenize.templates import load_template, template_tokens
+from harness.prep.tokenize.templates.builtin import load_template, template_tokens
 from harness.records import Int32Array, SequenceView, UInt8Array
 
 _JSON = json.JSONEncoder(ensure_ascii=False)

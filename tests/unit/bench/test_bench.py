@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from harness.bench import BENCHES, Sizes, load, scheduling
+from harness.bench import BENCHES, load, scheduling
 from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Case, Figure, rate, render_report, show_number, take_turns
 from harness.bench.scheduling import NEXT_FIT
+from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, HarnessError

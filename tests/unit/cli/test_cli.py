@@ -227,7 +227,9 @@ def test_the_number_of_ranks_starts_as_many_processes_unless_a_launcher_has(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("harness.launch.start_ranks", lambda command, ranks: started.append((command, ranks)) or 0)
+    monkeypatch.setattr(
+        "harness.launch.local.start_ranks", lambda command, ranks: started.append((command, ranks)) or 0
+    )
     monkeypatch.setattr("harness.cli.runs.recipe_entry", lambda name: here.append)
     harness("train", "sft", *arguments)
     if processes is None:
@@ -241,7 +243,7 @@ def test_the_number_of_ranks_starts_as_many_processes_unless_a_launcher_has(
 def test_wrong_settings_are_refused_before_ranks_start(harness, monkeypatch):
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("harness.launch.start_ranks", lambda command, ranks: pytest.fail("started ranks"))
+    monkeypatch.setattr("harness.launch.local.start_ranks", lambda command, ranks: pytest.fail("started ranks"))
     code, _, errors = harness("train", "sft", "parallel.ranks=2", "trainer.step=1")
     assert code == 2
     assert "unknown setting 'trainer.step'" in errors

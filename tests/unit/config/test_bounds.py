@@ -18,12 +18,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import harness.config
-from harness.bench import Sizes
+from harness.bench.sizes import Sizes
 from harness.cli.app import COMMANDS as HARNESS
 from harness.cli.settings import SettingsCommand, parse_settings
 from harness.config import compose_config
 from harness.errors import ConfigError
-from harness.launch import SubmitConfig
+from harness.launch.cluster import SubmitConfig
 from harness.plan import PretrainConfig, RunConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import REQUIRED, Setting, explain_settings

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import FORMATS, PackReader, Provenance, find_tokenizer_folder, open_dataset, open_writer
+from harness.formats import FORMATS, PackReader, Provenance, open_dataset, open_writer
 from harness.formats.convert import convert_dataset
+from harness.formats.inspect import find_tokenizer_folder
 from harness.records import Pack
 
 PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]

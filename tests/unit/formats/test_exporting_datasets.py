@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import (
-    BridgeFiles,
-    Provenance,
-    export_to_bridge,
-    import_dataset,
-    open_dataset,
-    open_writer,
-)
+from harness.formats import Provenance, open_dataset, open_writer
+from harness.formats.foreign.exporting import BridgeFiles, export_to_bridge
+from harness.formats.foreign.importing import import_dataset
 from harness.records import Pack
 
 # Two sequences of 4 and 3 tokens, and one of 5; token 9 ends a sequence.

@@ -22,7 +22,8 @@ from harness.formats.manifest import content_checksum
 from harness.formats.npy import _pickle_head
 from harness.formats.parquet import pages
 from harness.records import Pack
-from harness.storage import LocalFolder, npy_header
+from harness.storage import LocalFolder
+from harness.storage.arrays import npy_header
 
 PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
 

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import import_dataset, open_dataset, open_writer
+from harness.formats import open_dataset, open_writer
+from harness.formats.foreign.importing import import_dataset
 from harness.records import Pack
 
 # Two conversations of 4 and 3 tokens, and one of 5; masks aligned with labels as Megatron-Bridge stores them.

@@ -18,14 +18,9 @@ from typer.testing import CliRunner
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
 from harness.formats import (
-    CONVENTIONS,
     FORMATS,
     Provenance,
     convert_dataset,
-    diff_datasets,
-    find_datasets,
-    import_dataset,
-    inspect_dataset,
     load_format,
     load_manifest,
     open_dataset,
@@ -33,7 +28,10 @@ from harness.formats import (
     repair_manifest,
     verify_dataset,
 )
+from harness.formats.foreign.importing import CONVENTIONS, import_dataset
+from harness.formats.inspect import find_datasets, inspect_dataset
 from harness.formats.jsonl import line_of_pack
+from harness.formats.verify import diff_datasets
 from harness.loader.live.folder import LiveFolder
 from harness.records import Pack
 

@@ -21,7 +21,7 @@ from harness.formats.inspect import (
     render_sequence,
     render_summary,
 )
-from harness.prep import train_bpe
+from harness.prep.tokenize.bpe import train_bpe
 from harness.records import Pack, SequenceView
 
 

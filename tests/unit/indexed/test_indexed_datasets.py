@@ -16,18 +16,12 @@ import pytest
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_writer
-from harness.indexed import (
-    INT32,
-    UINT16,
-    IndexedWriter,
-    count_sequences,
-    merge_indexed,
-    save_counts,
-    verify_indexed,
-)
-from harness.indexed.index import HEADER, MAGIC, VERSION
+from harness.indexed.convert import count_sequences, merge_indexed, save_counts
+from harness.indexed.index import HEADER, INT32, MAGIC, UINT16, VERSION
+from harness.indexed.verify import verify_indexed
+from harness.indexed.writer import IndexedWriter
 from harness.records import Pack
-from harness.storage import AtomicFile
+from harness.storage.files import AtomicFile
 
 # Three documents of 2, 1 and 1 sequences.
 TOKENS = [[5, 6, 7], [8], [9, 10], [65_535, 1]]

@@ -16,16 +16,11 @@ from typer.testing import CliRunner
 
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, HarnessError, PrepError
-from harness.indexed import (
-    MappedIndex,
-    TokenFamily,
-    TokenSource,
-    convert_tokens,
-    token_shards,
-    verify_family,
-    verify_indexed,
-    write_family,
-)
+from harness.indexed import token_shards
+from harness.indexed.convert import TokenSource, convert_tokens
+from harness.indexed.family import TokenFamily, verify_family, write_family
+from harness.indexed.index import MappedIndex
+from harness.indexed.verify import verify_indexed
 
 ROWS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 

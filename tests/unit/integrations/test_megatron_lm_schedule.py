@@ -20,7 +20,8 @@ from harness.integrations.megatron_lm.data_schedule import (
     wrap_data_iterator,
 )
 from harness.integrations.megatron_lm.data_schedule_utils import samples_of_pack
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.plan import ParallelConfig
 from harness.records import Pack
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from harness.launch import local, start_ranks
+from harness.launch import local
+from harness.launch.local import start_ranks
 
 # Tests may run in the background of a shell, which ignores SIGINT.
 LAUNCHER = """import signal, sys

@@ -263,7 +263,9 @@ def test_the_command_of_a_script_judges_by_its_settings(harness, monkeypatch, tm
 
 def test_the_command_of_a_script_probes_what_the_run_needs(harness, monkeypatch):
     asked = {}
-    monkeypatch.setattr("harness.launch.preflight.node_checks", lambda place, **needed: asked.update(needed) or {})
+    monkeypatch.setattr(
+        "harness.launch.preflight.probe.node_checks", lambda place, **needed: asked.update(needed) or {}
+    )
     monkeypatch.setattr("os._exit", lambda code: None)
     needed = ('data.path=[/a,"/b,c"]', "data.live.path=[/l]", "model.init_from=/w", "cluster.preflight.timeout_s=7")
     assert harness("preflight", "probe", "/run", *needed)[0] == 0

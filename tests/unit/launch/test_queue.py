@@ -11,7 +11,7 @@ import pytest
 from harness.errors import ConfigError, HarnessError
 from harness.launch.queue import explain_reason, jobs_of_run, read_excluded
 from harness.launch.submit import refuse_second_job
-from harness.train import LocalRecord, write_local_record
+from harness.train.local import LocalRecord, write_local_record
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from live_streams import CAPACITY, some_chats, some_packs, train, write_stream
 from harness.errors import ScheduleError
 from harness.formats import open_dataset, open_writer
 from harness.loader import Loader, LoaderConfig, RankLayout
-from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
+from harness.prep import ChatTokenizer, TokenizerConfig
+from harness.prep.tokenize.bpe import train_bpe
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 

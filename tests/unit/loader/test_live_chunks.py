@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from live_streams import Trained, long_chats, some_chats, some_packs, train, write_stream
 
 from harness.errors import FormatError, LoaderError, ScheduleError
-from harness.loader.live import FolderReader, LivePosition, LiveProducer, Offer
-from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
+from harness.loader.live import LiveProducer
+from harness.loader.live.position import LivePosition
+from harness.loader.live.rank import FolderReader, Offer
+from harness.prep import ChatTokenizer, TokenizerConfig
+from harness.prep.tokenize.bpe import train_bpe
 
 SIZES = [5, 1, 7, 3, 4, 2, 6, 3]
 

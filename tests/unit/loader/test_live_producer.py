@@ -22,9 +22,10 @@ import pytest
 from live_streams import long_chats, some_chats, some_packs, wait_until, write_stream
 
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
-from harness.formats import line_of_pack, open_dataset
-from harness.loader.live import LiveFolder, LiveProducer, chunk_name
-from harness.loader.live.folder import LiveChunk
+from harness.formats import open_dataset
+from harness.formats.jsonl import line_of_pack
+from harness.loader.live import LiveProducer
+from harness.loader.live.folder import LiveChunk, LiveFolder, chunk_name
 from harness.loader.live.produce import (
     Item,
     Packing,
@@ -33,8 +34,9 @@ from harness.loader.live.produce import (
     read_conversations,
     read_packs,
 )
-from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
+from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.prep.chat import RecordReader, parse_record
+from harness.prep.tokenize.bpe import train_bpe
 from harness.storage import Marker, folders
 
 

@@ -14,7 +14,9 @@ import pytest
 from live_streams import some_packs, write_stream
 
 from harness.cli.app import main
-from harness.loader.live import LiveFolder, LiveProducer, live_status
+from harness.loader.live import LiveProducer
+from harness.loader.live.folder import LiveFolder
+from harness.loader.live.status import live_status
 from harness.storage import Marker
 
 

@@ -13,9 +13,11 @@ from live_streams import CAPACITY, Trained, long_chats, some_chats, some_packs, 
 
 from harness.errors import ConfigError, LoaderError
 from harness.formats import open_dataset, open_writer
-from harness.loader import LiveConfig, LiveSource, Loader, LoaderConfig, RankLayout
-from harness.loader.live import positions_from_json
-from harness.prep import ChatTokenizer, TokenizerConfig, train_bpe
+from harness.loader import LiveConfig, Loader, LoaderConfig, RankLayout
+from harness.loader.datasets import LiveSource
+from harness.loader.live.position import positions_from_json
+from harness.prep import ChatTokenizer, TokenizerConfig
+from harness.prep.tokenize.bpe import train_bpe
 from harness.records import Pack, SequenceView
 from harness.schedule import ScheduleConfig
 

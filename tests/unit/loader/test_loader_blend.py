@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError
-from harness.loader import Blend, BlendOrder, EpochOrder, LoaderConfig
+from harness.loader import Blend, EpochOrder, LoaderConfig
+from harness.loader.blend import BlendOrder
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 40).map(float), st.floats(1e-3, 1e3, allow_nan=False)), min_size=1, max_size=9

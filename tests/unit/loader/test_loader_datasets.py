@@ -8,7 +8,8 @@ import pytest
 
 from harness.errors import ConfigError
 from harness.formats import Provenance, open_writer
-from harness.loader import BlendSource, DataConfig, open_datasets
+from harness.loader import DataConfig, open_datasets
+from harness.loader.datasets import BlendSource
 from harness.records import Pack
 
 
@@ -40,7 +41,7 @@ def test_a_validation_set_of_another_tokenizer_is_refused(tmp_path):
 
 
 def test_a_dataset_of_a_tokenizer_other_than_the_requested_one_is_refused(tmp_path):
-    from harness.prep import train_bpe
+    from harness.prep.tokenize.bpe import train_bpe
 
     train_bpe(["some text to learn from"] * 20, tmp_path / "tokenizer", vocab_size=300)
     write(tmp_path / "train")

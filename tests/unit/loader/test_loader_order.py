@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError
-from harness.loader import (
-    EpochOrder,
-    LoaderConfig,
-    steps_from,
-    steps_per_epoch,
-)
-from harness.loader.order import _hash, derive_seed, shuffle_in_windows
+from harness.loader import EpochOrder, LoaderConfig
+from harness.loader.order import _hash, derive_seed, shuffle_in_windows, steps_from, steps_per_epoch
 
 
 def config(size: int = 4, *, seed: int = 0, block: int = 2, window: int = 2, **other: bool) -> LoaderConfig:

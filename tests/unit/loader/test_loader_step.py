@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.loader import (
     BatchRange,
-    BatchReader,
     Blend,
-    BlendOrder,
     EpochOrder,
     Loader,
     LoaderConfig,
@@ -23,6 +21,8 @@ from harness.loader import (
     RankLayout,
     build_batch,
 )
+from harness.loader.blend import BlendOrder
+from harness.loader.plan import BatchReader
 from harness.records import Int32Array, Int64Array, Pack
 from harness.schedule import SCHEDULERS, ScheduleConfig
 from harness.thd import build_thd_batch, padding_multiple

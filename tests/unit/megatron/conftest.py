@@ -11,7 +11,8 @@ import pytest
 import torch
 from corpora import write_corpus
 
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from harness.megatron.batch import RowsAhead, padding_argument, run_row, to_device
-from harness.megatron.job import join, runtime
-from harness.megatron.model import build_model
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
+from harness.megatron.model.gpt import build_model
 from harness.plan import ModelConfig, ParallelConfig
 from harness.records import SequenceView
 from harness.thd import build_thd_batch, context_parallel_indices, tokens_ahead

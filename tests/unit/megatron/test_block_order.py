@@ -12,8 +12,9 @@ import pytest
 from corpora import SIZE, batches, opened, settings
 from megatron.core.datasets import helpers
 
-from harness.indexed import UINT16, IndexedWriter
-from harness.loader import CorpusSource
+from harness.indexed.index import UINT16
+from harness.indexed.writer import IndexedWriter
+from harness.loader.corpus import CorpusSource
 
 pytestmark = pytest.mark.usefixtures("job")
 

@@ -12,7 +12,8 @@ import torch
 
 from harness.errors import ConfigError
 from harness.megatron.chat import Chat, exported
-from harness.prep import end_tokens, train_bpe
+from harness.prep.tokenize.bpe import train_bpe
+from harness.prep.tokenize.ends import end_tokens
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Pack my box with five dozen liquor jugs. " * 3]
 

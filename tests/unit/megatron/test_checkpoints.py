@@ -23,13 +23,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from harness.errors import CheckpointError, ConfigError, LoaderError
 from harness.loader import LoaderState
 from harness.megatron import compat
-from harness.megatron.export import export_checkpoint
+from harness.megatron.export.folder import export_checkpoint
 from harness.megatron.state import checkpoint as checkpoints
-from harness.megatron.state import find_newest
+from harness.megatron.state.checkpoint import find_newest
 from harness.plan import SftConfig
 from harness.settings import to_yaml
-from harness.storage import checksums, digest_files, file_digest, write_checksums
-from harness.train import Progress, read_progress
+from harness.storage import checksums, file_digest
+from harness.storage.checksums import digest_files, write_checksums
+from harness.train import Progress
+from harness.train.checkpoints import read_progress
 
 STATE = LoaderState(3, packs_consumed=12, fingerprint="f")
 

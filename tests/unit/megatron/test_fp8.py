@@ -11,10 +11,10 @@ import torch
 
 from harness.errors import ConfigError
 from harness.megatron import MegatronStep
-from harness.megatron.job import join
-from harness.megatron.job.runtime import start
+from harness.megatron.job.runtime import join, start
 from harness.megatron.model import gpt
-from harness.plan import ModelConfig, ParallelConfig, fp8_row_multiple
+from harness.plan import ModelConfig, ParallelConfig
+from harness.plan.layout import fp8_row_multiple
 from harness.plan.settings import SftConfig, TrainerConfig
 from harness.records import SequenceView
 from harness.schedule import ScheduleConfig

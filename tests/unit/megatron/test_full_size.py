@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 import harness.megatron.step
 from harness.bench.checkpoints import HeldBytes
 from harness.config import compose_config
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.step import MegatronStep
-from harness.plan import plan_stage_memory
+from harness.plan.memory import plan_stage_memory
 from harness.plan.settings import SftConfig
 from harness.records import SequenceView
 from harness.thd import build_thd_batch

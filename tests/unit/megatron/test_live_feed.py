@@ -9,8 +9,9 @@ from live_streams import CAPACITY, some_packs, write_stream
 
 from harness.errors import FormatError, LoaderError
 from harness.loader import LiveConfig, LoaderState, RankLayout
-from harness.loader.live import BatchPlan, LiveFolder
-from harness.megatron.data import LiveFeed
+from harness.loader.live.folder import LiveFolder
+from harness.loader.live.rank import BatchPlan
+from harness.megatron.data.live_feed import LiveFeed
 from harness.schedule import SequenceCost
 
 ROWS, SIZES = 24, [4] * 6

@@ -18,22 +18,24 @@ import pytest
 from harness.errors import CheckpointError
 from harness.loader import LoaderState
 from harness.megatron.job import runtime
-from harness.megatron.state import LocalCopies, LocalStore, find_newest
 from harness.megatron.state import local as local_checkpoints
+from harness.megatron.state.checkpoint import find_newest
+from harness.megatron.state.local import LocalCopies, LocalStore
 from harness.megatron.state.peers import Listener, PeerCopy, address_towards, receiver_of
-from harness.storage import StoredFile, digest_files
-from harness.train import (
+from harness.storage import StoredFile
+from harness.storage.checksums import digest_files
+from harness.train import Progress
+from harness.train.checkpoints import write_run_file
+from harness.train.local import (
     LocalRecord,
-    Progress,
     begin_attempt,
     begin_local_attempt,
     copy_verified,
+    may_resume,
     own_local_record,
     read_local_record,
     write_local_record,
-    write_run_file,
 )
-from harness.train.local import may_resume
 
 TOKEN = secrets.token_bytes(32)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.step import MegatronStep
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig

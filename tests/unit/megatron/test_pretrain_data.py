@@ -16,8 +16,9 @@ from corpora import ALONE, VOCAB, batches, opened, settings, write_corpus
 
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
-from harness.indexed import count_sequences, save_counts
-from harness.loader import CorpusConfig, CorpusSource, LoaderConfig, SplitSources
+from harness.indexed.convert import count_sequences, save_counts
+from harness.loader import CorpusConfig, LoaderConfig
+from harness.loader.corpus import CorpusSource, SplitSources
 from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.data.corpus import build_corpus, open_corpus
 from harness.megatron.run.pretraining import _check_samples

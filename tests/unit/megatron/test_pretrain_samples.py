@@ -11,7 +11,7 @@ import pytest
 import torch
 from corpora import EOD, SIZE, batches, count_tokens, megatrons, opened, settings, write_sft
 
-from harness.loader import CorpusSource
+from harness.loader.corpus import CorpusSource
 from harness.megatron.data.corpus import epochs_of
 
 pytestmark = pytest.mark.usefixtures("job")

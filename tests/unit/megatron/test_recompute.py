@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.model.attention import VarlenAttention
 from harness.megatron.model.gpt import build_model
 from harness.plan.layout import ParallelConfig

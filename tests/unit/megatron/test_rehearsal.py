@@ -9,9 +9,9 @@ import torch
 
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
-from harness.megatron.job import join, runtime
-from harness.megatron.run import RankRehearsal, rehearse
-from harness.megatron.run.rehearsal import narrow, usual_ranks
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
+from harness.megatron.run.rehearsal import RankRehearsal, narrow, rehearse, usual_ranks
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
 from recipes.parity import ParityConfig
 

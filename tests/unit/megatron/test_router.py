@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.loader import Sources
-from harness.megatron.job import join, runtime
+from harness.loader.datasets import Sources
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import transformer_config
 from harness.megatron.model.router import routers

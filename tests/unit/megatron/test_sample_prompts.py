@@ -10,10 +10,13 @@ import pytest
 from stock_templates import tokenizer_for
 
 from harness.formats import load_manifest
-from harness.loader import BlendSource, DataConfig, open_datasets
+from harness.loader import DataConfig, open_datasets
+from harness.loader.datasets import BlendSource
 from harness.megatron.run.fine_tuning import find_tokenizer
 from harness.plan.settings import SftConfig, TrainerConfig
-from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, prepare
+from harness.prep import PrepareConfig, TokenizerConfig, prepare
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
 from harness.storage import open_folder
 
 # Without generation marks, as most published templates.

@@ -12,16 +12,9 @@ from live_streams import some_chats, some_packs, write_stream
 
 from harness.errors import ConfigError, HarnessError, LoaderError
 from harness.formats import Provenance, open_writer
-from harness.loader import (
-    BlendSource,
-    DataConfig,
-    LiveConfig,
-    LiveSource,
-    LoaderConfig,
-    RankLayout,
-    open_datasets,
-)
-from harness.loader.live import LiveFolder
+from harness.loader import DataConfig, LiveConfig, LoaderConfig, RankLayout, open_datasets
+from harness.loader.datasets import BlendSource, LiveSource
+from harness.loader.live.folder import LiveFolder
 from harness.megatron.job import runtime
 from harness.megatron.run import training
 from harness.megatron.run.fine_tuning import check, open_fine_tuning

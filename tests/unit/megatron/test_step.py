@@ -8,7 +8,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.records import SequenceView

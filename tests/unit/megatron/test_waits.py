@@ -10,7 +10,8 @@ import torch.distributed
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from harness.megatron.job import Waits, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.waits import Waits
 
 
 @pytest.fixture(autouse=True)

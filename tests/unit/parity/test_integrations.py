@@ -15,7 +15,7 @@ from harness import LoaderConfig, open_writer
 from harness.integrations import RankStream
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
-from harness.train import content_digest, sequence_digests
+from harness.train.digests import content_digest, sequence_digests
 from tests.integrations.global_batches import BEFORE, find_difference
 from tests.integrations.probes import ProbeJob, trained_part
 

@@ -11,7 +11,8 @@ from megatron.core import parallel_state
 
 from harness.config import compose_config
 from harness.errors import ConfigError
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
 from harness.plan.dispatch import GROUPED_GEMM_BYTES, deepep_bytes, dispatch_bytes
 from harness.plan.layout import ParallelConfig

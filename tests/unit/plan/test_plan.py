@@ -13,7 +13,8 @@ from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.formats import open_writer
 from harness.megatron.batch import run_row, to_device
-from harness.megatron.job import join, runtime
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
 from harness.megatron.run.rehearsal import KeptBytes
 from harness.megatron.step import MegatronStep
 from harness.plan.hf_config import to_hf_config

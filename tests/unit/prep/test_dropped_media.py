@@ -8,8 +8,9 @@ import pytest
 
 from harness.errors import ConfigError
 from harness.formats import open_dataset
-from harness.prep import SourceConfig, prepare
+from harness.prep import prepare
 from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
+from harness.prep.sources.config import SourceConfig
 
 READER, DROPPING = RecordReader(), RecordReader(drop_media=True)
 

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError
-from harness.formats import text_runs
-from harness.prep import ChatTokenizer, Conversation, TokenizerConfig, fit_conversation, train_bpe
+from harness.formats.inspect import text_runs
+from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.prep.chat import Message, ToolCall
+from harness.prep.chat.records import Conversation
+from harness.prep.fitting import fit_conversation
+from harness.prep.tokenize.bpe import train_bpe
 from harness.records import SequenceView
 
 WORDS = ["packs", "hold", "turns", "that", "a", "model", "reads", "and", "learns"]

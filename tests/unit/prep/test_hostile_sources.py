@@ -14,7 +14,8 @@ import pytest
 
 from harness.errors import PrepError
 from harness.formats.jsonl import pack_of_line
-from harness.prep.sources import read_chunks, tables
+from harness.prep.sources import tables
+from harness.prep.sources.reading import read_chunks
 
 # Imports alone take up to 1.5 GB of addresses, nearly all of them unused.
 _CHILD = """

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, ToolCall
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
-from harness.prep.tokenize.templates import load_template, template_tokens
+from harness.prep.tokenize.templates.builtin import load_template, template_tokens
 from harness.records import SequenceView
 
 # No text of two white-space characters in a row: no token joins the end of a prompt with the begin of an answer.

@@ -12,7 +12,7 @@ import pytest
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, ToolCall, parse_record
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig, train_bpe
-from harness.prep.tokenize.templates import load_template
+from harness.prep.tokenize.templates.builtin import load_template
 
 TURN = "<|im_start|>{{ m.role }}\n"
 # Writes the reasoning of the last turn only, and a block for it in every prompt's place.

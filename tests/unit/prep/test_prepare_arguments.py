@@ -11,7 +11,9 @@ import pytest
 
 from harness import open_dataset, prepare
 from harness.errors import ConfigError
-from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig
+from harness.prep import PrepareConfig, TokenizerConfig
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"What is {n} + 1?"}, {"role": "assistant", "content": str(n + 1)}]}

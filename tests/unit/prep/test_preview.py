@@ -11,7 +11,10 @@ import pytest
 from rich.console import Console
 
 from harness.cli import main
-from harness.prep import PackingConfig, PrepareConfig, SourceConfig, TokenizerConfig, show_preview, train_bpe
+from harness.prep import PrepareConfig, TokenizerConfig, show_preview
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
+from harness.prep.tokenize.bpe import train_bpe
 
 
 def turn(role: str, content: str) -> dict[str, str]:

@@ -10,7 +10,8 @@ import pytest
 from harness.errors import PrepError
 from harness.prep.chat import Conversation
 from harness.prep.pydoc import write_pydoc_corpus
-from harness.prep.sources import list_files, read_chunks
+from harness.prep.sources.finding import list_files
+from harness.prep.sources.reading import read_chunks
 
 
 @pytest.fixture(scope="module")

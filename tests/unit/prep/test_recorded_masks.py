@@ -11,17 +11,12 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import load_manifest
-from harness.loader import DataConfig, LiveConfig, open_live
-from harness.prep import (
-    ChatTokenizer,
-    PackingConfig,
-    PrepareConfig,
-    SourceConfig,
-    TokenizerConfig,
-    as_prepared,
-    prepare,
-    train_bpe,
-)
+from harness.loader import DataConfig, LiveConfig
+from harness.loader.datasets import open_live
+from harness.prep import ChatTokenizer, PrepareConfig, TokenizerConfig, as_prepared, prepare
+from harness.prep.packing import PackingConfig
+from harness.prep.sources.config import SourceConfig
+from harness.prep.tokenize.bpe import train_bpe
 from harness.storage import open_folder
 
 

@@ -11,7 +11,10 @@ import pytest
 
 from harness.errors import PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation
-from harness.prep.sources import SourceConfig, cut_shards, find_files, list_files, read_chunks, read_shard, text
+from harness.prep.sources import text
+from harness.prep.sources.config import SourceConfig
+from harness.prep.sources.finding import find_files, list_files
+from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
 
 
 def chat(question):

@@ -10,7 +10,7 @@ from stock_templates import SHAPES, stock_templates, training_twin
 from harness.errors import ConfigError
 from harness.prep.chat import BadRecord, Conversation, Message
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
-from harness.prep.tokenize.templates import built_in_templates, load_template, template_tokens
+from harness.prep.tokenize.templates.builtin import built_in_templates, load_template, template_tokens
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.\n",

@@ -13,7 +13,8 @@ import pytest
 from interleavings import BrokenError, Clock, Threads, World, explore
 
 from harness.errors import FormatError
-from harness.storage import Lease, claims
+from harness.storage import claims
+from harness.storage.claims import Lease
 
 
 class Store:

@@ -12,13 +12,17 @@ import pytest
 from interleavings import BrokenError, Clock, Event, GreenletExit, Threads, World, explore
 
 from harness.errors import HarnessError
-from harness.loader import LiveConfig, LiveSource, LoaderState, RankLayout
-from harness.loader.live import BatchPlan, FolderReader, LiveFolder, LiveLoader, LivePosition, LiveProducer
+from harness.loader import LiveConfig, LoaderState, RankLayout
+from harness.loader.datasets import LiveSource
+from harness.loader.live import LiveProducer
 from harness.loader.live import consumer as consumer_module
 from harness.loader.live import folder as folder_module
 from harness.loader.live import producer as producer_module
 from harness.loader.live import rank as rank_module
-from harness.loader.live.folder import ReadyRecord
+from harness.loader.live.consumer import LiveLoader
+from harness.loader.live.folder import LiveFolder, ReadyRecord
+from harness.loader.live.position import LivePosition
+from harness.loader.live.rank import BatchPlan, FolderReader
 from harness.records import Pack
 from harness.schedule import SequenceCost
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from harness.errors import FormatError
-from harness.storage import (
+from harness.storage import StoredFile, read_checksums
+from harness.storage.checksums import (
     CHECKSUMS_FILE,
-    StoredFile,
     digest_files,
     list_hash_problems,
     list_size_problems,
-    read_checksums,
     share_of,
     write_checksums,
 )

@@ -15,7 +15,8 @@ from harness.errors import HarnessError
 from harness.launch.preflight.copies import copy_checks, known_hashes
 from harness.loader import DataConfig, open_datasets
 from harness.plan.hf_config import find_weights
-from harness.storage import copy_to_node, file_digest, local_copy
+from harness.storage import file_digest
+from harness.storage.local_copies import copy_to_node, local_copy
 from recipes.parity import make_dataset
 
 

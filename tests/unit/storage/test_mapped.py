@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.storage import bus_error_at
+from harness.storage.mapped import bus_error_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SIGBUS is named on Linux")
 READS = """

@@ -10,8 +10,8 @@ from obstore.exceptions import GenericError
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset
-from harness.storage import s3_endpoint
 from harness.storage.bucket import Verdict, explain, judge
+from harness.storage.connections import s3_endpoint
 from harness.storage.uris import ObjectPath, join_path
 
 

@@ -11,8 +11,10 @@ import sys
 import pytest
 
 from harness.errors import ConfigError
-from harness.train import UnreadableError, leave_refusal, read_local_record, read_status, whole_checkpoints
-from harness.train.folder import choose_run_folder, open_run_folder
+from harness.train.checkpoints import UnreadableError, whole_checkpoints
+from harness.train.folder import choose_run_folder, leave_refusal, open_run_folder
+from harness.train.local import read_local_record
+from harness.train.status import read_status
 
 
 def choose(tmp_path, run_dir=None, resume="false"):

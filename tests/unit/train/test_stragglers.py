@@ -7,8 +7,7 @@ from itertools import repeat
 
 import pytest
 
-from harness.train import RankTimes, StragglerWatch, find_slow_nodes_file, write_slow_nodes
-from harness.train.stragglers import Straggler
+from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, find_slow_nodes_file, write_slow_nodes
 
 # A step of 1 s, of which 0.2 s are exchanges.
 USUAL = RankTimes(compute_s=0.7, data_s=0.1, wait_s=0.2, running_s=0.75, queued_s=0.05)

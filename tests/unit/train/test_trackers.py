@@ -13,8 +13,8 @@ import pytest
 from step_metrics import metrics
 
 from harness.errors import ConfigError
-from harness.train import begin_attempt
 from harness.train import metrics as metrics_module
+from harness.train.local import begin_attempt
 from harness.train.metrics import MetricsWriter, StepMetrics
 from harness.train.tracker_process import NewLines, SentState, flatten
 from harness.train.trackers import SERVICES, check_trackers, curve_values

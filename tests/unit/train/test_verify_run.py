@@ -15,18 +15,12 @@ from harness.errors import ConfigError
 from harness.loader import LoaderState
 from harness.plan import SftConfig
 from harness.settings import to_plain, to_yaml
-from harness.storage import digest_files, write_checksums
-from harness.train import (
-    LocalRecord,
-    Progress,
-    add_checksums,
-    begin_attempt,
-    verify_run,
-    write_local_record,
-    write_run_file,
-)
+from harness.storage.checksums import digest_files, write_checksums
+from harness.train import Progress
+from harness.train.checkpoints import add_checksums, write_run_file
 from harness.train.digests import RowDigests, StepDigests, to_json
-from harness.train.verify import find_run_check, verify_checkpoint
+from harness.train.local import LocalRecord, begin_attempt, write_local_record
+from harness.train.verify import find_run_check, verify_checkpoint, verify_run
 
 YAML = to_yaml(SftConfig())
 

@@ -10,11 +10,11 @@ from harness.prep.chat.schemas.base import Schema
 from harness.prep.chat.schemas.messages import MESSAGES
 from harness.prep.chat.schemas.preference import PREFERENCE
 from harness.prep.chat.schemas.prompt_completion import PROMPT_COMPLETION
-from harness.prep.chat.schemas.sharegpt import CALL_ROLES, SHAREGPT
+from harness.prep.chat.schemas.sharegpt import SHAREGPT
 from harness.prep.chat.schemas.text import TEXT
 from harness.prep.chat.schemas.xlam import XLAM
 
-__all__ = ["CALL_ROLES", "SCHEMAS", "Schema"]
+__all__ = ["SCHEMAS"]
 
 SCHEMAS: Mapping[str, Schema] = MappingProxyType(
     {

@@ -5,13 +5,3 @@ load_template("mine/chat.jinja")    # text of a file
 """
 
 from __future__ import annotations
-
-from harness.prep.tokenize.templates.builtin import (
-    TemplateTokens,
-    built_in_templates,
-    load_template,
-    spelled_tokens,
-    template_tokens,
-)
-
-__all__ = ["TemplateTokens", "built_in_templates", "load_template", "spelled_tokens", "template_tokens"]
