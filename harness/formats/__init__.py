@@ -20,7 +20,7 @@ from harness.formats.incomplete import repair_manifest
 from harness.formats.manifest import Manifest, Provenance, load_manifest
 from harness.formats.opening import holds_manifest, open_dataset
 from harness.formats.reader import PackReader
-from harness.formats.verify import verify_dataset
+from harness.formats.verify import diff_datasets, verify_dataset
 from harness.formats.writer import open_writer
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "PackReader",
     "Provenance",
     "convert_dataset",
+    "diff_datasets",
     "holds_manifest",
     "load_format",
     "load_manifest",

@@ -18,11 +18,19 @@ from harness.megatron.process import prepare_process
 if TYPE_CHECKING:
     from harness.megatron.batch import RowTensors, to_device
     from harness.megatron.export.folder import export_checkpoint
+    from harness.megatron.run.rehearsal import rehearse
     from harness.megatron.step import MegatronStep
 
-__all__ = ["MegatronStep", "RowTensors", "export_checkpoint", "prepare_process", "to_device"]
+__all__ = ["MegatronStep", "RowTensors", "export_checkpoint", "prepare_process", "rehearse", "to_device"]
 
 # Imported at first use: `prepare_process` comes before torch and Megatron-Core.
 __getattr__ = names_on_first_use(
-    __name__, {"RowTensors": "batch", "to_device": "batch", "export_checkpoint": "export", "MegatronStep": "step"}
+    __name__,
+    {
+        "RowTensors": "batch",
+        "to_device": "batch",
+        "export_checkpoint": "export.folder",
+        "rehearse": "run.rehearsal",
+        "MegatronStep": "step",
+    },
 )

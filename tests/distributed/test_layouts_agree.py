@@ -131,7 +131,7 @@ def test_parity_names_a_setting_that_differs(tmp_path) -> None:
     code, output = run_command([sys.executable, "-m", "recipes.parity", "check=layouts", *settings])
     assert code == 1, output
     assert "layouts: weight_decay=0.5: step 4: loss is" in output
-    assert "Different: 1 of 2 compared cells agree, 1 different." in output
+    assert "1 of 2 compared cells are the same: DIFFERENT" in output
     cells = {cell.name: cell for cell in read_report(tmp_path / REPORT_FILE).cells}
     same = cells["layouts: 2x tp2_sp"]
     assert (same.status, same.reference, same.series.step) == ("same", "layouts: data", [1, 2, 3, 4, 5])

@@ -54,7 +54,7 @@ def test_a_missing_rank_is_named(dataset, tmp_path) -> None:
 
 def test_a_dataset_missing_on_one_rank_ends_the_job_at_once_with_the_error_alone(dataset, tmp_path) -> None:
     missing = tmp_path / "missing"
-    launcher = "import sys; from harness.launch import start_ranks; sys.exit(start_ranks(sys.argv[1:], 2))"
+    launcher = "import sys; from harness.launch.local import start_ranks; sys.exit(start_ranks(sys.argv[1:], 2))"
     script = f'if [ "$RANK" = 1 ]; then set -- "$@" data.path={missing}; fi; exec "$@"'
     recipe = [sys.executable, "-m", "recipes.sft", *overrides_of(dataset, tmp_path / "run")]
     code, output = run_command([sys.executable, "-c", launcher, "bash", "-c", script, "bash", *recipe])

@@ -39,9 +39,13 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
     for group in group_cells(report):
         console.print(group.checks.to_terminal())
     for cell in report.cells:
-        if trouble := words.trouble(cell):
+        found = [check.difference.message for check in cell.checks if check.difference is not None]
+        for trouble in found or filter(None, [words.trouble(cell)]):
             console.print(indented(f"{one_line(cell.name)}: {trouble}"), soft_wrap=True)
-    console.print(f"{words.verdict(report)}: {words.summary(report)}", soft_wrap=True)
+    compared = [cell for cell in report.cells if not cell.is_reference]
+    same = sum(cell.status == "same" for cell in compared)
+    verdict = f"{same} of {len(compared)} compared cells are the same: {report.verdict.upper()}"
+    console.print(verdict, soft_wrap=True)
     if folder is not None:
         _write_files({REPORT_FILE: to_json(report)}, folder)
         render_all(report, folder)

@@ -327,7 +327,7 @@ def test_commands_convert_merge_count_and_verify(tmp_path: Path, monkeypatch: py
 
 MEMORY = """
 import sys
-from harness.indexed import TokenSource, convert_tokens
+from harness.indexed.convert import TokenSource, convert_tokens
 convert_tokens(sys.argv[1:2] * int(sys.argv[2]), sys.argv[3], source=TokenSource(eod=1))
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """

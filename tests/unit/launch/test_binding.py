@@ -72,7 +72,9 @@ def test_a_rank_of_torchrun_binds_itself_and_its_threads():
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:
         pytest.skip("needs two cores")
-    program = "import os; from harness.launch import bind_rank; bind_rank(); print(*sorted(os.sched_getaffinity(0)))"
+    program = (
+        "import os; from harness.launch.binding import bind_rank; bind_rank(); print(*sorted(os.sched_getaffinity(0)))"
+    )
     place = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": str(len(allowed))}
     found = [
         subprocess.run(

@@ -13,7 +13,7 @@ from harness.launch.local import start_ranks
 
 # Tests may run in the background of a shell, which ignores SIGINT.
 LAUNCHER = """import signal, sys
-from harness.launch import start_ranks
+from harness.launch.local import start_ranks
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(start_ranks(sys.argv[1:], 2))"""
 

@@ -17,7 +17,8 @@ sys.meta_path.insert(0, Refuse())
 """
 
 PLAN = """
-from harness.plan import AssumedPacks, PretrainConfig, SftConfig, plan_run
+from harness.plan import PretrainConfig, SftConfig
+from harness.plan.run_plan import AssumedPacks, plan_run
 
 settings = SftConfig()
 settings.model.vocab_size = 1000

@@ -20,10 +20,10 @@ def test_every_public_name_can_be_imported():
 
 
 def test_a_tokenizer_or_a_plan_imports_no_pyarrow_and_no_tokenizer_library():
-    code = "from harness.prep import ChatTokenizer, parse_record, plan_packs"
+    code = "from harness.prep import ChatTokenizer, plan_packs; from harness.prep.chat import parse_record"
     assert loaded_modules(code, "pyarrow", "rich", "tokenizers", "transformers", "torch", "hydra") == set()
 
 
 def test_preparing_imports_no_torch_and_no_hydra():
-    code = "from harness.prep import PrepareConfig, prepare, repack_store"
+    code = "from harness.prep import PrepareConfig, prepare; from harness.prep.pipeline import repack_store"
     assert loaded_modules(code, "torch", "megatron", "hydra", "omegaconf", "transformers", "ray") == set()

@@ -25,7 +25,7 @@ import pyarrow.parquet
 from harness.errors import HarnessError
 from harness.formats import open_dataset
 from harness.loader.live.folder import LiveChunk
-from harness.prep.sources import read_chunks
+from harness.prep.sources.reading import read_chunks
 path = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 resource.setrlimit(resource.RLIMIT_DATA, (700 << 20, 700 << 20))

@@ -16,7 +16,8 @@ READS = """
 import sys
 from pathlib import Path
 import numpy as np
-from harness.storage import map_npy, name_bus_errors
+from harness.storage import name_bus_errors
+from harness.storage.arrays import map_npy
 name_bus_errors(dies=sys.argv[2] == "dies")
 array = map_npy(Path(sys.argv[1]), np.dtype(np.int32))
 print(array[0], flush=True)
