@@ -50,6 +50,7 @@ MODULES = {
         "tests/unit/prep/test_mask_properties.py",
         "tests/unit/prep/test_end_tokens.py",
         "tests/unit/prep/test_stock_templates.py",
+        "tests/unit/prep/test_tokenize.py",
     ),
     "harness/megatron/batch.py": ("tests/unit/megatron/test_batch.py",),
 }

@@ -112,6 +112,16 @@ def test_a_turn_that_ends_differently_once_others_follow_gets_a_sequence_of_its_
     assert [trained(sequence) for sequence in made] == [["Hello<|im_end|>"], ["So long<|im_end|>"]]
 
 
+def test_of_ends_that_a_template_writes_outside_its_marks_the_first_is_trained(tokenizer: Any) -> None:
+    marks = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
+    template = "{% for m in messages %}" + TURN + marks + "{% endif %}<|im_end|><|im_end|>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+    (sequence,) = encode(tokenizer(template, end_of_last_turn="<|im_end|>"), chat("Hi", "Hello"))
+
+    assert trained(sequence) == ["Hello<|im_end|>"]
+
+
 def test_turns_that_are_served_alike_share_a_sequence(tokenizer: Any) -> None:
     template = FORGETFUL.replace("loop.last", "(loop.last or m.content == 'Wait')")
     messages = [
