@@ -22,14 +22,14 @@ from megatron.core.utils import get_model_config
 from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout
 from harness.loader.datasets import Sources
-from harness.megatron import compat
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
 from harness.megatron.drift import check_drift
 from harness.megatron.model.gpt import build_model
 from harness.megatron.model.mtp import predicted_losses, reset_predictions
 from harness.megatron.model.router import expert_metrics, routers, show_sources, source_loads, weigh_tokens
-from harness.megatron.model.user_buffers import open_user_buffers
-from harness.megatron.row_graph import RowGraph
+from harness.megatron.unproven.moments import moment_settings
+from harness.megatron.unproven.row_graph import RowGraph
+from harness.megatron.unproven.user_buffers import open_user_buffers
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.layout import fp8_row_multiple
 from harness.thd import ThdBatch, pad_row, static_row
@@ -50,35 +50,6 @@ def sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tenso
     total = (losses.float() * loss_mask).sum()
     tokens = loss_mask.sum()
     return total, tokens.to(torch.int), torch.stack((total.detach().double(), tokens.double()))
-
-
-def _choices(
-    optimizer: OptimizerConfig, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    """Return Megatron's settings for moments in bfloat16 or an optimizer on the host; raise ConfigError without them.
-
-    Both take the path of Megatron on which its inner optimizer has the float32 weights. They are whole: what is beyond
-    the bfloat16 weights alone would need those to be rounded otherwise than by every other optimizer.
-    """
-    optimizer.check(dtype=str(dtype).removeprefix("torch."), distributed=parallel.distributed_optimizer)
-    if optimizer.moments_dtype == "float32" and not optimizer.offload:
-        return {}
-    moments = getattr(torch, optimizer.moments_dtype)
-    if moments != torch.float32:
-        compat.require_moments()
-    pinned = device.type == "cuda"
-    return {
-        "use_precision_aware_optimizer": True,
-        "store_param_remainders": False,
-        "exp_avg_dtype": moments,
-        "exp_avg_sq_dtype": moments,
-        "optimizer_cpu_offload": optimizer.offload > 0,
-        "optimizer_offload_fraction": optimizer.offload,
-        # One weight's gradient and result are copied while the CPU updates another.
-        "overlap_cpu_optimizer_d2h_h2d": True,
-        "pin_cpu_grads": pinned,
-        "pin_cpu_params": pinned,
-    }
 
 
 def _no_limit(setting: str, arguments: str) -> ConfigError:
@@ -107,7 +78,7 @@ def _build_optimizer(
             params_dtype=config.params_dtype,
             use_distributed_optimizer=parallel.distributed_optimizer,
             overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-            **_choices(settings, parallel, config.params_dtype, device),
+            **moment_settings(settings, parallel, config.params_dtype, device),
         ),
         chunks,
     )

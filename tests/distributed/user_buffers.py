@@ -28,7 +28,7 @@ from harness.errors import ConfigError  # noqa: E402
 from harness.megatron import MegatronStep  # noqa: E402
 from harness.megatron.job import runtime  # noqa: E402
 from harness.megatron.job.runtime import join  # noqa: E402
-from harness.megatron.model import user_buffers  # noqa: E402
+from harness.megatron.unproven import user_buffers  # noqa: E402
 from harness.plan import ModelConfig, ParallelConfig  # noqa: E402
 
 MODEL = ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128, dtype="bfloat16", attention="transformer_engine")

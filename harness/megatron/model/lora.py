@@ -46,7 +46,7 @@ _HF_MODULES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class AdapterPlace:
     """A linear layer that has an adapter.
 
     Attributes:
@@ -72,23 +72,25 @@ class Place:
         return f"decoder.layers.{self.layer}.{self.weight}"
 
 
-def places(chunk: GPTModel, model: ModelConfig) -> Iterator[Place]:
+def places(chunk: GPTModel, model: ModelConfig) -> Iterator[AdapterPlace]:
     """Yield the linear layers of a chunk that `model.lora_targets` names; experts by their numbers in the layer."""
     fc = [name for name in ("linear_fc1", "linear_fc2") if name in model.adapted]
     attention = {name: size for name, size in model.attention_sizes.items() if name in model.adapted}
     hidden = model.hidden_size
 
-    def mlp(layer: Any, parent: Any, where: str, inner: int, seed: int, *, is_expert: bool = False) -> Iterator[Place]:
+    def mlp(
+        layer: Any, parent: Any, where: str, inner: int, seed: int, *, is_expert: bool = False
+    ) -> Iterator[AdapterPlace]:
         for name in fc:
             sizes = (hidden, 2 * inner) if name == "linear_fc1" else (inner, hidden)
             end = seed + LORA_TARGETS.index(name)
-            yield Place(layer.layer_number - 1, parent, name, f"{where}.{name}.weight", *sizes, end, is_expert)
+            yield AdapterPlace(layer.layer_number - 1, parent, name, f"{where}.{name}.weight", *sizes, end, is_expert)
 
     for layer in chunk.decoder.layers:
         for number, (name, sizes) in enumerate(attention.items()):
             seed = LORA_TARGETS.index(name) if name in LORA_TARGETS else len(LORA_TARGETS) * (1 + number)
             weight = f"self_attention.{name}.weight"
-            yield Place(layer.layer_number - 1, layer.self_attention, name, weight, *sizes, seed)
+            yield AdapterPlace(layer.layer_number - 1, layer.self_attention, name, weight, *sizes, seed)
         if not hasattr(layer.mlp, "router"):
             yield from mlp(layer, layer.mlp, "mlp", model.ffn_hidden_size, 0)
             continue
@@ -119,7 +121,7 @@ class Adapter(torch.nn.Module):
         self,
         config: TransformerConfig,
         model: ModelConfig,
-        place: Place,
+        place: AdapterPlace,
         *,
         shard: TensorShard,
         seed: int,

@@ -111,7 +111,7 @@ def read_metadata(file: IO[bytes], where: Path) -> Metadata:
         if len(data) > MAX_PICKLE_BYTES:
             raise pickle.UnpicklingError(f"it is larger than {MAX_PICKLE_BYTES:,} bytes")
         check_pickle(data)
-        metadata = _Unpickler(io.BytesIO(data)).load()
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
         for stored in metadata.storage_data.values():
@@ -126,7 +126,7 @@ def read_metadata(file: IO[bytes], where: Path) -> Metadata:
     return metadata
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype

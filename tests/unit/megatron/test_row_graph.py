@@ -22,9 +22,9 @@ from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model import gpt
 from harness.megatron.model.attention import VarlenAttention
-from harness.megatron.row_graph import RowGraph
 from harness.megatron.run.fine_tuning import open_fine_tuning
 from harness.megatron.run.training import run_training
+from harness.megatron.unproven.row_graph import RowGraph
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.settings import SftConfig, TrainerConfig
 from harness.records import Pack

@@ -1,0 +1,8 @@
+"""Parts of a step that only a GPU can prove, each with the settings that use it and the command that proves it.
+
+    row_graph       parallel.cuda_graphs                        pytest tests/gpu -k replayed
+    user_buffers    parallel.overlap_tensor_parallel            pytest tests/gpu -k overlap
+    moments         optimizer.moments_dtype, optimizer.offload  pytest tests/gpu -k smaller_optimizer
+
+Tests on a CPU run them with stand-ins for what a GPU does. Without these settings a step uses none of it.
+"""
