@@ -20,7 +20,7 @@ _NAMED_BY_VALUE = (FORMAT, VERSION, "parallel", "schedule", "schedule.name")
 
 
 @dataclass(frozen=True)
-class Case:
+class RunCase:
     """One run to compare: a number of ranks, and settings."""
 
     ranks: int
@@ -52,7 +52,7 @@ class Case:
         return tuple(f"{key}={value}" for key, value in self._pairs if key not in _OWN)
 
 
-def parse_case(text: str, *, where: str = "cases") -> Case:
+def parse_case(text: str, *, where: str = "cases") -> RunCase:
     """Parse `"4 parallel=tp2 loader.num_workers=2"`; raises ConfigError for another form."""
     ranks, *overrides = text.split() or [""]
     if not ranks.isdigit() or int(ranks) < 1 or any("=" not in part for part in overrides):
@@ -61,7 +61,7 @@ def parse_case(text: str, *, where: str = "cases") -> Case:
             where=where,
             fix="write the number of ranks, then settings: '4 parallel=tp2 loader.num_workers=2'",
         )
-    return Case(int(ranks), tuple(overrides))
+    return RunCase(int(ranks), tuple(overrides))
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Cell:
 
     name: str
     check: str
-    case: Case
+    case: RunCase
     reference: str | None
     settings: tuple[str, ...]
     steps: int
