@@ -114,7 +114,7 @@ BENCHES = {
         uses_megatron=True,
     ),
     "gpu": Bench(
-        "gpu:bench_gpu",
+        "gpu.parts:bench_gpu",
         "first contact with a machine of GPUs, in parts that a later call continues: attention, layouts, speed",
         {"out": "gpu-report", "device": "auto", "size": "full", "parts": (), "ranks": 0}
         | {"part_limit_s": 480.0, "total_limit_s": 0.0},

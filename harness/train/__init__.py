@@ -14,6 +14,7 @@ from harness.train.digests import DigestWriter, merge_ranks
 from harness.train.folder import alone_in
 from harness.train.loop import Evaluation, StepRecord, StepResult, is_due
 from harness.train.metrics import METRICS_FILE, MetricsWriter, StepMetrics, read_metrics
+from harness.train.verify import verify_run
 
 __all__ = [
     "METRICS_FILE",
@@ -28,4 +29,5 @@ __all__ = [
     "is_due",
     "merge_ranks",
     "read_metrics",
+    "verify_run",
 ]

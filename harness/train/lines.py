@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.settings import load
@@ -24,7 +25,7 @@ class StepLine:
     step: int
     epoch: int | None = None
     loss: float | None = None
-    tokens: int | None = None
+    tokens: Any = None  # a number; lines of samples have a list under this name
     step_s: float = 0.0
 
 
