@@ -8,7 +8,7 @@ import pytest
 from step_metrics import metrics
 
 from harness.errors import ConfigError
-from harness.parity.cells import Case, CheckPlan, parse_case, plan_check
+from harness.parity.cells import CheckPlan, RunCase, parse_case, plan_check
 from harness.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
 from harness.parity.locate import Recorded
 from harness.parity.result import Check
@@ -119,7 +119,7 @@ def test_a_run_that_did_not_make_every_step_does_not_agree(found, message) -> No
 
 def test_a_case_is_ranks_and_settings() -> None:
     case = parse_case("4 parallel=tp2_pp2 loader.num_workers=2")
-    assert case == Case(4, ("parallel=tp2_pp2", "loader.num_workers=2"))
+    assert case == RunCase(4, ("parallel=tp2_pp2", "loader.num_workers=2"))
     assert case.name == "4x tp2_pp2 num_workers=2"
     assert case.axes == {"ranks": "4", "layout": "tp2_pp2", "num_workers": "2"}
     case = parse_case("1 format=parquet loader.num_workers=2")
