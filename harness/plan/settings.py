@@ -395,7 +395,7 @@ class SftConfig(RunConfig):
                 fix="leave it out, or train on live chunks with data=live data.live.path=DIR",
             )
         if live.folders and self.parallel.cuda_graphs:
-            what = "parallel.cuda_graphs needs the most sequences that a row has, which nobody knows of live data"
+            what = "parallel.cuda_graphs needs the most sequences that a row has, which is unknown for live data"
             raise ConfigError(what, where="parallel.cuda_graphs, data.live", fix="parallel.cuda_graphs=false")
         self.model.check(self.parallel)
         self.parallel.check(
