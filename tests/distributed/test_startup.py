@@ -76,7 +76,7 @@ def test_storage_that_does_not_respond_ends_the_job_and_names_the_rank_that_wait
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     ranks = [
         subprocess.Popen(
-            command(data, tmp_path / "run", "trainer.startup_timeout_s=20"),
+            command(data, tmp_path / "run", "trainer.startup_timeout_s=45"),
             env={**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -90,7 +90,7 @@ def test_storage_that_does_not_respond_ends_the_job_and_names_the_rank_that_wait
     named = (
         "rank 1 (host " if which == "one" else "all 2 ranks are in step 1, opening the data, and none makes progress"
     )
-    errors = [line for line in "".join(outputs).splitlines() if line.startswith("HarnessError: no progress for 20 s")]
+    errors = [line for line in "".join(outputs).splitlines() if line.startswith("HarnessError: no progress for 45 s")]
     assert len(errors) == 1, outputs
     assert f"in step 1: {named}" in errors[0]
     assert "Raise trainer.startup_timeout_s" in "".join(outputs)
