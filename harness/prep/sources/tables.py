@@ -382,9 +382,8 @@ def _has_any(column: Any) -> list[bool]:
 
 
 def _is_list(kind: Any) -> bool:
-    types = pa.types
-    views = [getattr(types, name) for name in ("is_list_view", "is_large_list_view") if hasattr(types, name)]
-    return any(check(kind) for check in (types.is_list, types.is_large_list, types.is_fixed_size_list, *views))
+    names = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
+    return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
 
 
 def _has_map(kind: Any) -> bool:

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message, ToolCall
-from harness.prep.tokenize.chats import RenderedChat, shared_length
+from harness.prep.tokenize.chats import FORMS, RenderedChat, shared_length
 from harness.prep.tokenize.config import TokenizerConfig
-from harness.prep.tokenize.forms import FORMS
 from harness.prep.tokenize.known_forms import KnownForm, KnownForms
 from harness.prep.tokenize.offsets import Span
 from harness.prep.tokenize.stock import StockRule, stock_rule

@@ -16,7 +16,6 @@ from harness.prep.tokenize import (
     ChatTokenizer,
     TokenBytes,
     TokenizerConfig,
-    mask_of_encoding,
     token_mask,
     train_bpe,
 )
@@ -335,38 +334,3 @@ def test_a_conversation_that_the_tokenizer_normalizes_is_masked_as_others(folder
 def test_invalid_settings_are_refused(change):
     with pytest.raises(ConfigError):
         TokenizerConfig(**change)
-
-
-@pytest.mark.parametrize("kind", ["bytes", "words", "metaspace", "stripped"])
-def test_the_fast_mask_of_an_encoding_equals_the_mask_from_all_offsets(kind):
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    texts = [
-        "An émigré's naïve 火車 rides  twice,\n then 🙂🙂 stops. ",
-        "  plain words   only",
-        "a",
-        "火車" * 5,
-        "x \u00a0 y\t\tz",
-    ]
-    if kind == "words":
-        made, trainer = Tokenizer(models.WordLevel(unk_token="?")), trainers.WordLevelTrainer(special_tokens=["?"])
-        made.pre_tokenizer = pre_tokenizers.Whitespace()
-    else:
-        made, trainer = Tokenizer(models.BPE()), trainers.BpeTrainer(vocab_size=300, show_progress=False)
-        made.pre_tokenizer = pre_tokenizers.Metaspace() if kind == "metaspace" else pre_tokenizers.ByteLevel()
-        made.decoder = decoders.ByteLevel()
-    if kind == "stripped":
-        made.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents(), normalizers.Strip()])
-    made.train_from_iterator(texts * 3, trainer)
-    random = np.random.default_rng(0)
-    fast = 0
-    for text in texts:
-        encoding = made.encode(text)
-        for _ in range(300):
-            start, end = sorted(random.integers(0, len(text) + 1, 2).tolist())
-            rest = sorted(random.integers(end, len(text) + 1, 2).tolist())
-            spans = [(start, end), (rest[0], rest[1])]
-            expected = token_mask(encoding.offsets, spans)
-            assert mask_of_encoding(encoding, len(encoding), text, spans).tolist() == expected.tolist(), (text, spans)
-            fast += bool(expected.any())
-    assert fast > 300
