@@ -161,7 +161,7 @@ class _Splitter:
                     break
                 start, end = (start + 1, end) if self._trains_last else (start, end - 1)
                 made = alone[first]
-            self._keep(made)
+            self._store([one.view for one in made])
             first = end
 
     def _divide(self, prefix: Messages, unit: Messages, sequences: Sequence[Encoded], *, is_exchange: bool) -> None:
@@ -182,9 +182,6 @@ class _Splitter:
 
     def _together(self, prefix: Messages, units: Sequence[Messages]) -> list[Encoded]:
         return self._encode([prefix + tuple(itertools.chain(*units))])[0]
-
-    def _keep(self, sequences: Sequence[Encoded]) -> None:
-        self._store([one.view for one in sequences])
 
     def _store(self, views: Sequence[SequenceView]) -> None:
         for view in views:

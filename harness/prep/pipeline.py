@@ -23,13 +23,20 @@ from harness.formats import Manifest, Provenance, load_manifest, open_dataset, o
 from harness.formats.virtual.plan import open_store, write_plan
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord, RecordReader
+from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
 from harness.prep.packing import PACKED_STORAGE, PackingConfig, PackPlan, plan_packs
-from harness.prep.page import choose_samples, render_page
 from harness.prep.pydoc import write_pydoc_corpus
-from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
-from harness.prep.samples import Sample
+from harness.prep.report import (
+    PrepareReport,
+    SplitReport,
+    Stages,
+    choose_samples,
+    render_page,
+    render_report,
+    to_markdown,
+)
 from harness.prep.shards import VERSION, Receipt, ShardJob, refuse
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import SourceFiles, find_files
@@ -223,7 +230,7 @@ def _fill(
     with os_errors_as(PrepError, "the preparation cannot be written", where=folder.path, fix=fix):
         try:
             folder.begin()
-            preparation = _Preparation(config, folder.path, found, report, stages, folder.first_day(date.today()))
+            preparation = Preparation(config, folder.path, found, report, stages, folder.first_day(date.today()))
             preparation.run()
             report.seconds = stages.seconds
             write_atomically(folder.path / layout.REPORT_PAGE, to_markdown(report).encode())
@@ -247,7 +254,7 @@ def _stamps(files: Iterable[Place]) -> list[Stamp | None]:
 
 
 @dataclass
-class _Preparation:
+class Preparation:
     """One run, stage by stage; fills in `report`."""
 
     config: PrepareConfig
@@ -259,7 +266,8 @@ class _Preparation:
     reader: RecordReader = field(default_factory=RecordReader)
     samples: list[Sample] = field(default_factory=list)
 
-    def run(self) -> None:
+    def begin(self) -> ChatTokenizer:
+        """Write the built-in corpus if it is the source, find the schema, and load or train the tokenizer."""
         if self.config.source.kind == "pydoc":
             with self.stages.stage("source", "collecting Python's documentation") as stage:
                 corpus = self.path / layout.SOURCE / "pydoc.jsonl"
@@ -271,6 +279,10 @@ class _Preparation:
         tokenizer = self._make_tokenizer()
         self.report.vocab_size = tokenizer.vocab_size
         self.report.mask = tokenizer.mask_facts(self.report.schema)
+        return tokenizer
+
+    def run(self) -> None:
+        tokenizer = self.begin()
         self.stages.show(f"Mask: {self.report.mask['rule']}, because {self.report.mask['why']}.")
         if tokenizer.uses_date:
             self.report.settings["date"] = self.today.isoformat()

@@ -26,10 +26,9 @@ import numpy as np
 
 from harness.errors import FormatError, HarnessError, PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation
-from harness.prep.counts import Counts
+from harness.prep.counts import Counts, Sample, make_sample
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
-from harness.prep.samples import Sample, make_sample
 from harness.prep.sources.reading import SourceChunk, SourceShard, read_shard
 from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
@@ -202,29 +201,27 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
 
 def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatTokenizer) -> Receipt:
     """Write the sequences and bad records of a shard; return its receipt, which still lacks input and output."""
+    receipt = Receipt(asdict(shard), job.settings)
     with ExitStack() as files:
-        writer = _ShardWriter(job, {name: files.enter_context((folder / name).open("wb")) for name in _FILES})
+        opened = {name: files.enter_context((folder / name).open("wb")) for name in _FILES}
+        writer = _ShardWriter(job, opened, receipt)
         for chunk in read_shard(shard):
             writer.add(chunk, tokenizer)
         for file in writer.files.values():
             file.flush()
             os.fsync(file.fileno())
-    totals = {name: getattr(writer, name) for name in ("conversations", "sequences", "tokens", "trained_tokens")}
-    return Receipt(asdict(shard), job.settings, counts=writer.counts.counts_to_dict(), **totals)
+    receipt.counts = writer.counts.counts_to_dict()
+    return receipt
 
 
 @dataclass
 class _ShardWriter:
-    """Writes the records of a shard to its open files, by name, and counts them."""
+    """Writes the records of a shard to its open files, by name, and counts them and what is stored."""
 
     job: ShardJob
     files: Mapping[str, BinaryIO]
+    receipt: Receipt
     counts: Counts = field(default_factory=Counts)
-    conversations: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    samples: int = 0
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
     def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> None:
@@ -272,18 +269,17 @@ class _ShardWriter:
         ):
             if found:
                 counts.count(kind, where)
-        digest = conversation.hash()
+        digest, stored = conversation.hash(), self.receipt
         for part, piece in enumerate(fitted.pieces):
             trained = int(np.count_nonzero(piece.loss_mask))
-            self.rows.append((self.tokens, digest, part, len(piece), trained))
+            self.rows.append((stored.tokens, digest, part, len(piece), trained))
             self.files[INPUT_IDS].write(piece.input_ids.astype("<i4", copy=False).tobytes())
             self.files[LOSS_MASK].write(piece.loss_mask.tobytes())
-            self.tokens += len(piece)
-            self.trained_tokens += trained
-        self.conversations += 1
-        self.sequences += len(fitted.pieces)
-        if self.samples < _MAX_SAMPLES:
-            self.samples += 1
+            stored.tokens += len(piece)
+            stored.trained_tokens += trained
+        stored.conversations += 1
+        stored.sequences += len(fitted.pieces)
+        if stored.conversations <= _MAX_SAMPLES:
             line = json.dumps(asdict(make_sample(conversation, fitted.pieces, tokenizer)))
             self.files[SAMPLES].write(line.encode() + b"\n")
 

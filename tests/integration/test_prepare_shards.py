@@ -93,7 +93,7 @@ def interrupted(tmp_path, source, tokenizer, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline._Preparation, "_pack", interrupt)
+        patch.setattr(pipeline.Preparation, "_pack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "d", own, tokenizer=TokenizerConfig(name=tokenizer))
     return tmp_path / "d", own
@@ -202,7 +202,7 @@ def test_a_preparation_that_is_continued_another_day_writes_the_date_of_the_firs
     on(1)
     path, after, spool = tmp_path / "d", {}, pipeline.Spool
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline._Preparation, "_pack", interrupt)
+        patch.setattr(pipeline.Preparation, "_pack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(path, source, tokenizer=dated)
     before = receipts(path)

@@ -184,13 +184,13 @@ def nested(depth: int) -> object:
     [
         (
             nested(70),
-            "in the arguments of call 1 of the tool_calls of turn 2 (assistant) there are more than 64 levels",
+            "in the arguments of call 1 of the tool_calls of turn 2 (assistant) there is a value more than 64 levels deep",
         ),
         ({"x": "\ud800"}, "half a surrogate pair"),
         ('{"x": "\\ud800"}', "half a surrogate pair"),
         ({"x": float("inf")}, "the number inf"),
         ({"x": 10**5000}, "an integer of 16,610 bits"),
-        ({"x": {7: 1}, "y": nested(64)}, "a key of type int"),
+        ({"x": {7: 1}, "y": nested(64)}, "a value more than 64 levels deep"),
         ({"x": b"1"}, "a value of type bytes"),
     ],
 )

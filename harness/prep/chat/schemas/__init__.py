@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from harness.prep.chat.records import Schema
 from harness.prep.chat.schemas.alpaca import ALPACA
-from harness.prep.chat.schemas.base import Schema
 from harness.prep.chat.schemas.messages import MESSAGES
 from harness.prep.chat.schemas.preference import PREFERENCE
 from harness.prep.chat.schemas.prompt_completion import PROMPT_COMPLETION
