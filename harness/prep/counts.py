@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import numpy as np
 
@@ -66,25 +65,13 @@ class Counts:
         if len(places) < _MAX_EXAMPLES:
             places.append(place)
 
-    def add(self, values: Mapping[str, Any]) -> None:
-        """Add the counts of a later part of the source, as `counts_to_dict` returns them."""
-        for name in COUNTS:
-            if name == "examples":
-                for kind, places in values[name].items():
-                    for place in places:
-                        self._keep(kind, place)
-            elif isinstance(values[name], int):
-                setattr(self, name, getattr(self, name) + values[name])
-            else:
-                getattr(self, name).update(values[name])
-
-    def counts_to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        values = {name: getattr(self, name) for name in COUNTS}
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
-
-
-COUNTS = tuple(entry.name for entry in fields(Counts))
+    def add(self, other: Counts) -> None:
+        """Add the counts of a later part of the source."""
+        for name in (entry.name for entry in fields(Counts) if entry.name != "examples"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for kind, places in other.examples.items():
+            for place in places:
+                self._keep(kind, place)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,6 @@ from harness.prep.sources.schema import find_schema
 from harness.prep.spool import Split, Spool, divide
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import open_console
-from harness.settings import nearest_name
 from harness.storage import (
     BucketFolder,
     LocalCache,
@@ -183,14 +182,9 @@ def _config_of(
     if path is None:
         raise ConfigError("no folder is named", where="prepare, path", fix="name the folder to write to")
     known = [field.name for field in fields(PackingConfig) if field.name != "path"]
-    for name in settings:
-        if name not in (*known, "engine"):
-            near = nearest_name(name, known)
-            raise ConfigError(
-                f"there is no setting {name!r}",
-                where="prepare",
-                fix=(f"did you mean {near}? " if near else "") + f"fields of PackingConfig: {', '.join(known)}",
-            )
+    if unknown := [name for name in settings if name not in (*known, "engine")]:
+        fix = f"fields of PackingConfig: {', '.join(known)}"
+        raise ConfigError(f"there is no setting {unknown[0]!r}", where="prepare", fix=fix)
     engine = settings.pop("engine", "local")
     if not isinstance(source, SourceConfig):
         source = SourceConfig(kind="files", path=os.fspath(source))
@@ -377,7 +371,7 @@ class Preparation:
             done = self._do_shards(job, stage.advance)
             for shard, folder, receipt in done:
                 report.add_shard(shard.path, receipt)
-                for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts["bad"] else ():
+                for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts.bad else ():
                     with (self.path / name).open("ab") as file:
                         file.write((folder / name).read_bytes())
             self.samples = choose_samples((shard.path, folder) for shard, folder, _ in done)
@@ -424,15 +418,12 @@ class Preparation:
         empty = [name for name, split in splits.items() if not len(split)]
         if empty:
             left_out = report.left_out()
-            taken = " or ".join(f"data.{name}_fraction" for name in splits if name not in empty)
-            change = f"lower {taken}" if taken else "change data.pack_size or data.over_long"
+            fix = "read more conversations, or change data.pack_size, data.over_long and the fractions of the splits: "
             raise PrepError(
                 f"no conversation is left for {empty[0]}: {report.records:,} records were read"
                 + (f", left out were {left_out}" if left_out else ""),
                 where=source.path or source.kind,
-                fix=f"read more conversations, or set data.{empty[0]}_fraction=0"
-                if empty[0] != layout.TRAIN
-                else f"read more conversations, or {change}",
+                fix=fix + "data.validation_fraction=0 makes no such split",
             )
 
     def _pack(self, name: str, sequences: Split, tokenizer: ChatTokenizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from harness.errors import PrepError
-from harness.prep.counts import COUNTS, Counts, Sample
+from harness.prep.counts import Counts, Sample
 from harness.prep.packing import PackPlan
 from harness.prep.shards import Receipt, read_samples
 from harness.printing import escape_markdown, one_line
 from harness.records import Int32Array
-from harness.settings import from_plain
+from harness.settings import from_plain, to_plain
 from harness.storage import join_path
 from harness.tables import Row, Table, TableCell, make_histogram, open_templates
 
@@ -124,12 +124,9 @@ class PrepareReport(Counts):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        names = [entry.name for entry in fields(self) if entry.name not in (*COUNTS, "reused")]
-        values = {name: getattr(self, name) for name in names}
-        parts = {
-            name: {key: asdict(part) for key, part in getattr(self, name).items()} for name in ("sources", "splits")
-        }
-        return values | self.counts_to_dict() | parts
+        values: dict[str, Any] = to_plain(self)
+        del values["reused"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, path: str) -> PrepareReport:
@@ -145,8 +142,8 @@ class PrepareReport(Counts):
         """Add the counts of a shard of the file at `path`."""
         self.add(receipt.counts)
         source = self.sources.setdefault(path, SourceReport())
-        source.records += receipt.counts["records"]
-        source.bad += sum(receipt.counts["bad"].values())
+        source.records += receipt.counts.records
+        source.bad += receipt.counts.bad.total()
         for name in ("conversations", "sequences", "tokens", "trained_tokens"):
             setattr(source, name, getattr(source, name) + getattr(receipt, name))
 

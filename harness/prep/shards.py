@@ -32,7 +32,7 @@ from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
 from harness.prep.sources.reading import SourceChunk, SourceShard, read_shard
 from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
-from harness.settings import load
+from harness.settings import load, to_plain
 from harness.storage import Place, file_digest, parse_place, stamp_of, sync_folder
 from harness.storage.inputs import digest_of
 
@@ -100,7 +100,7 @@ class Receipt:
     settings: str
     input: dict[str, Any] = field(default_factory=dict)
     output: dict[str, dict[str, Any]] = field(default_factory=dict)
-    counts: dict[str, Any] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
     conversations: int = 0
     sequences: int = 0
     tokens: int = 0
@@ -178,7 +178,7 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
         receipt.input = {**asdict(before), "xxh3": digest}
         receipt.output = {name: _describe(folder / name) for name in _FILES}
         with (folder / RECEIPT).open("wb") as file:
-            file.write(json.dumps(asdict(receipt)).encode())
+            file.write(json.dumps(to_plain(receipt)).encode())
             file.flush()
             os.fsync(file.fileno())
         # Of two concurrent attempts either will do, since they hold the same bytes.
@@ -210,7 +210,6 @@ def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatToken
         for file in writer.files.values():
             file.flush()
             os.fsync(file.fileno())
-    receipt.counts = writer.counts.counts_to_dict()
     return receipt
 
 
@@ -221,7 +220,6 @@ class _ShardWriter:
     job: ShardJob
     files: Mapping[str, BinaryIO]
     receipt: Receipt
-    counts: Counts = field(default_factory=Counts)
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
     def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> None:
@@ -242,17 +240,17 @@ class _ShardWriter:
                 self._store(item, result, tokenizer)
         self.files[SEQUENCES].write(np.array(self.rows, SEQUENCE).tobytes())
         self.rows.clear()
-        self.counts.records += len(parsed)
+        self.receipt.counts.records += len(parsed)
         if self.job.on_bad == "refuse":
             refuse([record for _, record in refused])
         for raw, record in refused:
-            self.counts.count("bad", f"{record.where}: {record.detail}", reason=record.reason.value)
+            self.receipt.counts.count("bad", f"{record.where}: {record.detail}", reason=record.reason.value)
             whole = json.dumps({**asdict(record), "record": _decoded(raw)}, default=_describe_value)
             self.files[BAD_RECORDS].write(whole.encode() + b"\n")
             self.files[TO_REPAIR].write(_as_line(raw))
 
     def _store(self, conversation: Conversation, sequences: Sequence[Encoded], tokenizer: ChatTokenizer) -> None:
-        job, counts, where = self.job, self.counts, conversation.where
+        job, stored, counts, where = self.job, self.receipt, self.receipt.counts, conversation.where
         fitted = fit_conversation(conversation, sequences, tokenizer, pack_size=job.pack_size, over_long=job.over_long)
         counts.lost_tokens += fitted.num_lost
         if not fitted.pieces:
@@ -269,7 +267,7 @@ class _ShardWriter:
         ):
             if found:
                 counts.count(kind, where)
-        digest, stored = conversation.hash(), self.receipt
+        digest = conversation.hash()
         for part, piece in enumerate(fitted.pieces):
             trained = int(np.count_nonzero(piece.loss_mask))
             self.rows.append((stored.tokens, digest, part, len(piece), trained))

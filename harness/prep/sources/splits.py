@@ -60,7 +60,8 @@ def choose_split(names: Sequence[str], split: str, *, where: str, loosely: bool 
     named = {name: splits[name] for name in sorted(splits) if name}
     # Beside files without a split, the only other one may be what must not be trained on.
     wanted = split or (TRAIN if len(named) == 1 else "")
-    return choose_named(named, wanted if wanted in splits else _SPLITS.get(wanted.lower(), wanted), where=where)
+    other = _SPLITS.get(wanted.lower(), "")
+    return choose_named(named, other if wanted not in named and other in named else wanted, where=where)
 
 
 def choose_named(splits: Mapping[str, list[str]], split: str, *, where: str) -> tuple[list[str], str]:

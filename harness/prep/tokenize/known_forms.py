@@ -96,23 +96,6 @@ class KnownForms:
             self._tried_tools[spelled] = self._try_form(RenderedChat(self._template, probe, known.form, {}), of_tools)
         return self._tried_tools[spelled] or known
 
-    def not_written(self, missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
-        """Return the error about a part of a conversation that the template leaves out.
-
-        Args:
-            missing: that part, in words.
-            ignorable: fields of records that hold it, if the conversation is still one without.
-        """
-        detail = f"the chat template does not write {missing}; name one that does with tokenizer.chat_template"
-        # One that has a place for each of them leaves this out for another reason, as qwen3 may.
-        if not all(field in self._template.text for field in ("tools", "tool_calls", "reasoning_content")):
-            detail += " (qwen3 writes tools, calls and reasoning)"
-        elif missing.endswith("(developer)"):
-            detail += " (the built-in qwen3 writes it as a system prompt)"
-        if ignorable:
-            detail += f", or leave it out with source.ignore_fields=[{','.join(ignorable)}]"
-        return BadRecordError(BadReason.NOT_WRITTEN, detail)
-
     def _probe(self, conversation: Conversation, forms: Sequence[Form]) -> KnownForm | BadRecordError:
         for name in conversation.template_kwargs:
             if name not in self._template.reads:
@@ -164,10 +147,23 @@ class KnownForms:
                         continue
                 turn = "" if message is None or number is None else f" of turn {number + 1} ({message['role']})"
                 optional = _OPTIONAL["tools"] if number is None else _OPTIONAL.get(name, ())
-                return self.not_written(f"the {name}{turn}", optional)
+                return not_written(f"the {name}{turn}", optional)
         except Exception as error:  # a template is a user's program and can raise anything
             return template_failure(error)
         return None
+
+
+def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
+    """Return the error about a part of a conversation that the template leaves out.
+
+    Args:
+        missing: that part, in words.
+        ignorable: fields of records that hold it, if the conversation is still one without.
+    """
+    detail = f"the chat template does not write {missing}; name one that does with tokenizer.chat_template"
+    if ignorable:
+        detail += f", or leave it out with source.ignore_fields=[{','.join(ignorable)}]"
+    return BadRecordError(BadReason.NOT_WRITTEN, detail)
 
 
 def _words_in(text: str) -> set[str]:

@@ -70,14 +70,6 @@ def test_empty_lists_and_files_have_no_records(tmp_path):
         assert read_all(tmp_path / name) == []
 
 
-def test_a_json_file_with_a_record_on_each_line_is_read_line_by_line(tmp_path):
-    file = tmp_path / "chats.json"
-    file.write_text("\n".join(["", json.dumps(chat("1")), "broken", json.dumps(chat("2"))]))
-    one, broken, two = read_all(file)
-    assert (one.where, two.where) == (f"{file}, line 2", f"{file}, line 4")
-    assert (broken.where, broken.reason) == (f"{file}, line 3", BadReason.NOT_JSON)
-
-
 @pytest.mark.parametrize("window", [64, 1 << 20])
 def test_shards_of_a_list_hold_every_item_once_with_its_number(tmp_path, monkeypatch, window):
     monkeypatch.setattr(text, "_WINDOW_BYTES", window)
@@ -208,17 +200,6 @@ def test_reading_a_long_list_takes_memory_for_its_window_only(tmp_path):
     tracemalloc.stop()
     assert file.stat().st_size > 30 << 20
     assert peak < 16 << 20
-
-
-def test_a_truncated_compressed_file_names_the_last_line_that_was_read(tmp_path):
-    data = pa.compress(
-        "".join(json.dumps(chat(str(n) * 400)) + "\n" for n in range(5000)).encode(), "gzip", asbytes=True
-    )
-    file = tmp_path / "chats.jsonl.gz"
-    file.write_bytes(data[: len(data) // 2])
-    with pytest.raises(PrepError, match="cannot be read") as error:
-        read_all(file)
-    assert error.value.where.startswith(f"{file}, after line ")
 
 
 def test_json_files_of_a_folder_count_only_if_they_hold_chats(tmp_path):
