@@ -29,7 +29,7 @@ from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.counts import Counts, Sample, make_sample
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
-from harness.prep.sources.reading import SourceChunk, SourceShard, read_shard
+from harness.prep.sources.reading import SourceChunk, SourceShard, is_blank, read_shard
 from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.settings import load, to_plain
@@ -232,7 +232,8 @@ class _ShardWriter:
         conversations = [item for item in parsed if isinstance(item, Conversation)]
         results = iter(tokenizer.encode_each(conversations))
         refused = []
-        for raw, item in zip(_filled(chunk), parsed, strict=True):
+        raws = (raw for raw in chunk.records if not is_blank(raw))
+        for raw, item in zip(raws, parsed, strict=True):
             result = next(results) if isinstance(item, Conversation) else item
             if isinstance(result, BadRecord):
                 refused.append((raw, result))
@@ -286,11 +287,6 @@ def read_samples(folder: Path) -> Iterator[Sample]:
     """Yield the samples of a finished shard."""
     with (folder / SAMPLES).open("rb") as lines:
         yield from (load(Sample, line, where=folder / SAMPLES) for line in lines)
-
-
-def _filled(chunk: SourceChunk) -> Iterator[object]:
-    """Yield the records of a chunk as `parse` does, without blank lines."""
-    return (record for record in chunk.records if not isinstance(record, bytes) or record.strip())
 
 
 def _decoded(raw: object) -> object:

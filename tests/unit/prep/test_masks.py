@@ -111,16 +111,6 @@ def test_a_turn_that_ends_differently_once_others_follow_gets_a_sequence_of_its_
     assert [trained(sequence) for sequence in made] == [["Hello<|im_end|>"], ["So long<|im_end|>"]]
 
 
-def test_of_ends_that_a_template_writes_outside_its_marks_the_first_is_trained(tokenizer: Any) -> None:
-    marks = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
-    template = "{% for m in messages %}" + TURN + marks + "{% endif %}<|im_end|><|im_end|>\n{% endfor %}"
-    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-
-    (sequence,) = encode(tokenizer(template, end_of_last_turn="<|im_end|>"), chat("Hi", "Hello"))
-
-    assert trained(sequence) == ["Hello<|im_end|>"]
-
-
 def test_turns_that_are_served_alike_share_a_sequence(tokenizer: Any) -> None:
     template = FORGETFUL.replace("loop.last", "(loop.last or m.content == 'Wait')")
     messages = [
@@ -282,21 +272,6 @@ def test_a_text_that_a_template_loses_is_refused_by_name(
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "fox"}}}
 
 
-def test_a_parameter_that_a_template_loses_is_refused_by_name_though_a_call_has_it(tokenizer: Any) -> None:
-    made = tokenizer(
-        TOOLS.replace("{{ t.function.name }}", "{{ t.function.name }}({{ t.function.parameters.required }})")
-    )
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    function = {"name": "f", "parameters": {"b": {"type": "str"}}}
-    encode(made, parsed(turns, tools=[function]))
-
-    bad = refused(made, parsed(turns, tools=[{**function, "parameters": {"a": {"type": "str", "default": "fox"}}}]))
-
-    assert bad.reason == BadReason.NOT_WRITTEN
-    assert "does not write the parameter 'a' of the tool 'f'" in bad.detail
-    assert "source.ignore_fields=[tools]" in bad.detail
-
-
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
@@ -316,6 +291,7 @@ def test_a_parameter_inside_another_that_a_template_loses_is_refused_by_name(
 
     path = "a.x" if "x" in place.get("properties", {}) else "a.city"
     assert f"does not write the parameter '{path}' of the tool 'f'" in bad.detail
+    assert "source.ignore_fields=[tools]" in bad.detail
 
 
 # What is lost stands elsewhere, too: a short result in the answer, an argument in the question.

@@ -97,19 +97,12 @@ def test_a_folder_with_code_of_its_own_is_refused_and_standard_input_is_no_conse
     config = {"tokenizer_class": "Planted", "auto_map": {"AutoTokenizer": ["planted.Planted", "planted.Planted"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "planted.py").write_text(f"open({str(marker)!r}, 'w')\nclass Planted: ...\n")
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    settings = [f"source.path={chats}", f"data.path={tmp_path / 'data'}", f"tokenizer.name={folder}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.prepare", *settings],
-        input="yes\n" * 9,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
+    code = "import sys; from harness.prep import *; ChatTokenizer(TokenizerConfig(name=sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, input="yes\n" * 9, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "ConfigError: the tokenizer cannot be loaded" in done.stderr
     assert str(folder) in done.stderr
-    assert "code" in done.stderr
     assert not marker.exists()
 
 

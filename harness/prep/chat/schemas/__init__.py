@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from harness.prep.chat.records import Schema
 from harness.prep.chat.schemas.alpaca import ALPACA
@@ -16,14 +15,12 @@ from harness.prep.chat.schemas.xlam import XLAM
 
 __all__ = ["SCHEMAS"]
 
-SCHEMAS: Mapping[str, Schema] = MappingProxyType(
-    {
-        "messages": MESSAGES,
-        "sharegpt": SHAREGPT,
-        "alpaca": ALPACA,
-        "prompt_completion": PROMPT_COMPLETION,
-        "xlam": XLAM,
-        "text": TEXT,
-        "preference": PREFERENCE,
-    }
-)
+SCHEMAS: Mapping[str, Schema] = {
+    "messages": MESSAGES,
+    "sharegpt": SHAREGPT,
+    "alpaca": ALPACA,
+    "prompt_completion": PROMPT_COMPLETION,
+    "xlam": XLAM,
+    "text": TEXT,
+    "preference": PREFERENCE,
+}
