@@ -126,8 +126,3 @@ def loaded_modules(code: str, *names: str) -> set[str]:
 def test_a_tokenizer_or_a_plan_imports_no_pyarrow_and_no_tokenizer_library():
     code = "from harness.prep import ChatTokenizer, plan_packs; from harness.prep.chat import parse_record"
     assert loaded_modules(code, "pyarrow", "rich", "tokenizers", "transformers", "torch", "hydra") == set()
-
-
-def test_preparing_imports_no_torch_and_no_hydra():
-    code = "from harness.prep import PrepareConfig, prepare; from harness.prep.pipeline import repack_store"
-    assert loaded_modules(code, "torch", "megatron", "hydra", "omegaconf", "transformers", "ray") == set()
