@@ -5,28 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from harness.checks import require_choice
 from harness.prep.chat import BadRecord, Conversation, Message
 from harness.prep.packing import OVER_LONG
-from harness.prep.tokenize import Encoded
+from harness.prep.tokenize import ChatTokenizer, Encoded
 from harness.records import SequenceView
 
 Messages = tuple[Message, ...]
 
 # A split repeats the turns of these roles that a conversation begins with.
 _SYSTEM = ("system", "developer")
-
-
-class Encoder(Protocol):
-    """Turns conversations into sequences, as `ChatTokenizer` does."""
-
-    def encode_each(self, conversations: Sequence[Conversation]) -> list[list[Encoded] | BadRecord]: ...
-
-    def mask_facts(self) -> dict[str, str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +42,12 @@ class Fitted:
 
 
 def fit_conversation(
-    conversation: Conversation, sequences: Sequence[Encoded], tokenizer: Encoder, *, pack_size: int, over_long: str
+    conversation: Conversation,
+    sequences: Sequence[Encoded],
+    tokenizer: ChatTokenizer,
+    *,
+    pack_size: int,
+    over_long: str,
 ) -> Fitted:
     """Make the sequences of a conversation fit into packs of `pack_size` tokens.
 
@@ -117,7 +113,7 @@ class _Splitter:
     """Divides one conversation; collects the sequences of its parts."""
 
     conversation: Conversation
-    tokenizer: Encoder
+    tokenizer: ChatTokenizer
     pack_size: int
     pieces: list[SequenceView] = field(default_factory=list)
     is_cut: bool = False
