@@ -210,7 +210,6 @@ def _answers(messages: Messages) -> list[Messages]:
 
 
 def _answered(messages: Messages) -> Messages:
-    """Leave out the turns after the last of the assistant."""
     count = max((number for number, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
     return messages[:count]
 
@@ -220,7 +219,6 @@ def _longest(sequences: Sequence[Encoded]) -> int:
 
 
 def _num_common(one: SequenceView, other: SequenceView) -> int:
-    """Return the number of tokens that two sequences begin with."""
     count = min(len(one), len(other))
     differs = one.input_ids[:count] != other.input_ids[:count]
     return int(differs.argmax()) if differs.any() else count

@@ -154,7 +154,6 @@ def _working_folder(target: BucketFolder) -> Path:
 
 
 def _upload(prepared: Path, target: BucketFolder, settings: dict[str, Any], stages: Stages, *, overwrite: bool) -> None:
-    """Upload a finished preparation and remove it here."""
     total = sum(path.stat().st_size for path in prepared.rglob("*") if path.is_file())
     fix = "start again: what was prepared is kept, and what was uploaded is not sent again"
     with (
@@ -219,7 +218,6 @@ def _settings(config: PrepareConfig, found: SourceFiles) -> dict[str, Any]:
 def _fill(
     folder: PreparedFolder, config: PrepareConfig, found: SourceFiles, report: PrepareReport, stages: Stages
 ) -> None:
-    """Prepare everything in a folder, from its lock to its reports."""
     fix = "make room or have the disk checked, then start again: finished shards are kept"
     with os_errors_as(PrepError, "the preparation cannot be written", where=folder.path, fix=fix):
         try:

@@ -105,7 +105,6 @@ class Message:
 
 
 def _is_plain(turn: Message) -> bool:
-    """Tell if a turn is no more than its role and one text."""
     extras = turn.reasoning or turn.tool_calls or turn.tool_call_id or turn.name
     return isinstance(turn.content, str) and not extras and turn.trained is None
 

@@ -169,7 +169,6 @@ def _client(place: HubName) -> Any:
 
 
 def _download(api: Any, place: HubName, name: str, revision: str) -> Path:
-    """Return a file of the dataset in the cache, downloaded if it is not there."""
     from huggingface_hub import hf_hub_download
 
     moved: list[None] = []
@@ -245,13 +244,11 @@ def _by_card(
 
 
 def _by_names(place: HubName, data: Sequence[str], split: str) -> Chosen:
-    """Choose the files whose names have the split."""
     chosen, named = choose_split(data, split, where=str(place), loosely=True)
     return chosen, {"split": named} if named else {}
 
 
 def _card_splits(config: Mapping[str, Any], data: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files of each split of a subset."""
     folder = str(config.get("data_dir") or "").strip("/")
     entries = config.get("data_files") or f"{folder}/**"
     if isinstance(entries, str) or (isinstance(entries, list) and all(isinstance(one, str) for one in entries)):

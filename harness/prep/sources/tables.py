@@ -269,7 +269,6 @@ def decoded_bytes(column: Any) -> int:
 
 
 def _children(column: Any) -> list[Any]:
-    """Return the columns inside one, of the same rows."""
     kind = column.type
     if pa.types.is_struct(kind):
         return list(column.flatten())
@@ -280,7 +279,6 @@ def _children(column: Any) -> list[Any]:
 
 
 def _num_rows(row_bytes: float) -> int:
-    """Return how many rows of a size to decode at once."""
     return max(1, min(_CHUNK_ROWS, int(_CHUNK_BYTES / max(row_bytes, 1))))
 
 
@@ -301,7 +299,6 @@ def _is_in(path: str, name: str) -> bool:
 
 
 def _leaf_bytes(metadata: Any, groups: Sequence[int]) -> dict[str, int]:
-    """Return the uncompressed bytes of each leaf column in these row groups."""
     total: dict[str, int] = {}
     for number in groups:
         group = metadata.row_group(number)
