@@ -134,8 +134,11 @@ def read_parquet(
         values, presence = _present(schema.names, reader)
         row_bytes = size / max(metadata.num_rows, 1)
         numbers = list(range(*(groups or (0, parquet.num_row_groups))))
-        leaves = [_smallest_leaf(metadata, numbers, name) for name in presence]
         costs = _leaf_bytes(metadata, numbers)
+        # The cheapest leaf: of images that is their path, which is null where there is no image.
+        leaves = [
+            min((one for one in costs if _is_in(one, name)), key=costs.__getitem__, default=name) for name in presence
+        ]
         check_expansion(parquet, size, numbers, values, str(place))
         num_rows = sum(metadata.row_group(number).num_rows for number in numbers)
         cost = sum(
@@ -336,12 +339,6 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
                 what = f"the column {name} claims {column.num_values:,} values, at most {most:,} can be honest"
                 fix = "write the file again"
                 raise PrepError(f"{what} in {num_bytes:,} bytes", where=f"{where}, row group {number}", fix=fix)
-
-
-def _smallest_leaf(metadata: Any, groups: Sequence[int], name: str) -> str:
-    """Return the cheapest leaf of a column: of images that is their path, which is null where there is no image."""
-    leaves = {path: num for path, num in _leaf_bytes(metadata, groups).items() if _is_in(path, name)}
-    return min(leaves, key=lambda path: leaves[path], default=name)
 
 
 def _rows(batch: Any, values: Sequence[str], presence: Sequence[str]) -> list[Any]:
