@@ -190,6 +190,8 @@ def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str],
         PrepError: a page, or a row of texts, is larger than it may be, or pages have more values than the footer says.
     """
     group, where = metadata.row_group(number), f"{place}, row group {number}"
+    if not group.num_rows:  # which has no pages
+        return rows
     with contextlib.closing(open_source(place)) as source:
         for column in map(group.column, range(group.num_columns)):
             path = column.path_in_schema

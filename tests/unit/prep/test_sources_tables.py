@@ -144,6 +144,12 @@ def test_a_cut_table_is_refused(tmp_path, suffix, keep):
     assert str(file) in error.value.where
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_table_without_rows_has_no_records(tmp_path, suffix):
+    table = pa.table({"messages": pa.array([], TYPES["plain"]), "images": pa.array([], pa.list_(TEXT))})
+    assert read_all(write(tmp_path / f"a{suffix}", table)) == []
+
+
 def test_two_columns_of_one_name_are_refused(tmp_path):
     table = pa.Table.from_arrays([pa.array([TURNS]), pa.array([TURNS])], names=["messages", "messages"])
     file = write(tmp_path / "a.parquet", table)
