@@ -1,4 +1,4 @@
-"""What becomes of records: counts of each kind with the places where it came first, and samples of trained text."""
+"""Counts of what became of records, each kind with the places where it came first, and samples of trained text."""
 
 from __future__ import annotations
 

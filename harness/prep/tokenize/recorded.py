@@ -1,4 +1,4 @@
-"""What a dataset records of its tokenizer: the tokens that end an answer, and the settings of its mask."""
+"""The tokens that end an answer and the settings of a mask, as a dataset records them for its tokenizer."""
 
 from __future__ import annotations
 

@@ -90,20 +90,21 @@ def test_a_plan_names_the_setting_that_is_wrong(changes, where):
 
 
 @pytest.mark.parametrize(
-    ("changes", "where"),
+    ("changes", "where", "words"),
     [
-        ({"over_long": "leave"}, "data.over_long"),
-        ({"packed_storage": "pickle"}, "data.packed_storage"),
-        ({"algorithm": "best"}, "data.algorithm"),
-        ({"pack_size": 1}, "data.pack_size"),
-        ({"path": ""}, "data.path"),
-        ({"validation_fraction": 0.5, "test_fraction": 0.5}, "data.validation_fraction and data.test_fraction"),
+        ({"over_long": "leave"}, "data.over_long", "'leave'"),
+        ({"packed_storage": "pickle"}, "data.packed_storage", "'pickle'"),
+        ({"algorithm": "best"}, "data.algorithm", "'best'"),
+        ({"pack_size": 1}, "data.pack_size", "1"),
+        ({"path": ""}, "data.path", "no folder"),
+        ({"validation_fraction": 0.5, "test_fraction": 0.5}, "data.validation_fraction and data.test_fraction", "left"),
     ],
 )
-def test_settings_of_packing_are_refused_by_name(changes, where):
+def test_settings_of_packing_are_refused_by_name(changes, where, words):
     with pytest.raises(ConfigError) as caught:
         PackingConfig(**changes)
     assert caught.value.where == where
+    assert words in caught.value.what
 
 
 def test_the_seed_of_a_plan_is_0_unless_given():
