@@ -55,8 +55,9 @@ class KnownForms:
     def __init__(self, template: Template, *, trusts_plain: bool) -> None:
         self._template, self._trusts_plain = template, trusts_plain
         self._known: dict[Any, KnownForm | BadRecordError] = {}
-        # What is left out of tools, by their JSON.
+        # What is left out of tools, by their JSON; and those that were looked up last.
         self._tried_tools: dict[str, BadRecordError | None] = {}
+        self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
 
     def find(self, conversation: Conversation) -> KnownForm:
         """Return how the template takes conversations of this shape.
@@ -87,6 +88,9 @@ class KnownForms:
 
     def _check_tools(self, conversation: Conversation, known: KnownForm) -> KnownForm | BadRecordError:
         """Return `known`, or the error about what the template leaves out of these tools, tried once for each list."""
+        # Nearly always the tools of the conversation before.
+        if conversation.tools is self._tools[0]:
+            return self._tools[1] or known
         spelled = json.dumps(conversation.tools)
         if spelled not in self._tried_tools:
             probe, words = with_unique_words(conversation, self._template.tags)
@@ -94,7 +98,8 @@ class KnownForms:
             if len(self._tried_tools) >= _MAX_SHAPES:
                 self._tried_tools.clear()
             self._tried_tools[spelled] = self._try_form(RenderedChat(self._template, probe, known.form, {}), of_tools)
-        return self._tried_tools[spelled] or known
+        self._tools = conversation.tools, self._tried_tools[spelled]
+        return self._tools[1] or known
 
     def _probe(self, conversation: Conversation, forms: Sequence[Form]) -> KnownForm | BadRecordError:
         for name in conversation.template_kwargs:

@@ -16,11 +16,18 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
+import jinja2.runtime
+import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from harness.prep.tokenize.config import MAX_CHARACTERS, OUT_OF_CHARACTERS, OUT_OF_MEMORY
 from harness.prep.tokenize.offsets import Span
 
+_DICT_METHODS = frozenset(dir(dict))
+# What loops and templates keep, and the values in it that are no functions.
+_STATES = (jinja2.runtime.LoopContext, jinja2.utils.Namespace)
+_VALUES = frozenset((str, bool, int, list, tuple, dict))
+_JSON = json.JSONEncoder(ensure_ascii=False)
 # Methods of texts whose first argument a template looks for.
 _SEARCHING = {
     "startswith",
@@ -39,7 +46,7 @@ _TAG = re.compile(r"(?=\S*[^\w\s])\S{2,}")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The names that templates use, with a short way for what they ask again and again."""
+    """The names that templates use, with short ways for what they ask again and again."""
 
     def __init__(self, now: datetime | None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
@@ -47,18 +54,51 @@ class _Environment(ImmutableSandboxedEnvironment):
         # First character and text of each marked part.
         self.marked: list[tuple[int, str]] | None = None
         self.written = 0
-        self.filters["tojson"] = _to_json
+        # Of each tool of the conversation in hand, by identity: its JSON once it was written.
+        self.tools: Sequence[Any] = ()
+        self.tool_texts: dict[int, str] = {}
+        self.filters["tojson"] = self._to_json
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = self._format_now
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(function) is jinja2.runtime.Macro:  # safe to call, being the template's own
+            return context.call(function, *args, **kwargs)
+        return super().call(context, function, *args, **kwargs)
 
     def _format_now(self, form: str) -> str:
         return (self.now or datetime.now()).strftime(form)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        # The turns of a conversation: the sandbox looks for an attribute of a dict before its items.
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            return obj[attribute]
+        # The turns of a conversation, of which everything is asked again and again.
+        if type(obj) is dict:
+            if attribute not in _DICT_METHODS:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        elif type(obj) in _STATES and attribute[:1] != "_":
+            value = getattr(obj, attribute, None)
+            # The sandbox has nothing to check in these.
+            if type(value) in _VALUES:
+                return value
         return super().getattr(obj, attribute)
+
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes HTML.
+        if ensure_ascii or sort_keys or indent is not None or separators is not None:
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
+        # Each tool is written in every rendering of a conversation.
+        if id(value) not in self.tool_texts:
+            return _JSON.encode(value)
+        self.tool_texts[id(value)] = text = self.tool_texts[id(value)] or _JSON.encode(value)
+        return text
 
 
 class _Generation(jinja2.ext.Extension):
@@ -78,17 +118,6 @@ class _Generation(jinja2.ext.Extension):
         if environment.marked is not None:
             environment.marked.append((environment.written, text))
         return text
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:
@@ -172,6 +201,9 @@ class Template:
         """Return the text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
         environment, program = self._environment, self._program
         environment.written = 0
+        if tools is not environment.tools:
+            environment.tools = tools
+            environment.tool_texts = {id(tool): "" for tool in tools}
         context = program.new_context(
             {
                 **self._variables,
