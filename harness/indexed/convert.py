@@ -16,7 +16,7 @@ from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, UINT16, MappedIndex
 from harness.indexed.verify import check_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.records import MAX_TOKEN_ID
-from harness.storage import Marker, write_atomically
+from harness.storage import write_atomically
 
 if TYPE_CHECKING:
     from harness.indexed.token_shards import TokenBatch
@@ -209,11 +209,6 @@ def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -
 
 
 def save_counts(counts: dict[str, tuple[int, int]], path: Path) -> None:
-    """Write the file for `--per-dataset-sequences-path`; raises FormatError if another process does, or it fails."""
-    marker = Marker(path.with_name(f".{path.name}_writing"))
+    """Write the file for `--per-dataset-sequences-path`; raises FormatError if it cannot be written."""
     with os_errors_as(FormatError, "writing failed", where=path, fix="fix the cause and run the same command again"):
-        marker.acquire()
-        try:
-            write_atomically(path, json.dumps(counts).encode())
-        finally:
-            marker.release(remove=True)
+        write_atomically(path, json.dumps(counts).encode())

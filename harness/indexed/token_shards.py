@@ -32,14 +32,6 @@ _BATCH_TOKENS = 1 << 20
 # Bytes of a column that pyarrow reads at a time.
 _READ_BYTES = 1 << 20
 _THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-_MAGIC = {
-    b"\x1f\x8b": "is compressed with gzip",
-    b"\x28\xb5\x2f\xfd": "is compressed with zstd",
-    b"BZh": "is compressed with bzip2",
-    b"{": "is JSON lines",
-    b"[": "is JSON",
-    b"ARROW1": "is an Arrow file",
-}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,9 +95,8 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
         with path.open("rb") as file:
             start = file.read(8)
         if not start.startswith(b"PAR1"):
-            kind = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), "is not a Parquet file")
             fix = "token shards are Parquet files with a column of token ids; prepare chats with `harness prepare`"
-            raise PrepError(f"the shard {kind if start else 'is empty'}", where=str(path), fix=fix)
+            raise PrepError(f"the shard is not a Parquet file: it begins with {start!r}", where=str(path), fix=fix)
     return shards
 
 

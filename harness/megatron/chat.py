@@ -14,7 +14,7 @@ from typing import Any
 from harness.errors import ConfigError
 from harness.megatron.export.folder import export_checkpoint
 from harness.prep import ChatTokenizer, TokenizerConfig
-from harness.prep.tokenize.ends import end_tokens
+from harness.prep.tokenize.recorded import end_tokens
 from harness.printing import open_console, print_text
 
 # Of whole models, and of LoRA adapters, which transformers loads with their base model.

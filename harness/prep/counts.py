@@ -1,14 +1,21 @@
-"""Counts of a preparation: records, and what became of them, each kind with the places where it came first."""
+"""Counts of what became of records, each kind with the places where it came first, and samples of trained text."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+
+import numpy as np
+
+from harness.formats.inspect import Decoder, text_runs
+from harness.prep.chat import Conversation
+from harness.records import SequenceView
 
 # Examples of one kind that are kept.
 _MAX_EXAMPLES = 3
+# Sequences of a conversation that a report keeps, and characters of each.
+_MAX_SEQUENCES, _MAX_CHARACTERS = 6, 6000
 
 
 @dataclass
@@ -58,22 +65,66 @@ class Counts:
         if len(places) < _MAX_EXAMPLES:
             places.append(place)
 
-    def add(self, values: Mapping[str, Any]) -> None:
-        """Add the counts of a later part of the source, as `counts_to_dict` returns them."""
-        for name in COUNTS:
-            if name == "examples":
-                for kind, places in values[name].items():
-                    for place in places:
-                        self._keep(kind, place)
-            elif isinstance(values[name], int):
-                setattr(self, name, getattr(self, name) + values[name])
-            else:
-                getattr(self, name).update(values[name])
-
-    def counts_to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        values = {name: getattr(self, name) for name in COUNTS}
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
+    def add(self, other: Counts) -> None:
+        """Add the counts of a later part of the source."""
+        for name in (entry.name for entry in fields(Counts) if entry.name != "examples"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for kind, places in other.examples.items():
+            for place in places:
+                self._keep(kind, place)
 
 
-COUNTS = tuple(entry.name for entry in fields(Counts))
+@dataclass(frozen=True, slots=True)
+class SequenceSample:
+    """The text of one sequence.
+
+    Attributes:
+        num_tokens, num_trained: of the whole sequence.
+        runs: pieces of text in order, each with whether it is trained.
+        is_whole: nothing is left out of the text.
+    """
+
+    num_tokens: int
+    num_trained: int
+    runs: list[tuple[str, bool]]
+    is_whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One conversation.
+
+    Attributes:
+        where: its file and line, or file and row.
+        num_messages: of the conversation; 0 for plain text.
+        num_sequences: made from it.
+        sequences: the first of them.
+    """
+
+    where: str
+    num_messages: int
+    num_sequences: int
+    sequences: list[SequenceSample]
+
+    @property
+    def title(self) -> str:
+        """Place, turns and sequences in words."""
+        turns = f"{self.num_messages} turn{'s' * (self.num_messages != 1)}" if self.num_messages else "text"
+        return f"{self.where}: {turns}, {self.num_sequences} sequence{'s' * (self.num_sequences != 1)}"
+
+
+def make_sample(
+    conversation: Conversation, pieces: Sequence[SequenceView], tokenizer: Decoder, *, is_whole: bool = False
+) -> Sample:
+    """Decode the sequences of a conversation, all of them as a whole or the beginnings of the first."""
+    sequences = []
+    max_sequences, max_characters = (len(pieces), 1 << 40) if is_whole else (_MAX_SEQUENCES, _MAX_CHARACTERS)
+    for piece in pieces[:max_sequences]:
+        runs, left = [], max_characters
+        for text, trained in text_runs(piece, tokenizer):
+            if left > 0:
+                runs.append((text[:left], trained))
+            left -= len(text)
+        num_trained = int(np.count_nonzero(piece.loss_mask))
+        sequences.append(SequenceSample(len(piece), num_trained, runs, left >= 0))
+    return Sample(conversation.where, len(conversation.messages), len(pieces), sequences)

@@ -5,28 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from harness.checks import require_choice
 from harness.prep.chat import BadRecord, Conversation, Message
 from harness.prep.packing import OVER_LONG
-from harness.prep.tokenize import Encoded
+from harness.prep.tokenize import ChatTokenizer, Encoded
 from harness.records import SequenceView
 
 Messages = tuple[Message, ...]
 
 # A split repeats the turns of these roles that a conversation begins with.
 _SYSTEM = ("system", "developer")
-
-
-class Encoder(Protocol):
-    """Turns conversations into sequences, as `ChatTokenizer` does."""
-
-    def encode_each(self, conversations: Sequence[Conversation]) -> list[list[Encoded] | BadRecord]: ...
-
-    def mask_facts(self) -> dict[str, str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +42,12 @@ class Fitted:
 
 
 def fit_conversation(
-    conversation: Conversation, sequences: Sequence[Encoded], tokenizer: Encoder, *, pack_size: int, over_long: str
+    conversation: Conversation,
+    sequences: Sequence[Encoded],
+    tokenizer: ChatTokenizer,
+    *,
+    pack_size: int,
+    over_long: str,
 ) -> Fitted:
     """Make the sequences of a conversation fit into packs of `pack_size` tokens.
 
@@ -117,7 +113,7 @@ class _Splitter:
     """Divides one conversation; collects the sequences of its parts."""
 
     conversation: Conversation
-    tokenizer: Encoder
+    tokenizer: ChatTokenizer
     pack_size: int
     pieces: list[SequenceView] = field(default_factory=list)
     is_cut: bool = False
@@ -161,7 +157,7 @@ class _Splitter:
                     break
                 start, end = (start + 1, end) if self._trains_last else (start, end - 1)
                 made = alone[first]
-            self._keep(made)
+            self._store([one.view for one in made])
             first = end
 
     def _divide(self, prefix: Messages, unit: Messages, sequences: Sequence[Encoded], *, is_exchange: bool) -> None:
@@ -182,9 +178,6 @@ class _Splitter:
 
     def _together(self, prefix: Messages, units: Sequence[Messages]) -> list[Encoded]:
         return self._encode([prefix + tuple(itertools.chain(*units))])[0]
-
-    def _keep(self, sequences: Sequence[Encoded]) -> None:
-        self._store([one.view for one in sequences])
 
     def _store(self, views: Sequence[SequenceView]) -> None:
         for view in views:
@@ -217,7 +210,6 @@ def _answers(messages: Messages) -> list[Messages]:
 
 
 def _answered(messages: Messages) -> Messages:
-    """Leave out the turns after the last of the assistant."""
     count = max((number for number, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
     return messages[:count]
 
@@ -227,7 +219,6 @@ def _longest(sequences: Sequence[Encoded]) -> int:
 
 
 def _num_common(one: SequenceView, other: SequenceView) -> int:
-    """Return the number of tokens that two sequences begin with."""
     count = min(len(one), len(other))
     differs = one.input_ids[:count] != other.input_ids[:count]
     return int(differs.argmax()) if differs.any() else count

@@ -23,13 +23,20 @@ from harness.formats import Manifest, Provenance, load_manifest, open_dataset, o
 from harness.formats.virtual.plan import open_store, write_plan
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord, RecordReader
+from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
 from harness.prep.packing import PACKED_STORAGE, PackingConfig, PackPlan, plan_packs
-from harness.prep.page import choose_samples, render_page
 from harness.prep.pydoc import write_pydoc_corpus
-from harness.prep.report import PrepareReport, SplitReport, Stages, render_report, to_markdown
-from harness.prep.samples import Sample
+from harness.prep.report import (
+    PrepareReport,
+    SplitReport,
+    Stages,
+    choose_samples,
+    render_page,
+    render_report,
+    to_markdown,
+)
 from harness.prep.shards import VERSION, Receipt, ShardJob, refuse
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import SourceFiles, find_files
@@ -38,7 +45,6 @@ from harness.prep.sources.schema import find_schema
 from harness.prep.spool import Split, Spool, divide
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import open_console
-from harness.settings import nearest_name
 from harness.storage import (
     BucketFolder,
     LocalCache,
@@ -148,7 +154,6 @@ def _working_folder(target: BucketFolder) -> Path:
 
 
 def _upload(prepared: Path, target: BucketFolder, settings: dict[str, Any], stages: Stages, *, overwrite: bool) -> None:
-    """Upload a finished preparation and remove it here."""
     total = sum(path.stat().st_size for path in prepared.rglob("*") if path.is_file())
     fix = "start again: what was prepared is kept, and what was uploaded is not sent again"
     with (
@@ -176,14 +181,9 @@ def _config_of(
     if path is None:
         raise ConfigError("no folder is named", where="prepare, path", fix="name the folder to write to")
     known = [field.name for field in fields(PackingConfig) if field.name != "path"]
-    for name in settings:
-        if name not in (*known, "engine"):
-            near = nearest_name(name, known)
-            raise ConfigError(
-                f"there is no setting {name!r}",
-                where="prepare",
-                fix=(f"did you mean {near}? " if near else "") + f"fields of PackingConfig: {', '.join(known)}",
-            )
+    if unknown := [name for name in settings if name not in (*known, "engine")]:
+        fix = f"fields of PackingConfig: {', '.join(known)}"
+        raise ConfigError(f"there is no setting {unknown[0]!r}", where="prepare", fix=fix)
     engine = settings.pop("engine", "local")
     if not isinstance(source, SourceConfig):
         source = SourceConfig(kind="files", path=os.fspath(source))
@@ -218,12 +218,11 @@ def _settings(config: PrepareConfig, found: SourceFiles) -> dict[str, Any]:
 def _fill(
     folder: PreparedFolder, config: PrepareConfig, found: SourceFiles, report: PrepareReport, stages: Stages
 ) -> None:
-    """Prepare everything in a folder, from its lock to its reports."""
     fix = "make room or have the disk checked, then start again: finished shards are kept"
     with os_errors_as(PrepError, "the preparation cannot be written", where=folder.path, fix=fix):
         try:
             folder.begin()
-            preparation = _Preparation(config, folder.path, found, report, stages, folder.first_day(date.today()))
+            preparation = Preparation(config, folder.path, found, report, stages, folder.first_day(date.today()))
             preparation.run()
             report.seconds = stages.seconds
             write_atomically(folder.path / layout.REPORT_PAGE, to_markdown(report).encode())
@@ -247,7 +246,7 @@ def _stamps(files: Iterable[Place]) -> list[Stamp | None]:
 
 
 @dataclass
-class _Preparation:
+class Preparation:
     """One run, stage by stage; fills in `report`."""
 
     config: PrepareConfig
@@ -259,7 +258,8 @@ class _Preparation:
     reader: RecordReader = field(default_factory=RecordReader)
     samples: list[Sample] = field(default_factory=list)
 
-    def run(self) -> None:
+    def begin(self) -> ChatTokenizer:
+        """Write the built-in corpus if it is the source, find the schema, and load or train the tokenizer."""
         if self.config.source.kind == "pydoc":
             with self.stages.stage("source", "collecting Python's documentation") as stage:
                 corpus = self.path / layout.SOURCE / "pydoc.jsonl"
@@ -271,6 +271,10 @@ class _Preparation:
         tokenizer = self._make_tokenizer()
         self.report.vocab_size = tokenizer.vocab_size
         self.report.mask = tokenizer.mask_facts(self.report.schema)
+        return tokenizer
+
+    def run(self) -> None:
+        tokenizer = self.begin()
         self.stages.show(f"Mask: {self.report.mask['rule']}, because {self.report.mask['why']}.")
         if tokenizer.uses_date:
             self.report.settings["date"] = self.today.isoformat()
@@ -365,7 +369,7 @@ class _Preparation:
             done = self._do_shards(job, stage.advance)
             for shard, folder, receipt in done:
                 report.add_shard(shard.path, receipt)
-                for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts["bad"] else ():
+                for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts.bad else ():
                     with (self.path / name).open("ab") as file:
                         file.write((folder / name).read_bytes())
             self.samples = choose_samples((shard.path, folder) for shard, folder, _ in done)
@@ -412,15 +416,12 @@ class _Preparation:
         empty = [name for name, split in splits.items() if not len(split)]
         if empty:
             left_out = report.left_out()
-            taken = " or ".join(f"data.{name}_fraction" for name in splits if name not in empty)
-            change = f"lower {taken}" if taken else "change data.pack_size or data.over_long"
+            fix = "read more conversations, or change data.pack_size, data.over_long and the fractions of the splits: "
             raise PrepError(
                 f"no conversation is left for {empty[0]}: {report.records:,} records were read"
                 + (f", left out were {left_out}" if left_out else ""),
                 where=source.path or source.kind,
-                fix=f"read more conversations, or set data.{empty[0]}_fraction=0"
-                if empty[0] != layout.TRAIN
-                else f"read more conversations, or {change}",
+                fix=fix + "data.validation_fraction=0 makes no such split",
             )
 
     def _pack(self, name: str, sequences: Split, tokenizer: ChatTokenizer) -> None:

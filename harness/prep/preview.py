@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import date
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,17 +12,15 @@ from rich.console import Console
 from rich.text import Text
 
 from harness.formats.inspect import render_runs
-from harness.prep.chat import BadRecord, Conversation, RecordReader
+from harness.prep.chat import BadRecord, Conversation
+from harness.prep.counts import make_sample
 from harness.prep.fitting import fit_conversation
-from harness.prep.pipeline import PrepareConfig
-from harness.prep.pydoc import write_pydoc_corpus
-from harness.prep.samples import make_sample
-from harness.prep.sources.finding import SourceFiles, find_files
+from harness.prep.pipeline import Preparation, PrepareConfig
+from harness.prep.report import PrepareReport, Stages
+from harness.prep.sources.finding import find_files
 from harness.prep.sources.reading import read_chunks
-from harness.prep.sources.schema import find_schema
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
+from harness.prep.tokenize import ChatTokenizer
 from harness.printing import one_line, open_console
-from harness.storage import stamp_of
 from harness.tables import Table
 
 # Records on which a tokenizer is trained for a preview.
@@ -44,18 +40,22 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
     """
     console = console or open_console(width=80)
     config = replace(config, source=config.source.resolve())
+    found = find_files(config.source, show=lambda text: console.print(Text(text)))
+    # A tokenizer is trained on the first records.
+    first = replace(config, source=replace(config.source, limit=_TRAINING_RECORDS, on_bad="skip"))
     with TemporaryDirectory(prefix="harness-preview-") as scratch:
-        files = _find(config, Path(scratch), console)
-        schema = find_schema(files.files, config.source)
-        records = list(_parsed(files, schema.reader, config.preview))
-        tokenizer, origin = _load(config.tokenizer, _parsed(files, schema.reader, _TRAINING_RECORDS), Path(scratch))
-        facts = tokenizer.mask_facts(schema.reader.schema)
+        run = Preparation(first, Path(scratch), found, PrepareReport(), Stages(open_console(quiet=True)), date.today())
+        tokenizer = run.begin()
+        chunks = read_chunks(run.source.files, limit=config.preview, reader=run.reader)
+        records = [record for chunk in chunks for record in chunk.parse()]
+        facts, name = run.report.mask, config.tokenizer.name
+        trained = "trained for this preview on the first records; the preparation trains one on all, with other counts"
         has_color = console.color_system is not None
         facts_of_run = (
             ("source", config.source.path or "the built-in corpus, Python's documentation"),
-            ("schema", schema.reader.schema + (", detected" if schema.is_detected else "")),
-            ("not read", ", ".join(schema.unused)),
-            ("tokenizer", origin),
+            ("schema", run.report.schema + ("" if config.source.schema else ", detected")),
+            ("not read", ", ".join(run.report.unused)),
+            ("tokenizer", f"{name}, {tokenizer.vocab_size:,} tokens" if name else trained),
             ("mask", f"{facts['rule']}, because {facts['why']}"),
             ("history", f"{facts['history']}; trains {facts['train_on']}" if "history" in facts else ""),
             ("pack size", f"{config.data.pack_size:,} tokens; longer conversations: {config.data.over_long}"),
@@ -66,34 +66,6 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             _show(record, tokenizer, config, console, has_color=has_color)
     shown = f"The first {len(records):,} records as they are" if len(records) != 1 else "The first record as it is"
     console.print(Text(f"\n{shown} trained; nothing was written."))
-
-
-def _find(config: PrepareConfig, scratch: Path, console: Console) -> SourceFiles:
-    if config.source.kind != "pydoc":
-        return find_files(config.source, show=lambda text: console.print(Text(text)))
-    corpus = scratch / "pydoc.jsonl"
-    write_pydoc_corpus(corpus)
-    return SourceFiles((corpus,), (stamp_of(corpus),))
-
-
-def _parsed(files: SourceFiles, reader: RecordReader, limit: int) -> Iterator[Conversation | BadRecord]:
-    return (record for chunk in read_chunks(files.files, limit=limit, reader=reader) for record in chunk.parse())
-
-
-def _load(
-    config: TokenizerConfig, records: Iterable[Conversation | BadRecord], scratch: Path
-) -> tuple[ChatTokenizer, str]:
-    """Return the tokenizer, or one that is trained on the records; and where it comes from, in words."""
-    if config.name:
-        tokenizer = ChatTokenizer(config, today=date.today())
-        return tokenizer, f"{config.name}, {tokenizer.vocab_size:,} tokens"
-    conversations = [record for record in islice(records, _TRAINING_RECORDS) if isinstance(record, Conversation)]
-    texts = (text for conversation in conversations for _, text in texts_of(conversation))
-    folder = scratch / "tokenizer"
-    train_bpe(texts, folder, vocab_size=config.vocab_size, chat_template=config.chat_template or "chatml")
-    tokenizer = ChatTokenizer(config, str(folder), today=date.today())
-    many = f"the first {len(conversations):,} conversations"
-    return tokenizer, f"trained for this preview on {many}; the preparation trains one on all, with other counts"
 
 
 def _show(

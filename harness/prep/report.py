@@ -1,14 +1,14 @@
-"""Report a preparation: progress of its stages, and its counts as a table, a Markdown page and JSON."""
+"""Report a preparation: progress of its stages, and its counts as a table, JSON, and pages in Markdown and HTML."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +17,19 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from harness.errors import PrepError
-from harness.prep.counts import COUNTS, Counts
+from harness.prep.counts import Counts, Sample
 from harness.prep.packing import PackPlan
+from harness.prep.shards import Receipt, read_samples
 from harness.printing import escape_markdown, one_line
 from harness.records import Int32Array
-from harness.settings import from_plain
+from harness.settings import from_plain, to_plain
 from harness.storage import join_path
-from harness.tables import Row, Table, TableCell, make_histogram
+from harness.tables import Row, Table, TableCell, make_histogram, open_templates
 
-if TYPE_CHECKING:
-    from harness.prep.shards import Receipt
-
+# Rows of the table of source files.
+_MAX_SOURCES = 200
+# Samples of the page, and of one file.
+_MAX_SAMPLES, _MAX_SAMPLES_A_FILE = 24, 3
 # Kinds of conversations that are kept and worth a look.
 _KINDS = {
     "truncated": ("cut", "conversations were cut"),
@@ -122,12 +124,9 @@ class PrepareReport(Counts):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        names = [entry.name for entry in fields(self) if entry.name not in (*COUNTS, "reused")]
-        values = {name: getattr(self, name) for name in names}
-        parts = {
-            name: {key: asdict(part) for key, part in getattr(self, name).items()} for name in ("sources", "splits")
-        }
-        return values | self.counts_to_dict() | parts
+        values: dict[str, Any] = to_plain(self)
+        del values["reused"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, path: str) -> PrepareReport:
@@ -143,8 +142,8 @@ class PrepareReport(Counts):
         """Add the counts of a shard of the file at `path`."""
         self.add(receipt.counts)
         source = self.sources.setdefault(path, SourceReport())
-        source.records += receipt.counts["records"]
-        source.bad += sum(receipt.counts["bad"].values())
+        source.records += receipt.counts.records
+        source.bad += receipt.counts.bad.total()
         for name in ("conversations", "sequences", "tokens", "trained_tokens"):
             setattr(source, name, getattr(source, name) + getattr(receipt, name))
 
@@ -287,6 +286,38 @@ def to_markdown(report: PrepareReport) -> str:
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
     lines += ["", f"Settings `{report.settings_hash}`, in full in `report.json`. Time: {seconds}.", ""]
     return "\n".join(lines)
+
+
+def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
+    """Return the first samples of each file, as many as a page shows.
+
+    Args:
+        shards: the source file and the folder of each finished shard; folders of which none are needed are not read.
+    """
+    chosen: list[Sample] = []
+    counts: dict[str, int] = {}
+    for file, folder in shards:
+        wanted = min(_MAX_SAMPLES_A_FILE - counts.get(file, 0), _MAX_SAMPLES - len(chosen))
+        if wanted:
+            found = list(islice(read_samples(folder), wanted))
+            counts[file] = counts.get(file, 0) + len(found)
+            chosen += found
+    return chosen
+
+
+def render_page(report: PrepareReport, samples: Sequence[Sample]) -> str:
+    """Return the page; every text of the data is escaped."""
+    return (
+        open_templates(Path(__file__).parent)
+        .get_template("report.html.j2")
+        .render(
+            name=Path(report.path).name,
+            report=report,
+            lengths={name: make_histogram("tokens", split.length_counts) for name, split in report.splits.items()},
+            max_sources=_MAX_SOURCES,
+            samples=samples,
+        )
+    )
 
 
 def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:

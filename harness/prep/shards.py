@@ -26,14 +26,13 @@ import numpy as np
 
 from harness.errors import FormatError, HarnessError, PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation
-from harness.prep.counts import Counts
+from harness.prep.counts import Counts, Sample, make_sample
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
-from harness.prep.samples import Sample, make_sample
-from harness.prep.sources.reading import SourceChunk, SourceShard, read_shard
+from harness.prep.sources.reading import SourceChunk, SourceShard, is_blank, read_shard
 from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
-from harness.settings import load
+from harness.settings import load, to_plain
 from harness.storage import Place, file_digest, parse_place, stamp_of, sync_folder
 from harness.storage.inputs import digest_of
 
@@ -101,7 +100,7 @@ class Receipt:
     settings: str
     input: dict[str, Any] = field(default_factory=dict)
     output: dict[str, dict[str, Any]] = field(default_factory=dict)
-    counts: dict[str, Any] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
     conversations: int = 0
     sequences: int = 0
     tokens: int = 0
@@ -179,7 +178,7 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
         receipt.input = {**asdict(before), "xxh3": digest}
         receipt.output = {name: _describe(folder / name) for name in _FILES}
         with (folder / RECEIPT).open("wb") as file:
-            file.write(json.dumps(asdict(receipt)).encode())
+            file.write(json.dumps(to_plain(receipt)).encode())
             file.flush()
             os.fsync(file.fileno())
         # Of two concurrent attempts either will do, since they hold the same bytes.
@@ -202,29 +201,25 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
 
 def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatTokenizer) -> Receipt:
     """Write the sequences and bad records of a shard; return its receipt, which still lacks input and output."""
+    receipt = Receipt(asdict(shard), job.settings)
     with ExitStack() as files:
-        writer = _ShardWriter(job, {name: files.enter_context((folder / name).open("wb")) for name in _FILES})
+        opened = {name: files.enter_context((folder / name).open("wb")) for name in _FILES}
+        writer = _ShardWriter(job, opened, receipt)
         for chunk in read_shard(shard):
             writer.add(chunk, tokenizer)
         for file in writer.files.values():
             file.flush()
             os.fsync(file.fileno())
-    totals = {name: getattr(writer, name) for name in ("conversations", "sequences", "tokens", "trained_tokens")}
-    return Receipt(asdict(shard), job.settings, counts=writer.counts.counts_to_dict(), **totals)
+    return receipt
 
 
 @dataclass
 class _ShardWriter:
-    """Writes the records of a shard to its open files, by name, and counts them."""
+    """Writes the records of a shard to its open files, by name, and counts them and what is stored."""
 
     job: ShardJob
     files: Mapping[str, BinaryIO]
-    counts: Counts = field(default_factory=Counts)
-    conversations: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    samples: int = 0
+    receipt: Receipt
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
     def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> None:
@@ -237,7 +232,8 @@ class _ShardWriter:
         conversations = [item for item in parsed if isinstance(item, Conversation)]
         results = iter(tokenizer.encode_each(conversations))
         refused = []
-        for raw, item in zip(_filled(chunk), parsed, strict=True):
+        raws = (raw for raw in chunk.records if not is_blank(raw))
+        for raw, item in zip(raws, parsed, strict=True):
             result = next(results) if isinstance(item, Conversation) else item
             if isinstance(result, BadRecord):
                 refused.append((raw, result))
@@ -245,17 +241,17 @@ class _ShardWriter:
                 self._store(item, result, tokenizer)
         self.files[SEQUENCES].write(np.array(self.rows, SEQUENCE).tobytes())
         self.rows.clear()
-        self.counts.records += len(parsed)
+        self.receipt.counts.records += len(parsed)
         if self.job.on_bad == "refuse":
             refuse([record for _, record in refused])
         for raw, record in refused:
-            self.counts.count("bad", f"{record.where}: {record.detail}", reason=record.reason.value)
+            self.receipt.counts.count("bad", f"{record.where}: {record.detail}", reason=record.reason.value)
             whole = json.dumps({**asdict(record), "record": _decoded(raw)}, default=_describe_value)
             self.files[BAD_RECORDS].write(whole.encode() + b"\n")
             self.files[TO_REPAIR].write(_as_line(raw))
 
     def _store(self, conversation: Conversation, sequences: Sequence[Encoded], tokenizer: ChatTokenizer) -> None:
-        job, counts, where = self.job, self.counts, conversation.where
+        job, stored, counts, where = self.job, self.receipt, self.receipt.counts, conversation.where
         fitted = fit_conversation(conversation, sequences, tokenizer, pack_size=job.pack_size, over_long=job.over_long)
         counts.lost_tokens += fitted.num_lost
         if not fitted.pieces:
@@ -275,15 +271,14 @@ class _ShardWriter:
         digest = conversation.hash()
         for part, piece in enumerate(fitted.pieces):
             trained = int(np.count_nonzero(piece.loss_mask))
-            self.rows.append((self.tokens, digest, part, len(piece), trained))
+            self.rows.append((stored.tokens, digest, part, len(piece), trained))
             self.files[INPUT_IDS].write(piece.input_ids.astype("<i4", copy=False).tobytes())
             self.files[LOSS_MASK].write(piece.loss_mask.tobytes())
-            self.tokens += len(piece)
-            self.trained_tokens += trained
-        self.conversations += 1
-        self.sequences += len(fitted.pieces)
-        if self.samples < _MAX_SAMPLES:
-            self.samples += 1
+            stored.tokens += len(piece)
+            stored.trained_tokens += trained
+        stored.conversations += 1
+        stored.sequences += len(fitted.pieces)
+        if stored.conversations <= _MAX_SAMPLES:
             line = json.dumps(asdict(make_sample(conversation, fitted.pieces, tokenizer)))
             self.files[SAMPLES].write(line.encode() + b"\n")
 
@@ -292,11 +287,6 @@ def read_samples(folder: Path) -> Iterator[Sample]:
     """Yield the samples of a finished shard."""
     with (folder / SAMPLES).open("rb") as lines:
         yield from (load(Sample, line, where=folder / SAMPLES) for line in lines)
-
-
-def _filled(chunk: SourceChunk) -> Iterator[object]:
-    """Yield the records of a chunk as `parse` does, without blank lines."""
-    return (record for record in chunk.records if not isinstance(record, bytes) or record.strip())
 
 
 def _decoded(raw: object) -> object:

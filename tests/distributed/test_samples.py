@@ -16,7 +16,7 @@ from harness.megatron.export.folder import export_checkpoint
 from harness.plan.settings import SftConfig
 from harness.prep import tokenizer_hash
 from harness.prep.tokenize.bpe import train_bpe
-from harness.prep.tokenize.ends import end_tokens
+from harness.prep.tokenize.recorded import end_tokens
 from harness.records import Pack
 from recipes import sft
 

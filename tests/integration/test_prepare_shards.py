@@ -93,7 +93,7 @@ def interrupted(tmp_path, source, tokenizer, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline._Preparation, "_pack", interrupt)
+        patch.setattr(pipeline.Preparation, "_pack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "d", own, tokenizer=TokenizerConfig(name=tokenizer))
     return tmp_path / "d", own
@@ -152,21 +152,6 @@ def test_other_settings_make_every_shard_again(interrupted, tokenizer, monkeypat
     assert len(finish(path, source, tokenizer, monkeypatch, pack_size=512)) == made
 
 
-def test_splits_by_hash_and_duplicates_are_counted(tmp_path, source, tokenizer):
-    named = TokenizerConfig(name=tokenizer)
-    data = {"validation_fraction": 0.2, "test_fraction": 0.1}
-    report = run(tmp_path / "d", source, tokenizer=named, **data)
-    counts = {name: split.conversations for name, split in report.splits.items()}
-    assert sum(counts.values()) == 359
-    assert report.bad == {"not_json": 1}
-    assert 40 < counts["validation"] < 105
-    assert 15 < counts["test"] < 60
-    fewer = run(tmp_path / "e", source, tokenizer=named, drop_duplicates=True, **data)
-    assert fewer.dropped == {"duplicate": 1}
-    assert sum(split.conversations for split in fewer.splits.values()) == 358
-    assert fewer.records == report.records == 360
-
-
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, source, tokenizer, monkeypatch):
     own = tmp_path / "chats"
     shutil.copytree(source, own)
@@ -202,7 +187,7 @@ def test_a_preparation_that_is_continued_another_day_writes_the_date_of_the_firs
     on(1)
     path, after, spool = tmp_path / "d", {}, pipeline.Spool
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline._Preparation, "_pack", interrupt)
+        patch.setattr(pipeline.Preparation, "_pack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(path, source, tokenizer=dated)
     before = receipts(path)

@@ -15,7 +15,7 @@ from harness.formats.inspect import find_tokenizer_folder
 from harness.loader import JoinedReader, LoaderState, corpus_paths
 from harness.loader.datasets import open_train
 from harness.prep import ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
-from harness.prep.tokenize.ends import end_tokens
+from harness.prep.tokenize.recorded import end_tokens
 from harness.storage import join_path
 
 # Beside these, the folder of a tokenizer may hold a whole model.

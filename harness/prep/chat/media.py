@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness.prep.chat.turns import MEDIA_FIELDS, is_media_column, is_media_part
@@ -28,37 +29,21 @@ def without_media(record: Mapping[str, Any], lists: tuple[str, ...]) -> tuple[Ma
     Returns:
         the record itself, and 0, where it holds no media. Parts of a turn that are media count as placeholders.
     """
-    kinds: set[str] = set()
+    removal = _Removal()
     kept: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(name, str) and _is_media(name, value):
-            kinds |= _kinds_of(name)
+            removal.kinds |= _kinds_of(name)
+        elif name in lists and isinstance(value, list):
+            kept[name] = [removal.without_media(turn) for turn in value]
         else:
             kept[name] = value
-    removed = 0
-    for name in lists:
-        if isinstance(kept.get(name), list):
-            turns = []
-            for turn in kept[name]:
-                plain, parts, found = _turn_without_media(turn)
-                turns.append(plain)
-                removed += parts
-                kinds |= found
-            kept[name] = turns
-    if not kinds:
+    if not removal.kinds:
         return record, 0
     for name, value in kept.items():
-        if name in lists and isinstance(value, list):
-            changed: Any = []
-            for turn in value:
-                plain, count = _fields_without_placeholders(turn, kinds)
-                changed.append(plain)
-                removed += count
-        else:
-            changed, count = _without_placeholders(value, kinds)
-            removed += count
-        kept[name] = changed
-    return kept, removed
+        if isinstance(value, str) or (name in lists and isinstance(value, list)):
+            kept[name] = removal.without_placeholders(value)
+    return kept, removal.count
 
 
 def _is_media(name: str, value: object) -> bool:
@@ -74,49 +59,41 @@ def _kinds_of(name: str) -> set[str]:
     return kinds | {kind for other, kind in _OTHER_NAMES.items() if other in lower} or set(_KINDS)
 
 
-def _turn_without_media(turn: object) -> tuple[object, int, set[str]]:
-    """Return a turn without media fields and parts, the number of these parts, and the kinds of media in it."""
-    if not isinstance(turn, Mapping):
-        return turn, 0, set()
-    held = {name for name in MEDIA_FIELDS.intersection(turn) if not is_empty(turn[name])}
-    kinds = set().union(*map(_kinds_of, held)) if held else set()
-    kept = {name: value for name, value in turn.items() if name not in held}
-    removed = 0
-    for name in ("content", "value"):
-        if isinstance(kept.get(name), list):
-            media = [part for part in kept[name] if isinstance(part, Mapping) and is_media_part(part)]
-            for part in media:
-                kinds |= _kinds_of(" ".join(map(str, (part.get("type", ""), *part))))
-            kept[name] = [part for part in kept[name] if part not in media]
-            removed += len(media)
-    return kept, removed, kinds
+@dataclass
+class _Removal:
+    """Takes media and placeholders out of turns, and keeps the kinds of media and the count of what was removed."""
 
+    kinds: set[str] = field(default_factory=set)
+    count: int = 0
 
-def _fields_without_placeholders(item: object, kinds: set[str]) -> tuple[object, int]:
-    """Return a turn, or a part of one, with its texts cleaned."""
-    if not isinstance(item, Mapping):
-        return _without_placeholders(item, kinds)
-    kept, removed = dict(item), 0
-    for name in ("content", "value", "text"):
-        value = kept.get(name)
+    def without_media(self, turn: object) -> object:
+        """Return a turn without its media fields and parts."""
+        if not isinstance(turn, Mapping):
+            return turn
+        held = {name for name in MEDIA_FIELDS.intersection(turn) if not is_empty(turn[name])}
+        kept = {name: value for name, value in turn.items() if name not in held}
+        self.kinds = self.kinds.union(*map(_kinds_of, held))
+        for name in ("content", "value"):
+            parts = kept.get(name)
+            if isinstance(parts, list):
+                media = [part for part in parts if isinstance(part, Mapping) and is_media_part(part)]
+                kept[name] = [part for part in parts if part not in media]
+                named = (" ".join(map(str, (part.get("type", ""), *part))) for part in media)
+                self.kinds = self.kinds.union(*map(_kinds_of, named))
+                self.count += len(media)
+        return kept
+
+    def without_placeholders(self, value: Any) -> Any:
+        """Return a text, or the texts of a turn or of a list, without the placeholders of the kinds."""
         if isinstance(value, list):
-            cleaned = [_fields_without_placeholders(part, kinds) for part in value]
-            kept[name], count = [part for part, _ in cleaned], sum(count for _, count in cleaned)
-        elif isinstance(value, str):
-            kept[name], count = _without_placeholders(value, kinds)
-        else:
-            continue
-        removed += count
-    return kept, removed
-
-
-def _without_placeholders(value: Any, kinds: set[str]) -> tuple[Any, int]:
-    removed = 0
-    if isinstance(value, str):
-        for kind in sorted(kinds):
+            return [self.without_placeholders(item) for item in value]
+        if isinstance(value, Mapping):
+            names = [name for name in ("content", "value", "text") if isinstance(value.get(name), str | list)]
+            return {**value, **{name: self.without_placeholders(value[name]) for name in names}}
+        for kind in sorted(self.kinds) if isinstance(value, str) else ():
             value, count = _PLACEHOLDER[kind].subn("", value)
-            removed += count
+            self.count += count
             if count:
                 # A placeholder may enclose text, whose end tag is left: <audio>What is said?</audio>.
                 value = value.replace(f"</{kind}>", "")
-    return value, removed
+        return value

@@ -226,32 +226,14 @@ class RecordReader:
 _READER = RecordReader()
 
 
-def _reader_of(schema: str, columns: Mapping[str, str] | None, ignore_fields: Sequence[str]) -> RecordReader:
-    return RecordReader(schema, columns or {}, ignore_fields) if schema or columns or ignore_fields else _READER
-
-
-def parse_record(
-    record: object,
-    where: str,
-    *,
-    schema: str = "",
-    columns: Mapping[str, str] | None = None,
-    ignore_fields: Sequence[str] = (),
-) -> Conversation | BadRecord:
+def parse_record(record: object, where: str, **settings: Any) -> Conversation | BadRecord:
     """Parse one decoded record with a `RecordReader` of these settings."""
-    return _reader_of(schema, columns, ignore_fields).parse(record, where)
+    return (RecordReader(**settings) if settings else _READER).parse(record, where)
 
 
-def parse_line(
-    line: bytes,
-    where: str,
-    *,
-    schema: str = "",
-    columns: Mapping[str, str] | None = None,
-    ignore_fields: Sequence[str] = (),
-) -> Conversation | BadRecord:
+def parse_line(line: bytes, where: str, **settings: Any) -> Conversation | BadRecord:
     """Parse one line of JSONL with a `RecordReader` of these settings."""
-    return _reader_of(schema, columns, ignore_fields).parse_line(line, where)
+    return (RecordReader(**settings) if settings else _READER).parse_line(line, where)
 
 
 def detect_schema(
@@ -274,7 +256,7 @@ def detect_schema(
     Raises:
         PrepError: none fits, several do, or the records differ.
     """
-    reader = _reader_of("", columns, ignore_fields)
+    reader = RecordReader("", columns or {}, ignore_fields)
     found: Counter[str] = Counter()
     names: dict[str, None] = {}
     problem = ""

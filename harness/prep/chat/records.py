@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -105,7 +105,6 @@ class Message:
 
 
 def _is_plain(turn: Message) -> bool:
-    """Tell if a turn is no more than its role and one text."""
     extras = turn.reasoning or turn.tool_calls or turn.tool_call_id or turn.name
     return isinstance(turn.content, str) and not extras and turn.trained is None
 
@@ -173,3 +172,20 @@ class BadRecord:
     where: str
     reason: BadReason
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """One form of chat records.
+
+    Attributes:
+        fields: of a record that `parse` reads.
+        fits: tells, from a record's fields, if it is of this schema.
+        parse: makes the conversation of a record and its place; raises BadRecordError.
+        use: `detected`; `last`, where no other schema fits; or `asked`, only by name.
+    """
+
+    fields: frozenset[str]
+    fits: Callable[[Mapping[str, Any]], bool]
+    parse: Callable[[Mapping[str, Any], str], Conversation]
+    use: str = "detected"

@@ -6,6 +6,7 @@ Data sets describe parameters in other ways, too: `{"city": {"type": "str", "def
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -42,28 +43,13 @@ def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
         text = JSON_ENCODER.encode(items)
     except (TypeError, ValueError, RecursionError):
         return _parse_list(items)
-    return _parse_tools(_Written(text, items))
+    return _parse_text(text)
 
 
-class _Written:
-    """A list and its JSON, by which it is looked up."""
-
-    __slots__ = ("items", "text")
-
-    def __init__(self, text: str, items: list[Any]) -> None:
-        self.text, self.items = text, items
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Written) and other.text == self.text
-
-
-# Most records of a source have the same tools: checked once, and one object, whose text is made and checked once, too.
+# Most records of a source have the same tools: checked once.
 @lru_cache(maxsize=64)
-def _parse_tools(written: _Written) -> tuple[Mapping[str, Any], ...]:
-    return _parse_list(written.items)
+def _parse_text(text: str) -> tuple[Mapping[str, Any], ...]:
+    return _parse_list(json.loads(text))
 
 
 def _parse_list(items: list[Any]) -> tuple[Mapping[str, Any], ...]:

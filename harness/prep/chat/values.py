@@ -118,37 +118,24 @@ def decoded(value: object, what: str, reason: BadReason) -> object:
 
 def check_json(value: object, what: str, reason: BadReason) -> None:
     """Raise BadRecordError for a value that JSON cannot hold, or that is nested more than 64 levels deep."""
-    try:
-        text = JSON_ENCODER.encode(value)
-    except (TypeError, ValueError, RecursionError):
-        text = ""
-    # Nearly every value is simple enough to pass without a walk through it.
-    is_shallow = bool(text) and text.count("{") + text.count("[") <= _MAX_DEPTH
-    if not is_shallow or (not text.isascii() and _SURROGATE.search(text)):
-        _walk(value, what, reason, 0)
+    if problem := _problem_of(value, 0):
+        raise BadRecordError(reason, f"in {what} there is {problem}")
 
 
-def _walk(value: object, what: str, reason: BadReason, depth: int) -> None:
+def _problem_of(value: object, depth: int) -> str:
+    """Return what JSON cannot hold of a value, in words; empty if it holds all of it."""
     if isinstance(value, str):
-        if not value.isascii() and _SURROGATE.search(value):
-            raise BadRecordError(reason, f"in {what} there is half a surrogate pair")
-    elif isinstance(value, (Mapping, list)):
+        return "half a surrogate pair" if not value.isascii() and _SURROGATE.search(value) else ""
+    if isinstance(value, (Mapping, list)):
         if depth == _MAX_DEPTH:
-            raise BadRecordError(reason, f"in {what} there are more than {_MAX_DEPTH} levels")
-        for key in value if isinstance(value, Mapping) else ():
-            if not isinstance(key, str):
-                raise BadRecordError(reason, f"in {what} there is a key of type {type(key).__name__}")
-            _walk(key, what, reason, depth)
-        for item in value.values() if isinstance(value, Mapping) else value:
-            _walk(item, what, reason, depth + 1)
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise BadRecordError(reason, f"in {what} there is the number {value}, which JSON cannot hold")
-    elif isinstance(value, int):
-        if value.bit_length() > _MAX_BITS:
-            raise BadRecordError(reason, f"in {what} there is an integer of {value.bit_length():,} bits")
-    elif value is not None:
-        raise BadRecordError(reason, f"in {what} there is a value of type {type(value).__name__}")
+            return f"a value more than {_MAX_DEPTH} levels deep"
+        inside = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+        return next((problem for item in inside if (problem := _problem_of(item, depth + 1))), "")
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"the number {value}, which JSON cannot hold"
+    if isinstance(value, int):
+        return "" if value.bit_length() <= _MAX_BITS else f"an integer of {value.bit_length():,} bits"
+    return "" if value is None else f"a value of type {type(value).__name__}"
 
 
 def parse_calls(value: object, what: str) -> tuple[ToolCall, ...]:

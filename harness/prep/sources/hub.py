@@ -5,10 +5,11 @@ HF_ENDPOINT, HF_HOME and HF_TOKEN count as for Hugging Face's own tools. hugging
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from harness.errors import ConfigError, HarnessError, PrepError
-from harness.prep.sources.splits import choose_split, split_of
+from harness.prep.sources.splits import choose_named, choose_split, split_of
 from harness.storage import natural_key
 from harness.storage.inputs import glob_pattern, is_glob
 
@@ -122,10 +123,9 @@ def fetch(
         ConfigError: huggingface_hub is not installed.
     """
     api = _client(place)
-    with _Errors(place):
+    with _errors(place):
         info = api.dataset_info(place.name, revision=place.revision or None, timeout=_ANSWER_S)
-    revision = str(info.sha)
-    with _Errors(place):
+        revision = str(info.sha)
         sizes = _within(_LISTING_S, lambda: _list(api, place.name, revision))
     data = sorted(
         (
@@ -169,13 +169,12 @@ def _client(place: HubName) -> Any:
 
 
 def _download(api: Any, place: HubName, name: str, revision: str) -> Path:
-    """Return a file of the dataset in the cache, downloaded if it is not there."""
     from huggingface_hub import hf_hub_download
 
     moved: list[None] = []
     settings = {"revision": revision, "endpoint": api.endpoint, "tqdm_class": _quiet_progress(moved)}
     download = partial(hf_hub_download, place.name, name, repo_type="dataset", **settings)
-    with _Errors(place, name):
+    with _errors(place, name):
         return Path(_within(_STALL_S, download, moved))
 
 
@@ -240,18 +239,16 @@ def _by_card(
         raise PrepError(what, where=where, fix=f"name one, such as source.subset={names[0]}")
     config = by_name[subset] if subset else [*defaults, *configs][0]
     facts = {"subset": str(config["config_name"])} if len(configs) > 1 else {}
-    chosen, named = _choose_named(_card_splits(config, data), split, where)
-    return chosen, facts | ({"split": named} if named else {})
+    chosen, named = choose_named(_card_splits(config, data), split, where=where)
+    return chosen, facts | {"split": named}
 
 
 def _by_names(place: HubName, data: Sequence[str], split: str) -> Chosen:
-    """Choose the files whose names have the split."""
     chosen, named = choose_split(data, split, where=str(place), loosely=True)
     return chosen, {"split": named} if named else {}
 
 
 def _card_splits(config: Mapping[str, Any], data: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files of each split of a subset."""
     folder = str(config.get("data_dir") or "").strip("/")
     entries = config.get("data_files") or f"{folder}/**"
     if isinstance(entries, str) or (isinstance(entries, list) and all(isinstance(one, str) for one in entries)):
@@ -270,44 +267,23 @@ def _matching(patterns: Any, folder: str, data: Sequence[str]) -> list[str]:
     return [name for name in data if any(one.fullmatch(name) for one in expressions)]
 
 
-def _choose_named(splits: Mapping[str, list[str]], split: str, where: str) -> tuple[list[str], str]:
-    found = {name: files for name, files in splits.items() if files}
-    known = ", ".join(found)
-    wanted = split or (next(iter(found)) if len(found) == 1 else "train")
-    if wanted in found:
-        return found[wanted], wanted
-    if split:
-        what, fix = f"there is no split {split!r}, only {known or 'empty ones'}", "change source.split"
-    elif not found:
-        what, fix = "the dataset's card names no files that can be read", "name a file, a folder or a glob of it"
-    else:
-        what, fix = f"the dataset has several splits: {known}", f"name one, such as source.split={next(iter(found))}"
-    raise PrepError(what, where=where, fix=fix)
-
-
-class _Errors:
-    """Turns the errors of huggingface_hub, and of the network below it, into ours."""
-
-    def __init__(self, place: HubName, file: str = "") -> None:
-        self._place = place
-        self._where = f"{place}/{file}" if file else str(place)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None or not isinstance(error, Exception) or isinstance(error, HarnessError):
-            return
+@contextlib.contextmanager
+def _errors(place: HubName, file: str = "") -> Iterator[None]:
+    """Turn the errors of huggingface_hub, and of the network below it, into ours."""
+    try:
+        yield
+    except HarnessError:
+        raise
+    except Exception as error:
         from huggingface_hub import errors
 
-        local = "there is no such local path, and " if self._place.is_id else ""
-        name = self._place.name
+        local = "there is no such local path, and " if place.is_id else ""
         if isinstance(error, errors.GatedRepoError):
             what, fix = "the hub asks for consent to the dataset's terms", "accept them on its page, and set HF_TOKEN"
         elif isinstance(error, errors.RevisionNotFoundError):
-            what, fix = f"the dataset has no revision {self._place.revision!r}", "name a branch, a tag or a commit"
+            what, fix = f"the dataset has no revision {place.revision!r}", "name a branch, a tag or a commit"
         elif isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
-            what = f"{local}the hub has no dataset {name}"
+            what = f"{local}the hub has no dataset {place.name}"
             fix = "check the path; a private dataset needs HF_TOKEN"
         elif isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
             what, fix = "the hub has no such file", "try again: the dataset may have changed"
@@ -315,9 +291,9 @@ class _Errors:
             what, fix = f"the cache cannot be written: {error.strerror}", "free space, or name another one in HF_HOME"
         else:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            what, fix = f"{local}the hub cannot be reached: {reason[:200]}", _FIX_OFFLINE.replace("NAME", name)
+            what, fix = f"{local}the hub cannot be reached: {reason[:200]}", _FIX_OFFLINE.replace("NAME", place.name)
             fix = f"check the path; if a dataset of the hub is meant, {fix}" if local else fix
-        raise PrepError(what, where=self._where, fix=fix) from error
+        raise PrepError(what, where=f"{place}/{file}" if file else str(place), fix=fix) from error
 
 
 def _within(seconds: float, work: Callable[[], T], moved: Sequence[None] = ()) -> T:

@@ -79,9 +79,10 @@ class SourceChunk:
         """Yield every record in order; blank lines are skipped."""
         for number, record in enumerate(self.records, start=self.first):
             where = f"{self.path}, {self.unit} {number}"
+            if is_blank(record):
+                continue
             if isinstance(record, bytes):
-                if record.strip():
-                    yield self.reader.parse_line(record, where)
+                yield self.reader.parse_line(record, where)
             elif isinstance(record, Undecodable):
                 yield BadRecord(where, BadReason.NOT_UTF8, record.why)
             else:
@@ -138,7 +139,7 @@ def cut_shards(
         return shards
     kept, left = [], limit
     for shard in shards:
-        count = sum(not _is_blank(record) for chunk in read_shard(shard) for record in chunk.records)
+        count = sum(not is_blank(record) for chunk in read_shard(shard) for record in chunk.records)
         kept.append(shard if count <= left else replace(shard, limit=left))
         left -= count
         if left <= 0:
@@ -221,7 +222,7 @@ def _limited(chunks: Iterator[SourceChunk], left: int | None) -> Iterator[Source
         yield from chunks
         return
     for chunk in chunks:
-        places = [place for place, record in enumerate(chunk.records) if not _is_blank(record)]
+        places = [place for place, record in enumerate(chunk.records) if not is_blank(record)]
         if len(places) >= left:
             end = places[left - 1] + 1
             yield replace(chunk, records=chunk.records[:end], num_bytes=chunk.num_bytes * end // len(chunk.records))
@@ -230,7 +231,8 @@ def _limited(chunks: Iterator[SourceChunk], left: int | None) -> Iterator[Source
         yield chunk
 
 
-def _is_blank(record: object) -> bool:
+def is_blank(record: object) -> bool:
+    """Return whether a record is a line of white space, which counts as none."""
     return isinstance(record, bytes) and not record.strip()
 
 

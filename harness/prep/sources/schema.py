@@ -106,7 +106,6 @@ def _first_chunks(file: Place, reader: RecordReader, limit: int) -> Iterator[Sou
 
 
 def _columns(file: Place) -> list[str]:
-    """Return the names of a table's columns; none of another file."""
     is_parquet = suffix_of(file) in PARQUET_SUFFIXES
     return read_columns(file, is_parquet=is_parquet) if is_parquet or suffix_of(file) in ARROW_SUFFIXES else []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from harness.errors import PrepError
@@ -51,21 +51,31 @@ def choose_split(names: Sequence[str], split: str, *, where: str, loosely: bool 
     Raises:
         PrepError: there is no such split, or it is ambiguous which one to read.
     """
-    splits: dict[str | None, list[str]] = {}
+    splits: dict[str, list[str]] = {}
     for name in names:
-        splits.setdefault(split_of(name, loosely=loosely), []).append(name)
-    known = sorted(name for name in splits if name is not None)
+        splits.setdefault(split_of(name, loosely=loosely) or "", []).append(name)
+    # Files without a split are read where no file has one.
+    if not split and len(splits) == 1:
+        return list(names), next(iter(splits))
+    named = {name: splits[name] for name in sorted(splits) if name}
+    # Beside files without a split, the only other one may be what must not be trained on.
+    wanted = split or (TRAIN if len(named) == 1 else "")
+    other = _SPLITS.get(wanted.lower(), "")
+    return choose_named(named, other if wanted not in named and other in named else wanted, where=where)
+
+
+def choose_named(splits: Mapping[str, list[str]], split: str, *, where: str) -> tuple[list[str], str]:
+    """Return the files of one of several splits, and its name; raises PrepError as `choose_split` does."""
+    found = {name: files for name, files in splits.items() if files}
+    known = ", ".join(found)
+    wanted = split or (next(iter(found)) if len(found) == 1 else TRAIN)
+    if wanted in found:
+        return found[wanted], wanted
     if split:
-        wanted = split if split in splits else _SPLITS.get(split.lower(), split)
-        if wanted not in splits:
-            what = f"there is no split {split!r}" + (f", only {', '.join(known)}" if known else ": no file is named so")
-            raise PrepError(what, where=where, fix="change source.split, or name the files with a glob")
-        return splits[wanted], wanted
-    if not known:
-        return list(names), ""
-    if len(splits) == 1:
-        return list(names), known[0]
-    if TRAIN not in splits:
-        what = f"the dataset has several splits: {', '.join(known)}"
-        raise PrepError(what, where=where, fix=f"name one, such as source.split={known[0]}")
-    return splits[TRAIN], TRAIN
+        what = f"there is no split {split!r}" + (f", only {known}" if known else ": no file is named so")
+        fix = "change source.split, or name the files with a glob"
+    elif not found:
+        what, fix = "the dataset's card names no files that can be read", "name a file, a folder or a glob of it"
+    else:
+        what, fix = f"the dataset has several splits: {known}", f"name one, such as source.split={next(iter(found))}"
+    raise PrepError(what, where=where, fix=fix)

@@ -134,8 +134,11 @@ def read_parquet(
         values, presence = _present(schema.names, reader)
         row_bytes = size / max(metadata.num_rows, 1)
         numbers = list(range(*(groups or (0, parquet.num_row_groups))))
-        leaves = [_smallest_leaf(metadata, numbers, name) for name in presence]
         costs = _leaf_bytes(metadata, numbers)
+        # The cheapest leaf: of images that is their path, which is null where there is no image.
+        leaves = [
+            min((one for one in costs if _is_in(one, name)), key=costs.__getitem__, default=name) for name in presence
+        ]
         check_expansion(parquet, size, numbers, values, str(place))
         num_rows = sum(metadata.row_group(number).num_rows for number in numbers)
         cost = sum(
@@ -187,6 +190,8 @@ def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str],
         PrepError: a page, or a row of texts, is larger than it may be, or pages have more values than the footer says.
     """
     group, where = metadata.row_group(number), f"{place}, row group {number}"
+    if not group.num_rows:  # which has no pages
+        return rows
     with contextlib.closing(open_source(place)) as source:
         for column in map(group.column, range(group.num_columns)):
             path = column.path_in_schema
@@ -269,7 +274,6 @@ def decoded_bytes(column: Any) -> int:
 
 
 def _children(column: Any) -> list[Any]:
-    """Return the columns inside one, of the same rows."""
     kind = column.type
     if pa.types.is_struct(kind):
         return list(column.flatten())
@@ -280,7 +284,6 @@ def _children(column: Any) -> list[Any]:
 
 
 def _num_rows(row_bytes: float) -> int:
-    """Return how many rows of a size to decode at once."""
     return max(1, min(_CHUNK_ROWS, int(_CHUNK_BYTES / max(row_bytes, 1))))
 
 
@@ -301,7 +304,6 @@ def _is_in(path: str, name: str) -> bool:
 
 
 def _leaf_bytes(metadata: Any, groups: Sequence[int]) -> dict[str, int]:
-    """Return the uncompressed bytes of each leaf column in these row groups."""
     total: dict[str, int] = {}
     for number in groups:
         group = metadata.row_group(number)
@@ -341,12 +343,6 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
                 raise PrepError(f"{what} in {num_bytes:,} bytes", where=f"{where}, row group {number}", fix=fix)
 
 
-def _smallest_leaf(metadata: Any, groups: Sequence[int], name: str) -> str:
-    """Return the cheapest leaf of a column: of images that is their path, which is null where there is no image."""
-    leaves = {path: num for path, num in _leaf_bytes(metadata, groups).items() if _is_in(path, name)}
-    return min(leaves, key=lambda path: leaves[path], default=name)
-
-
 def _rows(batch: Any, values: Sequence[str], presence: Sequence[str]) -> list[Any]:
     """Return the rows of a batch as dicts; a column of `presence` holds True where the row has something there."""
     marks = {name: _has_any(batch.column(name)) for name in presence}
@@ -382,9 +378,8 @@ def _has_any(column: Any) -> list[bool]:
 
 
 def _is_list(kind: Any) -> bool:
-    types = pa.types
-    views = [getattr(types, name) for name in ("is_list_view", "is_large_list_view") if hasattr(types, name)]
-    return any(check(kind) for check in (types.is_list, types.is_large_list, types.is_fixed_size_list, *views))
+    names = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
+    return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
 
 
 def _has_map(kind: Any) -> bool:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
 from harness.prep.tokenize.config import TokenizerConfig
-from harness.prep.tokenize.ends import end_tokens
-from harness.prep.tokenize.offsets import TokenBytes, mask_of_encoding, token_mask
-from harness.prep.tokenize.recorded import as_prepared
+from harness.prep.tokenize.offsets import TokenBytes, token_mask
+from harness.prep.tokenize.recorded import as_prepared, end_tokens
 from harness.prep.tokenize.tokenizer import ChatTokenizer, Encoded, texts_of, tokenizer_hash
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "TokenizerConfig",
     "as_prepared",
     "end_tokens",
-    "mask_of_encoding",
     "texts_of",
     "token_mask",
     "tokenizer_hash",

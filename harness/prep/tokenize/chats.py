@@ -1,24 +1,79 @@
-"""The renderings of one conversation: the whole of it, each of its beginnings, and the prompts between."""
+"""The renderings of one conversation in one form: the whole of it, each of its beginnings, and the prompts between."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
-from harness.prep.tokenize.forms import Form
 from harness.prep.tokenize.offsets import Span
 
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
 
+# Names under which templates read the reasoning of a turn.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Variables by which templates switch a model's thinking on and off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _OTHER_ANSWER = Message("assistant", "zq0wz")
 
 Turns = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to hand conversations to a template.
+
+    Attributes:
+        content: `given`, `text` (parts joined, nothing as empty text), `null` (empty content of tool calls as null) or
+            `parts`.
+        arguments: of tool calls: `given`, `object` or `text`.
+    """
+
+    content: str = "given"
+    arguments: str = "given"
+
+    def turn(self, message: Message) -> dict[str, Any]:
+        turn = message.as_dict()
+        if message.reasoning:
+            turn |= dict.fromkeys(REASONING_KEYS, message.reasoning)
+        if self.content == "text":
+            turn["content"] = message.text
+        elif self.content == "parts":
+            given = message.content
+            texts = given if isinstance(given, tuple) else [given] if given else []
+            turn["content"] = [{"type": "text", "text": text} for text in texts]
+        elif self.content == "null" and message.tool_calls and not message.text:
+            turn["content"] = None
+        if message.tool_calls and self.arguments != "given":
+            convert = as_object if self.arguments == "object" else _as_text
+            turn["tool_calls"] = [
+                replace(call, arguments=convert(call.arguments)).as_dict() for call in message.tool_calls
+            ]
+        return turn
+
+
+FORMS = tuple(
+    Form(content, arguments)
+    for arguments, content in product(("given", "object", "text"), ("given", "text", "null", "parts"))
+)
+
+
+def as_object(arguments: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        decoded = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
+
+
+def _as_text(arguments: str | Mapping[str, Any]) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 class RenderedChat:

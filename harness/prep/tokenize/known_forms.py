@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from harness.prep.chat import BadReason, BadRecordError, Conversation
-from harness.prep.tokenize.chats import RenderedChat, template_failure
-from harness.prep.tokenize.forms import FORMS, REASONING_KEYS, Form, pieces_of, shape_of, with_unique_words
+from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
+from harness.prep.tokenize.chats import FORMS, REASONING_KEYS, Form, RenderedChat, as_object, template_failure
 from harness.prep.tokenize.written import unwritten_text
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class KnownForms:
     def __init__(self, template: Template, *, trusts_plain: bool) -> None:
         self._template, self._trusts_plain = template, trusts_plain
         self._known: dict[Any, KnownForm | BadRecordError] = {}
-        # By their JSON, what is left out of tools; and those that were looked up last.
+        # What is left out of tools, by their JSON; and those that were looked up last.
         self._tried_tools: dict[str, BadRecordError | None] = {}
         self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
 
@@ -88,35 +88,18 @@ class KnownForms:
 
     def _check_tools(self, conversation: Conversation, known: KnownForm) -> KnownForm | BadRecordError:
         """Return `known`, or the error about what the template leaves out of these tools, tried once for each list."""
-        if conversation.tools is not self._tools[0]:
-            spelled = json.dumps(conversation.tools)
-            if spelled not in self._tried_tools:
-                probe, words = with_unique_words(conversation, self._template.tags)
-                of_tools = [word for word in words if word[0] is None]
-                if len(self._tried_tools) >= _MAX_SHAPES:
-                    self._tried_tools.clear()
-                self._tried_tools[spelled] = self._try_form(
-                    RenderedChat(self._template, probe, known.form, {}), of_tools
-                )
-            self._tools = conversation.tools, self._tried_tools[spelled]
+        # Nearly always the tools of the conversation before.
+        if conversation.tools is self._tools[0]:
+            return self._tools[1] or known
+        spelled = json.dumps(conversation.tools)
+        if spelled not in self._tried_tools:
+            probe, words = with_unique_words(conversation, self._template.tags)
+            of_tools = [word for word in words if word[0] is None]
+            if len(self._tried_tools) >= _MAX_SHAPES:
+                self._tried_tools.clear()
+            self._tried_tools[spelled] = self._try_form(RenderedChat(self._template, probe, known.form, {}), of_tools)
+        self._tools = conversation.tools, self._tried_tools[spelled]
         return self._tools[1] or known
-
-    def not_written(self, missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
-        """Return the error about a part of a conversation that the template leaves out.
-
-        Args:
-            missing: that part, in words.
-            ignorable: fields of records that hold it, if the conversation is still one without.
-        """
-        detail = f"the chat template does not write {missing}; name one that does with tokenizer.chat_template"
-        # One that has a place for each of them leaves this out for another reason, as qwen3 may.
-        if not all(field in self._template.text for field in ("tools", "tool_calls", "reasoning_content")):
-            detail += " (qwen3 writes tools, calls and reasoning)"
-        elif missing.endswith("(developer)"):
-            detail += " (the built-in qwen3 writes it as a system prompt)"
-        if ignorable:
-            detail += f", or leave it out with source.ignore_fields=[{','.join(ignorable)}]"
-        return BadRecordError(BadReason.NOT_WRITTEN, detail)
 
     def _probe(self, conversation: Conversation, forms: Sequence[Form]) -> KnownForm | BadRecordError:
         for name in conversation.template_kwargs:
@@ -169,10 +152,23 @@ class KnownForms:
                         continue
                 turn = "" if message is None or number is None else f" of turn {number + 1} ({message['role']})"
                 optional = _OPTIONAL["tools"] if number is None else _OPTIONAL.get(name, ())
-                return self.not_written(f"the {name}{turn}", optional)
+                return not_written(f"the {name}{turn}", optional)
         except Exception as error:  # a template is a user's program and can raise anything
             return template_failure(error)
         return None
+
+
+def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
+    """Return the error about a part of a conversation that the template leaves out.
+
+    Args:
+        missing: that part, in words.
+        ignorable: fields of records that hold it, if the conversation is still one without.
+    """
+    detail = f"the chat template does not write {missing}; name one that does with tokenizer.chat_template"
+    if ignorable:
+        detail += f", or leave it out with source.ignore_fields=[{','.join(ignorable)}]"
+    return BadRecordError(BadReason.NOT_WRITTEN, detail)
 
 
 def _words_in(text: str) -> set[str]:
@@ -193,3 +189,128 @@ def _is_plain(conversation: Conversation, tags: tuple[str, ...]) -> bool:
 
 def _has_tags(conversation: Conversation, tags: tuple[str, ...]) -> bool:
     return any(len(pieces_of(turn.text, tags)) > 1 for turn in conversation.messages)
+
+
+def pieces_of(text: str, tags: tuple[str, ...]) -> list[str]:
+    """Split a content at the marks that a template looks for (`Template.tags`): text, mark, text, ..., text.
+
+    For Qwen3, a user's `<tool_response>...</tool_response>` is the result of a tool.
+    """
+    for tag in tags:
+        if tag in text:
+            return _pattern(tags).split(text)
+    return [text]
+
+
+@lru_cache(maxsize=8)
+def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
+    # Longest first: a mark may begin with another.
+    return re.compile(f"({'|'.join(map(re.escape, sorted(tags, key=len, reverse=True)))})")
+
+
+def _kinds(message: Message, tags: tuple[str, ...]) -> tuple[tuple[bool | str | None, ...], ...]:
+    """Return what a template can tell of each part: its marks, and between them a text, white space or nothing."""
+    content = message.content
+    return tuple(
+        tuple(
+            piece if number % 2 else bool(piece.strip()) if piece else None
+            for number, piece in enumerate(pieces_of(part, tags))
+        )
+        for part in (content if isinstance(content, tuple) else (content or "",))
+    )
+
+
+def shape_of(conversation: Conversation, tags: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """Return what a template's treatment of fields can depend on, without the texts; `tags` as in `pieces_of`."""
+    turns = tuple(
+        (
+            turn.role,
+            type(turn.content),
+            _kinds(turn, tags),
+            bool(turn.reasoning.strip()),
+            tuple(isinstance(call.arguments, str) for call in turn.tool_calls),
+            bool(turn.tool_call_id),
+            bool(turn.name),
+        )
+        for turn in conversation.messages
+    )
+    kwargs = conversation.template_kwargs
+    return turns, len(conversation.tools), json.dumps(dict(kwargs), sort_keys=True, default=str) if kwargs else ""
+
+
+def with_unique_words(
+    conversation: Conversation, tags: tuple[str, ...] = ()
+) -> tuple[Conversation, list[tuple[int | None, str, str]]]:
+    """Return a conversation of the same shape whose texts are unique words, between the same marks.
+
+    Returns:
+        the conversation, and of each word the number of its message (None for tools), the word and its field's name.
+    """
+    words: list[tuple[int | None, str, str]] = []
+
+    def word(number: int | None, name: str) -> str:
+        words.append((number, f"zq{len(words)}wz", name))
+        return words[-1][1]
+
+    def text(number: int, given: str) -> str:
+        pieces = pieces_of(given, tags)
+        is_answer = conversation.messages[number].role == "assistant"
+        for place in range(0, len(pieces), 2):
+            if pieces[place].strip():
+                thought = is_answer and pieces[place + 1 : place + 2] == ["</think>"]
+                pieces[place] = word(number, "reasoning inside <think>" if thought else "content")
+        return "".join(pieces)
+
+    def arguments(number: int, given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+        if isinstance(given, str) and not isinstance(as_object(given), dict):
+            return given
+        made = {word(number, "tool call's arguments"): word(number, "tool call's arguments")}
+        return json.dumps(made) if isinstance(given, str) else made
+
+    turns = []
+    for number, message in enumerate(conversation.messages):
+        content = message.content
+        turns.append(
+            replace(
+                message,
+                reasoning=word(number, "reasoning") if message.reasoning.strip() else message.reasoning,
+                content=tuple(text(number, part) for part in content)
+                if isinstance(content, tuple)
+                else text(number, content)
+                if content
+                else content,
+                tool_calls=tuple(
+                    replace(call, name=word(number, "tool call's name"), arguments=arguments(number, call.arguments))
+                    for call in message.tool_calls
+                ),
+            )
+        )
+    tools = tuple(_with_words(tool, lambda name: word(None, name)) for tool in conversation.tools)
+    return replace(conversation, messages=tuple(turns), tools=tools), words
+
+
+def _with_words(tool: Mapping[str, Any], word: Callable[[str], str]) -> Mapping[str, Any]:
+    """Return a tool with unique words as its name and as the names of its parameters, nested ones too."""
+    of = f"of the tool {tool['function']['name']!r}"
+    function = {**tool["function"], "name": word("tools")}
+    if "parameters" in function:
+        function["parameters"] = _renamed(function["parameters"], lambda path: word(f"parameter {path!r} {of}"))
+    return {**tool, "function": function}
+
+
+def _renamed(schema: Any, word: Callable[[str], str], path: str = "") -> Any:
+    """Return a JSON Schema with other names of its properties, of objects in these, and of items; `path` names them."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, Mapping):
+        names = {name: word(f"{path}{name}") for name, value in properties.items() if value is not None}
+        made["properties"] = {
+            names.get(name, name): _renamed(value, word, f"{path}{name}.") for name, value in properties.items()
+        }
+        if isinstance(required, list):
+            made["required"] = [names.get(str(name), name) for name in required]
+    if "items" in schema:
+        made["items"] = _renamed(schema["items"], word, path)
+    return made

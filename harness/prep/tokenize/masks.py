@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message, ToolCall
-from harness.prep.tokenize.chats import RenderedChat, shared_length
+from harness.prep.tokenize.chats import FORMS, RenderedChat, shared_length
 from harness.prep.tokenize.config import TokenizerConfig
-from harness.prep.tokenize.forms import FORMS
-from harness.prep.tokenize.known_forms import KnownForm, KnownForms
+from harness.prep.tokenize.known_forms import KnownForm, KnownForms, not_written
 from harness.prep.tokenize.offsets import Span
 from harness.prep.tokenize.stock import StockRule, stock_rule
 from harness.prep.tokenize.written import unwritten_reasoning, unwritten_text
@@ -141,7 +140,7 @@ class Masker:
     def _check_written(self, chat: RenderedChat, known: KnownForm) -> None:
         messages = chat.conversation.messages
         if missing := unwritten_text(chat.whole, messages, chat.upto, is_ordered=known.is_ordered):
-            raise self._forms.not_written(missing)
+            raise not_written(missing)
 
     def _trained_turns(self, conversation: Conversation) -> list[int]:
         turns = [number for number, message in enumerate(conversation.messages) if message.role == "assistant"]
@@ -264,7 +263,7 @@ class Masker:
             if turn == len(chat.messages) - 1 and turn in chat.added_ends:
                 text = own
             if missing := unwritten_reasoning(own, turn, chat.conversation.messages[turn]):
-                raise self._forms.not_written(missing)
+                raise not_written(missing)
             turn_spans = self._switched(chat, turn, turn_spans)
             if not turn_spans:
                 continue

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import harness
 from harness import errors
 from harness.errors import ConfigError, HarnessError, PrepError
-from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation, Message, ToolCall
+from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation
 from harness.prep.tokenize.config import MAX_CHARACTERS, OUT_OF_CHARACTERS, OUT_OF_MEMORY, TokenizerConfig
 from harness.prep.tokenize.masks import Masker, Rendered
 
@@ -92,7 +92,7 @@ class Renderer:
         if not conversations:
             return []
         try:
-            answers = _exchange((self._settings, "sequences", [_values_of(one) for one in conversations]))
+            answers = _exchange((self._settings, "sequences", list(conversations)))
         except _StoppedError as stopped:
             if len(conversations) > 1:
                 return [self.sequences([one])[0] for one in conversations]
@@ -184,23 +184,6 @@ def _exchange(request: tuple[Any, ...]) -> Any:
     return answer["made"]
 
 
-def _values_of(conversation: Conversation) -> tuple[Any, ...]:
-    """Return what templates see of a conversation; dataclasses with slots take ten times as long to pickle."""
-    turns = [
-        (
-            turn.role,
-            turn.content,
-            turn.reasoning,
-            [(call.name, call.arguments, call.id) for call in turn.tool_calls],
-            turn.tool_call_id,
-            turn.name,
-            turn.trained,
-        )
-        for turn in conversation.messages
-    ]
-    return turns, conversation.tools, conversation.template_kwargs
-
-
 # ---- in the process that renders -----------------------------------------------------------------------------------
 
 
@@ -236,7 +219,7 @@ def _answer(settings: bytes, name: str, arguments: list[Any], cpu_s: float) -> d
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         template, masker = _made(settings)
         if name == "sequences":
-            return {"made": [_sequences(masker, values, cpu_s) for values in arguments[0]]}
+            return {"made": [_sequences(masker, conversation, cpu_s) for conversation in arguments[0]]}
         if name == "prompt":
             return {"made": template.render(arguments[0], prompt=True)}
         if name == "token_after_answer":
@@ -266,15 +249,10 @@ def _made(settings: bytes) -> tuple[Template, Masker]:
     return template, Masker(template, config, special, where=where)
 
 
-def _sequences(masker: Masker, values: tuple[Any, ...], cpu_s: float) -> Any:
-    turns, tools, kwargs = values
-    signal.setitimer(signal.ITIMER_PROF, cpu_s * (1 + len(turns) // 64))
-    messages = [
-        Message(role, content, reasoning, tuple([ToolCall(*call) for call in calls]), *rest)
-        for role, content, reasoning, calls, *rest in turns
-    ]
+def _sequences(masker: Masker, conversation: Conversation, cpu_s: float) -> Any:
+    signal.setitimer(signal.ITIMER_PROF, cpu_s * (1 + len(conversation.messages) // 64))
     try:
-        found = masker.sequences(Conversation(tuple(messages), "", tools, kwargs))
+        found = masker.sequences(conversation)
     except BadRecordError as refused:
         return {"reason": refused.reason, "detail": refused.detail}
     return [(made.text, made.spans) for made in found]

@@ -168,17 +168,6 @@ class Template:
     def uses_date(self) -> bool:
         return "strftime_now" in self.reads or "strftime_now" in self.text
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-        prompt: bool = False,
-    ) -> str:
-        """Return the text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
-        return self._write(messages, tools, variables or {}, prompt)
-
     def render_marked(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -194,14 +183,22 @@ class Template:
         marked: list[tuple[int, str]] = []
         self._environment.marked = marked
         try:
-            text = self._write(messages, tools, variables or {}, False)
+            text = self.render(messages, tools=tools, variables=variables)
         finally:
             self._environment.marked = None
         if any(not text.startswith(mark, start) for start, mark in marked):
             raise jinja2.TemplateError("it marks text with {% generation %} inside a block whose text it moves")
         return text, [(start, start + len(mark)) for start, mark in marked]
 
-    def _write(self, messages: Sequence[Any], tools: Sequence[Any], variables: Mapping[str, Any], prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        prompt: bool = False,
+    ) -> str:
+        """Return the text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
         environment, program = self._environment, self._program
         environment.written = 0
         if tools is not environment.tools:
@@ -214,7 +211,7 @@ class Template:
                 "tools": list(tools) or None,
                 "documents": None,
                 "add_generation_prompt": prompt,
-                **variables,
+                **(variables or {}),
             }
         )
         pieces = []

@@ -18,10 +18,10 @@ from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.config import TokenizerConfig
-from harness.prep.tokenize.ends import end_tokens
 from harness.prep.tokenize.loading import load_tokenizer
 from harness.prep.tokenize.masks import Rendered
-from harness.prep.tokenize.offsets import Span, TokenBytes, mask_of_encoding
+from harness.prep.tokenize.offsets import Span, TokenBytes, token_mask
+from harness.prep.tokenize.recorded import end_tokens
 from harness.prep.tokenize.renderer import Renderer
 from harness.prep.tokenize.templates.builtin import load_template, template_tokens
 from harness.records import Int32Array, SequenceView, UInt8Array
@@ -94,8 +94,6 @@ class ChatTokenizer:
         self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
         # A cheap test for these characters spares most texts the regular expression.
         self._control_begins = sorted({token[0] for token in special})
-        # The tools that were looked at last, and the control token that they spell.
-        self._tools: tuple[Sequence[Mapping[str, Any]], str] = (), ""
         where = config.chat_template or self.name
         variables = self.hf.special_tokens_map
         self._renderer = Renderer(self.chat_template, variables, config, special, today=today, where=where)
@@ -243,7 +241,7 @@ class ChatTokenizer:
             if mask is not None:
                 return mask
             encoding = self._backend.encode(text, add_special_tokens=False)
-        return mask_of_encoding(encoding, len(ids), text, spans)
+        return token_mask(encoding.offsets, spans)
 
     def _render(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | BadRecord]:
         """Return the texts of each conversation's sequences with their trained spans."""
@@ -263,32 +261,15 @@ class ChatTokenizer:
 
     def _spelled_control_token(self, conversation: Conversation) -> str:
         """Return where a text of the conversation spells a control token; empty if none does."""
-        for place, text in _texts_of_turns(conversation):
-            if found := self._control_token_in(text):
-                return f"{place} spells the control token {found!r}"
-        # Nearly always the tools of the conversation before.
-        if self._tools[0] is not conversation.tools:
-            self._tools = conversation.tools, self._control_token_in(_JSON.encode(list(conversation.tools)))
-        return f"a tool spells the control token {self._tools[1]!r}" if self._tools[1] else ""
-
-    def _control_token_in(self, text: str) -> str:
-        """Return the first control token that a text spells; empty if it spells none."""
         assert self._control is not None
-        for character in self._control_begins:
-            if character in text:
-                match = self._control.search(text)
-                return match.group() if match else ""
+        for place, text in texts_of(conversation):
+            if any(character in text for character in self._control_begins) and (found := self._control.search(text)):
+                return f"{place} spells the control token {found.group()!r}"
         return ""
 
 
 def texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
     """Yield every text of a conversation that a template may write, with its place in words."""
-    yield from _texts_of_turns(conversation)
-    if conversation.tools:
-        yield "a tool", _JSON.encode(list(conversation.tools))
-
-
-def _texts_of_turns(conversation: Conversation) -> Iterator[tuple[str, str]]:
     if conversation.text is not None:
         yield "the text", conversation.text
     for number, message in enumerate(conversation.messages, start=1):
@@ -300,6 +281,8 @@ def _texts_of_turns(conversation: Conversation) -> Iterator[tuple[str, str]]:
             arguments = call.arguments
             spelled = arguments if isinstance(arguments, str) else _JSON.encode(arguments)
             yield f"a tool call of {place}", f"{call.name} {spelled}"
+    if conversation.tools:
+        yield "a tool", _JSON.encode(list(conversation.tools))
 
 
 def tokenizer_hash(name: str) -> str:

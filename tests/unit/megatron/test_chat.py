@@ -13,7 +13,7 @@ import torch
 from harness.errors import ConfigError
 from harness.megatron.chat import Chat, exported
 from harness.prep.tokenize.bpe import train_bpe
-from harness.prep.tokenize.ends import end_tokens
+from harness.prep.tokenize.recorded import end_tokens
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Pack my box with five dozen liquor jugs. " * 3]
 

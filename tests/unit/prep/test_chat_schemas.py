@@ -16,6 +16,7 @@ from harness.prep.chat import (
     RecordReader,
     ToolCall,
     detect_schema,
+    parse_line,
     parse_record,
 )
 
@@ -127,31 +128,11 @@ def test_parameters_of_xlam_and_anthropic_become_json_schema():
     assert (
         parse_record({"messages": [ASK, ANSWER], "tools": [of_bfcl]}, "").tools[0]["function"]["parameters"] == schema
     )
-    unknown = {"name": "f", "parameters": {"city": "string"}}
-    reason, detail = refusal({"messages": [ASK, ANSWER], "tools": [unknown]})
-    assert (reason, "'f'" in detail, "'city'" in detail) == (BadReason.BAD_TOOLS, True, True)
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]", "null"])
 def test_a_record_may_have_no_tools(tools):
     assert parse_record({"messages": [ASK, ANSWER], "tools": tools}, "").tools == ()
-
-
-@pytest.mark.parametrize(
-    ("tools", "words"),
-    [
-        ({"f": 1}, "`tools` is of type dict"),
-        ("get_weather", "`tools`: a str that is not JSON"),
-        (["f"], "tool 1: a str that is not JSON"),
-        ([TOOL, {"type": "web_search"}], "tool 2 is of type 'web_search'"),
-        ([{"type": "function", "function": {"name": 7}}], "tool 1 has no name"),
-        ([{**FUNCTION, "strict": float("nan")}], "in tool 1 there is the number nan"),
-    ],
-)
-def test_tools_of_no_known_form_are_refused(tools, words):
-    reason, detail = refusal({"messages": [ASK, ANSWER], "tools": tools})
-    assert reason == BadReason.BAD_TOOLS
-    assert words in detail
 
 
 @pytest.mark.parametrize(
@@ -172,40 +153,6 @@ def test_tool_calls_keep_their_arguments_as_they_are(calls, expected):
     assert messages[1] == Message("assistant", None, tool_calls=(expected,))
 
 
-def nested(depth: int) -> object:
-    value: object = {}
-    for _ in range(depth):
-        value = {"x": value}
-    return value
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            nested(70),
-            "in the arguments of call 1 of the tool_calls of turn 2 (assistant) there are more than 64 levels",
-        ),
-        ({"x": "\ud800"}, "half a surrogate pair"),
-        ('{"x": "\\ud800"}', "half a surrogate pair"),
-        ({"x": float("inf")}, "the number inf"),
-        ({"x": 10**5000}, "an integer of 16,610 bits"),
-        ({"x": {7: 1}, "y": nested(64)}, "a key of type int"),
-        ({"x": b"1"}, "a value of type bytes"),
-    ],
-)
-def test_arguments_that_json_cannot_hold_are_refused(arguments, words):
-    reason, detail = refusal(answer_with(tool_calls=[{"name": "f", "arguments": arguments}]))
-    assert reason == BadReason.BAD_TOOLS
-    assert words in detail
-
-
-def test_arguments_may_be_wide_and_in_any_script():
-    arguments = {"rows": [{"name": "Zürich", "at": [1, 2]}] * 100, "deep": nested(60)}
-    call = {"name": "f", "arguments": arguments}
-    assert turns_of(answer_with(tool_calls=[call]))[1].tool_calls == (ToolCall("f", arguments),)
-
-
 def test_a_function_call_of_old_records_is_a_tool_call_and_its_result_a_tool_turn():
     call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
     result = {"role": "function", "name": "f", "content": "2"}
@@ -215,31 +162,6 @@ def test_a_function_call_of_old_records_is_a_tool_call_and_its_result_a_tool_tur
     )
     both = {**call, "tool_calls": [{"name": "f"}]}
     assert refusal({"messages": [ASK, both]})[0] == BadReason.BAD_TURN
-
-
-@pytest.mark.parametrize(
-    ("calls", "reason", "words"),
-    [
-        ([{"name": "f", "arguments": "x=1"}], BadReason.BAD_TOOLS, "call 1 of the tool_calls of turn 2"),
-        ([{"name": "f", "arguments": [1]}], BadReason.BAD_TOOLS, "of type list, expected an object"),
-        ([{"name": "f", "arguments": '"x"'}], BadReason.BAD_TOOLS, "of type str, expected an object"),
-        ([{"name": "f", "arguments": "null"}], BadReason.BAD_TOOLS, "of type NoneType, expected an object"),
-        ([{"arguments": {}}], BadReason.BAD_TOOLS, "has the name None"),
-        ([{"name": "f", "id": 7}], BadReason.BAD_TOOLS, "has the id 7"),
-        ([{"type": "custom", "name": "f"}], BadReason.BAD_TOOLS, "is of type 'custom'"),
-        ([{"name": "f", "arguments": {}, "index": 3}], BadReason.UNKNOWN_FIELD, "ignore_fields=[index]"),
-        (
-            [{"function": {"name": "f"}, "index": 3}],
-            BadReason.UNKNOWN_FIELD,
-            "'index'; to leave out: source.ignore_fie",
-        ),
-        ({"name": "f"}, BadReason.BAD_TOOLS, "of type dict, expected a list"),
-    ],
-)
-def test_tool_calls_of_no_known_form_are_refused(calls, reason, words):
-    found, detail = refusal(answer_with(tool_calls=calls))
-    assert found == reason
-    assert words in detail
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
@@ -270,33 +192,6 @@ def test_content_may_be_parts_of_text(content, expected):
 
 
 @pytest.mark.parametrize(
-    ("part", "reason", "words"),
-    [
-        (
-            {"type": "image_url", "image_url": {"url": "x"}},
-            BadReason.MEDIA,
-            "part 2 of turn 1 (user) is of type 'image",
-        ),
-        ({"type": "input_audio", "input_audio": "x"}, BadReason.MEDIA, "'input_audio'"),
-        ({"type": "video"}, BadReason.MEDIA, "'video'"),
-        ({"type": "text", "text": "x", "image": "x"}, BadReason.MEDIA, "has the field 'image'"),
-        ({"type": "tool_use", "id": "x"}, BadReason.NOT_TEXT, "is of type 'tool_use', expected 'text'"),
-        (
-            {"type": "text", "text": "x", "cache_control": {"a": 1}},
-            BadReason.UNKNOWN_FIELD,
-            "ignore_fields=[cache_control]",
-        ),
-        ({"type": "text"}, BadReason.NOT_TEXT, "NoneType"),
-        (7, BadReason.NOT_TEXT, "of type int"),
-    ],
-)
-def test_a_part_that_is_no_text_is_refused_with_its_type(part, reason, words):
-    found, detail = refusal({"messages": [{"role": "user", "content": ["See", part]}, ANSWER]})
-    assert found == reason
-    assert words in detail
-
-
-@pytest.mark.parametrize(
     ("fields", "trained"),
     [
         ({}, None),
@@ -310,22 +205,6 @@ def test_a_part_that_is_no_text_is_refused_with_its_type(part, reason, words):
 )
 def test_a_turn_is_trained_by_its_weight(fields, trained):
     assert turns_of(answer_with(**fields))[1].trained is trained
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"weight": 0.5}, "has the weight 0.5, expected 0 or 1"),
-        ({"weight": "1"}, "has the weight '1'"),
-        ({"weight": float("nan")}, "has the weight nan"),
-        ({"train": 1}, "has the train 1, expected true or false"),
-        ({"weight": 1, "train": False}, "by one of its weights and not by another"),
-    ],
-)
-def test_other_weights_are_refused(fields, words):
-    reason, detail = refusal(answer_with(**fields))
-    assert reason == BadReason.BAD_WEIGHT
-    assert words in detail
 
 
 def test_template_variables_come_from_the_record_but_none_that_are_not_its_own():
@@ -385,20 +264,6 @@ def test_an_unknown_field_of_a_turn_is_refused_unless_it_is_ignored():
     assert turns_of(record, ignore_fields=["refusal"]) == PLAIN
 
 
-@pytest.mark.parametrize(
-    ("turn", "words"),
-    [
-        ({**ASK, "tool_calls": [{"name": "f"}]}, "'tool_calls', which belongs to turns of role 'assistant'"),
-        ({**ASK, "thinking": "x"}, "'thinking', which belongs to turns of role 'assistant'"),
-        ({**ASK, "tool_call_id": "x"}, "'tool_call_id', which belongs to turns of role 'tool'"),
-    ],
-)
-def test_a_field_belongs_to_turns_of_one_role(turn, words):
-    reason, detail = refusal({"messages": [turn, ANSWER]})
-    assert reason == BadReason.UNKNOWN_FIELD
-    assert words in detail
-
-
 def test_a_tool_may_return_nothing_and_an_assistant_may_only_think_or_call():
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
     thought = {"role": "assistant", "content": None, "thinking": "hm"}
@@ -440,32 +305,6 @@ def test_sharegpt_has_several_names_of_roles(user, assistant):
     assert turns_of({"conversations": turns}) == turns_of({"messages": turns}) == PLAIN
 
 
-def test_one_function_call_turn_may_hold_several_calls():
-    calls = '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]'
-    turns = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": calls}]
-    assert turns_of({"conversations": turns})[1].tool_calls == (CALL, ToolCall("g", {}))
-
-
-@pytest.mark.parametrize(
-    ("turn", "reason", "words"),
-    [
-        ({"from": "alien", "value": "x"}, BadReason.UNKNOWN_ROLE, "turn 2 is from 'alien', expected one of"),
-        (
-            {"from": "function_call", "value": "f(1)"},
-            BadReason.BAD_TOOLS,
-            "turn 2 (function_call): a str that is not",
-        ),
-        ({"from": "gpt", "value": None}, BadReason.EMPTY_TURN, "turn 2 (assistant) has no content"),
-        ({"from": "gpt", "value": "x", "content": "y"}, BadReason.UNKNOWN_FIELD, "'content beside from'"),
-        ({"from": "gpt", "value": "x", "loss": 1}, BadReason.UNKNOWN_FIELD, "'loss'"),
-    ],
-)
-def test_sharegpt_turns_that_are_refused(turn, reason, words):
-    found, detail = refusal({"conversations": [{"from": "human", "value": "Hi"}, turn]})
-    assert found == reason
-    assert words in detail
-
-
 def test_roles_of_sharegpt_are_read_in_other_records_when_asked():
     turns = [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Hello"}]
     reason, detail = refusal({"messages": turns})
@@ -496,22 +335,6 @@ def test_alpaca_joins_instruction_and_input_after_system_and_history():
     assert turns_of({"instruction": "Hi", "input": "", "output": "Hello", "history": None}) == PLAIN
 
 
-@pytest.mark.parametrize(
-    ("change", "reason", "words"),
-    [
-        ({"output": ""}, BadReason.EMPTY_TURN, "`output` is empty"),
-        ({"instruction": " "}, BadReason.EMPTY_TURN, "`instruction` is empty"),
-        ({"output": ["a", "b"]}, BadReason.NOT_TEXT, "`output` is of type list"),
-        ({"history": [["Hi"]]}, BadReason.BAD_TURN, "`history` is not a list of pairs"),
-        ({"history": [["Hi", 3]]}, BadReason.NOT_TEXT, "turn 2 (assistant) has content of type int"),
-    ],
-)
-def test_alpaca_records_that_are_refused(change, reason, words):
-    found, detail = refusal({"instruction": "Hi", "output": "Hello", **change})
-    assert found == reason
-    assert words in detail
-
-
 def test_only_the_completion_of_a_prompt_is_trained():
     turns = [ASK, ANSWER, {"role": "user", "content": "More"}]
     assert turns_of({"prompt": "Hi", "completion": "Hello"}) == (PLAIN[0], Message("assistant", "Hello", trained=True))
@@ -525,7 +348,6 @@ def test_only_the_completion_of_a_prompt_is_trained():
         ]
     own_weight = {"prompt": [ASK], "completion": [{**ANSWER, "weight": 0}, ASK, ANSWER]}
     assert [message.trained for message in turns_of(own_weight)] == [None, False, None, True]
-    assert refusal({"prompt": [ASK, {**ANSWER, "weight": 1}, ASK], "completion": "Yes"})[0] == BadReason.BAD_WEIGHT
 
 
 @pytest.mark.parametrize("record", [{"prompt": "Hi", "completion": "Hello"}, {"instruction": "Hi", "output": "Hello"}])
@@ -535,10 +357,6 @@ def test_an_answer_may_have_its_reasoning_beside_it(record):
     mapped = turns_of({**record, "cot": "I greet."}, columns={"reasoning_content": "cot"})
     assert mapped[1].reasoning == "I greet."
     assert RecordReader().unused_keys({**record, "thinking": "I greet.", "reasoning": "on"}) == {"reasoning"}
-
-
-def test_reasoning_beside_a_completion_of_turns_is_refused():
-    assert refusal({"prompt": "Hi", "completion": [ANSWER], "thinking": "I greet."})[0] == BadReason.BAD_TURN
 
 
 def test_a_completion_that_its_label_calls_bad_is_left_out():
@@ -576,13 +394,6 @@ def test_the_chosen_answer_may_hold_its_prompt(prompt, chosen):
     assert turns_of(record, schema="preference") == (PLAIN[0], Message("assistant", "Hello", trained=True))
 
 
-def test_a_chosen_answer_to_another_prompt_is_refused():
-    record = {"prompt": "Bye", "chosen": [ASK, ANSWER], "rejected": "no"}
-    assert refusal(record, schema="preference")[0] == BadReason.BAD_TURN
-    reason, detail = refusal({"chosen": "Human: Hi", "rejected": "no"}, schema="preference")
-    assert (reason, detail) == (BadReason.NO_MESSAGES, "`chosen` is a text, and there is no `prompt` that it answers")
-
-
 # Columns, detection and readers
 
 
@@ -596,44 +407,6 @@ def test_columns_give_fields_of_records_and_turns_another_name():
     columns = {"conversations": "dialog", "conversations.from": "who", "conversations.value": "what"}
     assert turns_of(shared, columns=columns) == PLAIN
     assert turns_of({"question": "Hi", "response": "Hello"}, columns={"instruction": "question", "output": "response"})
-
-
-def test_a_record_without_the_column_of_a_field_is_refused():
-    reason, detail = refusal({"messages": [ASK, ANSWER]}, schema="messages", columns={"messages": "chat"})
-    assert reason == BadReason.NO_MESSAGES
-    assert detail.startswith("`messages` holds nothing")
-    turns = [{"speaker": "user", "content": "Hi"}, {"content": "Hello"}]
-    assert refusal({"messages": turns}, columns={"role": "speaker"}) == (
-        BadReason.UNKNOWN_ROLE,
-        "turn 2 has role None, expected one of system, developer, user, assistant, tool",
-    )
-
-
-def test_a_refusal_names_the_column_that_a_field_was_read_from():
-    reason, detail = refusal({"chat": []}, columns={"messages": "chat"})
-    assert reason == BadReason.NO_MESSAGES
-    assert detail == "`messages` holds an empty list, expected a list of turns (`messages` is the column `chat`)"
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"schema": "chatml"}, "'chatml' is not known"),
-        ({"columns": {"dialog": "chat"}}, "there is no field 'dialog'"),
-        ({"columns": {"messages.speaker": "who"}}, "there is no field 'messages.speaker'"),
-        ({"columns": {"messages": ""}}, "the name of the column is ''"),
-        ({"schema": "alpaca", "columns": {"messages": "chat"}}, "no field 'messages' in the schema alpaca"),
-    ],
-)
-def test_settings_that_name_nothing_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        RecordReader(**settings)
-
-
-def test_a_mapping_in_the_wrong_direction_is_turned_around():
-    with pytest.raises(ConfigError) as caught:
-        RecordReader(columns={"chat": "messages"})
-    assert caught.value.fix.startswith("source.columns.messages=chat, or name one of: ")
 
 
 @pytest.mark.parametrize(
@@ -708,3 +481,218 @@ def test_hashes_differ_where_the_model_sees_a_difference():
         {"text": "Hello"},
     ]
     assert len({parse_record(record, "").hash() for record in records}) == len(records)
+
+
+# Refusals
+
+
+def nested(depth: int) -> object:
+    value: object = {}
+    for _ in range(depth):
+        value = {"x": value}
+    return value
+
+
+def with_part(part: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": ["See", part]}, ANSWER]}
+
+
+def with_turn(turn: object) -> dict[str, object]:
+    return {"messages": [turn, ANSWER]}
+
+
+def with_tools(tools: object) -> dict[str, object]:
+    return {"messages": [ASK, ANSWER], "tools": tools}
+
+
+def with_calls(*calls: object) -> dict[str, object]:
+    return answer_with(tool_calls=list(calls))
+
+
+def with_arguments(arguments: object) -> dict[str, object]:
+    return with_calls({"name": "f", "arguments": arguments})
+
+
+def of_sharegpt(turn: object) -> dict[str, object]:
+    return {"conversations": [{"from": "human", "value": "Hi"}, turn]}
+
+
+def of_alpaca(**change: object) -> dict[str, object]:
+    return {"instruction": "Hi", "output": "Hello", **change}
+
+
+REFUSED = {
+    "bad_tools": [
+        (with_tools({"f": 1}), "`tools` is of type dict"),
+        (with_tools("get_weather"), "`tools`: a str that is not JSON"),
+        (with_tools(["f"]), "tool 1: a str that is not JSON"),
+        (with_tools([{}]), "tool 1 has no name"),
+        (with_tools([TOOL, {"type": "web_search"}]), "tool 2 is of type 'web_search'"),
+        (with_tools([{"type": "function", "function": {"name": 7}}]), "tool 1 has no name"),
+        (with_tools([{**FUNCTION, "strict": float("nan")}]), "in tool 1 there is the number nan"),
+        (with_tools([{"name": "f", "parameters": {"city": "string"}}]), "no type of 'city' is given"),
+        (
+            with_arguments(nested(70)),
+            "arguments of call 1 of the tool_calls of turn 2 (assistant) there is a value more",
+        ),
+        (with_arguments({"x": "\ud800"}), "half a surrogate pair"),
+        (with_arguments('{"x": "\\ud800"}'), "half a surrogate pair"),
+        (with_arguments({"x": float("inf")}), "the number inf"),
+        (with_arguments({"x": 10**5000}), "an integer of 16,610 bits"),
+        (with_arguments({"x": b"1"}), "a value of type bytes"),
+        (with_arguments("x=1"), "call 1 of the tool_calls of turn 2"),
+        (with_arguments([1]), "of type list, expected an object"),
+        (with_arguments('"x"'), "of type str, expected an object"),
+        (with_arguments("null"), "of type NoneType, expected an object"),
+        (with_calls({"arguments": {}}), "has the name None"),
+        (with_calls({"name": "f", "id": 7}), "has the id 7"),
+        (with_calls({"type": "custom", "name": "f"}), "is of type 'custom'"),
+        (answer_with(tool_calls={"name": "f"}), "of type dict, expected a list"),
+        (of_sharegpt({"from": "function_call", "value": "f(1)"}), "turn 2 (function_call): a str that is not"),
+    ],
+    "unknown_field": [
+        (with_calls({"name": "f", "arguments": {}, "index": 3}), "ignore_fields=[index]"),
+        (with_calls({"function": {"name": "f"}, "index": 3}), "'index'; to leave out: source.ignore_fie"),
+        (with_part({"type": "text", "text": "x", "cache_control": {"a": 1}}), "ignore_fields=[cache_control]"),
+        (with_turn({**ASK, "tool_calls": [{"name": "f"}]}), "'tool_calls', which belongs to turns of role 'assistant'"),
+        (with_turn({**ASK, "thinking": "x"}), "'thinking', which belongs to turns of role 'assistant'"),
+        (with_turn({**ASK, "tool_call_id": "x"}), "'tool_call_id', which belongs to turns of role 'tool'"),
+        (of_sharegpt({"from": "gpt", "value": "x", "content": "y"}), "'content beside from'"),
+        (of_sharegpt({"from": "gpt", "value": "x", "loss": 1}), "'loss'"),
+    ],
+    "media": [
+        (with_part({"type": "image_url", "image_url": {"url": "x"}}), "part 2 of turn 1 (user) is of type 'image"),
+        (with_part({"type": "input_audio", "input_audio": "x"}), "'input_audio'"),
+        (with_part({"type": "video"}), "'video'"),
+        (with_part({"type": "text", "text": "x", "image": "x"}), "has the field 'image'"),
+    ],
+    "not_text": [
+        (with_part({"type": "tool_use", "id": "x"}), "is of type 'tool_use', expected 'text'"),
+        (with_part({"type": "text"}), "NoneType"),
+        (with_part(7), "of type int"),
+        (with_turn({"role": "user", "content": {"x": 1}}), "type dict"),
+        (with_turn({"role": "user", "content": "\ud800"}), "surrogate"),
+        (of_alpaca(output=["a", "b"]), "`output` is of type list"),
+        (of_alpaca(history=[["Hi", 3]]), "turn 2 (assistant) has content of type int"),
+    ],
+    "bad_weight": [
+        (answer_with(weight=0.5), "has the weight 0.5, expected 0 or 1"),
+        (answer_with(weight="1"), "has the weight '1'"),
+        (answer_with(weight=float("nan")), "has the weight nan"),
+        (answer_with(train=1), "has the train 1, expected true or false"),
+        (answer_with(weight=1, train=False), "by one of its weights and not by another"),
+        ({"prompt": [ASK, {**ANSWER, "weight": 1}, ASK], "completion": "Yes"}, "a turn of the prompt"),
+    ],
+    "unknown_role": [
+        (of_sharegpt({"from": "alien", "value": "x"}), "turn 2 is from 'alien', expected one of"),
+        (with_turn({"role": "human", "content": "x"}), "turn 1 has role 'human'"),
+        (with_turn({"content": "x"}), "role None"),
+        (with_turn({"role": ["user"], "content": "x"}), "role ['user']"),
+    ],
+    "empty_turn": [
+        (of_sharegpt({"from": "gpt", "value": None}), "turn 2 (assistant) has no content"),
+        (with_turn({"role": "user", "content": " \n"}), "turn 1 (user) is empty"),
+        (with_turn({"role": "user"}), "no content"),
+        (of_alpaca(output=""), "`output` is empty"),
+        (of_alpaca(instruction=" "), "`instruction` is empty"),
+    ],
+    "bad_turn": [
+        (with_turn("hi"), "turn 1 is a str"),
+        (of_alpaca(history=[["Hi"]]), "`history` is not a list of pairs"),
+        ({"prompt": "Hi", "completion": [ANSWER], "thinking": "I greet."}, "`thinking` stands beside a completion"),
+        ({"prompt": "Bye", "chosen": [ASK, ANSWER], "rejected": "no"}, "`chosen` begins with a prompt of its own"),
+    ],
+    "no_messages": [
+        ({"turns": "hi"}, "no schema of chats fits the fields ('turns')"),
+        ({"messages": []}, "an empty list"),
+        ({"messages": "hi"}, "a str"),
+        ({"chosen": "Human: Hi", "rejected": "no"}, "`chosen` is a text, and there is no `prompt` that it answers"),
+    ],
+    "not_an_object": [([1, 2], "a JSON list"), (None, "a JSON NoneType")],
+    "no_assistant_turn": [({"messages": [ASK]}, "none of the 1 turns")],
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_record_that_cannot_be_trained_on_is_refused_with_its_reason_and_place(reason):
+    for record, words in REFUSED[reason]:
+        schema = "preference" if isinstance(record, dict) and "chosen" in record else ""
+        found, detail = refusal(record, schema=schema)
+        assert (found, words in detail) == (reason, True), (record, detail)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "words"),
+    [
+        (b"not json", BadReason.NOT_JSON, "Expecting value"),
+        (b"[" * 100_000, BadReason.NOT_JSON, "nested too deeply"),
+        (b'{"messages": [{"role": "user", "role": "b"}]}', BadReason.NOT_JSON, "the key 'role' is given twice"),
+        (b'{"messages": "\xff"}', BadReason.NOT_UTF8, "byte 14"),
+    ],
+)
+def test_a_line_that_is_no_json_is_refused(line, reason, words):
+    bad = parse_line(line, "f.jsonl, line 1")
+    assert isinstance(bad, BadRecord)
+    assert (bad.reason, bad.where, words in bad.detail) == (reason, "f.jsonl, line 1", True)
+
+
+def test_a_refusal_names_the_column_that_a_field_was_read_from():
+    reason, detail = refusal({"chat": []}, columns={"messages": "chat"})
+    assert reason == BadReason.NO_MESSAGES
+    assert detail == "`messages` holds an empty list, expected a list of turns (`messages` is the column `chat`)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"schema": "chatml"}, "'chatml' is not known"),
+        ({"columns": {"dialog": "chat"}}, "there is no field 'dialog'"),
+        ({"columns": {"messages.speaker": "who"}}, "there is no field 'messages.speaker'"),
+        ({"columns": {"messages": ""}}, "the name of the column is ''"),
+        ({"columns": {"chat": "messages"}}, "source.columns.messages=chat, or name one of: "),
+        ({"schema": "alpaca", "columns": {"messages": "chat"}}, "no field 'messages' in the schema alpaca"),
+    ],
+)
+def test_settings_that_name_nothing_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        RecordReader(**settings)
+
+
+# Lines, columns and hashes
+
+
+def test_a_line_becomes_a_conversation_with_its_place_without_byte_order_mark_and_null_fields():
+    line = b'\xef\xbb\xbf{"id": 7, "messages": [{"role": "user", "content": "Hi", "tool_calls": null}, '
+    line += b'{"role": "assistant", "content": "Hello"}]}\n'
+    assert parse_line(line, "chat.jsonl, line 3") == Conversation(PLAIN, "chat.jsonl, line 3")
+
+
+def test_the_hash_depends_on_roles_and_texts_and_not_on_the_place():
+    def hash_of(*turns: tuple[str, str], where: str = "") -> int:
+        return Conversation(tuple(Message(*turn) for turn in turns), where).hash()
+
+    assert hash_of(("user", "ab"), ("assistant", "c")) == hash_of(("user", "ab"), ("assistant", "c"), where="x")
+    assert hash_of(("user", "ab"), ("assistant", "c")) != hash_of(("user", "a"), ("assistant", "bc"))
+    assert hash_of(("user", "ab"), ("assistant", "c")) != hash_of(("assistant", "ab"), ("user", "c"))
+    # Stored splits depend on this number: it must never change.
+    assert hash_of(("user", "Hi"), ("assistant", "Hello")) == 17707387282723869345
+
+
+def test_a_column_that_is_media_by_its_name_is_refused_unless_it_is_empty_or_ignored():
+    for name, value in (("image_path", "a.png"), ("imageUrls", ["a"]), ("audio_url", "b"), ("files", ["c"])):
+        reason, detail = refusal({"messages": [ASK, ANSWER], name: value})
+        assert (reason, f"source.ignore_fields=[{name}]" in detail) == (BadReason.MEDIA, True)
+        assert turns_of({"messages": [ASK, ANSWER], name: value}, ignore_fields=[name]) == PLAIN
+    for name, value in (("image_path", None), ("image_path", ""), ("num_images", 2), ("has_video", True)):
+        assert turns_of({"messages": [ASK, ANSWER], name: value}) == PLAIN
+
+
+CALL_TEXT = '{"name": "f", "arguments": {"a": 1}, "trace": 3}'
+
+
+@pytest.mark.parametrize(
+    "record", [of_sharegpt({"from": "function_call", "value": CALL_TEXT}), answer_with(tool_calls=f"[{CALL_TEXT}]")]
+)
+def test_a_field_of_a_call_in_json_text_can_be_ignored(record):
+    assert "source.ignore_fields=[trace]" in refusal(record)[1]
+    assert turns_of(record, ignore_fields=["trace"])[1].tool_calls[0].arguments == {"a": 1}

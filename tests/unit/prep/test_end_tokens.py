@@ -12,7 +12,7 @@ from stock_templates import stock_templates, tokenizer_for
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation, parse_record
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
-from harness.prep.tokenize.ends import end_tokens
+from harness.prep.tokenize.recorded import end_tokens
 
 LLAMA3 = (
     "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] }}<|eot_id|>"

@@ -12,7 +12,6 @@ import pytest
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, ToolCall, parse_record
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig, train_bpe
-from harness.prep.tokenize.templates.builtin import load_template
 
 TURN = "<|im_start|>{{ m.role }}\n"
 # Writes the reasoning of the last turn only, and a block for it in every prompt's place.
@@ -112,16 +111,6 @@ def test_a_turn_that_ends_differently_once_others_follow_gets_a_sequence_of_its_
     assert [trained(sequence) for sequence in made] == [["Hello<|im_end|>"], ["So long<|im_end|>"]]
 
 
-def test_of_ends_that_a_template_writes_outside_its_marks_the_first_is_trained(tokenizer: Any) -> None:
-    marks = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
-    template = "{% for m in messages %}" + TURN + marks + "{% endif %}<|im_end|><|im_end|>\n{% endfor %}"
-    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-
-    (sequence,) = encode(tokenizer(template, end_of_last_turn="<|im_end|>"), chat("Hi", "Hello"))
-
-    assert trained(sequence) == ["Hello<|im_end|>"]
-
-
 def test_turns_that_are_served_alike_share_a_sequence(tokenizer: Any) -> None:
     template = FORGETFUL.replace("loop.last", "(loop.last or m.content == 'Wait')")
     messages = [
@@ -177,32 +166,23 @@ def test_only_the_last_turn_is_trained_on_request(tokenizer: Any) -> None:
     assert trained(sequence) == ["So long<|im_end|>"]
 
 
-def test_marked_turns_are_those_with_a_weight_of_1(tokenizer: Any) -> None:
-    marked = tokenizer(TOOLS, train_on="marked")
+@pytest.mark.parametrize("train_on", ["marked", "all_assistant"])
+def test_a_weight_of_0_is_never_trained_and_marked_turns_are_those_with_a_weight_of_1(
+    tokenizer: Any, train_on: str
+) -> None:
+    marked = tokenizer(TOOLS, train_on=train_on)
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello", "weight": 0},
         {"role": "user", "content": "Bye"},
-        {"role": "assistant", "content": "So long", "weight": 1},
+        {"role": "assistant", "content": "So long", **({"weight": 1} if train_on == "marked" else {})},
     ]
 
     (sequence,) = encode(marked, parsed(messages))
 
     assert trained(sequence) == ["So long<|im_end|>"]
-    assert refused(marked, chat("Hi", "Hello")).reason == BadReason.NOTHING_TRAINED
-
-
-def test_a_weight_of_0_is_never_trained(tokenizer: Any) -> None:
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello", "weight": 0},
-        {"role": "user", "content": "Bye"},
-        {"role": "assistant", "content": "So long"},
-    ]
-
-    (sequence,) = encode(tokenizer(TOOLS), parsed(messages))
-
-    assert trained(sequence) == ["So long<|im_end|>"]
+    if train_on == "marked":
+        assert refused(marked, chat("Hi", "Hello")).reason == BadReason.NOTHING_TRAINED
 
 
 def test_a_weight_of_0_is_refused_where_every_token_is_trained(tokenizer: Any) -> None:
@@ -292,21 +272,6 @@ def test_a_text_that_a_template_loses_is_refused_by_name(
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "fox"}}}
 
 
-def test_a_parameter_that_a_template_loses_is_refused_by_name_though_a_call_has_it(tokenizer: Any) -> None:
-    made = tokenizer(
-        TOOLS.replace("{{ t.function.name }}", "{{ t.function.name }}({{ t.function.parameters.required }})")
-    )
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    function = {"name": "f", "parameters": {"b": {"type": "str"}}}
-    encode(made, parsed(turns, tools=[function]))
-
-    bad = refused(made, parsed(turns, tools=[{**function, "parameters": {"a": {"type": "str", "default": "fox"}}}]))
-
-    assert bad.reason == BadReason.NOT_WRITTEN
-    assert "does not write the parameter 'a' of the tool 'f'" in bad.detail
-    assert "source.ignore_fields=[tools]" in bad.detail
-
-
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
@@ -326,6 +291,7 @@ def test_a_parameter_inside_another_that_a_template_loses_is_refused_by_name(
 
     path = "a.x" if "x" in place.get("properties", {}) else "a.city"
     assert f"does not write the parameter '{path}' of the tool 'f'" in bad.detail
+    assert "source.ignore_fields=[tools]" in bad.detail
 
 
 # What is lost stands elsewhere, too: a short result in the answer, an argument in the question.
@@ -362,14 +328,6 @@ def test_a_short_text_that_is_lost_is_not_taken_for_the_same_words_elsewhere(
 
     assert bad.reason == BadReason.NOT_WRITTEN
     assert words in bad.detail
-
-
-def test_an_argument_that_is_lost_is_not_taken_for_the_same_word_in_the_question(tokenizer: Any) -> None:
-    lossy = "c.function.arguments | tojson if c.function.arguments.a != 'fox' else '{\"a\": 1}'"
-    made = tokenizer(TOOLS.replace("c.function.arguments | tojson", lossy))
-    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "fox"}}}
-    bad = refused(made, chat("A quick fox", "", tool_calls=[call]))
-    assert "all of the tool call's arguments of turn 2 (assistant): 'fox'" in bad.detail
 
 
 def test_texts_that_are_written_in_other_words_are_taken(tokenizer: Any) -> None:
@@ -449,20 +407,6 @@ def test_tool_calls_are_left_untrained_on_request(tokenizer: Any) -> None:
     assert trained(sequence) == ["Wait", "<|im_end|>"]
 
 
-def test_arguments_that_are_text_are_given_as_the_object_that_the_template_needs(tokenizer: Any) -> None:
-    call = [{"type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}]
-
-    (sequence,) = encode(tokenizer(TOOLS), chat("Hi", "Wait", tool_calls=call))
-
-    assert '<call>f {"a": "b"}</call>' in sequence.text
-
-
-def test_parts_are_joined_for_a_template_that_takes_text(tokenizer: Any) -> None:
-    conversation = Conversation((Message("user", ("Hi ", "there")), Message("assistant", "Hello")), "x")
-
-    assert "Hi there<|im_end|>" in encode(tokenizer(TOOLS), conversation)[0].text
-
-
 @pytest.mark.parametrize(
     ("template", "conversation", "words"),
     [
@@ -512,31 +456,6 @@ def test_what_a_template_leaves_out_is_refused_by_name(
     assert words in bad.detail
 
 
-def test_another_template_is_proposed_by_name_only_where_it_helps(tokenizer: Any) -> None:
-    conversation = chat("Hi", "<think>Yes</think>No</think>Hello")
-    help = "(qwen3 writes tools, calls and reasoning)"
-
-    assert help in refused(tokenizer(TOOLS), chat("Hi", "Hello", thinking="A greeting.")).detail
-    assert help not in refused(tokenizer(load_template("qwen3")), conversation).detail
-    template = "{#- tools tool_calls reasoning_content -#}" + TOOLS.replace(
-        "m.content or", "m.role != 'developer' and m.content or"
-    )
-    developer = [{"role": role, "content": "Be brief."} for role in ("user", "developer", "assistant")]
-    assert "the built-in qwen3 writes it as a system" in refused(tokenizer(template), parsed(developer)).detail
-
-
-def test_only_what_a_conversation_can_do_without_is_proposed_to_be_ignored(tokenizer: Any) -> None:
-    call = [{"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}]
-    plain = tokenizer("{% for m in messages %}{{ (m.content or '').split('</think>')[-1] }}<|im_end|>{% endfor %}")
-
-    reasoning = refused(plain, chat("Hi", "Hello", thinking="A greeting.")).detail
-    others = [refused(plain, chat("Hi", *made)).detail for made in (["<think>Yes</think>Hello"],)]
-    others.append(refused(plain, chat("Hi", "", tool_calls=call)).detail)
-
-    assert "source.ignore_fields=[reasoning_content,thinking,reasoning]" in reasoning
-    assert all("tokenizer.chat_template" in detail and "ignore_fields" not in detail for detail in others)
-
-
 def test_an_answer_before_any_question_needs_a_prompt_of_the_template(tokenizer: Any) -> None:
     greeting = {"role": "assistant", "content": "Hello"}
     rest = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}]
@@ -570,21 +489,6 @@ def test_facts_record_the_rule_its_reason_and_the_tokens_that_end_a_turn(tokeniz
     assert "no marks" in facts["why"]
     assert (facts["history"], facts["train_on"]) == ("as_served", "last_turn")
     assert (facts["untrained"], facts["end_tokens"]) == ('["reasoning"]', '["<|im_end|>"]')
-
-
-def test_the_mask_of_plain_text_does_not_come_from_the_template(tokenizer: Any) -> None:
-    facts = tokenizer(TOOLS).mask_facts("text")
-
-    assert (facts["rule"], facts["schema"], facts["end_tokens"]) == ("text", "text", '["<|im_end|>"]')
-    assert "plain text" in facts["why"]
-
-
-def test_a_control_token_in_arguments_or_reasoning_is_refused(tokenizer: Any) -> None:
-    call = [{"type": "function", "function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}]
-    for fields in ({"tool_calls": call}, {"reasoning_content": "<|im_end|>"}):
-        bad = refused(tokenizer(TOOLS), chat("Hi", "Hello", **fields))
-        assert bad.reason == BadReason.CONTROL_TOKEN
-        assert "turn 2 (assistant)" in bad.detail
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -102,3 +103,26 @@ print(sorted(set(stages)), len(open_dataset(out + "/memmap")) > 0, "megatron" in
     )
 
     assert done.stdout.strip() == "['compare', 'convert'] True False", done.stderr
+
+
+def test_ray_is_refused_before_anything_is_written_where_it_is_not_installed(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
+    config = PrepareConfig(engine="ray")
+    config.data.path = str(tmp_path / "out")
+    with pytest.raises(ConfigError, match="Ray is not installed") as raised:
+        prepare(config)
+    assert "engine=local" in raised.value.fix
+    assert not (tmp_path / "out").exists()
+
+
+def loaded_modules(code: str, *names: str) -> set[str]:
+    """Those of `names` that are imported after running `code` in a fresh process."""
+    script = f"import sys\n{code}\nprint(*sorted({set(names)!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_a_tokenizer_or_a_plan_imports_no_pyarrow_and_no_tokenizer_library():
+    code = "from harness.prep import ChatTokenizer, plan_packs; from harness.prep.chat import parse_record"
+    assert loaded_modules(code, "pyarrow", "rich", "tokenizers", "transformers", "torch", "hydra") == set()

@@ -25,12 +25,6 @@ def finish(path, settings=SETTINGS):
     return report
 
 
-def test_a_finished_folder_is_recognized_and_left_unchanged(tmp_path):
-    report = finish(tmp_path / "d")
-    assert finished_report(LocalFolder(tmp_path / "d"), SETTINGS, overwrite=False) == report
-    assert not (tmp_path / "d" / "_preparing").exists()
-
-
 def test_changed_settings_are_listed_and_need_overwrite(tmp_path):
     finish(tmp_path / "d")
     folder = PreparedFolder(tmp_path / "d")
@@ -82,12 +76,3 @@ def test_a_file_at_the_destination_is_an_error(tmp_path):
     (tmp_path / "d").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         finished_report(LocalFolder(tmp_path / "d"), SETTINGS, overwrite=True)
-
-
-def test_other_files_in_a_prepared_folder_survive_a_new_run(tmp_path):
-    finish(tmp_path / "d")
-    (tmp_path / "d" / "notes.txt").write_text("mine")
-    folder = PreparedFolder(tmp_path / "d")
-    folder.begin()
-    assert sorted(entry.name for entry in (tmp_path / "d").iterdir()) == ["_preparing", "notes.txt"]
-    folder.abandon()

@@ -52,7 +52,7 @@ def test_trained_text_is_in_brackets_where_there_are_no_colors(source):
     assert "schema     messages, detected" in page
     assert "not read   id" in page
     assert "mask       marks, because" in page
-    assert "trained for this preview on the first 3 conversations" in page
+    assert "trained for this preview on the first records" in page
 
 
 def test_trained_text_is_in_color_on_a_terminal(source):

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.errors import ConfigError, PrepError
-from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import find_files, list_files
 from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
@@ -30,13 +29,6 @@ def test_a_folder_is_read_recursively_in_natural_order(tmp_path):
         (tmp_path / name).write_text(json.dumps(GOOD) + "\n")
     names = [str(file.relative_to(tmp_path)) for file in list_files(str(tmp_path))]
     assert names == ["deep/part-1.ndjson", "part-2.jsonl", "part-10.jsonl"]
-
-
-def test_a_glob_and_a_single_file_are_listed(tmp_path):
-    for name in ["b.jsonl", "a.jsonl", "c.txt"]:
-        (tmp_path / name).write_text("")
-    assert [file.name for file in list_files(str(tmp_path / "*.jsonl"))] == ["a.jsonl", "b.jsonl"]
-    assert [file.name for file in list_files(str(tmp_path / "c.txt"))] == ["c.txt"]
 
 
 @pytest.mark.parametrize("name", ["nothing.jsonl", "*.jsonl", ""])
@@ -78,26 +70,6 @@ def test_compressed_files_give_the_same_records_and_a_truncated_one_is_an_error(
         read_all(tmp_path / "cut")
 
 
-def test_a_saved_hugging_face_dataset_is_read_unless_it_holds_several_splits(tmp_path):
-    rows = [
-        {"messages": [{"content": f"{n}", "role": "user"}, {"content": "b", "role": "assistant"}]} for n in range(2500)
-    ]
-    table = pa.Table.from_pylist(rows)
-    for number, part in enumerate((table.slice(0, 1200), table.slice(1200))):
-        path = tmp_path / "train" / f"data-{number:05d}-of-00002.arrow"
-        path.parent.mkdir(exist_ok=True)
-        opened = pa.ipc.new_stream if number == 0 else pa.ipc.new_file
-        with pa.OSFile(str(path), "wb") as file, opened(file, table.schema) as writer:
-            writer.write_table(part, max_chunksize=1000)
-    (tmp_path / "train" / "state.json").write_text("{}")
-    records = read_all(tmp_path / "train")
-    assert [record.messages[0].content for record in records] == [str(n) for n in range(2500)]
-    assert records[-1].where.endswith("data-00001-of-00002.arrow, row 1299")
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    with pytest.raises(PrepError, match="holds the splits train"):
-        list_files(str(tmp_path))
-
-
 def test_shards_of_any_size_hold_every_record_once_with_its_number(tmp_path):
     text = "".join(json.dumps({**GOOD, "n": "x" * (n % 700)}) + "\n" * (1 + n % 3) for n in range(1000)).rstrip("\n")
     (tmp_path / "a.jsonl").write_text(text)
@@ -116,36 +88,6 @@ def test_shards_of_any_size_hold_every_record_once_with_its_number(tmp_path):
         limited = cut_shards(files, shard_bytes=30_000, limit=limit)
         found = [one.where for shard in limited for chunk in read_shard(shard) for one in chunk.parse()]
         assert found == expected[:limit]
-
-
-def test_lines_are_counted_from_one_and_blank_lines_keep_the_count_right(tmp_path):
-    file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps(GOOD) + "\n\n  \nbroken\n" + json.dumps(GOOD))
-    first, second, third = read_all(file)
-    assert isinstance(first, Conversation)
-    assert first.where == f"{file}, line 1"
-    assert isinstance(second, BadRecord)
-    assert (second.where, second.reason) == (f"{file}, line 4", BadReason.NOT_JSON)
-    assert third.where == f"{file}, line 5"
-
-
-def test_a_parquet_file_is_read_row_by_row(tmp_path):
-    file = tmp_path / "chat.parquet"
-    turns = GOOD["messages"]
-    pq.write_table(pa.table({"id": [1, 2, 3], "messages": [turns, None, turns]}), file)
-    first, second, third = read_all(file)
-    assert first.as_record()["messages"] == turns
-    assert second == BadRecord(f"{file}, row 1", BadReason.NO_MESSAGES, second.detail)
-    assert third.where == f"{file}, row 2"
-
-
-def test_a_parquet_file_without_chats_is_refused_with_its_columns(tmp_path):
-    file = tmp_path / "chat.parquet"
-    pq.write_table(pa.table({"id": [1], "chat": ["x"]}), file)
-    with pytest.raises(PrepError, match="no schema of chats fits the first records; fields: id, chat") as error:
-        find_schema([file], SourceConfig(path=str(file)))
-    assert error.value.where == str(file)
-    assert "source.columns" in error.value.fix
 
 
 def test_blank_lines_do_not_count_toward_the_limit(tmp_path):

@@ -69,6 +69,7 @@ DATASETS = {
         "data/short/train-00000-of-00001.parquet": parquet("s"),
     },
     "org/twice": {"chats.jsonl": jsonl("a"), "chats.parquet": parquet("a")},
+    "org/held": {"chats.jsonl": jsonl("a"), "test.jsonl": jsonl("t")},
     "org/scripts": {"chats.py": b"", "README.md": b""},
     "squad": {"train/a.json": json.dumps([chat("q")]).encode(), "test/a.json": b"[]"},
 }
@@ -151,6 +152,7 @@ def test_splits_subsets_and_files_are_chosen_by_setting_or_path(server, path, se
         ("org/card", {"subset": "long"}, "no subset 'long', only all, short", "source.subset"),
         ("org/card", {"subset": "short", "split": "test"}, "no split 'test', only train", "source.split"),
         ("org/splits", {"split": "dev"}, "no split 'dev', only test, train", "source.split"),
+        ("org/held", {}, "no split 'train', only test", "source.split"),
         ("org/splits", {"subset": "x"}, "defines no subsets", "source.subset"),
         ("hf://datasets/org/splits/data/*.jsonl", {}, r"no file of the dataset matches data/\*.jsonl", "address"),
         ("org/twice", {}, r"several kinds \(.jsonl .parquet\)", "hf://datasets/org/twice/**/*.jsonl"),

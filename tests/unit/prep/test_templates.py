@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from stock_templates import SHAPES, stock_templates, training_twin
+from stock_templates import SHAPES, stock_templates
 
 from harness.errors import ConfigError
 from harness.prep.chat import BadRecord, Conversation, Message
@@ -206,33 +206,6 @@ def test_marks_begin_where_the_prompt_of_a_turn_ends_and_stop_after_its_end_toke
             assert all(text[:stop].endswith(end) for _, stop in spans), shape
 
 
-# The twin of Qwen 3 keeps the reasoning of earlier turns, and that of DeepSeek marks the header of a turn.
-TWINS = {
-    "llama3": "llama3",
-    "qwen2_5": "qwen2_5",
-    "qwen3_instruct": "qwen3_instruct_2507",
-    "gemma": "gemma",
-    "phi3": "phi3",
-}
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_marks_are_those_of_trls_twin_without_what_follows_the_end_token(name):
-    for shape in sorted(set(SHAPES) - REFUSED.get(name, set()) - DIFFERENT.get(name, BETTER)):
-        if name == "gemma" and "system" in shape:
-            continue
-        messages, tools = SHAPES[shape]
-        text, spans = rendered(load_template(name), messages, tools)
-        twin, theirs = rendered(training_twin(TWINS[name]), messages, tools)
-        assert twin == text, shape
-        # A twin may mark the end of the text apart from the last turn.
-        marked = [twin[start:end].rstrip("\n") for start, end in theirs]
-        if name == "qwen2_5":
-            # The twin marks the line break that ends the prompt, too.
-            marked = [mark.removeprefix("\n") for mark in marked]
-        assert [text[start:end] for start, end in spans] == [mark for mark in marked if mark != "<end>"], shape
-
-
 def test_mistral_writes_tools_reasoning_and_results_without_white_space():
     text, spans = rendered(
         load_template("mistral"),
@@ -261,31 +234,12 @@ def test_mistral_writes_tools_reasoning_and_results_without_white_space():
     ]
 
 
-def test_qwen3_marks_empty_reasoning_unless_the_prompt_has_written_it():
-    messages, _ = SHAPES["one_turn"]
-    text, spans = rendered(load_template("qwen3"), messages, None)
-    assert [text[start:end] for start, end in spans] == ["<think>\n\n</think>\n\nHello, friend.<|im_end|>"]
-    text, spans = rendered(load_template("qwen3"), messages, None, enable_thinking=False)
-    assert [text[start:end] for start, end in spans] == ["Hello, friend.<|im_end|>"]
-
-
-def test_qwen3_writes_the_reasoning_that_follows_the_last_question_alone():
-    text, _ = rendered(load_template("qwen3"), *SHAPES["reasoning_and_tools_two_turns"])
-    thoughts = ["The tool knows.", "The tool says 21.", "Once more.", "The tool says 27."]
-    assert [thought in text for thought in thoughts] == [False, False, True, True]
-
-
 def test_deepseek_opens_and_closes_the_calls_of_every_step():
     messages, _ = SHAPES["calls_in_steps"]
     text, spans = rendered(load_template("deepseek"), messages, None)
     assert text.count("tool▁calls▁begin") == text.count("tool▁calls▁end") == 2
     assert text.count("tool▁outputs▁begin") == text.count("tool▁outputs▁end") == 2
     assert "outputs" not in "".join(text[start:end] for start, end in spans)
-
-
-def test_llama3_1_takes_the_date_of_today_from_a_variable():
-    text, _ = rendered(load_template("llama3_1"), *SHAPES["one_turn"], date_string="1 May 2026")
-    assert "Today Date: 1 May 2026\n" in text
 
 
 def test_a_tokenizer_trained_for_a_template_file_has_the_special_tokens_that_it_spells(tmp_path):

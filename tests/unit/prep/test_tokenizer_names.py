@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -66,12 +67,6 @@ def test_a_hub_that_fails_is_asked_once(hub):
     assert asked(hub) == ["GET /api/models/org/tokenizer"]
 
 
-def test_a_hub_that_cannot_be_reached_is_refused(hub, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert "the hub cannot be reached" in refusal("tokenizer").what
-    assert asked(hub) == []
-
-
 def test_offline_mode_makes_no_request(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE" in refusal("org/tokenizer").what
@@ -102,17 +97,19 @@ def test_a_folder_with_code_of_its_own_is_refused_and_standard_input_is_no_conse
     config = {"tokenizer_class": "Planted", "auto_map": {"AutoTokenizer": ["planted.Planted", "planted.Planted"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "planted.py").write_text(f"open({str(marker)!r}, 'w')\nclass Planted: ...\n")
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    settings = [f"source.path={chats}", f"data.path={tmp_path / 'data'}", f"tokenizer.name={folder}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.prepare", *settings],
-        input="yes\n" * 9,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
+    code = "import sys; from harness.prep import *; ChatTokenizer(TokenizerConfig(name=sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, input="yes\n" * 9, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "ConfigError: the tokenizer cannot be loaded" in done.stderr
     assert str(folder) in done.stderr
-    assert "code" in done.stderr
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_loading_a_tokenizer_leaves_the_environment_as_it_was(tmp_path, monkeypatch, before):
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "cannot be loaded" in refusal(str(tmp_path)).what
+    assert os.environ.get(name) == before

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
+from harness.prep.chat.records import Schema
 from harness.prep.chat.schemas.alpaca import ALPACA
-from harness.prep.chat.schemas.base import Schema
 from harness.prep.chat.schemas.messages import MESSAGES
 from harness.prep.chat.schemas.preference import PREFERENCE
 from harness.prep.chat.schemas.prompt_completion import PROMPT_COMPLETION
@@ -16,14 +15,12 @@ from harness.prep.chat.schemas.xlam import XLAM
 
 __all__ = ["SCHEMAS"]
 
-SCHEMAS: Mapping[str, Schema] = MappingProxyType(
-    {
-        "messages": MESSAGES,
-        "sharegpt": SHAREGPT,
-        "alpaca": ALPACA,
-        "prompt_completion": PROMPT_COMPLETION,
-        "xlam": XLAM,
-        "text": TEXT,
-        "preference": PREFERENCE,
-    }
-)
+SCHEMAS: Mapping[str, Schema] = {
+    "messages": MESSAGES,
+    "sharegpt": SHAREGPT,
+    "alpaca": ALPACA,
+    "prompt_completion": PROMPT_COMPLETION,
+    "xlam": XLAM,
+    "text": TEXT,
+    "preference": PREFERENCE,
+}

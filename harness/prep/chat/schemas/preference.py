@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.prep.chat.records import BadReason, Conversation
-from harness.prep.chat.schemas.base import Schema
+from harness.prep.chat.records import BadReason, Conversation, Schema
 from harness.prep.chat.turns import CHAT_FIELDS, chat, list_of_turns, train_only_answer, turns_or_text
 from harness.prep.chat.values import BadRecordError, is_empty
 

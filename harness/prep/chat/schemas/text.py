@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.prep.chat.records import Conversation
-from harness.prep.chat.schemas.base import Schema
+from harness.prep.chat.records import Conversation, Schema
 from harness.prep.chat.values import text_field
 
 

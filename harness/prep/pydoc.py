@@ -1,7 +1,7 @@
-"""Write questions and answers about Python's standard library as JSONL: `python collect.py OUTPUT`.
+"""The built-in corpus: documentation of Python's standard library as conversations, so that every machine has data.
 
-A script that imports nearly all of the standard library and nothing else, so it runs in a process of its own (see
-`write_pydoc_corpus`).
+As a script (`python pydoc.py OUTPUT`) it imports nearly all of the standard library and nothing else, which
+`write_pydoc_corpus` does in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import re
+import subprocess
 import sys
 import types
 import warnings
@@ -19,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_TIMEOUT_S = 300
 # Importing these opens a window or a browser, prints, or changes the terminal; or they are tests or demonstrations.
 SKIPPED = {"__main__", "antigravity", "idlelib", "lib2to3", "pydoc_data", "readline", "rlcompleter", "test", "this"}
 SKIPPED |= {"tkinter", "turtle", "turtledemo"}
@@ -31,6 +34,45 @@ _PASSAGE, _PASSAGES = 1000, 2
 
 # A name, and a text about it.
 Entry = tuple[str, str]
+
+
+def write_pydoc_corpus(path: Path) -> None:
+    """Write questions and answers about the standard library as JSONL, the same on every run of one Python.
+
+    A process of its own imports the library's modules, without site packages, display or standard input.
+
+    Args:
+        path: the file to write; it appears whole or not at all.
+
+    Raises:
+        PrepError: collecting failed.
+    """
+    # Not at the top: the script runs without packages.
+    from harness.errors import PrepError
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    # -P and -S: the script's folder must not hide modules, and installed packages must not add any.
+    command = [sys.executable, "-P", "-S", "-s", "-B", "-X", "utf8", __file__, str(temporary.resolve())]
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT", "LD_LIBRARY_PATH") if name in os.environ}
+    fix = "use another Python, or name your own chat data with source=files source.path=..."
+    try:
+        result = subprocess.run(
+            command,
+            env={**kept, "PYTHONHASHSEED": "0", "TERM": "dumb"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PrepError(f"collecting Python's documentation failed: {error}", where=sys.executable, fix=fix) from error
+    if result.returncode != 0 or not temporary.exists():
+        message = " ".join(result.stderr.decode(errors="replace").strip().splitlines()[-1:])
+        what = f"collecting Python's documentation ended with code {result.returncode}: {message}"
+        raise PrepError(what, where=sys.executable, fix=fix)
+    temporary.replace(path)
 
 
 def draw(name: str, choices: int) -> int:
