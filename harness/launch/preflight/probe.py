@@ -15,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,15 +25,18 @@ from typing import Any
 import xxhash
 
 import harness
-from harness.errors import HarnessError, os_errors_as
+from harness.errors import FormatError, HarnessError, os_errors_as
+from harness.formats import PackReader
 from harness.indexed.index import BIN, IDX, MappedIndex, with_suffix
 from harness.launch.preflight.hardware import NO_ANSWER, WARNED, read_gpu_states, read_inodes, read_ports, read_rate
+from harness.launch.preflight.judge import COPY_OF
 from harness.launch.preflight.rendezvous import check_own_name, check_rendezvous
 from harness.launch.ranks import NodePlace
 from harness.loader import DataConfig, open_datasets
 from harness.printing import print_text
 from harness.settings import CONFIGS
-from harness.storage import is_uri, open_folder
+from harness.storage import is_uri, open_folder, read_checksums
+from harness.storage.local_copies import LocalCopy, copy_to_node
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-sft-harness", "numpy", "pyarrow")
 Facts = dict[str, Any]
@@ -217,3 +221,56 @@ def read_weights(folder: Path) -> Facts:
     ):
         sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
     return {"files": len(sizes), "bytes": sum(sizes)}
+
+
+def copy_checks(paths: list[str], local_dir: Path, *, timeout_s: float) -> dict[str, Check]:
+    """Return checks for `run_checks` that copy each path to this node, and end where no byte comes for `timeout_s`."""
+    return {COPY_OF + path: partial(_copy, path, local_dir, timeout_s) for path in paths}
+
+
+def _copy(path: str, local_dir: Path, timeout_s: float) -> Facts:
+    began = last = time.monotonic()
+    copied: Future[LocalCopy] = Future()
+
+    def progress(num_bytes: int) -> None:
+        nonlocal last
+        last = time.monotonic()
+
+    def work() -> None:
+        try:
+            copied.set_result(copy_to_node(path, local_dir, known=known_hashes(path), progress=progress))
+        except Exception as error:
+            copied.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    while not copied.done() and time.monotonic() - last < timeout_s:
+        wait([copied], 0.2)
+    if not copied.done():
+        raise HarnessError(
+            f"no byte came for {timeout_s:g} s",
+            where=path,
+            fix="the file system or the disk of the node hangs; or another job copies the same there",
+        )
+    made = copied.result()
+    facts = {"files": len(made.files), "bytes": made.num_bytes, "xxh3": made.digest}
+    return {**facts, "took_s": time.monotonic() - began, "new_bytes_s": made.new_bytes}
+
+
+def known_hashes(path: str) -> dict[str, str]:
+    """Return the hashes that the files of a dataset or of weights must have, as far as they are written down there."""
+    if not Path(path).is_dir():
+        return {}
+    listed = read_checksums(Path(path))
+    return dict(_hashes_of_dataset(Path(path))) if listed is None else {file.path: file.xxh3 for file in listed}
+
+
+def _hashes_of_dataset(folder: Path) -> Iterator[tuple[str, str]]:
+    try:
+        data = open_datasets(DataConfig(path=str(folder)))
+    except (FormatError, OSError):
+        return  # weights, or files of another tool
+    for reader in (*data.sources, data.validation):
+        if isinstance(reader, PackReader) and reader.manifest is not None:
+            below = Path(reader.path).relative_to(folder)
+            files = [*reader.manifest.index, *(file for shard in reader.manifest.shards for file in shard.files)]
+            yield from ((str(below / file.path), file.xxh3) for file in files)

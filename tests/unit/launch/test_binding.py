@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch.binding import cores_of_rank, read_cores, read_gpu_nodes
+from harness.launch.ranks import cores_of_rank, read_cores, read_gpu_nodes
 
 # Two processors of four cores with two threads each, as the kernel numbers them.
 CORES = {0: [0, 8, 1, 9, 2, 10, 3, 11], 1: [4, 12, 5, 13, 6, 14, 7, 15]}
@@ -73,7 +73,7 @@ def test_a_rank_of_torchrun_binds_itself_and_its_threads():
     if len(allowed) < 2:
         pytest.skip("needs two cores")
     program = (
-        "import os; from harness.launch.binding import bind_rank; bind_rank(); print(*sorted(os.sched_getaffinity(0)))"
+        "import os; from harness.launch.ranks import bind_rank; bind_rank(); print(*sorted(os.sched_getaffinity(0)))"
     )
     place = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": str(len(allowed))}
     found = [
