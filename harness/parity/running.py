@@ -20,12 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
+from rich.console import Console, Group
+from rich.live import Live
 
 import harness
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.parity.cells import Cell
+from harness.printing import indented, one_line
 from harness.settings import CONFIGS, load
 from harness.storage import Marker
+from harness.tables import Table, TableCell
 from harness.train.lines import whole_lines
 
 if TYPE_CHECKING:
@@ -378,3 +382,38 @@ def free_ports(count: int) -> list[int]:
                 listener.bind(("127.0.0.1", port := next(candidates)))
                 ports.append(port)
         return ports
+
+
+@contextmanager
+def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[MatrixProgress], None]]:
+    """Show the progress of `cells`; yields a function that takes each state. In a log these are lines."""
+    if console.is_terminal:
+        with Live(console=console, transient=True, auto_refresh=False) as live:
+            yield lambda progress: live.update(_draw(cells, progress), refresh=True)
+        return
+    printed: set[str] = set()
+
+    def log(progress: MatrixProgress) -> None:
+        for name, finished in progress.finished.items():
+            if name not in printed:
+                printed.add(name)
+                outcome = finished.reason or ("kept from before" if finished.was_kept else f"{finished.seconds:.0f} s")
+                console.print(indented(f"{one_line(name)}: {outcome}"), soft_wrap=True)
+
+    yield log
+
+
+def _draw(cells: Sequence[Cell], progress: MatrixProgress) -> Group:
+    done = sum(cell.name in progress.finished for cell in cells)
+    rows = []
+    for cell in cells:
+        finished, made = progress.finished.get(cell.name), progress.steps.get(cell.name)
+        steps, state = "", TableCell("waits", "waiting")
+        if finished is not None and finished.reason:
+            state = TableCell("failed", "failed")
+        elif finished is not None:
+            steps, state = str(cell.steps), TableCell("kept from before" if finished.was_kept else "ran", "same")
+        elif made is not None:
+            steps, state = f"{made} of {cell.steps}", TableCell("runs" if made else "starts", "running")
+        rows.append((cell.name, steps, state))
+    return Group(f"{done} of {len(cells)} cells", Table(("cell", "steps", "state"), rows, "lrl").to_terminal())

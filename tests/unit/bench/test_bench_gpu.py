@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from harness.bench import BENCHES
-from harness.bench.apart import find_reason
 from harness.bench.figures import BenchReport, Figure
 from harness.bench.gpu import parts, training
 from harness.bench.gpu.attention import measure_attention
@@ -68,19 +67,6 @@ def test_parts_that_are_measured_are_not_measured_again_and_failed_ones_are(tmp_
     assert [name for name, _ in machine.begun] == ["step-8b"]
     assert report.failed == []
     assert {figure.name for figure in report.figures} == {f"{name}: speed" for name in everything}
-
-
-def test_the_reason_of_a_failed_part_is_its_ranks_error_and_not_the_launcher_s():
-    output = "\n".join(
-        [
-            "[rank1]: RuntimeError: out of luck",
-            "    raise ChildFailedError(",
-            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
-            "  time      : 2026-01-01_00:00:00",
-        ]
-    )
-    assert find_reason(output) == "[rank1]: RuntimeError: out of luck"
-    assert find_reason("killed\n") == "killed"
 
 
 def test_what_the_machine_lacks_is_reported_and_the_rest_runs(tmp_path, monkeypatch):

@@ -17,12 +17,9 @@ from parity_reports import DATA_DIFFERENCE, all_same, cell, checks, one_of_each,
 import harness.parity.pages
 from harness.errors import ConfigError
 from harness.parity import result
-from harness.parity.pages import render_all
+from harness.parity.pages import LONGEST, render_all, render_junit, render_message, render_page
 from harness.parity.pages.curves import FLOOR, POINTS, Pool, differences, draw_charts, thin
-from harness.parity.pages.junit import render_junit
 from harness.parity.pages.matrix import arrange, tabulate_costs
-from harness.parity.pages.message import LONGEST, render_message
-from harness.parity.pages.page import render_page
 from harness.parity.result import Check, Difference, ParityReport, Series, read_report, write_report
 from harness.tables import Table, TableCell
 
