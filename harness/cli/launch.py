@@ -138,9 +138,8 @@ def plan(
         return
     planned = plan_run(config, mfu=settings.mfu, **inputs)
     file_system, disk = _scaled(settings.file_system_gb_s, 1e9), _scaled(settings.disk_gb_s, 1e9)
-    open_console().print(
-        planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)
-    )
+    shown = planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)
+    open_console().print(shown)
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)
