@@ -126,7 +126,7 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
             setting="dataset.seq_length",
         )
         stream = RankStream(reader, config, schedule=schedule, layout=layout)
-        rows = FixedRows(stream, rows_per_step=size // layout.dp_size, layout=layout, pad_rows_to=self.seq_length)
+        rows = FixedRows(stream, rows_per_step=size // layout.dp_size, pad_rows_to=self.seq_length)
         pin = bool(self.pin_memory) and torch.cuda.is_available()
         if evaluation_steps is not None:
             return BridgeRows(rows, pin_memory=pin, repeat_steps=evaluation_steps)

@@ -117,7 +117,6 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
         self._rows = FixedRows(
             RankStream(reader, settings, schedule=schedule, layout=layout),
             rows_per_step=size // dp_world_size,
-            layout=layout,
             pad_rows_to=seq_len,
             one_epoch=not config.infinite,
         )

@@ -264,28 +264,6 @@ def test_the_report_names_schema_mask_unused_fields_and_first_places(tmp_path):
         assert f"{source}, line 8" in (tmp_path / "d" / name).read_text()
 
 
-def test_the_terminal_says_what_share_is_lost_to_the_length_of_packs_and_how_to_keep_it(tmp_path):
-    rows = [record(number) for number in range(30)]
-    rows += [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "tokens " * 300}]}] * 10
-    source = write_jsonl(tmp_path / "chats.jsonl", rows)
-    report, output = run(settings(tmp_path / "d", source, pack_size=256))
-    lost, trained = report.lost_tokens, sum(split.trained_tokens for split in report.splits.values())
-    dropped = report.dropped["over_long"]
-    assert 10 <= dropped < 40
-    assert lost > 10 * 300
-    words = " ".join(output.split())
-    assert (
-        f"lost {dropped} of 40 conversations ({dropped / 40:.1%}) left out, with {lost:,} of {lost + trained:,} trained"
-        in words
-    )
-    assert (
-        f"({lost / (lost + trained):.1%}): longer than data.pack_size=256, and data.over_long=drop; to keep them:"
-        in words
-    )
-    assert "data.over_long=split or a larger data.pack_size" in words
-    assert "lost" not in run(settings(tmp_path / "e", source, pack_size=4096))[1]
-
-
 @pytest.mark.parametrize("has_tokenizer", [False, True])
 def test_a_source_of_which_nothing_is_left_is_refused_with_the_first_reason(tmp_path, prepared, has_tokenizer):
     tokenizer = {"name": str(prepared[0] / "tokenizer")} if has_tokenizer else None

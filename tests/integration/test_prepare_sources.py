@@ -6,9 +6,6 @@ import bz2
 import gzip
 import io
 import json
-import os
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +13,6 @@ import pytest
 from loopback_hub import LoopbackHub
 from rich.console import Console
 
-from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.prep import PrepareConfig, TokenizerConfig, prepare
 from harness.prep.packing import PackingConfig
@@ -100,51 +96,6 @@ def test_a_dataset_of_the_hub_is_prepared_and_its_commit_recorded(tmp_path, expe
             run(tmp_path / "data", "org/chats")
     finally:
         server.close()
-
-
-def test_the_command_downloads_into_the_folder_of_the_environment(tmp_path):
-    pytest.importorskip("huggingface_hub")
-    server = LoopbackHub({"org/chats": {"chats.jsonl": LINES}})
-    settings = ["source.path=org/chats", f"data.path={tmp_path}/data", "data.pack_size=64", "tokenizer.vocab_size=300"]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "recipes.prepare", *settings],
-            env={**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "COLUMNS": "120"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    finally:
-        server.close()
-    assert done.returncode == 0, done.stderr
-    assert "dataset org/chats of the hub at" in done.stdout
-    assert list((tmp_path / "home" / "hub").glob("datasets--org--chats/snapshots/*/chats.jsonl"))
-    assert (tmp_path / "data" / "report.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["source.path="], "the path is empty"),
-        (["source=files"], "no path is given"),
-        (["source=pydoc", "source.path=mine.jsonl"], "mine.jsonl would not be read"),
-        (["source.split=train"], "no splits"),
-    ],
-)
-def test_a_path_is_never_passed_over_for_the_built_in_corpus(overrides, words):
-    with pytest.raises(ConfigError, match=words):
-        compose_config("prepare", PrepareConfig, overrides)
-
-
-def test_no_path_prepares_the_built_in_corpus_and_the_output_says_so(tmp_path):
-    console = Console(file=io.StringIO(), width=160)
-    config = compose_config(
-        "prepare", PrepareConfig, ["source.limit=60", "tokenizer.vocab_size=300", "data.validation_fraction=0"]
-    )
-    config.data.path, config.data.pack_size, config.data.num_workers = str(tmp_path / "data"), 4096, 0
-    prepare(config, console=console)
-    first = console.file.getvalue().splitlines()[0]
-    assert first == "The source is the built-in corpus, Python's documentation; source.path names chats of your own."
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.jsonl"])

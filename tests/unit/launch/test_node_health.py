@@ -255,11 +255,6 @@ def test_faults_of_a_gpu_are_read_from_nvidia_smi(generation, healthy, faulty, m
     assert fault.startswith(message)
 
 
-def test_output_of_nvidia_smi_that_is_not_xml_is_refused():
-    with pytest.raises(HarnessError, match=r"is not XML: .*: Unable to determine the device handle"):
-        parse_gpu_states("Unable to determine the device handle for GPU0000:1B:00.0: Unknown Error")
-
-
 def tools(folder: Path, monkeypatch: pytest.MonkeyPatch, **outputs: tuple[str, int]) -> None:
     """Put programs in front of those of the machine, each with what it prints and its exit code."""
     folder.mkdir(exist_ok=True)
@@ -293,14 +288,6 @@ def test_what_the_tools_of_a_node_print_and_their_exit_codes_are_read_together(t
     tools(tmp_path, monkeypatch, nvidia_smi=("Unable to determine the device handle for GPU0: GPU is lost.\n", 15))
     with pytest.raises(HarnessError, match="nvidia-smi -q -x ends with code 15: Unable to determine"):
         read_gpu_states()
-
-
-def test_notes_are_printed_once_for_all_nodes_that_have_them():
-    notes = {"notes": ["the kernel's log is closed to this user"]}
-    lines = [json.dumps({"node": node, "check": "gpu health", "facts": notes}) for node in NODES]
-    faults, summary = judge_nodes(lines, NODES, PreflightConfig())
-    assert faults == []
-    assert summary.splitlines()[1:] == ["  note: node1 and 2 more: the kernel's log is closed to this user"]
 
 
 def test_errors_after_which_a_gpu_has_to_be_reset_are_read_from_the_kernels_log():
@@ -441,18 +428,6 @@ def test_a_gpu_that_is_slower_than_the_others_is_named():
     faults, _ = judge_nodes(measured(FAST, node3=420.0), NODES, LINKS)
     assert [fault.node for fault in faults] == ["node3"]
     assert "processor of rank 2: a matrix product reaches 420 TFLOP/s, 490 are required" in faults[0].what
-
-
-def test_few_inodes_and_slow_reads_are_reported():
-    lines = [
-        json.dumps({"node": "node1", "check": "inodes", "facts": {"free": 3}}),
-        json.dumps({"node": "node1", "check": "read rate of /d", "facts": {"mib_s": 1.5}}),
-    ]
-    faults, _ = judge_nodes(lines, ["node1"], PreflightConfig(min_inodes=1000, min_read_mib_s=5))
-    assert [fault.what for fault in faults] == [
-        "inodes: 3 files can be created in the run's folder, 1,000 are required",
-        "read rate of /d: 1.5 MiB/s, 5 are required",
-    ]
 
 
 def test_a_job_goes_on_only_without_nodes_that_are_clearly_to_blame():
