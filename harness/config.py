@@ -208,7 +208,6 @@ def _in_our_words(known: KnownSettings, root: str, overrides: Sequence[str]) -> 
 
 
 def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False) -> None:
-    """Raise ConfigError for a setting that does not exist, or whose value cannot be read."""
     value = known.check(text)
     try:
         override = OverridesParser.create().parse_override(known.as_hydra(text))

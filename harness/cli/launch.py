@@ -165,7 +165,6 @@ def _scaled(value: float | None, unit: float) -> float | None:
 
 
 def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool, has_local_checkpoints: bool) -> None:
-    """Raise ConfigError for a setting that this plan would not use."""
     names = ("mfu", "rehearse", "file_system_gb_s", "disk_gb_s") if searches else ("top",)
     reasons = dict.fromkeys(names, "`harness plan auto` lists layouts" if searches else "one layout is planned")
     if not has_local_checkpoints:

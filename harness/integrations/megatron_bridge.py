@@ -152,7 +152,6 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
         )
 
     def _layout(self) -> RankLayout:
-        """Return the place of this rank in Bridge's process groups."""
         if not parallel_state.model_parallel_is_initialized():
             raise ConfigError(
                 "Megatron's global process groups do not exist",
@@ -289,7 +288,6 @@ def _changing_batch_size(what: str) -> ConfigError:
 
 
 def _saved_state(folder: str | None, step: int) -> dict[str, Any]:
-    """Return the position that Bridge saved after `step` steps."""
     if folder is None:
         raise LoaderError(
             f"training continues after step {step}, and no position of the data was saved",

@@ -148,7 +148,6 @@ def _statistics(step: StepMetrics) -> dict[str, float | None]:
 
 
 def _further(step: StepMetrics) -> dict[str, float | None]:
-    """Return what was trained on further tokens: how many, and their losses."""
     losses = {f"mtp_losses[{number}]": loss for number, loss in enumerate(step.mtp_losses)}
     return {"mtp_tokens": step.mtp_tokens, **losses}
 

@@ -261,7 +261,6 @@ def _describe(changed: int) -> str:
 
 
 def _gather(findings: list[str]) -> list[str]:
-    """Return the findings of all ranks."""
     rank = torch.distributed.get_rank()
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, [f"rank {rank}: {finding}" for finding in findings])

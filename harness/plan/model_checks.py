@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -96,7 +97,6 @@ def check_fields(model: ModelConfig) -> None:
 
 
 def _check_multiple(name: str, value: int, setting: str, divisor: int) -> None:
-    """Raise ConfigError unless the value of a model's field is a multiple of that of another setting."""
     if value % divisor:
         by = setting.partition(".")[2]
         what = f"{name} {value} is not a multiple of {by} {divisor}"
@@ -104,9 +104,8 @@ def _check_multiple(name: str, value: int, setting: str, divisor: int) -> None:
 
 
 def _check_against(
-    model: ModelConfig, setting: str, value: object, off: object, against: dict[str, tuple[tuple[object, ...], str]]
+    model: ModelConfig, setting: str, value: object, off: object, against: Mapping[str, tuple[tuple[object, ...], str]]
 ) -> None:
-    """Raise ConfigError for a setting that is on with a model that cannot have it."""
     for name, (allowed, reason) in against.items():
         if (found := getattr(model, name)) not in allowed:
             what = f"{setting} is {str(value).lower()}, and {name} is {str(found).lower()}: {reason}"
@@ -314,7 +313,6 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_fp8_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for a matrix whose sides on a rank are not whole blocks."""
     block, tp = FP8_BLOCKS[model.fp8], parallel.tensor_parallel_size
     if model.fp8 == "off":
         return
@@ -365,7 +363,6 @@ def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _sides(name: str, sizes: tuple[int, int], tp: int) -> list[tuple[str, int]]:
-    """Return inputs and outputs of a linear layer on a tensor-parallel rank."""
     inputs, outputs = sizes
     if name in ON_EVERY_RANK:
         return [("inputs", inputs), ("outputs", outputs)]

@@ -380,7 +380,6 @@ def plan_layout(
 def _step_parts(
     config: SftConfig, work: Work, memory: Memory, kernels: Kernels, *, ranks: int, machine: Machine, expert_load: float
 ) -> dict[str, float]:
-    """Return the estimated seconds of a step by purpose."""
     model, parallel, has_experts = config.model, config.parallel, config.model.num_experts > 0
     once = replace(model, recompute="none")
     return estimate_step(

@@ -176,7 +176,6 @@ def _check_same(results: Mapping[str, dict[str, Any]], machine: dict[str, Any], 
 
 
 def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> dict[str, Any]:
-    """Return a part's result: its report, or the reason why there is none."""
     gpus = len(machine["gpus"])
     there = sizes.ranks or gpus or 2
     ranks = PARTS[name].ranks or there

@@ -130,7 +130,6 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: Any, vp_stage
 
 
 def _check(args: Any) -> None:
-    """Refuse arguments with which Megatron would train packed rows wrongly, or not at all."""
     wrong = [
         (
             args.dataloader_type != "external",

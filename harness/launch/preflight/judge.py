@@ -197,7 +197,6 @@ def _read(lines: Iterable[str]) -> dict[str, _Answers]:
 def _below_limits(
     facts: dict[str, dict[str, Any]], limits: PreflightConfig, gpus: int, code: str
 ) -> Iterable[tuple[str, str]]:
-    """Yield each fault and its fix."""
     there = facts.get("gpus", {}).get("gpus", [])
     if "gpus" in facts and len(there) < gpus:
         yield (

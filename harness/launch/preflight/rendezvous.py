@@ -69,7 +69,6 @@ def _listen(port: int) -> socket.socket:
 
 
 def _serve(server: socket.socket, place: NodePlace, deadline: float) -> None:
-    """Answer the nodes of this attempt until each of them has connected."""
     server.settimeout(0.2)
     connected: set[str] = set()
     while len(connected) < place.num_nodes and time.monotonic() < deadline:

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from harness.bench import BENCHES
 from harness.bench.figures import BenchReport, Figure
@@ -21,15 +20,6 @@ from harness.errors import ConfigError, HarnessError
 
 CPU = {"device": "cpu", "gpus": [], "driver": "", "engine": "", "engine_missing": "there is no GPU", "torch": "2.11"}
 H100 = CPU | {"device": "cuda", "gpus": ["NVIDIA H100 80GB HBM3, 85.0 GB"], "driver": "580"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other on a busy machine take minutes for a model this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Machine:

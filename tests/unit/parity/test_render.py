@@ -27,7 +27,6 @@ SCHEMA = json.loads(Path(harness.parity.pages.__file__).with_name("report.schema
 
 
 def text_of(page: str) -> str:
-    """Return the text of a page, without Plotly, styles and tags."""
     page = re.sub(r"<(script|style).*?</\1>", " ", page, flags=re.DOTALL)
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 

@@ -72,7 +72,6 @@ def test_experts_are_divided_too_and_a_vocabulary_is_assumed() -> None:
 
 
 def changed(config: SftConfig, overrides: list[str]) -> SftConfig:
-    """Return settings with overrides of some of their groups."""
     groups: dict[str, dict[str, Any]] = {}
     for text in overrides:
         key, _, value = text.partition("=")
