@@ -130,7 +130,7 @@ class Figure:
         return " and ".join(f"{word} {show_number(bound)}" for word, bound in bounds if bound is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"met": self.met}
+        return {**asdict(self), "samples": list(self.samples), "of": list(self.of), "met": self.met}
 
 
 @dataclass

@@ -334,10 +334,8 @@ def plan_stage_memory(
     """Return the memory of a rank of pipeline stage `stage`, 0 for the first.
 
     Args:
-        dp_size: data-parallel ranks.
         max_tokens_per_rank: of a microbatch on one rank; with context parallelism, its slice.
         microbatches: of a step; a pipeline keeps the activations of up to as many as it has stages.
-        kernels: fused layers.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
     """
     item = DTYPE_BYTES[model.number]
@@ -348,11 +346,7 @@ def plan_stage_memory(
     adapters = count_adapters(model, parallel, stage=stage)
     trained = adapters if model.lora_rank else weights
     gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
-    state, moved = float(state_bytes(model, optimizer)), 0.0
-    if optimizer.offload:
-        # Megatron's optimizer keeps float32 gradients: on the host copies of all, on the GPU copies of bfloat16 ones.
-        moved = optimizer.offload * (state + 4)
-        state = (1 - optimizer.offload) * (state + (4 if gradient == 2 else 0))
+    state, moved = _divided_state(state_bytes(model, optimizer), gradient, optimizer.offload)
     own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
     own = [model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage)]
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
@@ -383,6 +377,14 @@ def plan_stage_memory(
         * any(own),
         exchange=_EXCHANGES * item * max_tokens_per_rank * model.hidden_size * parallel.overlap_tensor_parallel,
     )
+
+
+def _divided_state(state: int, gradient: int, offload: float) -> tuple[float, float]:
+    """Return the bytes of a weight's optimizer state on the GPU and on the host."""
+    if not offload:
+        return state, 0.0
+    # Megatron's optimizer keeps float32 gradients: on the host copies of all, on the GPU copies of bfloat16 ones.
+    return (1 - offload) * (state + (4 if gradient == 2 else 0)), offload * (state + 4)
 
 
 def _waiting(parallel: ParallelConfig, stage: int, microbatches: int) -> float:
