@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from harness.bench.figures import BenchReport, Figure
-from harness.bench.gpu.sizes import allow_deterministic
+from harness.bench.gpu.environment import allow_deterministic
 from harness.bench.sizes import Sizes
 from harness.bench.step import run_bare
 from harness.bench.workspace import Workspace

@@ -11,9 +11,9 @@ from harness.bench import BENCHES
 from harness.bench.figures import BenchReport, Figure
 from harness.bench.gpu import parts, training
 from harness.bench.gpu.attention import measure_attention
+from harness.bench.gpu.environment import SIZES, known_peak
 from harness.bench.gpu.parts import DONE, FAILED, MISSING, PARTS, bench_gpu, render_parts
 from harness.bench.gpu.profiling import add_trace, hidden_share, kind_of, self_times
-from harness.bench.gpu.sizes import SIZES, known_peak
 from harness.bench.gpu.training import measure_packed
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, HarnessError

@@ -15,10 +15,9 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.launch.cluster import PreflightConfig
-from harness.launch.preflight import rendezvous
+from harness.launch.preflight import probe
 from harness.launch.preflight.judge import judge_nodes
-from harness.launch.preflight.probe import read_gpus, run_checks, share_folder
-from harness.launch.preflight.rendezvous import check_rendezvous
+from harness.launch.preflight.probe import check_rendezvous, read_gpus, run_checks, share_folder
 from harness.launch.ranks import NodePlace
 
 VERSIONS = {"python": "3.12.3", "torch": "2.9.0", "megatron-core": "0.19.2", "code": "ab", "folder": "/w"}
@@ -160,7 +159,7 @@ def test_nodes_meet_at_the_first_one_and_compare_their_clocks(monkeypatch):
         monotonic=time.monotonic,
         sleep=time.sleep,
     )
-    monkeypatch.setattr(rendezvous, "time", clock)
+    monkeypatch.setattr(probe, "time", clock)
     port, offsets_s = free_port(), {}
 
     def join(number: int) -> None:
@@ -185,7 +184,7 @@ def test_nodes_meet_at_the_first_one_and_compare_their_clocks(monkeypatch):
     ],
 )
 def test_an_address_that_cannot_be_the_first_nodes_is_refused_without_connecting(address, message, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_exchange", lambda *_: pytest.fail("connected"))
+    monkeypatch.setattr(probe, "_exchange", lambda *_: pytest.fail("connected"))
     with pytest.raises(HarnessError, match=message):
         check_rendezvous(address, free_port(), place(1, 2), timeout_s=20)
 
