@@ -23,6 +23,7 @@ from rich.live import Live
 import harness
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.launch.local import end_with_parent
+from harness.launch.preflight.probe import code_digest
 from harness.parity.cells import Cell
 from harness.printing import indented, one_line
 from harness.settings import CONFIGS, load
@@ -118,17 +119,14 @@ def run_cells(
 
 def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
     """Return a digest, by name, of a cell's settings, interpreter, code, dataset files and the cell it starts from."""
-    folders = {_ROOT / "harness": "*.py", _ROOT / "recipes": "*.py", CONFIGS: "*.yaml"}
-    code = xxhash.xxh3_128()
-    for path in sorted(path for folder, pattern in folders.items() for path in folder.rglob(pattern)):
-        code.update(path.read_bytes())
+    code = code_digest()
     data: dict[str, str] = {}
     digests: dict[str, str] = {}
     for cell in cells:  # the cell that others start from comes first
         if cell.dataset not in data:
             data[cell.dataset] = _digest_stats(cell.dataset)
         values = asdict(cell) | {"plan": None, "is_reported": None}
-        text = json.dumps([values, code.hexdigest(), data[cell.dataset], digests.get(cell.start or "")], sort_keys=True)
+        text = json.dumps([values, code, data[cell.dataset], digests.get(cell.start or "")], sort_keys=True)
         digests[cell.name] = str(xxhash.xxh3_128_hexdigest(text.encode()))
     return digests
 
