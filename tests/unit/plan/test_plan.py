@@ -259,9 +259,7 @@ def test_a_checkpoint_is_written_once_and_a_rank_writes_its_share() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     settings = compose_config("sft", SftConfig, ["experiment=llama3_8b_4nodes"])
     settings.trainer.local_checkpoints = "/scratch"
-    console.print(
-        plan_run(settings).render(gpu_bytes=None, disk_bytes_per_s=2e9, file_system_bytes_per_s=5e9).to_terminal()
-    )
+    console.print(plan_run(settings).render(gpu_bytes=None, disk_bytes_per_s=2e9, file_system_bytes_per_s=5e9))
     text = console.export_text()
     assert "56.2 GB, half of them copies of another node's, and as much for the next one" in text
     assert "28.1 s at 2 GB/s, half of them for the copy" in text
