@@ -26,8 +26,7 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import ConfigError, HarnessError, exit_on_error
-from harness.launch.binding import bind_rank
-from harness.launch.ranks import become_rank_of_slurm
+from harness.launch.ranks import become_rank_of_slurm, bind_rank
 from harness.mistakes import KnownSettings
 from harness.plan import PretrainConfig, RunConfig, SftConfig
 from harness.printing import print_text
@@ -209,7 +208,6 @@ def _in_our_words(known: KnownSettings, root: str, overrides: Sequence[str]) -> 
 
 
 def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False) -> None:
-    """Raise ConfigError for a setting that does not exist, or whose value cannot be read."""
     value = known.check(text)
     try:
         override = OverridesParser.create().parse_override(known.as_hydra(text))

@@ -44,8 +44,7 @@ from harness.parity.compare import IDENTICAL, OTHER_KERNELS
 from harness.parity.pages import publish
 from harness.parity.reference import make_model
 from harness.parity.result import CellResult
-from harness.parity.running import default_slots, run_cells
-from harness.parity.table import live_table
+from harness.parity.running import default_slots, live_table, run_cells
 from harness.plan import FAMILIES
 from harness.printing import open_console
 from harness.records import Pack

@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import harness
 from harness.bench import load
 from harness.errors import HarnessError
 from harness.printing import print_text
 
-# Of a launcher, which would make a process a rank of the job that this process is in.
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
-# A rank that is killed leaves its launcher some time to end the others.
-_GRACE_S = 15.0
 _LIMIT_S = 1800.0
 _WITH_MEGATRON = ("harness.bench.gpu", "harness.bench.checkpoints")
 
@@ -56,53 +49,22 @@ def measure_apart(
 
 
 def _run(arguments: Sequence[str], ranks: int, limit_s: float, log: Path) -> str | None:
-    """Run this program on that many ranks; return None, or the reason why it failed."""
-    from harness.parity.running import end_with_parent
+    from harness.parity.running import end_job, last_words, rank_environment, start_job
 
-    root = str(Path(harness.__file__).parent.parent)
-    environment = {key: value for key, value in os.environ.items() if key not in _LAUNCHER}
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    if ranks > 1:
-        environment.setdefault("OMP_NUM_THREADS", "1")
+    environment = rank_environment()
+    if ranks == 1 and "OMP_NUM_THREADS" not in os.environ:
+        del environment["OMP_NUM_THREADS"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", "harness.bench.apart", *arguments]
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-            # A part that goes on would share its GPUs with those of the next call.
-            preexec_fn=end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
-        )
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return f"it did not end within {limit_s:g} s"
-        finally:
-            _end(process)
-    return find_reason(log.read_text(errors="replace")) or f"exit code {code}, and no output" if code else None
-
-
-def find_reason(output: str) -> str:
-    """Return the last line of an output that names an error, or its last line."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # The launcher's own error comes last, and has no reason.
-    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line] or lines
-    return errors[-1][-500:] if errors else ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program and all of its ranks."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-            if sign == signal.SIGKILL:
-                return
+    log.unlink(missing_ok=True)
+    process = start_job(command, log, environment=environment)
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {limit_s:g} s"
+    finally:
+        end_job(process)
+    return last_words(log, code) if code else None
 
 
 def _call(made: str, place: str, *arguments: str) -> None:

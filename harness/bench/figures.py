@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from harness.settings import from_plain
 from harness.tables import Table, TableCell
 
 _PACKAGES = ("numpy", "pyarrow", "xxhash", "torch", "megatron-core", "tokenizers", "trl", "datasets", "torchtitan")
@@ -129,7 +130,7 @@ class Figure:
         return " and ".join(f"{word} {show_number(bound)}" for word, bound in bounds if bound is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"met": self.met}
+        return {**asdict(self), "samples": list(self.samples), "of": list(self.of), "met": self.met}
 
 
 @dataclass
@@ -220,15 +221,10 @@ def read_figures(values: Mapping[str, Any]) -> BenchReport:
     """Return the report that `BenchReport.to_dict` made `values` from, in this process or another.
 
     Raises:
-        KeyError: a field is missing.
+        KeyError, ValueError: a field is missing, or of another type.
     """
-    figures = []
-    for figure in values["figures"]:
-        known: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in figure.items()
-        }
-        del known["met"]
-        figures.append(Figure(**known))
+    stored = ({key: value for key, value in figure.items() if key != "met"} for figure in values["figures"])
+    figures = [from_plain(Figure, figure) for figure in stored]
     report = BenchReport(values["subject"], values["settings"], figures, list(values["notes"]))
     report.began, report.seconds, report.command = values["began"], values["seconds"], values["command"]
     report.load = values["machine"].get("load")

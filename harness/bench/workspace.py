@@ -74,9 +74,9 @@ def _is_whole(path: Path) -> bool:
     return path.is_dir() and load_manifest(path) is not None
 
 
-def lognormal_lengths(count: int, *, median: float, longest: int, seed: int, sigma: float = 1.0) -> Int64Array:
+def lognormal_lengths(count: int, *, median: float, longest: int, seed: int) -> Int64Array:
     """Return lengths of conversations, int64 [count], from `MIN_SEQUENCE_TOKENS` to `longest`."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, count)
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), 1.0, count)
     return np.clip(drawn, MIN_SEQUENCE_TOKENS, longest).astype(np.int64)
 
 

@@ -138,9 +138,8 @@ def plan(
         return
     planned = plan_run(config, mfu=settings.mfu, **inputs)
     file_system, disk = _scaled(settings.file_system_gb_s, 1e9), _scaled(settings.disk_gb_s, 1e9)
-    open_console().print(
-        planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)
-    )
+    shown = planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)
+    open_console().print(shown)
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)
@@ -166,7 +165,6 @@ def _scaled(value: float | None, unit: float) -> float | None:
 
 
 def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool, has_local_checkpoints: bool) -> None:
-    """Raise ConfigError for a setting that this plan would not use."""
     names = ("mfu", "rehearse", "file_system_gb_s", "disk_gb_s") if searches else ("top",)
     reasons = dict.fromkeys(names, "`harness plan auto` lists layouts" if searches else "one layout is planned")
     if not has_local_checkpoints:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from harness.checks import bounded, check_numbers
 from harness.cli.runs import recipe_entry
 from harness.cli.settings import class_of
+from harness.parity.compare import Tolerances
 from harness.printing import open_console, print_line
 
 if TYPE_CHECKING:
@@ -41,22 +41,8 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="of the baseline")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run with trainer.record_digests=true")]
 
 
-@dataclass
-class RecordedTolerances:
-    """Tolerances that a baseline keeps.
-
-    Attributes:
-        loss: largest relative difference of a loss in later runs.
-        grad_norm: largest relative difference of a gradient norm in later runs.
-        reason: why these tolerances, for the reports.
-    """
-
-    loss: float = bounded(1e-5, lowest=0, highest=1)
-    grad_norm: float = bounded(1e-4, lowest=0, highest=1)
-    reason: str = "other machines and versions round otherwise"
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "tolerances")
+def _wide() -> Tolerances:
+    return Tolerances(1e-5, 1e-4, "other machines and versions round otherwise")
 
 
 @dataclass
@@ -65,11 +51,11 @@ class RecordSettings:
 
     Attributes:
         baselines: folder of the baselines.
-        tolerances: see RecordedTolerances.
+        tolerances: kept with the baseline, for later runs.
     """
 
     baselines: str = _BASELINES
-    tolerances: RecordedTolerances = field(default_factory=RecordedTolerances)
+    tolerances: Tolerances = field(default_factory=_wide)
 
 
 @dataclass
@@ -110,9 +96,7 @@ def record(context: typer.Context, name: Name, run: Run) -> None:
     from harness import parity
 
     settings: RecordSettings = context.obj
-    kept = settings.tolerances
-    tolerances = parity.Tolerances(kept.loss, kept.grad_norm, kept.reason)
-    print_line(f"baseline {parity.record(name, run, Path(settings.baselines), tolerances)}")
+    print_line(f"baseline {parity.record(name, run, Path(settings.baselines), settings.tolerances)}")
 
 
 @parity_app.command(cls=class_of(CompareSettings))

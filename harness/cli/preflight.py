@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,54 +13,13 @@ import typer
 from harness.checks import LONGEST_S, bounded, check_numbers
 from harness.cli.settings import class_of
 from harness.errors import ConfigError
-from harness.launch.cluster import PreflightConfig
+from harness.launch.cluster import ClusterConfig
 from harness.printing import print_line
 
 preflight_app = typer.Typer(
     help="Check that every node of a job can start training; the batch scripts of `harness submit` run these.",
     no_args_is_help=True,
 )
-
-
-@dataclass
-class TimeLimit:
-    """Time limit of a step of the preflight.
-
-    Attributes:
-        timeout_s: seconds that each check may take, and ranks have to meet.
-    """
-
-    timeout_s: float = bounded(40.0, lowest=5, highest=3600)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "cluster.preflight")
-
-
-@dataclass
-class StepLimits:
-    """Limits of a step.
-
-    Attributes:
-        preflight: its time limit.
-    """
-
-    preflight: TimeLimit = field(default_factory=TimeLimit)
-
-
-@dataclass
-class NodeLimits:
-    """Requirements on the nodes of a job.
-
-    Attributes:
-        gpus_per_node: GPUs of a node; 0 for nodes without GPUs.
-        preflight: requirements on every node: its `min_*` and `max_*` settings are used.
-    """
-
-    gpus_per_node: int = bounded(0)
-    preflight: PreflightConfig = field(default_factory=PreflightConfig)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "cluster")
 
 
 @dataclass
@@ -105,12 +64,12 @@ class ProbeSettings:
     Attributes:
         data: data of the run.
         model: weights of the run.
-        cluster: limits of the step.
+        cluster: its `preflight.timeout_s` is the time that each check may take, and ranks have to meet.
     """
 
     data: DataFolders = field(default_factory=DataFolders)
     model: FirstWeights = field(default_factory=FirstWeights)
-    cluster: StepLimits = field(default_factory=StepLimits)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 @dataclass
@@ -122,28 +81,17 @@ class JudgeSettings:
         failed: file to write the nodes to that the job can leave out; null for none.
         tasks_per_node: tasks of the step on each node.
         code: digest of the harness's code and configs that every node has to have; empty for any.
-        cluster: requirements on the nodes.
+        cluster: its `gpus_per_node`, and the `min_*` and `max_*` of its `preflight`, are the requirements on a node.
     """
 
     srun: str | None = None
     failed: str | None = None
     tasks_per_node: int = bounded(1, lowest=1)
     code: str = ""
-    cluster: NodeLimits = field(default_factory=NodeLimits)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         check_numbers(self, "")
-
-
-@dataclass
-class ReduceSettings:
-    """Settings of `harness preflight reduce`.
-
-    Attributes:
-        cluster: limits of the step.
-    """
-
-    cluster: StepLimits = field(default_factory=StepLimits)
 
 
 @preflight_app.command(cls=class_of(ProbeSettings))
@@ -176,8 +124,7 @@ def copy(
     local_dir: Annotated[Path, typer.Argument(metavar="LOCAL_DIR", help="folder on the disk of this node")],
 ) -> None:
     """Copy datasets and weights to the disk of this node, as far as they are not there; prints JSON lines."""
-    from harness.launch.preflight.copies import copy_checks
-    from harness.launch.preflight.probe import run_checks
+    from harness.launch.preflight.probe import copy_checks, run_checks
     from harness.launch.ranks import place_in_slurm
     from harness.storage.local_copies import read_originals
 
@@ -199,15 +146,21 @@ def judge(
 
     Exit code 1 if there are any, 3 if the job can run without the nodes that have them.
     """
-    from harness.launch.preflight.judge import Limits, culprits, judge_nodes
+    from harness.launch.preflight.judge import culprits, judge_nodes
 
     settings: JudgeSettings = context.obj
-    required, srun = settings.cluster.preflight, settings.srun
-    shared = {limit.name: getattr(required, limit.name) for limit in fields(Limits) if hasattr(required, limit.name)}
-    limits = Limits(gpus=settings.cluster.gpus_per_node, code=settings.code, **shared)
+    cluster, srun = settings.cluster, settings.srun
     errors = Path(srun).read_text(errors="replace").splitlines() if srun and Path(srun).exists() else []
     names = nodes.split(",")
-    faults, summary = judge_nodes(sys.stdin, names, limits, srun=errors, tasks_per_node=settings.tasks_per_node)
+    faults, summary = judge_nodes(
+        sys.stdin,
+        names,
+        cluster.preflight,
+        gpus=cluster.gpus_per_node,
+        code=settings.code,
+        srun=errors,
+        tasks_per_node=settings.tasks_per_node,
+    )
     for fault in faults:
         print_line(f"preflight: {fault}")
     if not faults:
@@ -221,7 +174,7 @@ def judge(
     raise typer.Exit(1 if faults else 0)
 
 
-@preflight_app.command(cls=class_of(ReduceSettings))
+@preflight_app.command(cls=class_of(ProbeSettings))
 def reduce(context: typer.Context) -> None:
     """All-reduce a tensor over all tasks of a Slurm step, by NCCL on GPUs and by gloo without; prints JSON lines."""
     from harness.launch.preflight.probe import run_checks

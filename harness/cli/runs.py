@@ -25,7 +25,6 @@ _FORWARDED = {"ignore_unknown_options": True}
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete settings of the recipe that the command runs, without torch."""
     from harness.plan import PretrainConfig, SftConfig
     from harness.prep import PrepareConfig
 

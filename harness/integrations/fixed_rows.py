@@ -25,7 +25,6 @@ class FixedRows:
     Args:
         stream: with the schedule `as_packed` and a global batch of at most rows_per_step * dp_size packs.
         rows_per_step: microbatches of a step on this rank.
-        layout: as that of the stream.
         pad_rows_to: pad every row to this many tokens; None leaves each at its length.
         one_epoch: end with the epoch of the stream's position; otherwise there is no end.
     """
@@ -35,13 +34,11 @@ class FixedRows:
         stream: RankStream,
         *,
         rows_per_step: int,
-        layout: RankLayout,
         pad_rows_to: int | None = None,
         one_epoch: bool = False,
     ) -> None:
         self.rows_per_step = rows_per_step
         self._stream = stream
-        self._layout = layout
         self._pad_rows_to = pad_rows_to
         self._one_epoch = one_epoch
         self._batches: Iterator[RankBatch] | None = None
@@ -97,7 +94,7 @@ class FixedRows:
                 fix="give the data the global batch size of the trainer",
             )
         missing = self.rows_per_step - len(batch.rows)
-        rows = [*batch.rows, *(zero_loss_row(self._layout.pad_to_multiple) for _ in range(missing))]
+        rows = [*batch.rows, *(zero_loss_row(self._stream.layout.pad_to_multiple) for _ in range(missing))]
         return rows if self._pad_rows_to is None else [pad_row(row, self._pad_rows_to) for row in rows]
 
 

@@ -205,15 +205,12 @@ class _Counted(Dataset[int]):
 
 
 class _Endless(IterableDataset[int]):
-    """Turns without end."""
-
     def __iter__(self) -> Iterator[int]:
         while True:
             yield 0
 
 
 def _check_arguments(arguments: Any, stream: RankStream) -> None:
-    """Raise ConfigError for arguments of a Trainer with which packed rows would be trained wrong."""
     layout = stream.layout
     given = {"dp_rank": layout.dp_rank, "dp_size": layout.dp_size}
     wanted = {"dp_rank": arguments.process_index, "dp_size": arguments.world_size}

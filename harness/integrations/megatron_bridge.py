@@ -126,7 +126,7 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
             setting="dataset.seq_length",
         )
         stream = RankStream(reader, config, schedule=schedule, layout=layout)
-        rows = FixedRows(stream, rows_per_step=size // layout.dp_size, layout=layout, pad_rows_to=self.seq_length)
+        rows = FixedRows(stream, rows_per_step=size // layout.dp_size, pad_rows_to=self.seq_length)
         pin = bool(self.pin_memory) and torch.cuda.is_available()
         if evaluation_steps is not None:
             return BridgeRows(rows, pin_memory=pin, repeat_steps=evaluation_steps)
@@ -152,7 +152,6 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
         )
 
     def _layout(self) -> RankLayout:
-        """Return the place of this rank in Bridge's process groups."""
         if not parallel_state.model_parallel_is_initialized():
             raise ConfigError(
                 "Megatron's global process groups do not exist",
@@ -289,7 +288,6 @@ def _changing_batch_size(what: str) -> ConfigError:
 
 
 def _saved_state(folder: str | None, step: int) -> dict[str, Any]:
-    """Return the position that Bridge saved after `step` steps."""
     if folder is None:
         raise LoaderError(
             f"training continues after step {step}, and no position of the data was saved",

@@ -98,17 +98,9 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
                 where="dataloader.global_batch_size",
                 fix=f"set it, and training.global_batch_size, to a multiple of {rows_of_microbatch}",
             )
-        settings = LoaderConfig(
-            global_batch_size=size,
-            seed=config.seed,
-            shuffle=config.shuffle,
-            block_packs=config.block_packs,
-            window_blocks=config.window_blocks,
-            drop_last=config.drop_last,
-            num_workers=config.num_workers,
-            prefetch_factor=config.prefetch_factor,
-            allow_other_data=config.allow_other_data,
-        )
+        own, known = self.Config.__annotations__, LoaderConfig.__dataclass_fields__
+        shared = {name: getattr(config, name) for name in own if name in known}
+        settings = LoaderConfig(**{**shared, "global_batch_size": size})
         reader = open_dataset(config.dataset_path)
         layout = RankLayout(dp_rank=dp_rank, dp_size=dp_world_size)
         schedule = as_packed_rows(
@@ -117,7 +109,6 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
         self._rows = FixedRows(
             RankStream(reader, settings, schedule=schedule, layout=layout),
             rows_per_step=size // dp_world_size,
-            layout=layout,
             pad_rows_to=seq_len,
             one_epoch=not config.infinite,
         )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError
+from harness.launch.queue import ask_slurm
 
 # Name, time limit, nodes, cores, memory in MB, GPUs and features of each kind of node of each partition.
 _FORMAT = "%R|%l|%D|%c|%m|%G|%f"
@@ -77,14 +76,8 @@ def detect_cluster(partition: str = "") -> str:
         HarnessError: sinfo is not installed here, or fails.
         ConfigError: there is no such partition.
     """
-    if shutil.which("sinfo") is None:
-        raise HarnessError("sinfo is not installed here", where="PATH", fix="run the command on a login node")
-    command = ["sinfo", "--noheader", f"--format={_FORMAT}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        what = f"sinfo fails: {done.stderr.strip()}"
-        raise HarnessError(what, where=" ".join(command), fix="try again once the controller answers (`scontrol ping`)")
-    return propose_cluster(read_partitions(done.stdout), partition, site=find_site())
+    printed = ask_slurm("sinfo", "--noheader", f"--format={_FORMAT}")
+    return propose_cluster(read_partitions(printed), partition, site=find_site())
 
 
 def find_site(firmware: Path = _FIRMWARE) -> str:

@@ -66,7 +66,7 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
                 # Ctrl-C in a terminal reaches only this process, which forwards it.
                 start_new_session=True,
                 pass_fds=[] if rank else [store.fileno()],
-                preexec_fn=_end_with_parent(),  # noqa: PLW1509 - safe: it makes two system calls
+                preexec_fn=end_with_parent(),  # noqa: PLW1509 - safe: it makes two system calls
             )
             ranks.append(process)
             for signal_number in received:  # while it was started
@@ -103,7 +103,7 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _end_with_parent() -> Callable[[], None] | None:
+def end_with_parent() -> Callable[[], None] | None:
     """Return what a new process calls to get SIGTERM once this one is killed; None where the system cannot."""
     if sys.platform != "linux":
         return None

@@ -148,10 +148,7 @@ def cancel_jobs(jobs: Sequence[QueuedJob]) -> None:
         HarnessError: Slurm refuses.
     """
     for job in sorted(jobs, key=lambda job: not job.is_pending):
-        done = subprocess.run(["scancel", job.job_id], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            what = f"job {job.job_id} cannot be canceled: {(done.stderr or done.stdout).strip()}"
-            raise HarnessError(what, where="scancel", fix="try again once the controller answers (`scontrol ping`)")
+        ask_slurm("scancel", job.job_id)
 
 
 def read_excluded(run_dir: Path) -> dict[str, str]:
@@ -165,17 +162,29 @@ def read_excluded(run_dir: Path) -> dict[str, str]:
     return excluded
 
 
-def _squeue(*options: str) -> list[QueuedJob]:
-    if shutil.which("squeue") is None:
-        raise HarnessError("squeue is not installed here", where="PATH", fix="run the command on a login node")
-    command = ["squeue", "--noheader", f"--format={_FORMAT}", *options]
+def ask_slurm(*command: str) -> str:
+    """Return what a command of Slurm prints.
+
+    Raises:
+        HarnessError: it is not installed here, or fails.
+    """
+    if shutil.which(command[0]) is None:
+        raise HarnessError(f"{command[0]} is not installed here", where="PATH", fix="run the command on a login node")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if "Invalid job id" in done.stderr:
-        return []
     if done.returncode != 0:
-        what = f"squeue fails: {(done.stderr or done.stdout).strip()}"
+        what = f"{command[0]} fails: {(done.stderr or done.stdout).strip()}"
         raise HarnessError(what, where=" ".join(command), fix="try again once the controller answers (`scontrol ping`)")
-    return [_parse(line) for line in done.stdout.splitlines() if line.count("|") >= _FORMAT.count("|")]
+    return done.stdout
+
+
+def _squeue(*options: str) -> list[QueuedJob]:
+    try:
+        printed = ask_slurm("squeue", "--noheader", f"--format={_FORMAT}", *options)
+    except HarnessError as error:
+        if "Invalid job id" in error.what:
+            return []
+        raise
+    return [_parse(line) for line in printed.splitlines() if line.count("|") >= _FORMAT.count("|")]
 
 
 def _parse(line: str) -> QueuedJob:

@@ -1,14 +1,20 @@
-"""Read from the variables of a Slurm step which node, and which rank, this process is."""
+"""Read which node and rank of a job this process is, and bind it to cores near its GPU, as srun binds its tasks."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+import shutil
 import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 # As in the batch script: below the ports that the kernel gives to outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
+_SYSTEM = Path("/sys")
 
 
 @dataclass(frozen=True)
@@ -58,3 +64,81 @@ def become_rank_of_slurm() -> None:
         MASTER_ADDR=nodes.stdout.split()[0],
         MASTER_PORT=str(_FIRST_PORT + int(env["SLURM_JOB_ID"]) % _NUM_PORTS),
     )
+
+
+def bind_rank(system: Path = _SYSTEM) -> None:
+    """Bind this process, and those that it starts, to its rank's share of the node's cores.
+
+    The cores are those of the NUMA node of its GPU, divided by the ranks whose GPUs are there too; without GPUs, or
+    where the system does not tell, those of the node in NUMA order. Memory comes from where it is first written. Does
+    nothing unless the batch script has set HARNESS_BIND_RANKS.
+    """
+    if not os.environ.get("HARNESS_BIND_RANKS"):
+        return
+    local_rank, num_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    cores = read_cores(os.sched_getaffinity(0), system)
+    os.sched_setaffinity(0, cores_of_rank(local_rank, num_ranks, cores, read_gpu_nodes(system)))
+
+
+def cores_of_rank(
+    local_rank: int, num_ranks: int, cores: Mapping[int, Sequence[int]], gpu_nodes: Sequence[int] = ()
+) -> set[int]:
+    """Return the cores of a rank.
+
+    Args:
+        local_rank: of `num_ranks` on the node.
+        cores: of each NUMA node, threads of a core side by side.
+        gpu_nodes: NUMA node of each GPU, of which each rank has the one of its number; empty if that is unknown.
+    """
+    own, mates = [core for node in sorted(cores) for core in cores[node]], list(range(num_ranks))
+    if len(gpu_nodes) >= num_ranks and all(cores.get(node) for node in gpu_nodes[:num_ranks]):
+        node = gpu_nodes[local_rank]
+        own, mates = list(cores[node]), [rank for rank in mates if gpu_nodes[rank] == node]
+    share = len(own) // len(mates)
+    first = mates.index(local_rank) * share
+    # Fewer cores than ranks: all share them.
+    return set(own[first : first + share] if share else own)
+
+
+def read_cores(allowed: Collection[int], system: Path = _SYSTEM) -> dict[int, list[int]]:
+    """Return the allowed cores by NUMA node, threads of a core side by side; all as of node 0 where none is known."""
+    found: dict[int, list[int]] = {}
+    for folder in (system / "devices/system/node").glob("node[0-9]*"):
+        with suppress(OSError):
+            cores = [core for core in _read_list(folder / "cpulist") if core in allowed]
+            found[int(folder.name.removeprefix("node"))] = sorted(cores, key=lambda core: (_first(core, system), core))
+    return found if sum(map(len, found.values())) == len(allowed) else {0: sorted(allowed)}
+
+
+def read_gpu_nodes(system: Path = _SYSTEM) -> list[int]:
+    """Return the NUMA node of each GPU in the order of nvidia-smi; empty if one is unknown."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    nodes = []
+    for bus in printed.split():
+        # nvidia-smi has eight digits for the domain, the kernel four.
+        name = re.sub(r"^0000(?=[0-9A-Fa-f]{4}:)", "", bus).lower()
+        try:
+            nodes.append(int((system / "bus/pci/devices" / name / "numa_node").read_text()))
+        except (OSError, ValueError):
+            return []
+    return nodes if min(nodes, default=-1) >= 0 else []
+
+
+def _first(core: int, system: Path) -> int:
+    """Return the first thread of the core that this thread belongs to."""
+    try:
+        return _read_list(system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list")[0]
+    except (OSError, IndexError):
+        return core
+
+
+def _read_list(path: Path) -> list[int]:
+    """Read a list of the kernel such as `0-3,8-11`."""
+    numbers: list[int] = []
+    for part in path.read_text().strip().split(","):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1) if first else ()
+    return numbers

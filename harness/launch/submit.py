@@ -90,7 +90,6 @@ def plan_job(
 
 
 def _check_ranks(settings: dict[str, Any], nodes: int, cluster: ClusterConfig) -> None:
-    """Raise ConfigError if the settings are planned for another number of ranks."""
     ranks, planned = nodes * cluster.ranks_per_node, settings["parallel"]["ranks"]
     if planned in (None, ranks):
         return
@@ -106,7 +105,6 @@ def _check_ranks(settings: dict[str, Any], nodes: int, cluster: ClusterConfig) -
 
 
 def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterConfig) -> None:
-    """Raise ConfigError for a path that the container does not show, by the setting that names it."""
     mounts = _mounts(cluster)
     for setting, named in paths.items():
         for path in named:
@@ -139,7 +137,6 @@ def _mounts(cluster: ClusterConfig) -> dict[str, str]:
 
 
 def _check_local_checkpoints(folder: str, cluster: ClusterConfig) -> None:
-    """Raise ConfigError for a folder that is inside the container alone, and vanishes with it."""
     if folder and not any(Path(folder).is_relative_to(target) for target in _mounts(cluster)):
         raise ConfigError(
             f"{folder} is inside the container, and its checkpoints would be gone with it",

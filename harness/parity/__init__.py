@@ -12,10 +12,9 @@ Read `cells`, `compare` and `result` first.
 
 from __future__ import annotations
 
-from harness.parity.assemble import command_line
+from harness.parity.assemble import command_line, summarize
 from harness.parity.baselines import against, record, update
 from harness.parity.compare import Tolerances
-from harness.parity.joined import summarize
 from harness.parity.result import ParityReport
 
 __all__ = ["ParityReport", "Tolerances", "against", "command_line", "record", "summarize", "update"]

@@ -90,7 +90,6 @@ def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
 
 
 def _device_of(run: Path) -> str:
-    """Return cpu or cuda; cpu for a run without settings."""
     try:
         return "cuda" if _settings(run).get("trainer", {}).get("device") == "cuda" else "cpu"
     except FormatError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.checks import bounded, check_numbers
@@ -57,14 +57,23 @@ def compare_runs(
     checks = [_check_data("data", reference, run, data_difference)]
     if same_layout:
         checks.append(_check_data("placement", reference, run, placement_difference))
-    checks += [_check_steps(reference.steps, run.steps), _check_counts(reference.steps, run.steps)]
-    if any(step.experts for step in (*reference.steps, *run.steps)):
-        checks.append(_check_routers(reference.steps, run.steps, tolerances))
-    if any(step.mtp_losses for step in (*reference.steps, *run.steps)):
-        checks.append(_check_further(reference.steps, run.steps, tolerances))
-    limits = {"loss": tolerances.loss, "validation_loss": tolerances.loss, "grad_norm": tolerances.grad_norm}
-    for column, limit in limits.items():
-        checks.append(_check_column(column, reference.steps, run.steps, limit, tolerances.reason))
+    pairs, both = _pair_steps(reference.steps, run.steps), (*reference.steps, *run.steps)
+    checks.append(_check_steps(reference.steps, run.steps))
+    counts = _check_values("trained_tokens", pairs, _read(*EXACT), 0.0, "counts are whole numbers", exact=EXACT)
+    checks.append(replace(counts, largest=None))
+    limit, reason = tolerances.loss, tolerances.reason
+    if any(step.experts for step in both):
+        checks.append(
+            _check_values("experts", pairs, _statistics, limit, reason, exact=EXACT_EXPERTS, of=" of the experts")
+        )
+    if any(step.mtp_losses for step in both):
+        checks.append(_check_values("mtp", pairs, _further, limit, reason, exact=("mtp_tokens",)))
+    for column, most in {"loss": limit, "validation_loss": limit, "grad_norm": tolerances.grad_norm}.items():
+        check = _check_values(column, pairs, _read(column), most, reason)
+        if not pairs:
+            nothing = Difference(f"there is no step whose {column} could be compared", field=column)
+            check = replace(check, passed=False, largest=None, difference=nothing)
+        checks.append(check)
     return checks
 
 
@@ -91,89 +100,56 @@ def _check_steps(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -
     return Check("steps", difference is None, 0.0, None, "the same steps in the same order", difference)
 
 
-def _check_counts(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -> Check:
-    difference = None
-    for expected, actual in _pair_steps(reference, run):
-        for column in EXACT:
-            wanted, got = getattr(expected, column), getattr(actual, column)
-            if wanted != got and difference is None:
-                message = f"step {expected.step}: {column} is {got:,}, not {wanted:,}"
+def _check_values(
+    name: str,
+    pairs: Sequence[tuple[StepMetrics, StepMetrics]],
+    read: Callable[[StepMetrics], Mapping[str, float | None]],
+    limit: float,
+    reason: str,
+    *,
+    exact: Sequence[str] = (),
+    of: str = "",
+) -> Check:
+    """Compare the values of steps by name, and name the first that differs.
+
+    Args:
+        read: returns the values of a step, those first that explain most.
+        limit: largest relative difference; those named in `exact` are equal.
+        of: what they belong to, for the message.
+    """
+    difference, largest = None, 0.0
+    for expected, actual in pairs:
+        before, after = read(expected), read(actual)
+        for column in dict.fromkeys((*before, *after)):
+            wanted, got = before.get(column), after.get(column)
+            size, is_exact = relative_difference(wanted, got), column in exact
+            largest = max(largest, 0.0 if is_exact else size)
+            if size > (0.0 if is_exact else limit) and difference is None:
+                message = f"step {expected.step}: {column}{of} is {_format(got)}, not {_format(wanted)}"
+                allowed = f"at most {limit:g}" if limit else "expected bit-identical"
+                message += "" if is_exact else f" (relative difference {size:.1e}, {allowed})"
                 difference = Difference(message, step=expected.step, field=column, expected=wanted, found=got)
-    return Check("trained_tokens", difference is None, 0.0, None, "counts are whole numbers", difference)
-
-
-def _check_routers(reference: Sequence[StepMetrics], run: Sequence[StepMetrics], tolerances: Tolerances) -> Check:
-    """Compare the statistics of the routers, counts first, and name the first of a step that differs."""
-    difference, largest = None, 0.0
-    for expected, actual in _pair_steps(reference, run):
-        before, after = _statistics(expected), _statistics(actual)
-        for name in dict.fromkeys((*EXACT_EXPERTS, *EXPERTS, *before, *after)):
-            wanted, got = before.get(name), after.get(name)
-            size = 0.0 if wanted == got else relative_difference(wanted, got)
-            is_count = name in EXACT_EXPERTS
-            largest = max(largest, 0.0 if is_count else size)
-            if size > (0.0 if is_count else tolerances.loss) and difference is None:
-                message = f"step {expected.step}: {name} of the experts is {_format(got)}, not {_format(wanted)}"
-                if not is_count:
-                    message += f" (relative difference {size:.1e}, at most {tolerances.loss:g})"
-                difference = Difference(message, step=expected.step, field=name, expected=wanted, found=got)
     known = largest if math.isfinite(largest) else None
-    return Check("experts", difference is None, tolerances.loss, known, tolerances.reason, difference)
+    return Check(name, difference is None, limit, known, reason, difference)
 
 
-def _check_further(reference: Sequence[StepMetrics], run: Sequence[StepMetrics], tolerances: Tolerances) -> Check:
-    """Compare what was trained on further tokens: how many, and their losses."""
-    difference, largest = None, 0.0
-    for expected, actual in _pair_steps(reference, run):
-        count = max(len(expected.mtp_losses), len(actual.mtp_losses))
-        wanted, got = (dict(enumerate(step.mtp_losses, start=1)) for step in (expected, actual))
-        sizes = {number: relative_difference(wanted.get(number), got.get(number)) for number in range(1, count + 1)}
-        largest = max(largest, *sizes.values(), 0.0)
-        if difference is not None:
-            continue
-        if expected.mtp_tokens != actual.mtp_tokens:
-            message = f"step {expected.step}: mtp_tokens is {actual.mtp_tokens:,}, not {expected.mtp_tokens:,}"
-            difference = Difference(
-                message, step=expected.step, field="mtp_tokens", expected=expected.mtp_tokens, found=actual.mtp_tokens
-            )
-        elif number := next((number for number, size in sizes.items() if size > tolerances.loss), 0):
-            before, after = wanted.get(number), got.get(number)
-            message = f"step {expected.step}: the loss {number} tokens further is {_format(after)}, not "
-            message += f"{_format(before)} (relative difference {sizes[number]:.1e}, at most {tolerances.loss:g})"
-            field = f"mtp_losses[{number - 1}]"
-            difference = Difference(message, step=expected.step, field=field, expected=before, found=after)
-    known = largest if math.isfinite(largest) else None
-    return Check("mtp", difference is None, tolerances.loss, known, tolerances.reason, difference)
+def _read(*columns: str) -> Callable[[StepMetrics], Mapping[str, float | None]]:
+    return lambda step: {column: getattr(step, column) for column in columns}
 
 
-def _statistics(step: StepMetrics) -> dict[str, float]:
-    """Return the statistics of routers over a step, and their loads in the validations after it, by name."""
-    of_sources = {f"load of {name}": load for name, load in step.source_expert_loads.items()}
+def _statistics(step: StepMetrics) -> dict[str, float | None]:
+    """Return the statistics of routers over a step, counts first, and their loads in the validations after it."""
     return {
+        **{name: step.experts[name] for name in (*EXACT_EXPERTS, *EXPERTS) if name in step.experts},
         **step.experts,
-        **of_sources,
+        **{f"load of {name}": load for name, load in step.source_expert_loads.items()},
         **{f"load in {name}": load for name, load in step.evaluation_expert_loads.items()},
     }
 
 
-def _check_column(
-    column: str, reference: Sequence[StepMetrics], run: Sequence[StepMetrics], limit: float, reason: str
-) -> Check:
-    largest, difference = 0.0, None
-    pairs = _pair_steps(reference, run)
-    for expected, actual in pairs:
-        wanted, got = getattr(expected, column), getattr(actual, column)
-        size = relative_difference(wanted, got)
-        largest = max(largest, size)
-        if size > limit and difference is None:
-            allowed = f"at most {limit:g}" if limit else "expected bit-identical"
-            message = f"step {expected.step}: {column} is {_format(got)}, not {_format(wanted)}"
-            message += f" (relative difference {size:.1e}, {allowed})"
-            difference = Difference(message, step=expected.step, field=column, expected=wanted, found=got)
-    if not pairs:
-        difference = Difference(f"there is no step whose {column} could be compared", field=column)
-    is_known = pairs and math.isfinite(largest)
-    return Check(column, difference is None, limit, largest if is_known else None, reason, difference)
+def _further(step: StepMetrics) -> dict[str, float | None]:
+    losses = {f"mtp_losses[{number}]": loss for number, loss in enumerate(step.mtp_losses)}
+    return {"mtp_tokens": step.mtp_tokens, **losses}
 
 
 def _pair_steps(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -> list[tuple[StepMetrics, StepMetrics]]:
@@ -191,7 +167,7 @@ def relative_difference(expected: float | None, actual: float | None) -> float:
 
 
 def _format(value: float | None) -> str:
-    return "missing" if value is None else repr(value)
+    return "missing" if value is None else f"{value:,}" if isinstance(value, int) else repr(value)
 
 
 def on_device(tolerances: Tolerances, device: str, *, num_ranks: int = 1) -> Tolerances:

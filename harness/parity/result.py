@@ -1,8 +1,8 @@
 """The report of a parity run: `report.json` is this document, and every page is made from it.
 
-Programs read `report.json` by its JSON Schema, `pages/report.schema.json`. Within one `schema` number fields are only
-ever added: ignore unknown fields, and refuse a larger number. Numbers that are not finite are null. The verdict is not
-stored, because it follows from the cells (`ParityReport.verdict`). To list what differs:
+`pages/report.schema.json`, its JSON Schema, describes every field of the classes here. Within one `schema` number
+fields are only ever added: ignore unknown fields, and refuse a larger number. Numbers that are not finite are null. The
+verdict is not stored, because it follows from the cells (`ParityReport.verdict`). To list what differs:
 
     jq -r '.cells[] | select(.status != "same") | [.name, .status, (.checks[].difference.message // empty)] | @tsv' \\
         report.json
@@ -31,17 +31,7 @@ STATUSES = ("failed", "different", "skipped", "same")
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a cell differs from its reference; parts that do not apply are None.
-
-    Attributes:
-        message: the difference in one sentence, with its numbers.
-        step: 1 for the first.
-        microbatch, rank: of the reference's schedule; rank is the data-parallel one.
-        sequence: id in the dataset.
-        field: tokens, labels, loss_mask, position_ids, boundaries, loss, grad_norm, ...
-        position: in the sequence.
-        expected, found: the reference's value and the cell's.
-    """
+    """The first place where a cell differs from its reference; parts that do not apply are None."""
 
     message: str
     step: int | None = None
@@ -56,16 +46,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison of a cell with its reference, or with itself.
-
-    Attributes:
-        name: data, placement, steps, trained_tokens, loss, validation_loss, grad_norm, isolation.
-        passed: within tolerance.
-        tolerance: largest relative difference allowed, 0 for bit-identical.
-        largest: largest relative difference; None where the check has no size, or a value is missing.
-        reason: why the tolerance is what it is.
-        difference: the first one, None where there is none.
-    """
+    """One comparison of a cell with its reference, or with itself; a tolerance of 0 is for bit-identical."""
 
     name: str
     passed: bool
@@ -92,22 +73,7 @@ class Series:
 
 @dataclass(frozen=True)
 class CellResult:
-    """One run of the matrix.
-
-    Attributes:
-        name: unique in the report.
-        check: formats, workers, layouts, schedules, versions, isolation, baseline, report.
-        axes: settings that distinguish it, in the order of the matrix: format, num_workers, layout, ...
-        reference: the cell that it is compared with; None for a reference itself, and for a check without one.
-        status: one of STATUSES.
-        command: runs this cell alone.
-        checks: empty for a reference.
-        series: curves of the run; empty where it made no step.
-        reason: why it failed or was skipped, or where its log is; empty otherwise.
-        seconds: wall time of the run, start included.
-        tokens_per_s: of the steps after the first, whole job, model tokens.
-        peak_memory_bytes: of the fullest rank with its workers (PSS), None where it was not measured.
-    """
+    """One run of the matrix; `status` is one of STATUSES, and `command` runs it alone."""
 
     name: str
     check: str
@@ -135,16 +101,7 @@ class CellResult:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Everything that one parity run compared.
-
-    Attributes:
-        title: the checks that were made.
-        created: ISO 8601, UTC.
-        command: made the report.
-        environment: versions, device, machine, commit, settings: text by name.
-        cells: in the order of the matrix, references before the cells that are compared with them.
-        schema: of this document.
-    """
+    """Everything that one parity run compared; references come before the cells that are compared with them."""
 
     title: str
     created: str

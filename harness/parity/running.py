@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,12 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
+from rich.console import Console, Group
+from rich.live import Live
 
 import harness
 from harness.errors import ConfigError, FormatError, os_errors_as
+from harness.launch.local import end_with_parent
+from harness.launch.preflight.probe import code_digest
 from harness.parity.cells import Cell
+from harness.printing import indented, one_line
 from harness.settings import CONFIGS, load
 from harness.storage import Marker
+from harness.tables import Table, TableCell
 from harness.train.lines import whole_lines
 
 if TYPE_CHECKING:
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
 _ROOT = Path(harness.__file__).resolve().parent.parent
 _DONE = "cell.json"
 _POLL_S, _MEASURE_S = 0.25, 1.0
-_PR_SET_PDEATHSIG = 1
 # Below the ports that Linux gives to outgoing connections.
 _PORTS = range(20000, 32768)
 # Variables of a launcher, which would make a run that is started from within a job part of it.
@@ -117,17 +119,14 @@ def run_cells(
 
 def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
     """Return a digest, by name, of a cell's settings, interpreter, code, dataset files and the cell it starts from."""
-    folders = {_ROOT / "harness": "*.py", _ROOT / "recipes": "*.py", CONFIGS: "*.yaml"}
-    code = xxhash.xxh3_128()
-    for path in sorted(path for folder, pattern in folders.items() for path in folder.rglob(pattern)):
-        code.update(path.read_bytes())
+    code = code_digest()
     data: dict[str, str] = {}
     digests: dict[str, str] = {}
     for cell in cells:  # the cell that others start from comes first
         if cell.dataset not in data:
             data[cell.dataset] = _digest_stats(cell.dataset)
         values = asdict(cell) | {"plan": None, "is_reported": None}
-        text = json.dumps([values, code.hexdigest(), data[cell.dataset], digests.get(cell.start or "")], sort_keys=True)
+        text = json.dumps([values, code, data[cell.dataset], digests.get(cell.start or "")], sort_keys=True)
         digests[cell.name] = str(xxhash.xxh3_128_hexdigest(text.encode()))
     return digests
 
@@ -160,7 +159,6 @@ def _start_batches(
     known: dict[str, Cell],
     progress: MatrixProgress,
 ) -> None:
-    """Start the waiting batches that fit into the free slots."""
     for cells in list(waiting):
         starts = {cell.start: known[cell.start] for cell in cells if cell.start}
         if any(name not in progress.finished for name in starts):
@@ -283,25 +281,10 @@ class CellBatch:
             runs.append([port, cell.overrides, str(cell.run_folder(folder)), start])
         listed = first.folder(folder) / "runs.json"
         listed.write_text(json.dumps({"program": first.plan.program.module, "runs": runs}))
-        with (
-            first.log_file(folder).open("a") as log,
-            os_errors_as(
-                ConfigError,
-                f"the interpreter of {first.name} cannot be started",
-                where=first.python,
-                fix="name the python of a virtual environment in `versions`",
-            ),
-        ):
-            self._process = subprocess.Popen(
-                [*first.launcher, "-m", "recipes.sft_runs", str(listed)],
-                env=rank_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                # Safe here: no other thread of this process runs.
-                preexec_fn=end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
-            )
+        fix = "name the python of a virtual environment in `versions`"
+        what = f"the interpreter of {first.name} cannot be started"
+        with os_errors_as(ConfigError, what, where=first.python, fix=fix):
+            self._process = start_job([*first.launcher, "-m", "recipes.sft_runs", str(listed)], first.log_file(folder))
 
     @property
     def ranks(self) -> int:
@@ -331,15 +314,7 @@ class CellBatch:
         self.measuring_s = self.measured - start
 
     def end(self) -> None:
-        """Kill the batch with everything it started; torchrun puts its ranks into sessions of their own."""
-        import psutil
-
-        with suppress(psutil.Error):
-            top = psutil.Process(self._process.pid)
-            for process in [top, *top.children(recursive=True)]:
-                with suppress(psutil.Error):
-                    process.kill()
-        self._process.wait()
+        end_job(self._process)
 
 
 def _proportional_bytes(process: psutil.Process) -> int:
@@ -361,9 +336,33 @@ def rank_environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def end_with_parent() -> None:
-    """Arrange, in the child, to end when the parent is killed, so that a second try meets no rival."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def start_job(
+    command: Sequence[str], log: Path, *, environment: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a program, or a launcher of ranks, whose output is added to a log; it ends when this process is killed."""
+    with log.open("a") as file:
+        return subprocess.Popen(
+            command,
+            env=environment or rank_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            # A second try meets no rival. Safe here: no other thread of this process runs.
+            preexec_fn=end_with_parent(),  # noqa: PLW1509
+        )
+
+
+def end_job(process: subprocess.Popen[bytes]) -> None:
+    """Kill a job with everything it started; torchrun puts its ranks into sessions of their own."""
+    import psutil
+
+    with suppress(psutil.Error):
+        top = psutil.Process(process.pid)
+        for one in [top, *top.children(recursive=True)]:
+            with suppress(psutil.Error):
+                one.kill()
+    process.wait()
 
 
 def free_ports(count: int) -> list[int]:
@@ -378,3 +377,38 @@ def free_ports(count: int) -> list[int]:
                 listener.bind(("127.0.0.1", port := next(candidates)))
                 ports.append(port)
         return ports
+
+
+@contextmanager
+def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[MatrixProgress], None]]:
+    """Show the progress of `cells`; yields a function that takes each state. In a log these are lines."""
+    if console.is_terminal:
+        with Live(console=console, transient=True, auto_refresh=False) as live:
+            yield lambda progress: live.update(_draw(cells, progress), refresh=True)
+        return
+    printed: set[str] = set()
+
+    def log(progress: MatrixProgress) -> None:
+        for name, finished in progress.finished.items():
+            if name not in printed:
+                printed.add(name)
+                outcome = finished.reason or ("kept from before" if finished.was_kept else f"{finished.seconds:.0f} s")
+                console.print(indented(f"{one_line(name)}: {outcome}"), soft_wrap=True)
+
+    yield log
+
+
+def _draw(cells: Sequence[Cell], progress: MatrixProgress) -> Group:
+    done = sum(cell.name in progress.finished for cell in cells)
+    rows = []
+    for cell in cells:
+        finished, made = progress.finished.get(cell.name), progress.steps.get(cell.name)
+        steps, state = "", TableCell("waits", "waiting")
+        if finished is not None and finished.reason:
+            state = TableCell("failed", "failed")
+        elif finished is not None:
+            steps, state = str(cell.steps), TableCell("kept from before" if finished.was_kept else "ran", "same")
+        elif made is not None:
+            steps, state = f"{made} of {cell.steps}", TableCell("runs" if made else "starts", "running")
+        rows.append((cell.name, steps, state))
+    return Group(f"{done} of {len(cells)} cells", Table(("cell", "steps", "state"), rows, "lrl").to_terminal())

@@ -27,10 +27,22 @@ DEEPEP_RANKS = {
     **{64: (288, 140), 128: (560, 132), 144: (720, 132), 160: (720, 132)},
 }
 
-_OVERLAP_NEEDS = {
-    "sequence_parallel": "divides the gathers and scatters of sequence parallelism",
-    "static_rows": "needs buffers of one row's shape",
-    "cuda_graphs": "has streams of its own, which nothing here has captured",
+# Values of other settings that a setting needs where it is true, and why.
+_NEEDS: dict[str, dict[str, tuple[object, str]]] = {
+    "cuda_graphs": {
+        "static_rows": (True, "rows that differ in length have no graph"),
+        "pipeline_parallel_size": (1, "stages run the passes of a row apart, and exchange tensors between them"),
+        "context_parallel_size": (
+            1,
+            "the ring of Transformer Engine's flash attention reads the end of a row on the host, and that of its "
+            "fused one has been captured by nothing here",
+        ),
+    },
+    "overlap_tensor_parallel": {
+        "sequence_parallel": (True, "it divides the gathers and scatters of sequence parallelism"),
+        "static_rows": (True, "it needs buffers of one row's shape"),
+        "cuda_graphs": (False, "it has streams of its own, which nothing here has captured"),
+    },
 }
 
 
@@ -119,39 +131,15 @@ class ParallelConfig:
                 where="parallel.sequence_parallel",
                 fix="parallel.tensor_parallel_size=2 or more, or sequence_parallel=false",
             )
-
-        self._check_graphs()
-        if self.overlap_tensor_parallel:
-            for name, wanted in (("sequence_parallel", True), ("static_rows", True), ("cuda_graphs", False)):
-                now, fix = ("false", "true") if wanted else ("true", "false")
-                if getattr(self, name) is not wanted:
+        for setting, needs in _NEEDS.items():
+            for other, (needed, why) in needs.items():
+                if getattr(self, setting) and getattr(self, other) != needed:
+                    now, wanted = (str(value).lower() for value in (getattr(self, other), needed))
                     raise ConfigError(
-                        f"parallel.overlap_tensor_parallel is true, and {name} {now}: it {_OVERLAP_NEEDS[name]}",
-                        where=f"parallel.overlap_tensor_parallel, parallel.{name}",
-                        fix=f"parallel.overlap_tensor_parallel=false, or parallel.{name}={fix}",
+                        f"parallel.{setting} is true, and {other} is {now}: {why}",
+                        where=f"parallel.{setting}, parallel.{other}",
+                        fix=f"parallel.{setting}=false, or parallel.{other}={wanted}",
                     )
-
-    def _check_graphs(self) -> None:
-        if not self.cuda_graphs:
-            return
-        reasons = {
-            "static_rows": "" if self.static_rows else "static_rows is false: rows that differ in length have no graph",
-            "pipeline_parallel_size": ""
-            if self.pipeline_parallel_size == 1
-            else f"there are {self.pipeline_parallel_size} pipeline stages, where a row's forward and backward passes "
-            "lie apart and exchange tensors with other stages",
-            "context_parallel_size": ""
-            if self.context_parallel_size == 1
-            else f"context_parallel_size is {self.context_parallel_size}: the ring of Transformer Engine's flash "
-            "attention reads the end of a row on the host, and that of its fused one has been captured by nothing here",
-        }
-        for name, reason in reasons.items():
-            if reason:
-                raise ConfigError(
-                    f"parallel.cuda_graphs captures the whole pass of a row, and {reason}",
-                    where=f"parallel.cuda_graphs, parallel.{name}",
-                    fix=f"parallel.cuda_graphs=false, or parallel.{name}={'true' if name == 'static_rows' else 1}",
-                )
 
     @property
     def model_ranks(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from harness.plan.dispatch import dispatch_bytes
 from harness.plan.layout import (
@@ -60,9 +61,20 @@ class Memory:
     host: int = 0
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes on the rank's GPU by name: those of every run, and those of some where they are not 0."""
+        always = {name: getattr(self, name) for name in ("weights", "gradients", "optimizer", "activations")}
+        some = {
+            "weights in 8 bits": self.fp8,
+            "gradient of the logits": self.logits,
+            "tokens to experts": self.dispatch,
+            "tensor-parallel exchanges": self.exchange,
+        }
+        return always | {name: size for name, size in some.items() if size}
+
+    @property
     def total(self) -> int:
-        kept = self.weights + self.gradients + self.optimizer + self.activations
-        return kept + self.fp8 + self.logits + self.dispatch + self.exchange
+        return sum(self.parts.values())
 
     def fits(self, gpu_bytes: float) -> bool:
         """Return True if a GPU has this memory, with room for CUDA, NCCL and the allocator."""
@@ -71,15 +83,8 @@ class Memory:
     def explain(self, gpu_bytes: float) -> str:
         """Return the arithmetic of this memory beside what a GPU has for tensors."""
         gib = 2**30
-        return (
-            f"{self.total / gib:,.1f} GiB of {(1 - ROOM) * gpu_bytes / gib:,.1f} usable ({self.weights / gib:,.1f} "
-            f"weights + {self.gradients / gib:,.1f} gradients + {self.optimizer / gib:,.1f} optimizer + "
-            f"{self.activations / gib:,.1f} activations"
-            + (f" + {self.fp8 / gib:,.1f} weights in 8 bits" if self.fp8 else "")
-            + (f" + {self.logits / gib:,.1f} gradient of the logits" if self.logits else "")
-            + (f" + {self.dispatch / gib:,.1f} tokens to experts" if self.dispatch else "")
-            + (f" + {self.exchange / gib:,.1f} tensor-parallel exchanges)" if self.exchange else ")")
-        )
+        parts = ", ".join(f"{name} {size / gib:,.1f}" for name, size in self.parts.items())
+        return f"{self.total / gib:,.1f} GiB of {(1 - ROOM) * gpu_bytes / gib:,.1f} usable ({parts})"
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,7 @@ def layer_activation_bytes(
     Args:
         with_experts: of a layer with experts; else of a dense one.
         kernels: fused layers.
-        expert_load: as in `plan_memory`.
+        expert_load: as in `plan_stage_memory`.
     """
     experts = expert_activation_bytes(model, parallel, expert_load=expert_load) if with_experts else 0.0
     item = DTYPE_BYTES[model.number]
@@ -306,42 +311,10 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, exp
     return router / tp + (dispatched * etp + inner) / tp + shared
 
 
-def plan_memory(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    *,
-    vocab_size: int,
-    dp_size: int,
-    max_tokens_per_rank: int,
-    microbatches: int = 1_000_000,
-    kernels: Kernels = _OWN,
-    expert_load: float = 1.0,
-    optimizer: OptimizerConfig = _PLAIN,
-) -> Memory:
-    """Return the memory of the fullest rank.
-
-    Args:
-        dp_size: data-parallel ranks.
-        max_tokens_per_rank: of a microbatch on one rank; with context parallelism, its slice.
-        microbatches: of a step; a pipeline keeps the activations of up to as many as it has stages.
-        kernels: fused layers.
-        expert_load: tokens that the experts of the busiest rank get, over an even share.
-    """
-    memories = (
-        plan_stage_memory(
-            model,
-            parallel,
-            stage=stage,
-            vocab_size=vocab_size,
-            dp_size=dp_size,
-            max_tokens_per_rank=max_tokens_per_rank,
-            microbatches=microbatches,
-            kernels=kernels,
-            expert_load=expert_load,
-            optimizer=optimizer,
-        )
-        for stage in range(parallel.pipeline_parallel_size)
-    )
+def plan_memory(model: ModelConfig, parallel: ParallelConfig, **sizes: Any) -> Memory:
+    """Return the memory of the fullest rank; further arguments are those of `plan_stage_memory` without `stage`."""
+    stages = range(parallel.pipeline_parallel_size)
+    memories = (plan_stage_memory(model, parallel, stage=stage, **sizes) for stage in stages)
     return max(memories, key=lambda memory: memory.total)
 
 
@@ -358,7 +331,13 @@ def plan_stage_memory(
     expert_load: float = 1.0,
     optimizer: OptimizerConfig = _PLAIN,
 ) -> Memory:
-    """Return the memory of a rank of pipeline stage `stage`, 0 for the first; arguments are those of `plan_memory`."""
+    """Return the memory of a rank of pipeline stage `stage`, 0 for the first.
+
+    Args:
+        max_tokens_per_rank: of a microbatch on one rank; with context parallelism, its slice.
+        microbatches: of a step; a pipeline keeps the activations of up to as many as it has stages.
+        expert_load: tokens that the experts of the busiest rank get, over an even share.
+    """
     item = DTYPE_BYTES[model.number]
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
@@ -367,11 +346,7 @@ def plan_stage_memory(
     adapters = count_adapters(model, parallel, stage=stage)
     trained = adapters if model.lora_rank else weights
     gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
-    state, moved = float(state_bytes(model, optimizer)), 0.0
-    if optimizer.offload:
-        # Megatron's optimizer keeps float32 gradients: on the host copies of all, on the GPU copies of bfloat16 ones.
-        moved = optimizer.offload * (state + 4)
-        state = (1 - optimizer.offload) * (state + (4 if gradient == 2 else 0))
+    state, moved = _divided_state(state_bytes(model, optimizer), gradient, optimizer.offload)
     own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
     own = [model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage)]
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
@@ -402,6 +377,14 @@ def plan_stage_memory(
         * any(own),
         exchange=_EXCHANGES * item * max_tokens_per_rank * model.hidden_size * parallel.overlap_tensor_parallel,
     )
+
+
+def _divided_state(state: int, gradient: int, offload: float) -> tuple[float, float]:
+    """Return the bytes of a weight's optimizer state on the GPU and on the host."""
+    if not offload:
+        return state, 0.0
+    # Megatron's optimizer keeps float32 gradients: on the host copies of all, on the GPU copies of bfloat16 ones.
+    return (1 - offload) * (state + (4 if gradient == 2 else 0)), offload * (state + 4)
 
 
 def _waiting(parallel: ParallelConfig, stage: int, microbatches: int) -> float:

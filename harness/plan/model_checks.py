@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ _CHOICES = {
     "grouped_gemm": ("auto", "on", "off"),
     "router_score": ("softmax", "sigmoid"),
 }
+_TP = "parallel.tensor_parallel_size"
 _OF_EXPERTS = (
     "experts_per_token",
     "expert_ffn_hidden_size",
@@ -51,6 +53,28 @@ _OF_EXPERTS = (
     "freeze_router",
     "grouped_gemm",
 )
+
+
+# Settings that some models cannot have: the fields, their values that pass, and the reason against others.
+_AGAINST_GRAPHS = {
+    "num_experts": ((0,), "what an expert computes depends on the tokens that it gets, which are counted on the host"),
+    "fp8": (("off",), "nothing has captured the scales of products in 8 bits"),
+}
+_AGAINST_OVERLAP = {
+    "lora_rank": ((0,), "adapters read what lies in a buffer that is written again"),
+    "kv_lora_rank": ((0,), "Transformer Engine has no buffers for the projections of latent attention"),
+    "num_experts": ((0,), "Transformer Engine has no buffers for experts"),
+    "fp8": (("off", "tensorwise"), "only products in bfloat16 and tensorwise ones have buffers here"),
+    "attention": (_CHOICES["attention"][:-1], "the buffers are those of Transformer Engine's layers"),
+}
+_AGAINST_MTP = {
+    "lora_rank": ((0,), "adapters do not train the layers that predict further tokens"),
+    "fp8": (("off",), "layers that predict further tokens are not proved in 8 bits"),
+    "tie_embeddings": (
+        (False,),
+        "layers that predict further tokens share both the input embedding and the output layer, which it makes one",
+    ),
+}
 
 
 def check_fields(model: ModelConfig) -> None:
@@ -72,19 +96,26 @@ def check_fields(model: ModelConfig) -> None:
         _check_predictions(model)
 
 
+def _check_multiple(name: str, value: int, setting: str, divisor: int) -> None:
+    if value % divisor:
+        by = setting.partition(".")[2]
+        what = f"{name} {value} is not a multiple of {by} {divisor}"
+        raise ConfigError(what, where=f"model.{name}, {setting}", fix=f"a {by} that divides {value}")
+
+
+def _check_against(
+    model: ModelConfig, setting: str, value: object, off: object, against: Mapping[str, tuple[tuple[object, ...], str]]
+) -> None:
+    for name, (allowed, reason) in against.items():
+        if (found := getattr(model, name)) not in allowed:
+            what = f"{setting} is {str(value).lower()}, and {name} is {str(found).lower()}: {reason}"
+            raise ConfigError(what, where=f"{setting}, model.{name}", fix=f"{setting}={str(off).lower()}")
+
+
 def _check_heads(model: ModelConfig) -> None:
-    if model.head_dim is None and not model.kv_lora_rank and model.hidden_size % model.num_attention_heads:
-        raise ConfigError(
-            f"hidden_size {model.hidden_size} is not a multiple of {model.num_attention_heads} attention heads",
-            where="model.num_attention_heads",
-            fix="choose a number of heads that divides hidden_size, or set model.head_dim",
-        )
-    if model.num_attention_heads % model.num_query_groups:
-        raise ConfigError(
-            f"{model.num_attention_heads} attention heads cannot share {model.num_query_groups} query groups evenly",
-            where="model.num_query_groups",
-            fix="choose a number of groups that divides num_attention_heads",
-        )
+    if model.head_dim is None and not model.kv_lora_rank:
+        _check_multiple("hidden_size", model.hidden_size, "model.num_attention_heads", model.num_attention_heads)
+    _check_multiple("num_attention_heads", model.num_attention_heads, "model.num_query_groups", model.num_query_groups)
     if not model.kv_lora_rank and (model.head_size < 2 or model.head_size % 2):
         raise ConfigError(
             f"a head of {model.head_size} numbers cannot be rotated in pairs "
@@ -139,19 +170,7 @@ def _check_predictions(model: ModelConfig) -> None:
             where=f"{where}, model.family",
             fix="model.mtp_layers=0, or a family such as deepseek_v3",
         )
-    if model.lora_rank:
-        what = "adapters do not train the layers that predict further tokens"
-        raise ConfigError(what, where=f"{where}, model.lora_rank", fix="model.mtp_layers=0 leaves them out")
-    if model.fp8 != "off":
-        what = "layers that predict further tokens are not proved in 8 bits"
-        raise ConfigError(what, where=f"{where}, model.fp8", fix="model.fp8=off, or model.mtp_layers=0")
-    if model.tie_embeddings:
-        raise ConfigError(
-            "layers that predict further tokens share both the input embedding and the output layer with the "
-            "model, and tie_embeddings makes these one",
-            where=f"{where}, model.tie_embeddings",
-            fix="model.tie_embeddings=false, or model.mtp_layers=0",
-        )
+    _check_against(model, where, model.mtp_layers, 0, _AGAINST_MTP)
 
 
 def _check_latents(model: ModelConfig) -> None:
@@ -200,12 +219,9 @@ def _check_experts(model: ModelConfig) -> None:
             where="model.dense_layers, model.family",
             fix="model.dense_layers=0, or a family such as qwen3_moe",
         )
-    if names is not None and names.shared is not None and model.shared_ffn_hidden_size % model.expert_size:
-        raise ConfigError(
-            f"shared experts of {model.shared_ffn_hidden_size} are no whole number of experts of {model.expert_size}",
-            where="model.shared_ffn_hidden_size, model.expert_ffn_hidden_size",
-            fix=f"a multiple of {model.expert_size}",
-        )
+    if names is not None and names.shared is not None:
+        shared = model.shared_ffn_hidden_size
+        _check_multiple("shared_ffn_hidden_size", shared, "model.expert_ffn_hidden_size", model.expert_size)
     if model.expert_bias and model.router_score != "sigmoid":
         what = "Megatron-Core adds a bias to the scores of a sigmoid router only"
         raise ConfigError(what, where="model.expert_bias", fix="model.router_score=sigmoid, or model.expert_bias=false")
@@ -257,12 +273,7 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError, with the arithmetic, if a model cannot be divided over the layout."""
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        if getattr(model, name) % tp:
-            raise ConfigError(
-                f"{name} {getattr(model, name)} is not a multiple of tensor_parallel_size {tp}",
-                where=f"model.{name}, parallel.tensor_parallel_size",
-                fix=f"a tensor_parallel_size that divides {getattr(model, name)}",
-            )
+        _check_multiple(name, getattr(model, name), _TP, tp)
     if model.kv_lora_rank and tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"latent attention on {tp} tensor-parallel ranks needs sequence parallelism: each has all of its "
@@ -281,8 +292,10 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
             )
     _check_expert_layout(model, parallel)
     _check_fp8_sizes(model, parallel)
-    _check_graphs(model, parallel)
-    _check_overlap(model, parallel)
+    if parallel.cuda_graphs:
+        _check_against(model, "parallel.cuda_graphs", True, False, _AGAINST_GRAPHS)
+    if parallel.overlap_tensor_parallel:
+        _check_against(model, "parallel.overlap_tensor_parallel", True, False, _AGAINST_OVERLAP)
     if VOCAB_MULTIPLE % tp:
         raise ConfigError(
             f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "
@@ -299,45 +312,7 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
-def _check_graphs(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for a model whose pass of a row cannot be captured."""
-    reasons: dict[str, str] = {}
-    if model.num_experts:
-        reasons["num_experts"] = (
-            "what an expert computes depends on the tokens that it gets, which are counted on the host"
-        )
-    if model.fp8 != "off":
-        reasons["fp8"] = "nothing has captured the scales of products in 8 bits"
-    if parallel.cuda_graphs:
-        _refuse_first(model, reasons, "cuda_graphs", "captures the whole pass of a row")
-
-
-def _check_overlap(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for a model whose layers have no buffers for tensor-parallel exchanges."""
-    reasons: dict[str, str] = {}
-    if model.lora_rank:
-        reasons["lora_rank"] = "adapters read what lies in a buffer that is written again"
-    if model.kv_lora_rank:
-        reasons["kv_lora_rank"] = "Transformer Engine has no buffers for the projections of latent attention"
-    if model.num_experts:
-        reasons["num_experts"] = "Transformer Engine has no buffers for experts"
-    if model.fp8 not in ("off", "tensorwise"):
-        reasons["fp8"] = "only products in bfloat16 and tensorwise ones have buffers here"
-    if model.attention == "torch":
-        reasons["attention"] = "the buffers are those of Transformer Engine's layers"
-    if parallel.overlap_tensor_parallel:
-        _refuse_first(model, reasons, "overlap_tensor_parallel", "is true")
-
-
-def _refuse_first(model: ModelConfig, reasons: dict[str, str], setting: str, does: str) -> None:
-    """Raise ConfigError if there is a reason, by the model's field, against a setting of the layout."""
-    for name, reason in reasons.items():
-        what = f"parallel.{setting} {does}, and {name} is {getattr(model, name)}: {reason}"
-        raise ConfigError(what, where=f"parallel.{setting}, model.{name}", fix=f"parallel.{setting}=false")
-
-
 def _check_fp8_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for a matrix whose sides on a rank are not whole blocks."""
     block, tp = FP8_BLOCKS[model.fp8], parallel.tensor_parallel_size
     if model.fp8 == "off":
         return
@@ -367,18 +342,8 @@ def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
                 fix="set both to 1, or model.num_experts",
             )
         return
-    if model.num_experts % ep:
-        raise ConfigError(
-            f"{model.num_experts} experts cannot be divided evenly over {ep} expert-parallel ranks",
-            where="model.num_experts, parallel.expert_parallel_size",
-            fix=f"an expert_parallel_size that divides {model.num_experts}",
-        )
-    if model.expert_size % etp:
-        raise ConfigError(
-            f"experts of inner size {model.expert_size} cannot be cut into {etp} equal parts",
-            where="model.expert_ffn_hidden_size, parallel.expert_tensor_parallel_size",
-            fix=f"an expert_tensor_parallel_size that divides {model.expert_size}",
-        )
+    _check_multiple("num_experts", model.num_experts, "parallel.expert_parallel_size", ep)
+    _check_multiple("expert_ffn_hidden_size", model.expert_size, "parallel.expert_tensor_parallel_size", etp)
     if etp > 1 and model.has_biases:
         raise ConfigError(
             f"experts with biases cannot be cut into {etp} parts: Megatron-Core would add each bias {etp} times",
@@ -391,19 +356,13 @@ def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             where="model.lora_targets, parallel.expert_tensor_parallel_size",
             fix="parallel.expert_tensor_parallel_size=1, or model.lora_targets=[linear_qkv,linear_proj]",
         )
-    if model.shared_ffn_hidden_size % tp:
-        raise ConfigError(
-            f"shared_ffn_hidden_size {model.shared_ffn_hidden_size} is not a multiple of tensor_parallel_size {tp}",
-            where="model.shared_ffn_hidden_size, parallel.tensor_parallel_size",
-            fix=f"a tensor_parallel_size that divides {model.shared_ffn_hidden_size}",
-        )
+    _check_multiple("shared_ffn_hidden_size", model.shared_ffn_hidden_size, _TP, tp)
     if tp > 1 and not parallel.sequence_parallel:
         what = f"Megatron-Core trains experts on {tp} tensor-parallel ranks only with sequence parallelism"
         raise ConfigError(what, where="parallel.sequence_parallel", fix="parallel.sequence_parallel=true")
 
 
 def _sides(name: str, sizes: tuple[int, int], tp: int) -> list[tuple[str, int]]:
-    """Return inputs and outputs of a linear layer on a tensor-parallel rank."""
     inputs, outputs = sizes
     if name in ON_EVERY_RANK:
         return [("inputs", inputs), ("outputs", outputs)]

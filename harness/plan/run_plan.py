@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE
-from rich.table import Table
+from rich.console import RenderableType
 
 from harness.errors import ConfigError, HarnessError
 from harness.loader import DataConfig, RunData, open_datasets
@@ -35,6 +34,7 @@ from harness.plan.memory import (
 from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work
 from harness.records import Int64Array
+from harness.tables import Table
 from harness.thd import padded_lengths
 
 # Of models whose settings have none: between the 128,256 of Llama 3 and the 151,936 of Qwen3.
@@ -110,18 +110,15 @@ class RunPlan:
         gpu_bytes: float | None,
         file_system_bytes_per_s: float | None = None,
         disk_bytes_per_s: float | None = None,
-    ) -> Table:
+    ) -> RenderableType:
         """Return the plan as a table.
 
         Args:
             file_system_bytes_per_s: that all ranks together write; None to leave the time out.
             disk_bytes_per_s: that a node writes to its own disk; None to leave the time out.
         """
-        table = Table(box=SIMPLE, show_header=False, padding=(0, 1))
         rows = [*self._memory_rows(gpu_bytes), *self._checkpoint_rows(file_system_bytes_per_s, disk_bytes_per_s)]
-        for row in [*rows, *(("assumed", note) for note in self.notes), *self._time_rows()]:
-            table.add_row(*row)
-        return table
+        return Table((), [*rows, *(("assumed", note) for note in self.notes), *self._time_rows()]).to_terminal()
 
     def _memory_rows(self, gpu_bytes: float | None) -> Iterator[tuple[str, str]]:
         gib, memory, other = 2**30, self.memory, self.without_engine
@@ -129,15 +126,7 @@ class RunPlan:
         active = f", {self.active_weights:,} of them met by a token" if self.active_weights < self.weights else ""
         yield "model", f"{self.weights:,} weights{active}"
         yield "fullest rank", f"{memory.total / gib:,.2f} GiB, pipeline stage {memory.stage}"
-        always = {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "activations")}
-        yield from ((f"  {name}", f"{size / gib:,.2f} GiB") for name, size in always.items())
-        some = {
-            "weights in 8 bits": memory.fp8,
-            "gradient of the logits": memory.logits,
-            "tokens to experts": memory.dispatch,
-            "tensor-parallel exchanges": memory.exchange,
-        }
-        yield from ((f"  {name}", f"{size / gib:,.2f} GiB") for name, size in some.items() if size)
+        yield from ((f"  {name}", f"{size / gib:,.2f} GiB") for name, size in memory.parts.items())
         if memory.host:
             node = memory.host * min(self.ranks, self.machine.ranks)
             yield "  optimizer on the host", f"{memory.host / gib:,.2f} GiB, {node / gib:,.2f} GiB a node"
@@ -391,7 +380,6 @@ def plan_layout(
 def _step_parts(
     config: SftConfig, work: Work, memory: Memory, kernels: Kernels, *, ranks: int, machine: Machine, expert_load: float
 ) -> dict[str, float]:
-    """Return the estimated seconds of a step by purpose."""
     model, parallel, has_experts = config.model, config.parallel, config.model.num_experts > 0
     once = replace(model, recompute="none")
     return estimate_step(

@@ -158,7 +158,6 @@ def count_kernels(model: ModelConfig, parallel: ParallelConfig) -> float:
 
 
 def _expert_flops(model: ModelConfig) -> float:
-    """Return the FLOPs of a token in the routed experts of all layers, forward."""
     return 6.0 * model.hidden_size * model.expert_size * model.experts_per_token * model.expert_layers
 
 

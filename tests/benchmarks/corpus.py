@@ -104,7 +104,6 @@ def _measure_pages(sizes: Sizes, documents: int, folder: Path, report: BenchRepo
 
 
 def _pages_of(train: Any, sample: int) -> list[int]:
-    """Return the pages of the .bin that a sample of a GPTDataset is on."""
     at = int(train.shuffle_index[sample])
     (first, offset), (last, end) = train.sample_index[at].tolist(), train.sample_index[at + 1].tolist()
     documents = np.asarray(train.document_index[first : last + 1])

@@ -233,12 +233,10 @@ def _run(arguments: list[str]) -> BenchReport:
 
 
 def render_benchmarks(reports: Sequence[BenchReport]) -> str:
-    """Return the page of the sections' reports, in their order: one table of claims, and what each is compared with."""
     return "\n".join([_HEAD, *_describe(reports), *render_claims(reports)]) + "\n"
 
 
 def render_claims(reports: Sequence[BenchReport]) -> list[str]:
-    """Return the lines of the table, a row a claim, and of the comparisons."""
     table, rows = figure_table([]), []
     for report in reports:
         if report.figures:

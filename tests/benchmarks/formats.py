@@ -53,7 +53,6 @@ _ARROW_TYPES = {"input_ids": pa.int32(), "loss_mask": pa.uint8(), "seq_start_id"
 
 
 def bench_formats(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
-    """Make the measurements that `sizes.parts` names."""
     report = BenchReport("formats")
     report.notes.append("reading in one thread is timed by its processor time, all else on the clock")
     for part in sizes.choose(PARTS):
@@ -81,11 +80,9 @@ class PlainRows:
         self._data_starts = [rows.offset for rows in (self._ids, self._mask)]
 
     def copy_row(self, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return ids and mask of a row, copied from the maps."""
         return np.array(self._ids[row]), np.array(self._mask[row])
 
     def pread_row(self, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return ids and mask of a row, read with one system call each."""
         size = self._pack_size
         ids = os.pread(self._descriptors[0], 4 * size, self._data_starts[0] + 4 * size * row)
         mask = os.pread(self._descriptors[1], size, self._data_starts[1] + size * row)
@@ -97,7 +94,6 @@ class PlainRows:
 
 
 def _table(packs: Iterable[Pack], types: Mapping[str, Any]) -> Any:
-    """Return an Arrow table of one row a pack, with the columns and element types of `types`."""
     rows = list(packs)
     columns = []
     for name, kind in types.items():
@@ -141,7 +137,6 @@ class BridgeReader:
         return np.array(ids, np.int64), np.array(starts, np.int64), np.array(mask, np.int8)
 
     def row(self, index: int) -> tuple[list[int], list[int], list[int]]:
-        """Return input_ids, seq_start_id and loss_mask of one pack as the lists that a batch is collated from."""
         group = bisect_right(self._starts, index) - 1
         if group != self._group:
             self._table = self._file.read_row_group(group, columns=list(_BRIDGE_TYPES))
@@ -196,8 +191,6 @@ def _rates(works: Mapping[str, Side]) -> dict[str, Side]:
 
 
 def _read(draw: Callable[[int], list[int]], get: Callable[[int], object]) -> Side:
-    """Read the packs that `draw` gives for a round, one at a time."""
-
     def work(number: int) -> float:
         ids = draw(number)
         for index in ids:
@@ -398,7 +391,6 @@ def _measure_writing(sizes: Sizes, workspace: Workspace, report: BenchReport) ->
 
 
 def _written(sizes: Sizes) -> tuple[int, int]:
-    """Return the packs of the dataset that is written, and their tokens."""
     return sizes.packs * 5 // 2, sizes.pack_size // 2
 
 

@@ -20,7 +20,7 @@ from harness.bench.workspace import Workspace, make_packs
 from harness.errors import ConfigError
 from harness.formats import open_dataset
 from harness.integrations import INTEGRATIONS, FixedRows, HuggingFaceRow, MegatronRow, RankStream, missing_packages
-from harness.loader import LoaderConfig, RankLayout
+from harness.loader import LoaderConfig
 from harness.schedule import ScheduleConfig
 from harness.thd import build_thd_batch
 from tests.benchmarks.formats import BridgeReader, write_bridge_file
@@ -146,7 +146,7 @@ def _rows_of_steps(sizes: Sizes, path: Path, dialect: str, workers: int) -> Iter
 def _fixed_rows(sizes: Sizes, path: Path, workers: int) -> Iterator[Iterator[int]]:
     """Open the rows that the loaders for Megatron-LM and Megatron-Bridge yield."""
     with _stream(sizes, path, workers) as stream:
-        rows = FixedRows(stream, rows_per_step=sizes.global_batch, layout=RankLayout())
+        rows = FixedRows(stream, rows_per_step=sizes.global_batch)
         yield (MegatronRow.of(row).tensors()["tokens"].numel() for row in rows)
 
 

@@ -16,7 +16,6 @@ MIN_PASSES = 12
 
 
 def _resident_megabytes() -> float:
-    """Return the resident memory of this process, with mapped pages of files."""
     return int(_MEMORY_FILE.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
@@ -27,7 +26,6 @@ def _anonymous_megabytes() -> float:
 
 
 def open_apart(path: str) -> dict[str, float]:
-    """Open a dataset and count its packs and sequences."""
     from harness.formats import FORMATS, load_format, open_dataset
 
     for name in FORMATS:
@@ -178,7 +176,6 @@ def tokenizers_alone(source: str, tokenizer: str, call: str) -> dict[str, float]
 
 
 def _text_megabytes(source: str, tokenizer: str) -> tuple[list[str], float]:
-    """Return the text of every conversation by the template, and their megabytes."""
     import transformers
 
     template = transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)

@@ -42,7 +42,6 @@ Commands with settings of their own (`plan`, `convert`, `import`, `repack`, `liv
 
 
 def write_page() -> str:
-    """Return the page as Markdown."""
     run = {setting.key for setting in explain_settings(RunConfig)}
     sections = [INTRODUCTION, *_describe_groups()]
     for title, recipe, schema, skip in (

@@ -139,7 +139,6 @@ def check_command(words: list[str]) -> None:
 
 
 def parse_command(arguments: list[str]) -> None:
-    """Parse the arguments of `harness` without calling the command."""
     command = typer.main.get_command(app)
     context = command.make_context("harness", [], resilient_parsing=True)
     while hasattr(command, "resolve_command"):
@@ -154,7 +153,6 @@ def parse_command(arguments: list[str]) -> None:
 
 
 def check_settings(recipe: str, words: list[str]) -> None:
-    """Compose the settings of a recipe as its own command line does."""
     settings = [word for word in words if not word.startswith("-")]
     if not any(word in ("-m", "--multirun") for word in words):
         compose_config(recipe, SCHEMAS[recipe], settings)

@@ -159,19 +159,6 @@ def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream:
     assert sorted(contents.chunks)[-1] == 13
 
 
-@pytest.mark.nightly  # half a minute; threads do the same in tests/unit/loader/test_live_balance.py
-def test_tokens_of_a_balanced_step_reach_the_processes_that_train_them(stream: Stream) -> None:
-    write_stream(stream.folder, some_packs(31), [5, 1, 7, 3, 4, 2, 6, 3])
-    expected = train(stream.folder, dp_size=2, size=SIZE, schedule="cost_balanced")
-    # Two data-parallel ranks of two processes each, of which one reads.
-    ranks = stream.ranks(4, LIVE_SCHEDULE="cost_balanced", LIVE_COPIES="2")
-    ranks.start()
-    assert ranks.wait() == [0, 0, 0, 0], ranks.output()
-    assert [step["digests"] for step in stream.trained()] == [
-        [digest for digest in step for _ in range(2)] for step in expected.digests
-    ]
-
-
 @pytest.mark.nightly  # half a minute; threads do the same in tests/unit/loader/test_live_windows.py
 def test_windows_of_two_folders_continue_on_fewer_processes_after_a_kill(stream: Stream) -> None:
     stream.others = (stream.folder.with_name("other"),)

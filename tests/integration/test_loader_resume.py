@@ -58,15 +58,6 @@ def test_stopping_after_any_step_changes_nothing(reader: PackReader, schedule: s
         ]
 
 
-def test_batches_prefetched_but_not_trained_are_read_again(reader: PackReader) -> None:
-    whole = [batch.digest() for batch in loader(reader, steps=10)]
-    with loader(reader, workers=2, prefetch_factor=4) as made:
-        batches = iter(made)
-        trained = [next(batches) for _ in range(3)]
-    with loader(reader, workers=1, state=trained[-1].state, steps=7) as made:
-        assert [batch.digest() for batch in trained] + [batch.digest() for batch in made] == whole
-
-
 def test_other_data_is_refused_unless_allowed(reader: PackReader, tmp_path: Path, write_packs: WritePacks) -> None:
     other = open_dataset(write_packs(tmp_path / "other", NUM_PACKS, seed=1))
     state = next(iter(loader(reader))).state

@@ -79,7 +79,6 @@ def record(folder: Path, batches: Iterable[RankBatch]) -> None:
 
 
 def failed(reference: Path, found: Path) -> dict[str, Check]:
-    """Return the checks that did not pass, in order."""
     made = compare_runs(recorded_run(reference), recorded_run(found), IDENTICAL, same_layout=True)
     return {check.name: check for check in made if not check.passed}
 

@@ -56,7 +56,6 @@ def settings(path, source: str, *, tokenizer=None, on_bad="refuse", limit=0, **d
 
 
 def run(config: PrepareConfig):
-    """The report and the printed text."""
     console = Console(file=io.StringIO(), width=120)
     return prepare(config, console=console), console.file.getvalue()
 

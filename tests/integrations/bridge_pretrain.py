@@ -143,7 +143,6 @@ class Record:
         self.evaluations: list[int] = []
 
     def step(self, state: Any, data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
-        """Run Bridge's own `gpt_step.forward_step`."""
         first = self
 
         def keep(module: Any, arguments: Any, named: dict[str, Any]) -> None:

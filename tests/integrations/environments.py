@@ -41,7 +41,6 @@ class Environment:
 
     @property
     def folder(self) -> Path:
-        """Return the environment's folder, which need not exist."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-sft-harness"
         return Path(os.environ.get("VERSIONS_DIR") or cache) / f"integration-{self.name}"
 
@@ -51,7 +50,6 @@ class Environment:
 
     @property
     def command(self) -> str:
-        """Return the command that makes it."""
         return f"python {Path(__file__).relative_to(ROOT)} {self.name}"
 
     @property

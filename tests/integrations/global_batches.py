@@ -144,7 +144,6 @@ def _schedule(name: str, dataset: str) -> dict[str, Any]:
 
 
 def _reference(dataset: str, schedule: str, *, steps: int) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return digest and position of every step of one loader on one rank."""
     config = ScheduleConfig(**_schedule(schedule, dataset))
     digests, positions = [], []
     with RankStream(dataset, LoaderConfig(**_loader(0)), schedule=config) as stream:
@@ -203,7 +202,6 @@ def _compare(
 def _run(
     case: IntegrationCase, job: ProbeJob, split: Split, place: Path, timeout_s: float
 ) -> tuple[str, list[dict[str, Any]], str]:
-    """Run a job; return its command, the records of its ranks, and why it failed."""
     place.mkdir()
     listed = place / "job.json"
     values = asdict(job)
@@ -234,7 +232,6 @@ def _run(
 def find_difference(
     job: ProbeJob, split: Split, ranks: list[dict[str, Any]], digests: list[str], positions: list[dict[str, Any]]
 ) -> Difference | None:
-    """Return the first difference of what the ranks of a job read from the reference."""
     for rank, record in enumerate(ranks):
         if len(record["steps"]) != job.num_steps:
             what = f"{split}: rank {rank} made {len(record['steps'])} steps, not {job.num_steps}"
@@ -255,7 +252,6 @@ def find_difference(
 
 
 def _missing(name: str, python: str) -> list[str]:
-    """Return the packages of an integration that an interpreter does not have."""
     beside = PROBES[name].packages if name in PROBES else ()
     if python == sys.executable:
         return missing_packages(name, beside=beside)

@@ -63,12 +63,10 @@ class ProbeJob:
         return self.last_step - self.first_step
 
     def stream(self) -> RankStream:
-        """Open this rank's stream at its beginning."""
         config, schedule = LoaderConfig(**self.loader), ScheduleConfig(**self.schedule)
         return RankStream(self.dataset, config, schedule=schedule, dp_rank=self.rank, dp_size=self.world_size)
 
     def rows_of_steps(self) -> list[int]:
-        """Return this rank's rows in each of the steps to read."""
         stream = self.stream()
         if self.position is not None:
             stream.load_state_dict(self.position)
@@ -387,13 +385,11 @@ PROBES: Mapping[str, Probe] = MappingProxyType(
 
 
 def passes(rows: Iterable[Any]) -> Iterator[Any]:
-    """Iterate again and again, as a training loop does over its epochs."""
     while True:
         yield from rows
 
 
 def group_rows(rows: Iterator[ThdBatch], counts: list[int]) -> Steps:
-    """Return rows in steps of these numbers of rows; no row is read past the last step."""
     return [list(islice(rows, count)) for count in counts]
 
 

@@ -32,7 +32,6 @@ class Trainer:
     folder: Path
 
     def run(self, program: str, settings: dict[str, Any], *, ranks: int = 1, code: int = 0) -> str:
-        """Run a program on this number of processes; returns its output."""
         file = self.folder / "settings.json"
         file.write_text(json.dumps(settings))
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -57,7 +56,6 @@ class Trainer:
         return printed
 
     def train(self, program: str, settings: dict[str, Any], *, ranks: int = 1) -> Trained:
-        """Run a training program, and return what it recorded."""
         out = self.folder / f"out-{len(list(self.folder.glob('out-*')))}"
         out.mkdir()
         self.run(program, {**settings, "out": str(out)}, ranks=ranks)

@@ -21,7 +21,6 @@ _NET = "10.79.0"
 
 
 def missing() -> list[str]:
-    """Return the programs that this machine lacks to start a cluster, and `root` if the user is another."""
     names = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
     return names if os.geteuid() == 0 else [*names, "root"]
 
@@ -62,7 +61,6 @@ class Cluster:
         self.wait_idle()
 
     def stop(self) -> None:
-        """End the processes that this object has started, and no others."""
         if "slurmctld" in self._daemons:
             self.on("login", "scancel", "--full", "--signal=KILL", "--user=root")
             self.on("login", "scancel", "--user=root")
@@ -82,7 +80,6 @@ class Cluster:
         return [*inside, "--", *map(str, words)]
 
     def on(self, node: str, *words: str | Path, check: bool = False, cwd: Path | None = None) -> str:
-        """Run a command on a node, or on `login`, and return its output and errors."""
         done = subprocess.run(
             self.command(node, *(["env", "-C", cwd] if cwd else []), *words),
             env=self._environment,
@@ -119,7 +116,6 @@ class Cluster:
             os.kill(pid, signal.SIGKILL)
 
     def processes(self, node: str) -> list[int]:
-        """Return the ids of the processes on a node, without the one that holds its namespaces."""
         holder = self._holders[node].pid
         inside = Path(f"/proc/{holder}/ns/net").stat().st_ino
         pids = []

@@ -43,7 +43,6 @@ def slurm() -> Iterator[Cluster]:
 
 
 def started(cluster: Cluster) -> Iterator[Cluster]:
-    """Start a cluster, yield it, and stop it."""
     lacking = missing()
     if lacking:
         pytest.skip(f"needs root and the Debian packages slurm-wlm munge iproute2 (missing: {', '.join(lacking)})")
@@ -64,15 +63,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A submitted job, running or ended."""
-
     cluster: Cluster
     job_id: str
     run_dir: Path
 
     @property
     def facts(self) -> dict[str, str]:
-        """The fields of `scontrol show job`."""
         return dict(re.findall(r"(\w+)=(\S*)", self.cluster.on("login", "scontrol", "show", "job", self.job_id)))
 
     @property
@@ -99,7 +95,6 @@ class SlurmJob:
             time.sleep(0.3)
 
     def wait(self, *, timeout_s: float = 960) -> str:
-        """Wait until the job has ended and return its state."""
         deadline = time.monotonic() + timeout_s
         while True:
             state = self.facts.get("JobState", "")

@@ -34,7 +34,6 @@ if os.environ.get("SLURMD_NODENAME") == "node2" and "recipes.sft" in sys.orig_ar
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
-    """A cluster of three nodes."""
     yield from started(Cluster(3))
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from harness.bench.figures import BenchReport, Figure
-from harness.bench.gpu.sizes import allow_deterministic
+from harness.bench.gpu.environment import allow_deterministic
 from harness.bench.sizes import Sizes
 from harness.bench.step import run_bare
 from harness.bench.workspace import Workspace
@@ -21,8 +21,7 @@ from harness.megatron import RowTensors, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
-from harness.parity.isolation import IsolationCheck
-from harness.parity.planted import planted_defects
+from harness.parity.isolation import IsolationCheck, planted_defects
 from harness.plan import ModelConfig, ParallelConfig, SftConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch, pad_row

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from harness.bench.figures import BenchReport, Figure
-from harness.bench.gpu.sizes import allow_deterministic
+from harness.bench.gpu.environment import allow_deterministic
 from harness.bench.sizes import Sizes
 from harness.bench.step import give_state, open_feed, small_model, write_rows
 from harness.bench.workspace import Workspace

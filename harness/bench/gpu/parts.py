@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Figure, Progress, count_targets, figure_table, read_figures
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
-from harness.errors import ConfigError, HarnessError, os_errors_as
-from harness.settings import find_odd, to_plain
+from harness.errors import ConfigError, FormatError, HarnessError, os_errors_as
+from harness.settings import load as load_record
 from harness.storage import write_atomically
 
 DONE, FAILED, MISSING = "done", "failed", "missing"
@@ -50,6 +50,20 @@ class Part:
     place: str
     about: str
     ranks: int | None = 1
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """The file of a part: its report, or the reason why there is none; `machine` is as `describe_gpus` has it."""
+
+    part: str
+    status: str
+    reason: str
+    machine: dict[str, Any]
+    host: str
+    size: str
+    seconds: float = 0.0
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 _ATTENTION = Part(
@@ -137,19 +151,11 @@ def _describe(device: str) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Return a part that was measured; None for none, and for a file that is damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        result: dict[str, Any] = json.loads(path.read_text())
-        texts = [result["host"], result["size"], result["reason"]]
-        numbers: list[Any] = []
+    with suppress(OSError, FormatError, ValueError, KeyError, TypeError):
+        result = asdict(load_record(PartResult, path.read_bytes(), where=path))
         if result["status"] == DONE:
-            report = read_figures(result["report"])
-            texts += report.notes
-            numbers = [result["seconds"]]
-            if any(find_odd(to_plain(figure), Figure) for figure in report.figures):
-                return None
-        is_whole = result["status"] in (DONE, FAILED, MISSING) and isinstance(result["machine"], dict)
-        if is_whole and all(isinstance(one, str) for one in texts) and all(isinstance(one, float) for one in numbers):
-            return result
+            read_figures(result["report"])
+        return result
     return None
 
 
@@ -170,7 +176,6 @@ def _check_same(results: Mapping[str, dict[str, Any]], machine: dict[str, Any], 
 
 
 def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> dict[str, Any]:
-    """Return a part's result: its report, or the reason why there is none."""
     gpus = len(machine["gpus"])
     there = sizes.ranks or gpus or 2
     ranks = PARTS[name].ranks or there
@@ -203,7 +208,7 @@ def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> 
 
 def run_part(name: str, size: str, device: str, folder: str) -> dict[str, Any]:
     """Measure one part on this rank."""
-    from harness.bench.gpu.sizes import SIZES
+    from harness.bench.gpu.environment import SIZES
 
     sizes, workspace = replace(SIZES[size], device=device), Workspace(Path(folder), keep=True)
     word = name.partition("-")[2]

@@ -13,9 +13,8 @@ import torch
 
 from harness.bench.checkpoints import SavingRank
 from harness.bench.figures import BenchReport, Case, Figure
-from harness.bench.gpu.environment import add_memory, matrix_of, peak_of
+from harness.bench.gpu.environment import add_memory, fit, matrix_of, peak_of, shape_of
 from harness.bench.gpu.profiling import add_trace, trace_steps
-from harness.bench.gpu.sizes import fit, shape_of
 from harness.bench.sizes import Sizes
 from harness.bench.step import LoopBench, bare_step, flops_of, write_rows
 from harness.bench.workspace import Workspace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,11 @@ from megatron.core import parallel_state
 
 from harness.errors import CheckpointError, ConfigError, FormatError, ScheduleError
 from harness.formats import PackReader, open_dataset
-from harness.integrations import MegatronRow, RankStream, require
+from harness.integrations import FixedRows, MegatronRow, RankStream, require
 from harness.loader import LoaderConfig, RankLayout
 from harness.megatron.data.feed import readable
 from harness.schedule import ScheduleConfig
-from harness.thd import ThdBatch, pad_row, padding_multiple, zero_loss_row
+from harness.thd import padding_multiple
 
 Provider = Callable[..., tuple["ExternalLoader | None", "ExternalLoader | None", "ExternalLoader | None"]]
 
@@ -29,18 +28,12 @@ class ExternalLoader:
         stream: of this rank's batches.
         num_microbatches: rows of each batch; a batch with fewer, at the end of an epoch, is filled with rows of zero
             loss.
-        pad_to_multiple: of the layout.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
     """
 
-    def __init__(
-        self, stream: RankStream, *, num_microbatches: int, pad_to_multiple: int = 1, pad_rows_to: int | None = None
-    ) -> None:
+    def __init__(self, stream: RankStream, *, num_microbatches: int, pad_rows_to: int | None = None) -> None:
         self.stream = stream
-        self._num_microbatches = num_microbatches
-        self._pad_to_multiple, self._pad_rows_to = pad_to_multiple, pad_rows_to
-        self._batches: Any = None
-        self._rows: deque[ThdBatch] = deque()
+        self._rows = FixedRows(stream, rows_per_step=num_microbatches, pad_rows_to=pad_rows_to)
         self._position = stream.state_dict()
 
     def __iter__(self) -> ExternalLoader:
@@ -48,17 +41,10 @@ class ExternalLoader:
 
     def __next__(self) -> MegatronRow:
         """Return the next row as tensors (see MegatronRow)."""
-        if not self._rows:
-            if self._batches is None:
-                self._batches = iter(self.stream)
-            rows = next(self._batches).rows
-            assert len(rows) <= self._num_microbatches, "as_packed gives a rank no more rows than its share of packs"
-            missing = self._num_microbatches - len(rows)
-            self._rows.extend([*rows, *[zero_loss_row(self._pad_to_multiple)] * missing])
-        row = self._rows.popleft()
-        if not self._rows:
+        row = MegatronRow.of(next(self._rows)).tensors()
+        if self._rows.starts_step:
             self._position = self.stream.state_dict()
-        return MegatronRow.of(row if self._pad_rows_to is None else pad_row(row, self._pad_rows_to)).tensors()
+        return row
 
     def save_state(self) -> dict[str, int | str]:
         """Return the position after the last global batch all rows of which were read: the same on every rank."""
@@ -70,12 +56,12 @@ class ExternalLoader:
         Raises:
             LoaderError: it belongs to another dataset, seed or order.
         """
-        self.stream.load_state_dict(state)
-        self._batches, self._rows, self._position = None, deque(), self.stream.state_dict()
+        self._rows.load_state_dict(state)
+        self._position = self.stream.state_dict()
 
     def close(self) -> None:
         """End the workers."""
-        self.stream.close()
+        self._rows.close()
 
 
 def datasets_provider(
@@ -144,7 +130,6 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: Any, vp_stage
 
 
 def _check(args: Any) -> None:
-    """Refuse arguments with which Megatron would train packed rows wrongly, or not at all."""
     wrong = [
         (
             args.dataloader_type != "external",
@@ -217,9 +202,7 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
             error.what, where=f"--seq-length {args.seq_length}", fix="raise --seq-length, or prepare smaller packs"
         ) from None
     num_microbatches = config.global_batch_size // layout.dp_size
-    return ExternalLoader(
-        stream, num_microbatches=num_microbatches, pad_to_multiple=layout.pad_to_multiple, pad_rows_to=_row_size(args)
-    )
+    return ExternalLoader(stream, num_microbatches=num_microbatches, pad_rows_to=_row_size(args))
 
 
 def _only(paths: list[str] | None, flag: str) -> str:

@@ -396,7 +396,6 @@ def _check_call(pg_collection: Any, refused: dict[str, str], config: Any) -> Non
 def _read_by_chunk(
     pp_group: ProcessGroup, vpp_size: int | None, vp_stage: int | None, *, is_predicting: bool
 ) -> tuple[str, ...]:
-    """Return the fields that the chunk of a virtual stage reads."""
     if vp_stage is not None and vpp_size is None:
         vpp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     is_first = pp_group.rank() == 0 and vp_stage in (None, 0)

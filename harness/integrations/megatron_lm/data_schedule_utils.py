@@ -161,7 +161,6 @@ def _checked(item: Any, where: str) -> Iterator[Sample]:
 
 
 def _bounds(values: Sample, data: Sample, where: str) -> list[tuple[int, int, int]]:
-    """Return start, stop and real length of every sequence of an item."""
     total = data["tokens"].shape[0]
     if "padded_seq_len" in values:
         stop = int(values["padded_seq_len"])
@@ -244,7 +243,6 @@ def reroute_samples_to_dcp_ranks(
 
 
 def _positions(dp_group: ProcessGroup, dp_cp_group: ProcessGroup) -> list[int]:
-    """Return the rank in `dp_cp_group` of each rank of `dp_group`."""
     of_both = torch.distributed.get_process_group_ranks(dp_cp_group)
     return [of_both.index(rank) for rank in torch.distributed.get_process_group_ranks(dp_group)]
 

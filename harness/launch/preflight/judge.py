@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.launch.preflight.srun import read_srun
+from harness.launch.cluster import PreflightConfig
 
 # The driver holds some hundred MiB of an unused GPU.
 _UNUSED_GPU_MIB = 2048
@@ -36,21 +36,54 @@ _SLOW_LINK = (
 _SLOW_GLOO = "gloo takes the interface that GLOO_SOCKET_IFNAME names, else that of the node's own name"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Requirements on every node: those of `PreflightConfig`, its GPUs and its code."""
+# `srun --label` puts the number of the task before each line.
+_LABELED = re.compile(r"\s*(\d+): ?(.*)", re.DOTALL)
+# Messages of srun and slurmstepd about a node that could not run its part of a step.
+_LAUNCH = re.compile(r"srun: error: Task launch for \S+ failed on node (\S+): (.*)")
+_STEPD = re.compile(r"slurmstepd(?:-(\S+))?: error: (.*)")
+_ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,\[\]-]+: (.*)")
+_WHOLE = re.compile(r"srun: error: (?:Unable to (?:create|confirm allocation)|Unable to create step)\S* ?(.*)")
+_NOT_A_CAUSE = ("*** STEP", "*** JOB", "Failed to send MESSAGE_TASK_EXIT", "couldn't chdir")
+# By the time limit that the script sets for the step; a busy node's own line about it may come too late.
+_CANCELED = (" CANCELLED AT ", "srun: forcing job termination")
+_BY_CANCELING = (": Killed", ": Terminated", ": Exited with exit code 137", ": Exited with exit code 143")
+_STOPPED = ("Job step aborted", "Force Terminated")
 
-    gpus: int = 0
-    min_shm_mib: int = 0
-    min_disk_gib: float = 0.0
-    max_clock_offset_s: float = float("inf")
-    code: str = ""
-    min_inodes: int = 0
-    min_read_mib_s: float = 0.0
-    min_node_gb_s: float = 0.0
-    min_pair_gb_s: float = 0.0
-    min_all_gb_s: float = 0.0
-    min_gemm_tflops: float = 0.0
+# What a message is about, by a part of it: the first that fits. The fix says what to do on this node.
+_KINDS = (
+    (
+        "pyxis",
+        "container",
+        "look at the image (cluster.image), at cluster.mounts, and at free space for Enroot's folders",
+    ),
+    (
+        "enroot",
+        "container",
+        "look at the image (cluster.image), at cluster.mounts, and at free space for Enroot's folders",
+    ),
+    ("oom", "memory", "another job uses the node's memory, or cluster.memory is too little"),
+    ("Out Of Memory", "memory", "another job uses the node's memory, or cluster.memory is too little"),
+    (
+        "Permission denied",
+        "permission",
+        "make it readable and executable there for the user of the job, folders included",
+    ),
+    (
+        "bad interpreter",
+        "interpreter",
+        "the script names an interpreter that this node does not have: set cluster.python",
+    ),
+    (
+        "No such file or directory",
+        "interpreter",
+        "mount the environment on this node, or set cluster.python to one on a shared file system",
+    ),
+    ("Exec format error", "interpreter", "the node has another processor than the environment was built for"),
+    ("credential", "launch", "the node's clock or its munge key differs from the controller's"),
+    ("uthentication", "launch", "the node's clock or its munge key differs from the controller's"),
+)
+_LAUNCH_FIX = "its slurmd does not start steps: `scontrol show node {0}` and its slurmd.log have the cause"
+_ENDED_FIX = "run the command there by hand (`srun --nodelist={0}`), and look at the kernel's log"
 
 
 @dataclass(frozen=True)
@@ -68,10 +101,6 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.node}: {self.what}" + (f"\n  fix:   {self.fix}" if self.fix else "")
-
-
-# `srun --label` puts the number of the task before each line.
-_LABEL = re.compile(r"^\s*\d+: ?")
 
 
 def culprits(faults: Sequence[Fault], nodes: Sequence[str]) -> dict[str, str]:
@@ -99,7 +128,14 @@ class _Answers:
 
 
 def judge_nodes(
-    lines: Iterable[str], nodes: Sequence[str], limits: Limits, *, srun: Iterable[str] = (), tasks_per_node: int = 1
+    lines: Iterable[str],
+    nodes: Sequence[str],
+    limits: PreflightConfig,
+    *,
+    gpus: int = 0,
+    code: str = "",
+    srun: Iterable[str] = (),
+    tasks_per_node: int = 1,
 ) -> tuple[list[Fault], str]:
     """Return the faults, causes before the timeouts that they may have caused, and lines about the healthy nodes.
 
@@ -107,6 +143,8 @@ def judge_nodes(
         lines: the JSON lines of `run_checks`; other lines, of whatever else writes there, are skipped.
         nodes: the nodes of the job, the first one first.
         limits: the requirements on every node.
+        gpus: of a node.
+        code: digest that the code of every node must have; empty for any.
         srun: errors of the srun that ran the step, which tell why a node has not answered.
         tasks_per_node: of that step.
     """
@@ -123,7 +161,9 @@ def judge_nodes(
     if not (faults and was_stopped):
         faults += [Fault(node, "no answer from the node", fix.format(node)) for node in silent if node not in causes]
     faults += [fault for node in present for fault in answers[node].errors]
-    faults += [Fault(node, *fault) for node in present for fault in _below_limits(answers[node].facts, limits)]
+    faults += [
+        Fault(node, *fault) for node in present for fault in _below_limits(answers[node].facts, limits, gpus, code)
+    ]
     faults += _differences({node: answers[node].facts for node in present})
     measured = next((answers[node].facts["all-reduce"] for node in present if "all-reduce" in answers[node].facts), {})
     faults += _slow_links(measured, limits)
@@ -137,7 +177,7 @@ def _read(lines: Iterable[str]) -> dict[str, _Answers]:
     answers: dict[str, _Answers] = {}
     for line in lines:
         try:
-            entry = json.loads(_LABEL.sub("", line))
+            entry = json.loads(re.sub(r"^\s*\d+: ?", "", line))
             node, check = entry["node"], entry["check"]
         except (ValueError, TypeError, KeyError):
             continue
@@ -154,17 +194,18 @@ def _read(lines: Iterable[str]) -> dict[str, _Answers]:
     return answers
 
 
-def _below_limits(facts: dict[str, dict[str, Any]], limits: Limits) -> Iterable[tuple[str, str]]:
-    """Yield each fault and its fix."""
-    gpus = facts.get("gpus", {}).get("gpus", [])
-    if "gpus" in facts and len(gpus) < limits.gpus:
+def _below_limits(
+    facts: dict[str, dict[str, Any]], limits: PreflightConfig, gpus: int, code: str
+) -> Iterable[tuple[str, str]]:
+    there = facts.get("gpus", {}).get("gpus", [])
+    if "gpus" in facts and len(there) < gpus:
         yield (
-            f"gpus: nvidia-smi shows {len(gpus)}, the job asks for {limits.gpus}",
-            f"set cluster.gpus_per_node={len(gpus)}, or drain the node: a GPU has fallen off the bus",
+            f"gpus: nvidia-smi shows {len(there)}, the job asks for {gpus}",
+            f"set cluster.gpus_per_node={len(there)}, or drain the node: a GPU has fallen off the bus",
         )
     # Only on a node that the job has to itself; on a shared node the other GPUs belong to other jobs.
-    if limits.gpus and len(gpus) == limits.gpus:
-        for number, gpu in enumerate(gpus):
+    if gpus and len(there) == gpus:
+        for number, gpu in enumerate(there):
             if gpu["used_mib"] > _UNUSED_GPU_MIB:
                 yield (
                     f"gpus: {gpu['used_mib']:,} MiB of GPU {number} are in use before the job has begun",
@@ -194,9 +235,9 @@ def _below_limits(facts: dict[str, dict[str, Any]], limits: Limits) -> Iterable[
                 "the node's mount or network is slow, or the file system is busy: compare with another node, or lower "
                 "cluster.preflight.min_read_mib_s",
             )
-    if limits.code and facts.get("versions", {}).get("code", limits.code) != limits.code:
+    if code and facts.get("versions", {}).get("code", code) != code:
         yield (
-            f"versions: the code or configs of the container differ from those that submitted the job ({limits.code})",
+            f"versions: the code or configs of the container differ from those that submitted the job ({code})",
             "build the image again (docker/build.sh), mount the checkout over it (cluster.mounts, "
             "DIR:/opt/harness), or run the image's own code: cluster.preflight.same_code=false",
         )
@@ -208,7 +249,7 @@ def _below_limits(facts: dict[str, dict[str, Any]], limits: Limits) -> Iterable[
         )
 
 
-def _slow_links(facts: dict[str, Any], limits: Limits) -> Iterable[Fault]:
+def _slow_links(facts: dict[str, Any], limits: PreflightConfig) -> Iterable[Fault]:
     """Yield the nodes whose all-reduces are below a limit, or far below those of the others."""
     backend = facts.get("backend", "")
     fix = _SLOW_LINK if backend == "nccl" else _SLOW_GLOO
@@ -245,7 +286,7 @@ def _slow_links(facts: dict[str, Any], limits: Limits) -> Iterable[Fault]:
         yield Fault(",".join(nodes), f"{what}{limits.min_all_gb_s:.3g} are required", fix)
 
 
-def _slow_ranks(ranks: Sequence[dict[str, Any]], limits: Limits) -> Iterable[Fault]:
+def _slow_ranks(ranks: Sequence[dict[str, Any]], limits: PreflightConfig) -> Iterable[Fault]:
     """Yield the nodes of GPUs that are slow in themselves; processors of a CPU node may be shared."""
     on_gpus = any("from_host_gb_s" in entry for entry in ranks)
     for name, what, lowest, unit in (
@@ -328,3 +369,63 @@ def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:
         parts += [f"{reduced['rate_s']:.3g} GB/s"]
         parts += [f"{min(pairs.values()):.3g} to {max(pairs.values()):.3g} GB/s between two nodes"] if pairs else []
     return ", ".join(parts)
+
+
+def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tuple[str, str]], bool]:
+    """Return by node what kept it from its part of a step and the fix, and whether srun stopped the others for it.
+
+    Args:
+        lines: the errors of `srun --label` of a step with one task per node.
+        nodes: of the job, in the order of the tasks.
+    """
+    causes: dict[str, tuple[str, str]] = {}
+    ends: dict[str, tuple[str, str]] = {}
+    printed: dict[str, str] = {}
+    was_stopped = was_canceled = False
+    for line in map(str.strip, lines):
+        label = _LABELED.fullmatch(line)
+        of_task = nodes[int(label[1])] if label is not None and int(label[1]) < len(nodes) else None
+        text = label[2] if label is not None else line
+        was_stopped |= any(words in text for words in _STOPPED)
+        was_canceled |= any(words in text for words in _CANCELED)
+        if launch := _LAUNCH.fullmatch(text):
+            causes[launch[1]] = (f"launch: {launch[2]}", _LAUNCH_FIX.format(launch[1]))
+        elif stepd := _STEPD.fullmatch(text):
+            node = stepd[1] or of_task
+            if node is not None and not stepd[2].startswith(_NOT_A_CAUSE):
+                causes.setdefault(node, _explain(stepd[2], node))
+        elif ended := _ENDED.fullmatch(text):
+            for node in _expand(ended[1], nodes):
+                ends[node] = _explain(ended[2], node)
+        elif whole := _WHOLE.match(text):
+            causes.update({node: (f"launch: {text.removeprefix('srun: error: ')}", whole[1]) for node in nodes})
+        elif of_task is not None and text:
+            printed[of_task] = text
+    for node, (what, fix) in ends.items():
+        if was_canceled and what.endswith(_BY_CANCELING):
+            continue  # by the time limit of the step
+        if what.startswith("launch: ") and node in printed:
+            causes.setdefault(node, (f"{what}: {printed[node][:300]}", fix))
+        causes.setdefault(node, (what, fix))
+    return causes, was_stopped
+
+
+def _explain(message: str, node: str) -> tuple[str, str]:
+    message = message.removeprefix("execve(): ")
+    for part, kind, fix in _KINDS:
+        if part in message:
+            return f"{kind}: {message}", fix
+    return f"launch: {message}", _ENDED_FIX.format(node)
+
+
+def _expand(names: str, nodes: Sequence[str]) -> list[str]:
+    """Return the nodes that a list such as `gpu[01-03,07],login1` names."""
+    found = []
+    for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]+)\])?([^,\[\]]*)", names):
+        if not ranges:
+            found.append(prefix + suffix)
+        for part in ranges.split(",") if ranges else ():
+            first, _, last = part.partition("-")
+            width = len(first)
+            found += [f"{prefix}{number:0{width}d}{suffix}" for number in range(int(first), int(last or first) + 1)]
+    return [node for node in found if node in nodes]

@@ -1,4 +1,4 @@
-"""Check one node and print a line of JSON per check, which `judge` reads.
+"""Check one node, and that it meets the others, and print a line of JSON per check, which `judge` reads.
 
 All checks of a node run side by side; one that hangs, as on a file system that does not answer and cannot be
 interrupted, is reported at the timeout.
@@ -6,6 +6,7 @@ interrupted, is reported at the timeout.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import platform
@@ -15,7 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,19 +26,22 @@ from typing import Any
 import xxhash
 
 import harness
-from harness.errors import HarnessError, os_errors_as
+from harness.errors import FormatError, HarnessError, os_errors_as
+from harness.formats import PackReader
 from harness.indexed.index import BIN, IDX, MappedIndex, with_suffix
 from harness.launch.preflight.hardware import NO_ANSWER, WARNED, read_gpu_states, read_inodes, read_ports, read_rate
-from harness.launch.preflight.rendezvous import check_own_name, check_rendezvous
+from harness.launch.preflight.judge import COPY_OF
 from harness.launch.ranks import NodePlace
 from harness.loader import DataConfig, open_datasets
 from harness.printing import print_text
 from harness.settings import CONFIGS
-from harness.storage import is_uri, open_folder
+from harness.storage import is_uri, open_folder, read_checksums
+from harness.storage.local_copies import LocalCopy, copy_to_node
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "megatron-sft-harness", "numpy", "pyarrow")
 Facts = dict[str, Any]
 Check = Callable[[], Facts]
+_ONE_EXCHANGE_S = 3.0
 
 
 def run_checks(checks: Mapping[str, Check], *, node: str, timeout_s: float, rank: int | None = None) -> None:
@@ -217,3 +222,182 @@ def read_weights(folder: Path) -> Facts:
     ):
         sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
     return {"files": len(sizes), "bytes": sum(sizes)}
+
+
+def copy_checks(paths: list[str], local_dir: Path, *, timeout_s: float) -> dict[str, Check]:
+    """Return checks for `run_checks` that copy each path to this node, and end where no byte comes for `timeout_s`."""
+    return {COPY_OF + path: partial(_copy, path, local_dir, timeout_s) for path in paths}
+
+
+def _copy(path: str, local_dir: Path, timeout_s: float) -> Facts:
+    began = last = time.monotonic()
+    copied: Future[LocalCopy] = Future()
+
+    def progress(num_bytes: int) -> None:
+        nonlocal last
+        last = time.monotonic()
+
+    def work() -> None:
+        try:
+            copied.set_result(copy_to_node(path, local_dir, known=known_hashes(path), progress=progress))
+        except Exception as error:
+            copied.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    while not copied.done() and time.monotonic() - last < timeout_s:
+        wait([copied], 0.2)
+    if not copied.done():
+        raise HarnessError(
+            f"no byte came for {timeout_s:g} s",
+            where=path,
+            fix="the file system or the disk of the node hangs; or another job copies the same there",
+        )
+    made = copied.result()
+    facts = {"files": len(made.files), "bytes": made.num_bytes, "xxh3": made.digest}
+    return {**facts, "took_s": time.monotonic() - began, "new_bytes_s": made.new_bytes}
+
+
+def known_hashes(path: str) -> dict[str, str]:
+    """Return the hashes that the files of a dataset or of weights must have, as far as they are written down there."""
+    if not Path(path).is_dir():
+        return {}
+    listed = read_checksums(Path(path))
+    return dict(_hashes_of_dataset(Path(path))) if listed is None else {file.path: file.xxh3 for file in listed}
+
+
+def _hashes_of_dataset(folder: Path) -> Iterator[tuple[str, str]]:
+    try:
+        data = open_datasets(DataConfig(path=str(folder)))
+    except (FormatError, OSError):
+        return  # weights, or files of another tool
+    for reader in (*data.sources, data.validation):
+        if isinstance(reader, PackReader) and reader.manifest is not None:
+            below = Path(reader.path).relative_to(folder)
+            files = [*reader.manifest.index, *(file for shard in reader.manifest.shards for file in shard.files)]
+            yield from ((str(below / file.path), file.xxh3) for file in files)
+
+
+def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: float) -> Facts:
+    """Listen if this is the first node, and connect to the first node.
+
+    Returns:
+        `offset_s`, the seconds by which this node's clock is ahead of the first node's.
+
+    Raises:
+        HarnessError: the port is taken, or the address leads nowhere or to something else.
+    """
+    if place.number > 0:
+        return _connect(address, port, place, timeout_s=timeout_s)
+    deadline = time.monotonic() + timeout_s
+    with _listen(port) as server:
+        server_thread = threading.Thread(target=_serve, args=(server, place, deadline), daemon=True)
+        server_thread.start()
+        facts = _connect(address, port, place, timeout_s=timeout_s / 2)
+        server_thread.join()
+    return facts
+
+
+def check_own_name(num_nodes: int) -> Facts:
+    """Check that the node's own name, whose address gloo gives to the other ranks, has an address they can reach."""
+    if num_nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    own = socket.gethostname()
+    try:
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        addresses = set()
+    if all(_is_loopback(address) for address in addresses):
+        state = f"is {', '.join(sorted(addresses))}" if addresses else "has no address"
+        raise HarnessError(
+            f"the node's own name {own} {state}, which gloo would give to the other nodes",
+            where="/etc/hosts",
+            fix="set cluster.env.GLOO_SOCKET_IFNAME=INTERFACE, or correct /etc/hosts of the node",
+        )
+    return {}
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        raise HarnessError(
+            f"rank 0 cannot listen on port {port}: {error.strerror}",
+            where=socket.gethostname(),
+            fix="submit again: another process has taken the port since the job began",
+        ) from None
+
+
+def _serve(server: socket.socket, place: NodePlace, deadline: float) -> None:
+    server.settimeout(0.2)
+    connected: set[str] = set()
+    while len(connected) < place.num_nodes and time.monotonic() < deadline:
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            continue
+        except OSError:
+            return
+        with connection:
+            try:
+                connection.settimeout(_ONE_EXCHANGE_S)
+                request = json.loads(connection.makefile().readline())
+                if request["attempt"] == place.attempt:
+                    connection.sendall(_line({"now": time.time()}))
+                    # The client hangs up first, so that the port is free at once.
+                    connection.recv(1)
+                    connected.add(request["node"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+
+
+def _connect(address: str, port: int, place: NodePlace, *, timeout_s: float) -> Facts:
+    where = f"MASTER_ADDR {address or 'is not set'}, port {port}"
+    fix = "set cluster.master_addr=%NSUFFIX, the name by which other nodes reach the first one"
+    try:
+        resolved = str(socket.getaddrinfo(address or "\0", port, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise HarnessError(f"MASTER_ADDR {address!r} does not resolve: {reason}", where=where, fix=fix) from None
+    # Only names that are loopback everywhere: a node's own name may be so on that node alone (Debian's 127.0.1.1).
+    if place.num_nodes > 1 and (address.partition(".")[0] == "localhost" or _is_loopback(address)):
+        raise HarnessError(
+            f"MASTER_ADDR {address} is the loopback of each node, not the first node", where=where, fix=fix
+        )
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return {"offset_s": _exchange(resolved, port, {"attempt": place.attempt, "node": place.node})}
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if time.monotonic() > deadline:
+            raise HarnessError(
+                f"the first node does not answer at MASTER_ADDR {address} ({resolved}), port {port}: {reason}",
+                where=where,
+                fix=f"{fix}; or open ports 20000 to 31999 between the nodes, if a firewall closes them",
+            )
+        time.sleep(0.2)
+
+
+def _exchange(address: str, port: int, request: dict[str, str]) -> float:
+    """Return the seconds by which this clock is ahead of the first node's, accurate to half the exchange's duration."""
+    with socket.create_connection((address, port), timeout=_ONE_EXCHANGE_S) as connection:
+        before = time.time()
+        connection.sendall(_line(request))
+        answer = json.loads(connection.makefile().readline() or "null")
+        after = time.time()
+    if not isinstance(answer, dict) or not isinstance(answer.get("now"), float):
+        raise ValueError("the process that answers is not a node of this job")
+    return float((before + after) / 2 - answer["now"])
+
+
+def _line(values: Facts) -> bytes:
+    return (json.dumps(values) + "\n").encode()
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -1,32 +1,40 @@
 """Pages of a parity report: one HTML file, a chat message and JUnit XML, all made from `ParityReport`.
 
-`publish` writes `report.html` (opens offline), `report.md` (at most 3,800 characters, for a chat) and `junit.xml`
-(a test case for every comparison of every cell) next to `report.json`, which `report.schema.json` in this folder
-describes. Pages need the extra `report` (Jinja and Plotly); they only render, and compute nothing that the report does
-not hold. Read `page` first.
+`publish` writes `report.html` (opens offline and loads nothing), `report.md` (at most 3,800 characters, for a chat) and
+`junit.xml` (a test case for every comparison of every cell) next to `report.json`, which `report.schema.json` in this
+folder describes. Pages need the extra `report` (Jinja and Plotly); they only render, and compute nothing that the
+report does not hold.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from xml.etree import ElementTree
 
 from harness.errors import ConfigError, os_errors_as
 from harness.parity.pages import words
-from harness.parity.pages.junit import render_junit
-from harness.parity.pages.matrix import group_cells
-from harness.parity.pages.message import render_message
-from harness.parity.pages.page import render_page
-from harness.parity.result import REPORT_FILE, ParityReport, to_json
-from harness.printing import indented, one_line
+from harness.parity.pages.curves import FLOOR, Pool, draw_charts, styles_of
+from harness.parity.pages.matrix import group_cells, tabulate_costs
+from harness.parity.result import REPORT_FILE, STATUSES, CellResult, ParityReport, to_json
+from harness.printing import escape_markdown, indented, one_line, printable
 from harness.storage import write_atomically
+from harness.tables import SIGNS, Table, open_templates, shorten
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["HTML_FILE", "publish", "render_all"]
-
 HTML_FILE, MESSAGE_FILE, JUNIT_FILE = "report.html", "report.md", "junit.xml"
+# Chats cut messages at 4,000 characters.
+LONGEST = 3800
+_MOST_PROBLEMS, _MOST_GROUPS, _MOST_COSTS = 5, 8, 8
+_LONGEST_NAME, _LONGEST_TEXT, _LONGEST_COMMAND = 40, 240, 400
+# What XML 1.0 cannot hold, escaped or not.
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def publish(report: ParityReport, console: Console, folder: Path | None) -> None:
@@ -70,3 +78,169 @@ def _write_files(files: dict[str, str], folder: Path) -> None:
         for name, text in files.items():
             # Names of runs and errors can hold halves of surrogate pairs, which UTF-8 has no bytes for.
             write_atomically(folder / name, text.encode(errors="replace"))
+
+
+def render_page(report: ParityReport) -> str:
+    """Render `report.html`; all texts of the report are escaped.
+
+    Raises:
+        ConfigError: Jinja or Plotly is not installed.
+    """
+    try:
+        from markupsafe import Markup
+        from plotly.offline import get_plotlyjs
+
+        templates = open_templates(Path(__file__).parent / "templates", trim_blocks=True, lstrip_blocks=True)
+    except ImportError as error:
+        fix = "install the extra `report`: pip install '.[report]'"
+        raise ConfigError(f"a report needs {error.name}", where=HTML_FILE, fix=fix) from None
+    pool = Pool()
+    charts, styles = draw_charts(report, pool), styles_of(report)
+    counts = Counter(cell.status for cell in report.cells)
+    data = {"pool": pool.arrays, "charts": [vars(chart) for chart in charts], "floor": FLOOR}
+    # A closing tag inside a name must not end the script that carries it.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return templates.get_template("report.html.j2").render(
+        report=report,
+        problem=words.first_problem(report),
+        groups=group_cells(report),
+        counts={status: counts[status] for status in reversed(STATUSES) if counts[status]},
+        drawn=[(cell, styles[cell.name]) for cell in report.cells if cell.name in styles],
+        numbers={cell.name: number for number, cell in enumerate(report.cells)},
+        costs=tabulate_costs(report),
+        w=words,
+        signs=SIGNS,
+        charts=charts,
+        data=Markup(text),
+        plotly=Markup(get_plotlyjs()),
+    )
+
+
+def render_message(report: ParityReport) -> str:
+    """Render `report.md`, at most `LONGEST` characters: verdict, differences, checks, speed and memory by format."""
+    verdict = f"**{SIGNS[report.verdict]} {words.verdict(report)}**"
+    head = [f"{verdict}: {_text(report.title)}", "", words.summary(report)]
+    parts = [head, _problems(report), _checks(report), _costs(report)]
+    environment = [f"{_text(name, 40)} {_text(value, 60)}" for name, value in list(report.environment.items())[:12]]
+    parts.append(["; ".join([_text(report.created, 40), *environment])])
+    parts.append([f"Again: {_code(report.command)}"])
+    text = ""
+    for part in parts:
+        more = "\n".join(part) + "\n"
+        # Whole parts or nothing: half a table looks like all of it.
+        if part and len(text) + len(more) + 1 <= LONGEST:
+            text += ("\n" if text else "") + more
+    return text
+
+
+def _problems(report: ParityReport) -> list[str]:
+    bad = [cell for cell in report.cells if cell.status in ("different", "failed")]
+    lines = [f"- {SIGNS[cell.status]} **{_text(cell.name, 80)}**: {_text(words.trouble(cell))}" for cell in bad]
+    if len(bad) > _MOST_PROBLEMS:
+        lines = [*lines[:_MOST_PROBLEMS], f"- and {len(bad) - _MOST_PROBLEMS:,} more"]
+    return lines + ([f"- again: {_code(bad[0].command)}"] if bad and bad[0].command else [])
+
+
+def _checks(report: ParityReport) -> list[str]:
+    groups = group_cells(report)
+    if not groups:
+        return []
+    statuses = ("same", "different", "failed", "skipped")
+    rows = []
+    for group in groups[:_MOST_GROUPS]:
+        cells = [cell for cell in group.cells if not cell.is_reference or cell.status != "same"]
+        counts = Counter(cell.status for cell in cells)
+        numbers = (str(counts[status]) for status in statuses)
+        rows.append((shorten(group.name, _LONGEST_NAME), str(len(cells)), *numbers, _largest(group.cells)))
+    if len(groups) > _MOST_GROUPS:
+        rows.append((f"and {len(groups) - _MOST_GROUPS} more", *[""] * 6))
+    return [Table(("check", "cells", *statuses, "largest"), rows, "lrrrrrl").to_markdown()]
+
+
+def _largest(cells: list[CellResult]) -> str:
+    largest: dict[str, float] = {}
+    for cell in cells:
+        for check in cell.checks:
+            if check.largest is not None:
+                largest[check.name] = max(check.largest, largest.get(check.name, 0.0))
+    moved = {name: value for name, value in largest.items() if value > 0}
+    shown = ", ".join(f"{shorten(name, 24)} {words.ratio(value)}" for name, value in moved.items())
+    return shown or ("0" if largest else "")
+
+
+def _costs(report: ParityReport) -> list[str]:
+    table = tabulate_costs(report)
+    return [] if table is None else [replace(table, rows=table.rows[:_MOST_COSTS]).to_markdown(longest=_LONGEST_NAME)]
+
+
+def _text(text: str, longest: int = _LONGEST_TEXT) -> str:
+    """Return one line that Markdown shows unchanged."""
+    return escape_markdown(shorten(" ".join(text.split()), longest))
+
+
+def _code(command: str) -> str:
+    """Return a command to copy, within a fence that is longer than any in it."""
+    short = " ".join(printable(command).split())
+    if len(short) > _LONGEST_COMMAND:
+        # Half a command must not be run.
+        return "the command is in report.html"
+    fence = "`" * (1 + max(map(len, re.findall("`+", short)), default=0))
+    return f"{fence}{short}{fence}" if len(fence) == 1 else f"{fence} {short} {fence}"
+
+
+def render_junit(report: ParityReport) -> str:
+    """Render `junit.xml`: a suite for every check of the matrix.
+
+    It has a failure or an error exactly where the verdict is not `same`.
+    """
+    root = ElementTree.Element("testsuites", name=_clean(report.title))
+    suites: dict[str, ElementTree.Element] = {}
+    for cell in report.cells:
+        if cell.check not in suites:
+            suites[cell.check] = ElementTree.SubElement(
+                root, "testsuite", name=_clean(f"parity.{cell.check}"), timestamp=_clean(report.created)
+            )
+        _add_cell(suites[cell.check], cell)
+    if report.verdict == "failed":
+        suite = ElementTree.SubElement(root, "testsuite", name="parity", timestamp=_clean(report.created))
+        case = ElementTree.SubElement(suite, "testcase", classname="parity", name="something was compared", time="0")
+        _add(case, "error", words.summary(report), report.command)
+    for element in (*root, root):
+        _count(element)
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _add_cell(suite: ElementTree.Element, cell: CellResult) -> None:
+    classname = _clean(f"parity.{cell.check}.{cell.name}")
+    # The run is its own case: it has the time of the cell, and fails where nothing could be compared.
+    run = ElementTree.SubElement(suite, "testcase", classname=classname, name="run", time=f"{cell.seconds:.3f}")
+    if cell.status == "failed":
+        _add(run, "error", words.trouble(cell), cell.command)
+    elif cell.status == "skipped":
+        _add(run, "skipped", words.trouble(cell), "")
+    elif cell.status == "different" and all(check.passed for check in cell.checks):
+        _add(run, "failure", words.trouble(cell), cell.command)
+    for check in cell.checks:
+        case = ElementTree.SubElement(suite, "testcase", classname=classname, name=_clean(check.name), time="0")
+        if not check.passed:
+            message = check.difference.message if check.difference else f"{check.name} {words.size_of(check)}"
+            lines = [f"{check.name}: {words.size_of(check)}, {words.limit(check.tolerance)}"]
+            lines += [f"{name}: {value}" for name, value in words.places(check.difference)] if check.difference else []
+            _add(case, "failure", message, "\n".join([*lines, f"again: {cell.command}"]))
+
+
+def _add(case: ElementTree.Element, kind: str, message: str, text: str) -> None:
+    ElementTree.SubElement(case, kind, message=_clean(message)).text = _clean(text)
+
+
+def _count(element: ElementTree.Element) -> None:
+    cases = list(element.iter("testcase"))
+    element.set("tests", str(len(cases)))
+    for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+        element.set(name, str(sum(case.find(kind) is not None for case in cases)))
+    element.set("time", f"{sum(float(case.get('time', '0')) for case in cases):.3f}")
+
+
+def _clean(text: str) -> str:
+    return _NOT_XML.sub("\ufffd", printable(text))

@@ -34,12 +34,30 @@ class ExpertNames:
     are_stacked: bool = False
 
 
-def count_experts(values: Mapping[str, Any], *names: str) -> int:
-    """Return the number of experts, under the first of these names that a config.json has; raise KeyError for none."""
-    for name in names:
-        if values.get(name) is not None:
-            return int(values[name])
-    raise KeyError(names[0])
+def count_experts(values: Mapping[str, Any]) -> int:
+    """Return the number of experts, under whichever name a config.json has it; raise KeyError for none."""
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    return next((int(values[name]) for name in names if values.get(name)), 0) or int(values["num_experts"])
+
+
+def read_softmax(
+    values: Mapping[str, Any], *, normalize: bool, inner: int | None = None, dense_layers: int = 0
+) -> dict[str, Any]:
+    """Return the settings of experts that a softmax router chooses.
+
+    Args:
+        normalize: as `router_normalize`.
+        inner: size of an expert; None for config.json's `intermediate_size`.
+        dense_layers: first layers without experts.
+    """
+    return {
+        "num_experts": count_experts(values),
+        "experts_per_token": int(values["num_experts_per_tok"]),
+        "expert_ffn_hidden_size": inner,
+        "dense_layers": dense_layers,
+        "router_score": "softmax",
+        "router_normalize": normalize,
+    }
 
 
 def _nothing(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:

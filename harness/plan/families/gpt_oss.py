@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse, count_experts
+from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax
 
 _LIMIT, _ALPHA = 7.0, 1.702
 
@@ -21,15 +21,7 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     for name, known in {"swiglu_limit": _LIMIT, "swiglu_alpha": _ALPHA, "attention_bias": True}.items():
         if values.get(name, known) != known:
             raise refuse(f"{name} {values[name]} is not supported ({known} is)")
-    return {
-        "sliding_window": int(values["sliding_window"]),
-        "num_experts": count_experts(values, "num_local_experts", "num_experts"),
-        "experts_per_token": int(values["num_experts_per_tok"]),
-        "expert_ffn_hidden_size": None,  # that of config.json's intermediate_size
-        "dense_layers": 0,
-        "router_score": "softmax",
-        "router_normalize": True,
-    }
+    return {"sliding_window": int(values["sliding_window"]), **read_softmax(values, normalize=True)}
 
 
 def _write(model: Any) -> dict[str, Any]:

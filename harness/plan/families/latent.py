@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Refuse
+from harness.plan.families.base import ExpertNames, Refuse, count_experts
 
 SHARED = ("gate_proj", "up_proj", "down_proj")
 
@@ -44,7 +44,7 @@ def read_experts(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
         raise refuse(f"experts in one of {values['moe_layer_freq']} layers are not supported")
     inner = int(values["moe_intermediate_size"])
     return {
-        "num_experts": int(values.get("n_routed_experts") or values.get("num_experts") or values["num_local_experts"]),
+        "num_experts": count_experts(values),
         "experts_per_token": int(values["num_experts_per_tok"]),
         "expert_ffn_hidden_size": inner,
         "shared_ffn_hidden_size": int(values.get("n_shared_experts") or 0) * inner,

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse, count_experts
+from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    return {
-        "num_experts": count_experts(values, "num_local_experts", "num_experts"),
-        "experts_per_token": int(values["num_experts_per_tok"]),
-        "expert_ffn_hidden_size": None,  # that of config.json's intermediate_size
-        "dense_layers": 0,
-        "router_score": "softmax",
-        "router_normalize": True,
-    }
+    return read_softmax(values, normalize=True)
 
 
 def _write(model: Any) -> dict[str, Any]:

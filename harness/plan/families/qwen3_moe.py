@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse, count_experts
+from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
@@ -14,14 +14,8 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     dense = values.get("mlp_only_layers") or []
     if sorted(dense) != list(range(len(dense))):
         raise refuse(f"dense layers {dense} that are not the first ones are not supported")
-    return {
-        "num_experts": count_experts(values, "num_experts", "num_local_experts"),
-        "experts_per_token": int(values["num_experts_per_tok"]),
-        "expert_ffn_hidden_size": int(values["moe_intermediate_size"]),
-        "dense_layers": len(dense),
-        "router_score": "softmax",
-        "router_normalize": bool(values.get("norm_topk_prob", False)),
-    }
+    normalize, inner = bool(values.get("norm_topk_prob", False)), int(values["moe_intermediate_size"])
+    return read_softmax(values, normalize=normalize, inner=inner, dense_layers=len(dense))
 
 
 def _write(model: Any) -> dict[str, Any]:

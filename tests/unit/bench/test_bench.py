@@ -19,12 +19,9 @@ from harness.bench.scheduling import NEXT_FIT
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
-from harness.errors import ConfigError, FormatError, HarnessError
+from harness.errors import ConfigError, HarnessError
 from harness.formats import open_dataset
 from tests.benchmarks.__main__ import PEERS
-from tests.benchmarks.formats import ROWS_PER_GROUP, BridgeReader, open_unchecked, write_bridge_file
-from tests.benchmarks.packing import lower_bound, pack_one_by_one
-from tests.benchmarks.soaking import add_soak
 
 ALL = BENCHES | PEERS
 KERNELS = Path(__file__).resolve().parents[2] / "golden" / "kernels.json"
@@ -152,39 +149,6 @@ def test_a_large_dataset_of_links_is_read_and_checked_like_any_other(tmp_path, f
     assert reader[5] == reader[21] == reader[37] == packs[5]
 
 
-def test_the_row_group_reader_reads_what_was_written(tmp_path):
-    packs = list(make_packs(ROWS_PER_GROUP + 3, 16))
-    write_bridge_file(tmp_path / "data.idx.parquet", packs)
-    reader = BridgeReader(tmp_path / "data.idx.parquet")
-    assert len(reader) == ROWS_PER_GROUP + 3
-    for index in (ROWS_PER_GROUP + 2, 0, ROWS_PER_GROUP - 1, ROWS_PER_GROUP):
-        ids, starts, mask = reader[index]
-        assert (ids.tolist(), mask.tolist()) == (packs[index].input_ids.tolist(), packs[index].loss_mask.tolist())
-        assert starts.tolist() == packs[index].seq_start_id.tolist()
-
-
-@pytest.mark.parametrize(
-    ("format_name", "name"), [("memmap", "input_ids.npy"), ("binidx", "*0.bin"), ("parquet", "*.parquet")]
-)
-def test_the_reader_without_checks_returns_a_flipped_bit_as_data(tmp_path, format_name, name):
-    with Workspace(tmp_path, keep=True) as workspace:
-        path = workspace.dataset(format_name, packs=3, pack_size=256)
-    packs = list(make_packs(3, 256))
-    file = next(path.rglob(name))
-    whole = file.read_bytes()
-
-    def is_wrong_data(position: int) -> bool:
-        file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        try:
-            return list(open_unchecked(path)) != packs
-        except FormatError:
-            return False
-
-    assert any(is_wrong_data(position) for position in range(200, 1200, 50))
-    with pytest.raises(FormatError):
-        list(open_dataset(path))
-
-
 def test_formats_are_measured_against_plain_arrays_and_the_row_group_reader(tmp_path):
     report = measure("formats", tmp_path, packs=96, pack_size=64, rounds=1, steps=32, large_packs=300)
     names = {figure.name for figure in report.figures}
@@ -206,11 +170,6 @@ def test_formats_are_measured_against_plain_arrays_and_the_row_group_reader(tmp_
     # The checked side of this ratio is the slower one, so it is turned round: time, not speed.
     assert report.figure("memmap, time with checks to without").of == ("memmap, unchecked", "memmap, checked")
     assert any("384 packs" in note for note in report.notes)
-
-
-def test_an_unknown_part_is_refused():
-    with pytest.raises(ConfigError, match="sideways"):
-        Sizes(parts=("sideways",)).choose(["random"])
 
 
 def test_a_list_that_is_too_short_and_too_few_ranks_are_refused_by_name():
@@ -258,21 +217,6 @@ def test_preparing_is_measured_against_the_library_and_as_the_input_grows(tmp_pa
     assert len([figure for figure in report.figures if figure.name.startswith("memory, ")]) == 2
 
 
-def test_planning_again_is_measured_over_links_to_one_shard(tmp_path):
-    report = measure("repack", tmp_path, packs=40, large_packs=400, pack_size=64, rounds=2)
-    planned = [figure for figure in report.figures if "planned and written" in figure.name]
-    assert len(planned) == 2
-    # The target is one of 13 million sequences.
-    assert [figure.met for figure in planned] == [None, None]
-    assert report.figure("plan to memmap").of == ("plan, packs at random", "memmap, packs at random")
-
-
-def test_plain_best_fit_and_the_bound_on_literal_lengths():
-    lengths = np.array([6, 5, 4, 3, 2], np.int64)
-    assert pack_one_by_one(lengths, 10) == lower_bound(lengths, 10) == 2
-    assert lower_bound(np.array([6, 6, 6], np.int64), 10) == 3
-
-
 def test_a_loader_is_measured_by_tokens_and_by_stages(tmp_path):
     sizes = {"packs": 40, "pack_size": 64, "max_tokens_per_rank": 128, "global_batch": 4, "steps": 3, "workers": (0, 1)}
     report = measure("loader", tmp_path, large_packs=0, **sizes)
@@ -282,23 +226,6 @@ def test_a_loader_is_measured_by_tokens_and_by_stages(tmp_path):
     shares = [figure.value for figure in report.figures if figure.name.startswith("parquet, share of")]
     assert len(shares) == 5
     assert sum(shares) == pytest.approx(100)
-
-
-def test_growth_of_a_soak_is_from_its_second_quarter_to_its_last():
-    report = BenchReport("soak")
-    flat = [150.0, 190.0, 200.0, 201.0, 199.0, 200.0, 230.0, 200.0, 200.0, 202.0, 203.0, 202.0]
-    add_soak(report, "flat", {"megabytes": flat, "files": [9.0] * 6 + [11.0] * 6, "threads": [5.0] * 12})
-    leaks = {"megabytes": [200.0 + 2 * number for number in range(12)], "files": [*map(float, range(12))]}
-    add_soak(report, "leaks", {**leaks, "threads": [5.0] * 6 + [6.0] * 6})
-    growth = {figure.name: figure.value for figure in report.figures if figure.name.startswith("leaks, growth of")}
-    assert sorted(name for name, value in growth.items() if value > 0) == [
-        "leaks, growth of memory",
-        "leaks, growth of open files",
-        "leaks, growth of threads",
-    ]
-    assert [report.figure(f"{name}, growth of memory").value for name in ("flat", "leaks")] == [0, 12]
-    assert report.figure("flat, memory").value == 202
-    check(report)
 
 
 @pytest.mark.nightly  # a loader with workers in a process of its own

@@ -6,31 +6,20 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from harness.bench import BENCHES
-from harness.bench.apart import find_reason
 from harness.bench.figures import BenchReport, Figure
 from harness.bench.gpu import parts, training
 from harness.bench.gpu.attention import measure_attention
+from harness.bench.gpu.environment import SIZES, known_peak
 from harness.bench.gpu.parts import DONE, FAILED, MISSING, PARTS, bench_gpu, render_parts
 from harness.bench.gpu.profiling import add_trace, hidden_share, kind_of, self_times
-from harness.bench.gpu.sizes import SIZES, known_peak
 from harness.bench.gpu.training import measure_packed
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, HarnessError
 
 CPU = {"device": "cpu", "gpus": [], "driver": "", "engine": "", "engine_missing": "there is no GPU", "torch": "2.11"}
 H100 = CPU | {"device": "cuda", "gpus": ["NVIDIA H100 80GB HBM3, 85.0 GB"], "driver": "580"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other on a busy machine take minutes for a model this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Machine:
@@ -68,19 +57,6 @@ def test_parts_that_are_measured_are_not_measured_again_and_failed_ones_are(tmp_
     assert [name for name, _ in machine.begun] == ["step-8b"]
     assert report.failed == []
     assert {figure.name for figure in report.figures} == {f"{name}: speed" for name in everything}
-
-
-def test_the_reason_of_a_failed_part_is_its_ranks_error_and_not_the_launcher_s():
-    output = "\n".join(
-        [
-            "[rank1]: RuntimeError: out of luck",
-            "    raise ChildFailedError(",
-            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
-            "  time      : 2026-01-01_00:00:00",
-        ]
-    )
-    assert find_reason(output) == "[rank1]: RuntimeError: out of luck"
-    assert find_reason("killed\n") == "killed"
 
 
 def test_what_the_machine_lacks_is_reported_and_the_rest_runs(tmp_path, monkeypatch):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from harness.bench import BENCHES
 from harness.bench.step import bench_step, step_flops
@@ -28,16 +26,6 @@ def test_flops_of_a_step_count_real_tokens_three_times() -> None:
     assert step_flops(SequenceCost(linear=10.0, quadratic=2.0), SimpleNamespace(rows=rows)) == 3 * (10 * 15 + 2 * 83)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine take minutes for a model this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_the_bench_gives_its_figures_on_a_small_model(tmp_path) -> None:
     progress: list[str] = []
     sizes = BENCHES["step"].sizes(quick=True, packs=8, global_batch=4, steps=3, workers=(0,))

@@ -121,7 +121,6 @@ def test_a_command_refuses_by_name_or_holds_exactly(command):
 
 
 def find_wrong(settings: list[Setting], settings_with: Callable[[str], Any]) -> list[str]:
-    """Return the settings that fail, are refused without their name or a fix, or hold other values."""
     wrong = []
     for setting in settings:
         # Text holds any number as it is written.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.errors import CheckpointError, ConfigError, FormatError, LoaderError, ScheduleError
+from harness.errors import CheckpointError, ConfigError, FormatError, ScheduleError
 from harness.formats import open_writer
 from harness.integrations import RankStream
 from harness.integrations.megatron_lm import ExternalLoader, data_loader, datasets_provider
@@ -57,14 +57,6 @@ def test_rows_are_those_of_the_stream_and_the_end_of_an_epoch_is_filled_with_row
     assert sorted(read[:10]) == list(range(2, 12))
 
 
-def test_rows_are_tensors_of_megatrons_dialect(path: str) -> None:
-    row = next(loader(path))
-
-    assert row.dialect == "megatron"
-    assert row["tokens"].dtype == torch.int64
-    assert row["loss_mask"].dtype == torch.float32
-
-
 def test_a_position_saved_by_two_ranks_is_restored_on_one(path: str) -> None:
     whole = lengths(loader(path), 12)
     ranks = [loader(path, dp_rank=rank, dp_size=2) for rank in range(2)]
@@ -87,18 +79,6 @@ def test_a_batch_whose_rows_were_not_all_read_is_read_again(path: str) -> None:
     assert one.save_state() == before
     lengths(one, 1)
     assert one.save_state() != before
-
-
-def test_rows_are_padded_to_one_size(path: str) -> None:
-    row = next(loader(path, pad_rows_to=16))
-
-    assert row["tokens"].shape == (1, 16)
-    assert row["cu_seqlens_padded"][-1] == 16
-
-
-def test_a_position_of_another_order_is_refused(path: str) -> None:
-    with pytest.raises(LoaderError, match="the seed was 4 and is 3"):
-        loader(path).restore_state(loader(path, seed=4).save_state())
 
 
 def arguments(**changes: Any) -> SimpleNamespace:

@@ -84,11 +84,6 @@ def test_the_highest_number_of_sequences_is_that_of_the_config(one_rank: None) -
         wrap_data_iterator(iter([sample(1), sample(2)]), allowed, 2)
 
 
-def test_a_sample_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="sequence 1 has 9 model tokens"):
-        DpBalancedScheduler(8, 1, 1, None).get_groups_and_subsamples(numbered(3, 9))
-
-
 def test_a_global_batch_of_samples_becomes_rows_with_their_bounds(one_rank: None) -> None:
     padded = sample(4, 5, 6, 0, original_seq_len=torch.tensor([3]), loss_mask=torch.tensor([1.0, 0, 1, 0]))
 
@@ -232,15 +227,6 @@ def test_the_call_of_newer_versions_of_megatron_is_accepted(one_rank: None) -> N
 
     assert got[0] is not None
     assert got[0].tolist() == [[1, 2]]
-
-
-def test_a_row_of_more_sequences_than_are_allowed_is_refused() -> None:
-    assert DpBalancedScheduler(4, 1, 1, None, max_num_seqs=2).get_groups_and_subsamples(numbered(2, 2, 4)) == [
-        [[0, 1]],
-        [[2]],
-    ]
-    with pytest.raises(ScheduleError, match="a row gets 3 sequences, more than the 2 that are allowed"):
-        DpBalancedScheduler(4, 1, 1, None, max_num_seqs=2).get_groups_and_subsamples(numbered(1, 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from harness.errors import ConfigError
-from harness.formats import FORMATS, open_dataset, open_writer
+from harness.formats import open_dataset, open_writer
 from harness.integrations import (
     GPTSFTPackedDataset,
     GPTSFTPackedMemmapDataset,
@@ -59,14 +59,6 @@ def test_every_storage_has_its_class_and_the_items_of_bridge(tmp_path, storage):
     assert type(dataset)(path, None, 8).reader.fingerprint == dataset.reader.fingerprint
 
 
-def test_the_other_formats_open_too(tmp_path):
-    for format in set(FORMATS) - set(PACKED_STORAGE.values()) - {"virtual"}:
-        with open_writer(tmp_path / format, format=format, pack_size=8) as writer:
-            for pack in PACKS:
-                writer.append(pack)
-        assert [plain(item) for item in create_sft_dataset(tmp_path / format)] == EXPECTED
-
-
 def test_it_works_in_persistent_workers(tmp_path):
     dataset = create_sft_dataset(write(tmp_path / "data", "parquet"))
     loader = DataLoader(dataset, batch_size=2, num_workers=2, persistent_workers=True, collate_fn=list)
@@ -80,12 +72,6 @@ def test_a_negative_index_has_no_loss(tmp_path):
     for index in (9, -10):
         with pytest.raises(IndexError, match=f"pack {index} of 9"):
             dataset[index]
-
-
-def test_the_legacy_format_is_the_default_of_the_writer(tmp_path):
-    with open_packed_writer(tmp_path / "data.npy", pack_size=8) as writer:
-        writer.append(PACKS[0])
-    assert isinstance(create_sft_dataset(tmp_path / "data.npy"), GPTSFTPackedDataset)
 
 
 class SmallTokenizer:

@@ -63,18 +63,6 @@ def test_a_stream_without_its_rank_is_refused_in_a_job_of_several(path: str, mon
     assert stream(path, layout=RankLayout(dp_size=2)).layout.dp_size == 2
 
 
-def test_every_rank_has_the_same_position_of_integers_and_strings(path: str) -> None:
-    positions = []
-    for rank in range(2):
-        part = stream(path, dp_rank=rank, dp_size=2)
-        next(iter(part))
-        positions.append(part.state_dict())
-
-    assert positions[0] == positions[1]
-    assert {type(value) for value in positions[0].values()} == {int, str}
-    assert positions[0]["packs_consumed"] == 4
-
-
 def test_one_epoch_ends_with_its_last_packs_and_the_next_follows(path: str) -> None:
     data = stream(path)
 
@@ -113,13 +101,6 @@ def test_a_value_that_is_no_position_is_refused(path: str, wrong: dict[str, obje
     state = {**data.state_dict(), **wrong} if wrong and wrong != {"seed": 1} else wrong
     with pytest.raises(LoaderError):
         data.load_state_dict(state)
-
-
-def test_the_tokenizer_of_the_dataset_is_part_of_the_position(path: str) -> None:
-    reader = open_dataset(path)
-    assert reader.manifest is not None
-
-    assert RankStream(reader, LoaderConfig()).state_dict()["tokenizer"] == reader.manifest.provenance.tokenizer_hash
 
 
 def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

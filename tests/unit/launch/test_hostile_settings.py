@@ -56,7 +56,6 @@ def text_fields(config: Any) -> list[str]:
 
 
 def put(config: Any, name: str, text: str) -> Any:
-    """Set a field to a text, or to a list or a map of it."""
     value = getattr(config, name)
     kinds = {list: [text], tuple: (text,), dict: {"GIVEN": text}}
     return replace(config, **{name: kinds.get(type(value), text)})

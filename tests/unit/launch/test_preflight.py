@@ -8,17 +8,16 @@ import os
 import socket
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from harness.errors import HarnessError
-from harness.launch.preflight import rendezvous
-from harness.launch.preflight.judge import Limits, judge_nodes
-from harness.launch.preflight.probe import read_gpus, run_checks, share_folder
-from harness.launch.preflight.rendezvous import check_rendezvous
+from harness.launch.cluster import PreflightConfig
+from harness.launch.preflight import probe
+from harness.launch.preflight.judge import judge_nodes
+from harness.launch.preflight.probe import check_rendezvous, read_gpus, run_checks, share_folder
 from harness.launch.ranks import NodePlace
 
 VERSIONS = {"python": "3.12.3", "torch": "2.9.0", "megatron-core": "0.19.2", "code": "ab", "folder": "/w"}
@@ -35,6 +34,8 @@ def lines(*nodes: str, **changed: dict) -> list[str]:
         "gpus": {"gpus": [{"name": "H100", "used_mib": 3}] * 2, "driver": "570.1"},
         "shm": {"mib": 64000},
         "disk": {"gib": 500.0},
+        "inodes": {"free": 10**6},
+        "read rate of /d": {"mib_s": 900.0},
         "first node": {"offset_s": 0.001},
         "dataset /d": {"fingerprint": "f0", "packs": 40},
         "weights /w": {"files": 4, "bytes": 99},
@@ -47,11 +48,11 @@ def lines(*nodes: str, **changed: dict) -> list[str]:
     ]
 
 
-LIMITS = Limits(gpus=2, min_shm_mib=1024, min_disk_gib=10, max_clock_offset_s=2)
+LIMITS = PreflightConfig(min_shm_mib=1024, min_disk_gib=10, max_clock_offset_s=2)
 
 
 def test_healthy_nodes_are_summarized_in_one_line():
-    faults, summary = judge_nodes(lines("n1", "n2", "n3"), ["n1", "n2", "n3"], LIMITS)
+    faults, summary = judge_nodes(lines("n1", "n2", "n3"), ["n1", "n2", "n3"], LIMITS, gpus=2)
     assert faults == []
     expected = "3 nodes, 2 GPUs each, python 3.12.3, torch 2.9.0, megatron-core 0.19.2, clocks within 1.0 ms"
     assert summary == expected
@@ -75,6 +76,8 @@ def test_healthy_nodes_are_summarized_in_one_line():
         ),
         ("shm", {"mib": 64}, "shm: /dev/shm has 64 MiB, loader workers need 1,024"),
         ("disk", {"gib": 3.5}, "disk: 3.5 GiB are free for the run's folder, 10 are required"),
+        ("inodes", {"free": 3}, "inodes: 3 files can be created in the run's folder, 1,000 are required"),
+        ("read rate of /d", {"mib_s": 1.5}, "read rate of /d: 1.5 MiB/s, 5 are required"),
         ("first node", {"offset_s": -7.25}, "clock: 7.2 s behind that of the first node"),
         ("dataset /d", {"fingerprint": "f1", "packs": 40}, "dataset /d: fingerprint is f1, on n1 it is f0"),
         ("weights /w", {"files": 4, "bytes": 90}, "weights /w: bytes is 90, on n1 it is 99"),
@@ -82,7 +85,7 @@ def test_healthy_nodes_are_summarized_in_one_line():
     ],
 )
 def test_the_one_node_that_differs_is_named_with_a_fix(check, facts, message):
-    faults, _ = judge_nodes(lines("n1", "n2", "n3", **{check: facts}), ["n1", "n2", "n3"], LIMITS)
+    faults, _ = judge_nodes(lines("n1", "n2", "n3", **{check: facts}), ["n1", "n2", "n3"], LIMITS, gpus=2)
     assert faults[0].node == "n3"
     assert faults[0].what.startswith(message)
     assert all(fault.fix for fault in faults)
@@ -90,8 +93,8 @@ def test_the_one_node_that_differs_is_named_with_a_fix(check, facts, message):
 
 def test_an_image_whose_code_differs_from_the_folder_that_submits_is_reported():
     nodes = ["n1", "n2"]
-    assert judge_nodes(lines(*nodes), nodes, replace(LIMITS, code="ab"))[0] == []
-    faults, _ = judge_nodes(lines(*nodes), nodes, replace(LIMITS, code="cd"))
+    assert judge_nodes(lines(*nodes), nodes, LIMITS, gpus=2, code="ab")[0] == []
+    faults, _ = judge_nodes(lines(*nodes), nodes, LIMITS, gpus=2, code="cd")
     assert [fault.node for fault in faults] == nodes
     assert "differ from those that submitted the job (cd)" in faults[0].what
     assert "docker/build.sh" in faults[0].fix
@@ -103,7 +106,7 @@ def test_a_node_without_an_answer_is_named_first_and_nodes_that_waited_for_it_la
         "slurmstepd: something else",
         line("n2", "dataset /d", error="there is no dataset", where="/d", fix="copy it"),
     ]
-    faults, _ = judge_nodes(answers, ["n1", "n2", "n3"], Limits())
+    faults, _ = judge_nodes(answers, ["n1", "n2", "n3"], PreflightConfig())
     assert [fault.node for fault in faults] == ["n3", "n2", "n1"]
     assert str(faults[1]) == "n2: dataset /d: there is no dataset (/d)\n  fix:   copy it"
     assert faults[0].what == "no answer from the node"
@@ -111,7 +114,7 @@ def test_a_node_without_an_answer_is_named_first_and_nodes_that_waited_for_it_la
 
 def test_every_error_of_the_ranks_of_one_node_is_reported():
     answers = [line("n1", "all-reduce", rank=rank, error="no GPU", where="", fix="x") for rank in (0, 1)]
-    faults, _ = judge_nodes(answers, ["n1"], Limits())
+    faults, _ = judge_nodes(answers, ["n1"], PreflightConfig())
     assert [fault.what for fault in faults] == ["rank 0, all-reduce: no GPU", "rank 1, all-reduce: no GPU"]
 
 
@@ -156,7 +159,7 @@ def test_nodes_meet_at_the_first_one_and_compare_their_clocks(monkeypatch):
         monotonic=time.monotonic,
         sleep=time.sleep,
     )
-    monkeypatch.setattr(rendezvous, "time", clock)
+    monkeypatch.setattr(probe, "time", clock)
     port, offsets_s = free_port(), {}
 
     def join(number: int) -> None:
@@ -181,7 +184,7 @@ def test_nodes_meet_at_the_first_one_and_compare_their_clocks(monkeypatch):
     ],
 )
 def test_an_address_that_cannot_be_the_first_nodes_is_refused_without_connecting(address, message, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_exchange", lambda *_: pytest.fail("connected"))
+    monkeypatch.setattr(probe, "_exchange", lambda *_: pytest.fail("connected"))
     with pytest.raises(HarnessError, match=message):
         check_rendezvous(address, free_port(), place(1, 2), timeout_s=20)
 

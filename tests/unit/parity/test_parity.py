@@ -47,16 +47,16 @@ def test_routers_that_counted_other_tokens_or_gave_other_losses_are_named() -> N
 
     def named(**changed: float) -> str | None:
         found = run([step(1, experts=experts), step(2, experts=experts | changed)])
-        made = compare_runs(run([step(1, experts=experts), step(2, experts=experts)]), found, Tolerances(1e-6))
+        made = compare_runs(run([step(1, experts=experts), step(2, experts=experts)]), found, Tolerances(0.05))
         difference = next(check for check in made if check.name == "experts").difference
         return None if difference is None else difference.message
 
     assert named() is None
-    assert named(aux_loss=1.1 * (1 + 5e-7)) is None
+    assert named(aux_loss=1.1 * 1.04) is None
     assert named(routed_tokens=101) == "step 2: routed_tokens of the experts is 101, not 100"
     assert named(bias_tokens=99, load=9.0) == "step 2: bias_tokens of the experts is 99, not 100"
     assert named(load=1.6) == (
-        "step 2: load of the experts is 1.6, not 1.5 (relative difference 6.7e-02, at most 1e-06)"
+        "step 2: load of the experts is 1.6, not 1.5 (relative difference 6.7e-02, at most 0.05)"
     )
     dense = compare_runs(run(EXPECTED), run(EXPECTED), Tolerances())
     assert "experts" not in [check.name for check in dense]

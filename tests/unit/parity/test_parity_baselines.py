@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
+from harness.parity.assemble import summarize
 from harness.parity.baselines import against, baseline_of, read_baseline, record
 from harness.parity.compare import Tolerances
-from harness.parity.joined import summarize
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, Series, read_report, write_report
 from recipes.parity import make_dataset
 

@@ -17,20 +17,16 @@ from parity_reports import DATA_DIFFERENCE, all_same, cell, checks, one_of_each,
 import harness.parity.pages
 from harness.errors import ConfigError
 from harness.parity import result
-from harness.parity.pages import render_all
-from harness.parity.pages.curves import FLOOR, POINTS, Pool, differences, draw_charts, thin
-from harness.parity.pages.junit import render_junit
-from harness.parity.pages.matrix import arrange, tabulate_costs
-from harness.parity.pages.message import LONGEST, render_message
-from harness.parity.pages.page import render_page
+from harness.parity.pages import LONGEST, render_all, render_junit, render_message, render_page
+from harness.parity.pages.curves import FLOOR, POINTS, Pool, draw_charts
+from harness.parity.pages.matrix import arrange
 from harness.parity.result import Check, Difference, ParityReport, Series, read_report, write_report
-from harness.tables import Table, TableCell
+from harness.tables import Table
 
 SCHEMA = json.loads(Path(harness.parity.pages.__file__).with_name("report.schema.json").read_text())
 
 
 def text_of(page: str) -> str:
-    """Return the text of a page, without Plotly, styles and tags."""
     page = re.sub(r"<(script|style).*?</\1>", " ", page, flags=re.DOTALL)
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
@@ -146,27 +142,6 @@ def test_a_message_fits_a_chat_and_keeps_the_verdict():
     assert "the command is in report.html" in message
 
 
-def test_thinning_keeps_extremes_order_and_ends_of_gaps():
-    values = [0.0] * 2000
-    values[777], values[1234] = 5.0, -3.0
-    values[1500:1600] = [math.nan] * 100
-    steps, kept = thin(range(1, 2001), values, 200)
-    assert len(kept) <= 202
-    assert steps == sorted(steps)
-    assert kept[steps.index(778)] == 5.0
-    assert kept[steps.index(1235)] == -3.0
-    assert None in kept
-    assert thin([1, 2], [1.0, None], 200) == ([1, 2], [1.0, None])
-
-
-def test_differences_are_of_the_steps_that_both_made_and_keep_every_digit():
-    one = Series(step=[1, 2, 3], loss=[4.0, 4.0, 4.0])
-    other = Series(step=[2, 3, 4], loss=[4.0 * (1 + 2.0**-50), math.inf, 4.0])
-    steps, values = differences(one, other, "loss")
-    assert steps == [2, 3]
-    assert values == [2.0**-50, None]
-
-
 def test_charts_show_zero_on_the_floor_and_tolerances_as_lines():
     drift = cell("drift", "memmap", 0, series=series(40, drift=1e-3, drift_from=12))
     loss = Check("loss", passed=False, tolerance=1e-5, largest=1e-3)
@@ -211,20 +186,6 @@ def test_the_axis_that_varies_first_makes_rows_and_the_others_columns():
     sparse = [cell(str(n), "a", n, axes={"format": f"f{n}", "x": str(n), "y": str(-n)}) for n in range(9)]
     assert sum(len(row[1]) for row in arrange(sparse, {})[0].rows) == 9
     assert arrange([], {}) == (Table((), [("", [])]), "")
-
-
-def test_speed_and_memory_are_by_format_and_by_the_first_axis_without_one():
-    table = tabulate_costs(all_same())
-    assert table.head[0] == "format"
-    value, cells, speed, span, _, _ = table.rows[0]
-    assert (value, cells, speed.text, span) == ("legacy_npy_pickle", "2", "7,800", "7,000 – 8,600")  # noqa: RUF001
-    assert max(row[2].share for row in table.rows) == 1
-    unknown = cell("a", "x", 0, axes={"layout": "tp2"}, tokens_per_s=None, peak_memory_bytes=None)
-    table = tabulate_costs(report([unknown]))
-    value, _, speed, span, memory, _ = table.rows[0]
-    assert (table.head[0], value, span) == ("layout", "tp2", "–")  # noqa: RUF001
-    assert speed == memory == TableCell("not measured", share=0)
-    assert tabulate_costs(report([reference(series=Series())])) is None
 
 
 @pytest.mark.parametrize("found", [all_same(), one_of_each(), report([])])

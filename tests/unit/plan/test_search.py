@@ -72,7 +72,6 @@ def test_experts_are_divided_too_and_a_vocabulary_is_assumed() -> None:
 
 
 def changed(config: SftConfig, overrides: list[str]) -> SftConfig:
-    """Return settings with overrides of some of their groups."""
     groups: dict[str, dict[str, Any]] = {}
     for text in overrides:
         key, _, value = text.partition("=")
@@ -121,7 +120,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
     memory = found.smallest.plan.memory
     text = found.explain_misfit(GPU)
     assert f"the smallest needs {memory.total / 2**30:,.1f} GiB of 72.0 usable" in text
-    assert f"{memory.optimizer / 2**30:,.1f} optimizer" in text
+    assert f"optimizer {memory.optimizer / 2**30:,.1f}" in text
 
 
 def test_ranks_that_hold_no_whole_copy_and_data_that_is_not_there_are_refused(tmp_path) -> None:

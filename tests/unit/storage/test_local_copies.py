@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessError
-from harness.launch.preflight.copies import copy_checks, known_hashes
+from harness.launch.preflight.probe import copy_checks, known_hashes
 from harness.loader import DataConfig, open_datasets
 from harness.plan.hf_config import find_weights
 from harness.storage import file_digest
@@ -158,7 +158,7 @@ def test_a_disk_that_does_not_answer_is_reported(tmp_path, original, monkeypatch
     """A named pipe without a writer blocks whoever opens it, as a dead mount does."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    monkeypatch.setattr("harness.launch.preflight.copies.copy_to_node", lambda *_, **__: pipe.read_bytes())
+    monkeypatch.setattr("harness.launch.preflight.probe.copy_to_node", lambda *_, **__: pipe.read_bytes())
     ((_, check),) = copy_checks([str(original)], tmp_path / "local", timeout_s=0.3).items()
     with pytest.raises(HarnessError, match=r"no byte came for 0.3 s"):
         check()
