@@ -32,7 +32,7 @@ from harness.prep.sources.tables import check_expansion, check_pages, open_parqu
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.records import Pack
 from harness.settings import load
-from harness.storage import Marker, StoredFile, file_digest, open_folder
+from harness.storage import Marker, StoredFile, file_digest, join_path, open_folder
 from harness.storage.claims import Lease
 
 CHAT, PACKS = "chat", "packs"
@@ -142,7 +142,7 @@ class LiveFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.files = open_files(path)
-        self.where = self.files.where()
+        self.where = self.files.place
 
     @property
     def has_begun(self) -> bool:
@@ -258,9 +258,9 @@ class LiveFolder:
             data = self.files.read(name)
         except OSError as error:
             raise FormatError(
-                f"the record cannot be read: {error.strerror}", where=self.files.where(name), fix=_CHECK
+                f"the record cannot be read: {error.strerror}", where=join_path(self.where, name), fix=_CHECK
             ) from error
-        return None if data is None else _parse(data, kind, self.files.where(name))
+        return None if data is None else _parse(data, kind, join_path(self.where, name))
 
 
 def last_seen(seconds: float | None) -> str:
@@ -408,7 +408,7 @@ def open_chunk(folder: LiveFolder, index: int, *, require_ready: bool, settle_s:
             return None
     stored = StoredFile(name, record.num_bytes, record.xxh3) if record is not None else None
     found = folder.files.open_chunk(name, stored)
-    return None if found is None else LiveChunk(found[0], record, folder.files.where(name), found[1])
+    return None if found is None else LiveChunk(found[0], record, join_path(folder.where, name), found[1])
 
 
 def _names(index: int) -> list[str]:
