@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import xxhash
-
 from harness.errors import FormatError
 from harness.storage.bucket import REQUEST_BYTES, ObjectStore, StagedFile, UploadFile, etag_of
 from harness.storage.cache import Entry, LocalCache
@@ -209,10 +207,7 @@ class BucketFolder(_Folder):
         return self._sizes()[name]
 
     def digest(self, name: str) -> str:
-        total = xxhash.xxh3_64()
-        for block in self.store.read_blocks(self.place / name, self.find_size(name)):
-            total.update(block)
-        return str(total.hexdigest())
+        return self.store.digest(self.place / name, self.find_size(name))
 
     def read(self, name: str, limit: int) -> bytes | None:
         if name not in self._sizes():

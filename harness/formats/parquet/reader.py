@@ -31,7 +31,7 @@ from harness.formats.parquet.pages import (
 from harness.formats.parquet.writer import METADATA_PREFIX, SCHEMA
 from harness.records import Pack
 from harness.storage import Place
-from harness.storage.ranges import ByteSource, open_source
+from harness.storage.inputs import ByteSource, open_source
 
 CACHE_BYTES = 64 << 20
 

@@ -126,7 +126,10 @@ class LocalFiles:
 
 
 class BucketFiles:
-    """Objects below a prefix, with the methods of `LocalFiles`. Chunks are made in a temporary folder, and read from copies in the local cache."""
+    """Objects below a prefix, with the methods of `LocalFiles`.
+
+    Chunks are made in a temporary folder, and read from copies in the local cache.
+    """
 
     look_s = _LISTING_S
 
@@ -217,7 +220,9 @@ class BucketFiles:
 
     def _download(self, stored: StoredFile, path: Path) -> None:
         if not self._store.download(stored.path, path):
-            raise FormatError("the chunk was deleted", where=join_path(self.place, stored.path), fix="see `harness live status`")
+            raise FormatError(
+                "the chunk was deleted", where=join_path(self.place, stored.path), fix="see `harness live status`"
+            )
 
     def _conflict(self, name: str) -> FormatError:
         return FormatError(

@@ -16,7 +16,7 @@ from harness.formats.parquet.pages import Chunk, check_extent, check_pages
 from harness.formats.parquet.reader import ParquetShard
 from harness.formats.parquet.writer import SCHEMA
 from harness.records import Pack
-from harness.storage.ranges import LocalSource
+from harness.storage.inputs import LocalSource
 
 ROWS = {
     "input_ids": [[1, 2, 3, 70_000, 5], [9], [4, 4, 4]],
