@@ -19,7 +19,7 @@ from harness.errors import HarnessError
 from harness.formats import load_format, load_manifest, open_dataset, open_writer
 from harness.formats.index import load_index
 from harness.formats.manifest import content_checksum
-from harness.formats.virtual.plan import open_store, write_plan
+from harness.formats.virtual import open_store, write_plan
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedWriter
 from harness.loader import LoaderState

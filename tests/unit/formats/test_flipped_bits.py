@@ -14,7 +14,7 @@ from harness.cli.app import app
 from harness.errors import FormatError
 from harness.formats import FORMATS, Provenance, open_dataset, open_writer, verify_dataset
 from harness.formats.manifest import Manifest, content_checksum
-from harness.formats.virtual.plan import open_store, write_plan
+from harness.formats.virtual import open_store, write_plan
 from harness.records import Pack
 
 PACKS = [Pack([number, 2, 300, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 5)]

@@ -17,10 +17,10 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import open_dataset, open_writer, verify_dataset
+from harness.formats import parquet_pages as pages
 from harness.formats.index import lengths_from_starts
 from harness.formats.manifest import content_checksum
 from harness.formats.npy import _pickle_head
-from harness.formats.parquet import pages
 from harness.records import Pack
 from harness.storage import LocalFolder
 from harness.storage.arrays import npy_header

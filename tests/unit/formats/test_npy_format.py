@@ -13,7 +13,7 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import open_dataset, open_writer
-from harness.formats.npy.unpickle import check_opcodes, unpickle_objects
+from harness.formats.npy import check_opcodes, unpickle_objects
 from harness.records import Pack
 
 ROWS: list[dict[str, Any]] = [
