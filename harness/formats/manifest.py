@@ -222,7 +222,9 @@ def _parse(values: Any, problem: str, where: str) -> Manifest:
         )
     if not problem:
         try:
-            manifest = from_plain(Manifest, values, lenient=True)
+            # Keys of later versions are left out; the checksum covers them.
+            origin = from_plain(Provenance, values.get("provenance", {}), lenient=True)
+            manifest = replace(from_plain(Manifest, {**values, "provenance": {}}, lenient=True), provenance=origin)
         except (ValueError, RecursionError) as error:
             problem = f"is damaged: {error}"
     if manifest is not None:
