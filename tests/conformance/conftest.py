@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.formats import FORMATS, PackReader, open_dataset, open_writer
+from harness.formats import FORMATS, PackReader, open_dataset
 from harness.records import Pack
 
 PACK_SIZE = 16
@@ -44,9 +44,7 @@ def write(tmp_path: Path, format_name: str) -> Callable[..., Path]:
 
     def write_packs(packs: Sequence[Pack], *, name: str = "data", packs_per_shard: int = 2) -> Path:
         path = tmp_path / name
-        with open_writer(path, format=format_name, pack_size=PACK_SIZE, packs_per_shard=packs_per_shard) as writer:
-            for pack in packs:
-                writer.append(pack)
+        write_packs(path, packs, format=format_name, pack_size=PACK_SIZE, packs_per_shard=packs_per_shard)
         return path
 
     return write_packs

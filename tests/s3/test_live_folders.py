@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from live_streams import some_packs, train, wait_until, write_stream
+from small_packs import write_packs
 from typer.testing import CliRunner
 
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
-from harness.formats import open_writer
 from harness.loader.live import LiveProducer
 from harness.loader.live.folder import LiveFolder
 from harness.storage import ObjectPath, claims
@@ -235,9 +235,7 @@ def test_both_sides_in_a_bucket_are_killed_and_every_row_is_trained_once(
     store: ClaimStore, place: str, tmp_path: Path
 ) -> None:
     rows = some_packs(60)
-    with open_writer(tmp_path / "source", format="memmap", pack_size=64) as writer:
-        for pack in rows:
-            writer.append(pack)
+    write_packs(tmp_path / "source", rows, format="memmap", pack_size=64)
     (tmp_path / "out").mkdir()
     aws = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "HARNESS_"))}
     variables = {**environment(), **aws, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

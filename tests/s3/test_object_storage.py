@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow.fs as pa_fs
 import pytest
+from small_packs import write_packs
 from torch.utils.data import DataLoader
 
 from harness.errors import ConfigError, FormatError
@@ -45,9 +46,7 @@ PACKS = make_packs(64)
 
 def write(path: str | Path, **options: Any) -> str:
     settings = {"packs_per_shard": 32, "rows_per_group": 8} | options
-    with open_writer(path, pack_size=PACK_SIZE, **settings) as writer:
-        for pack in PACKS:
-            writer.append(pack)
+    write_packs(path, PACKS, pack_size=PACK_SIZE, **settings)
     return str(path)
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_packs import write_packs
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import Provenance, open_dataset, open_writer
+from harness.formats import Provenance, open_dataset
 from harness.formats.foreign.exporting import BridgeFiles, export_to_bridge
 from harness.formats.foreign.importing import import_dataset
 from harness.records import Pack
@@ -22,9 +23,7 @@ PACKS = [
 
 
 def write(folder: Path, packs: list[Pack] = PACKS) -> Path:
-    with open_writer(folder / "train", pack_size=8, provenance=Provenance(tokenizer="../tokenizer")) as writer:
-        for pack in packs:
-            writer.append(pack)
+    write_packs(folder / "train", packs, pack_size=8, provenance=Provenance(tokenizer="../tokenizer"))
     return folder / "train"
 
 
