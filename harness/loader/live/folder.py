@@ -28,7 +28,8 @@ from harness.formats.index import INDEX_FOLDER
 from harness.formats.jsonl import JsonlShard
 from harness.loader.live.files import open_files
 from harness.prep.chat import BadRecord, Conversation, RecordReader
-from harness.prep.sources.tables import check_expansion, check_pages, open_parquet
+from harness.prep.sources.reading import SourceChunk
+from harness.prep.sources.tables import read_parquet
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.records import Pack
 from harness.settings import load
@@ -298,27 +299,12 @@ class LiveChunk:
             self._lines = JsonlShard(path) if path.suffix == JSONL else None
             self.kind = record.kind if record is not None else self._guess_kind()
             self._packs: ShardReader | None = None
-            self._chats: Any = None
+            self._chats: list[Any] = []
             if self.kind == PACKS:
                 self._packs = self._lines or load_format("parquet").open_shard(path, None)
             elif self._lines is None:
-                metadata = pq.read_metadata(path)
-                leaves = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
-                with open_parquet(path, as_dictionaries=leaves) as parquet:
-                    names = parquet.schema_arrow.names
-                    if not (columns := _READER.columns_to_read(names)):
-                        raise FormatError(
-                            f"no schema of chats has a field among the columns {', '.join(names)}",
-                            where=self.place,
-                            fix=_WRITE_AGAIN,
-                        )
-                    groups = range(parquet.num_row_groups)
-                    check_expansion(parquet, path.stat().st_size, groups, columns, self.place)
-                    read = []
-                    for group in groups:
-                        check_pages(path, metadata, group, columns, 1 << 10)
-                        read.append(parquet.read_row_group(group, columns=columns))
-                    self._chats = pa.concat_tables(read or [parquet.schema_arrow.empty_table()])
+                read = read_parquet(path, path.stat().st_size, _READER, None, 0)
+                self._chats = [row for _, rows, _ in read for row in rows]
         except OSError as error:
             raise FormatError(f"the chunk cannot be read: {error}", where=self.place, fix=_WRITE_AGAIN) from error
         except pa.ArrowException as error:
@@ -352,14 +338,15 @@ class LiveChunk:
     def conversation(self, row: int) -> Conversation | BadRecord | None:
         """Return the conversation of a row, or the reason why there is none; None for a blank line."""
         if self._lines is None:
-            values = {name: self._chats.column(name)[row].as_py() for name in self._chats.column_names}
-            return _READER.parse_row(values, self.where(row))
-        try:
-            line = self._lines.line(row, MAX_RECORD_BYTES)
-        except FormatError as error:
-            what = f"the conversation {error.what}"
-            raise FormatError(what, where=self.where(row), fix="write shorter conversations") from None
-        return _READER.parse_line(line, self.where(row)) if line.strip() else None
+            found = SourceChunk(self.place, "row", row, [self._chats[row]], 0, _READER)
+        else:
+            try:
+                line = self._lines.line(row, MAX_RECORD_BYTES)
+            except FormatError as error:
+                what = f"the conversation {error.what}"
+                raise FormatError(what, where=self.where(row), fix="write shorter conversations") from None
+            found = SourceChunk(self.place, "line", row + 1, [line], 0, _READER)
+        return next(found.parse(), None)
 
     def close(self) -> None:
         for shard in (self._lines, self._packs):
