@@ -152,20 +152,7 @@ class PackReader:
             IndexError: past either end.
             FormatError: the stored pack differs from what was written, or cannot be read.
         """
-        pack_id = operator.index(index)
-        if pack_id < 0:
-            pack_id += self._num_packs
-        if not 0 <= pack_id < self._num_packs:
-            raise IndexError(f"pack {index} of {self._num_packs} in {self.path}")
-        shard = bisect.bisect_right(self._starts, pack_id) - 1
-        handle = self._handles.get(shard, self._open)
-        row = pack_id - self._starts[shard]
-        try:
-            pack = handle.read_row(row)
-        except (OSError, MemoryError, FormatError) as error:
-            raise _explained(error, self._places[shard]) from error
-        self._check_pack(handle, row, pack, pack_id)
-        return pack
+        return self.read((index,))[0]
 
     def read(self, ids: Sequence[int] | Int64Array) -> list[Pack]:
         """Read packs in the given order, duplicates allowed; reads each part of a file once if possible.

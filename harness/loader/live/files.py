@@ -61,15 +61,17 @@ class LocalFiles:
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a file; None if it is missing."""
-        try:
-            return (self.path / name).stat().st_size
-        except OSError:
-            return None
+        found = self._stat(name)
+        return None if found is None else found.st_size
 
     def age_s(self, name: str) -> float | None:
         """Return the seconds since a file was written; None if it is missing."""
+        found = self._stat(name)
+        return None if found is None else max(0.0, time.time() - found.st_mtime)
+
+    def _stat(self, name: str) -> os.stat_result | None:
         try:
-            return max(0.0, time.time() - (self.path / name).stat().st_mtime)
+            return (self.path / name).stat()
         except OSError:
             return None
 
