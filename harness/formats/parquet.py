@@ -34,8 +34,7 @@ from harness.formats.base import (
     find_files,
     make_pack,
 )
-from harness.formats.digest import dataset_fingerprint
-from harness.formats.index import IndexPart, lengths_from_starts
+from harness.formats.index import IndexPart, dataset_fingerprint, lengths_from_starts
 from harness.formats.manifest import Manifest
 from harness.formats.parquet_pages import (
     check_extent,
