@@ -110,6 +110,12 @@ def _set(*keys: Any) -> Callable[[Any], None]:
         (_set("num_tokens", 1 << 70), "or larger than any"),
         (_set("fingerprint", "abc"), "has the fingerprint 'abc'"),
         (_set("shards", []), "lists no shards"),
+        (
+            lambda values: values["shards"].append({**values["shards"][0], "path": "x", "num_packs": 0}),
+            "or a shard without packs",
+        ),
+        (_set("shards", 0, "files", []), "lists a shard without files"),
+        (_set("shards", 0, "files", 0, "num_bytes", -1), "has a count that is negative"),
         (_set("shards", 0, "files", 0, "path", "../x.parquet"), "not a plain path inside"),
         (_set("shards", 0, "files", 0, "path", "/etc/passwd"), "not a plain path inside"),
         (_set("shards", 0, "path", "a/../../x"), "not a plain path inside"),
