@@ -28,7 +28,7 @@ def test_a_state_survives_json() -> None:
     ],
 )
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(LoaderError, match="^the loader state is damaged: ") as caught:
+    with pytest.raises(LoaderError, match=r"^the loader state is damaged: ") as caught:
         LoaderState.from_json(text)
     assert (caught.value.where, caught.value.fix) == ("the loader state", "resume from another checkpoint")
 
@@ -80,7 +80,7 @@ def test_a_state_saved_without_a_tokenizer_still_resumes() -> None:
 
 @pytest.mark.parametrize("name", ["epoch", "packs_consumed"])
 def test_a_position_before_the_start_is_refused(name: str) -> None:
-    with pytest.raises(LoaderError, match="^the loader state is damaged: .*-1"):
+    with pytest.raises(LoaderError, match=r"^the loader state is damaged: .*-1"):
         LoaderState.from_json(START.to_json().replace(f'"{name}": 0', f'"{name}": -1'))
 
 
