@@ -25,12 +25,12 @@ FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 # Name -> module that defines `FORMAT`. A new format is one module and one line here. Files without a manifest are
 # tried in this order; parquet is last because pyarrow takes longest to import.
 FORMATS: dict[str, str] = {
-    "npy": "harness.formats.npy",
-    "memmap": "harness.formats.memmap",
-    "binidx": "harness.formats.binidx",
-    "jsonl": "harness.formats.jsonl",
-    "virtual": "harness.formats.virtual",
-    "parquet": "harness.formats.parquet",
+    "npy": "harness.formats.layouts.npy",
+    "memmap": "harness.formats.layouts.memmap",
+    "binidx": "harness.formats.layouts.binidx",
+    "jsonl": "harness.formats.layouts.jsonl",
+    "virtual": "harness.formats.layouts.virtual",
+    "parquet": "harness.formats.layouts.parquet",
 }
 
 

@@ -19,8 +19,8 @@ from small_packs import write_packs
 from harness.errors import HarnessError
 from harness.formats import FORMATS, load_format, load_manifest, open_dataset
 from harness.formats.index import load_index
+from harness.formats.layouts.virtual import open_store, write_plan
 from harness.formats.manifest import content_checksum
-from harness.formats.virtual import open_store, write_plan
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedWriter
 from harness.loader import LoaderState

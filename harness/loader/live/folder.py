@@ -25,7 +25,7 @@ from harness.formats import load_format
 from harness.formats.base import ShardReader
 from harness.formats.incomplete import find_traces
 from harness.formats.index import INDEX_FOLDER
-from harness.formats.jsonl import JsonlShard
+from harness.formats.layouts.jsonl import JsonlShard
 from harness.loader.live.files import open_files
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.sources.reading import SourceChunk

@@ -21,7 +21,7 @@ from harness.checks import require_at_least, require_choice
 from harness.errors import FormatError, HarnessError, LoaderError
 from harness.formats import load_format
 from harness.formats.base import ShardOptions
-from harness.formats.jsonl import line_of_pack
+from harness.formats.layouts.jsonl import line_of_pack
 from harness.loader.live.folder import (
     CHAT,
     CONSUMER_FILE,

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError, PrepError
-from harness.formats.parquet_pages import Chunk, read_pages
+from harness.formats.layouts.parquet_pages import Chunk, read_pages
 from harness.prep.chat import MEDIA_FIELDS, RecordReader, is_media_column
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.storage import Place

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from harness.cli.app import app
 from harness.errors import FormatError
 from harness.formats import FORMATS, Provenance, open_dataset, verify_dataset
+from harness.formats.layouts.virtual import open_store, write_plan
 from harness.formats.manifest import content_checksum
-from harness.formats.virtual import open_store, write_plan
 from harness.records import Pack
 
 PACKS = [Pack([number, 2, 300, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 5)]

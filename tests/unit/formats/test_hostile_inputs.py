@@ -18,10 +18,10 @@ from small_packs import PACKS, write_packs
 
 from harness.errors import FormatError
 from harness.formats import open_dataset, verify_dataset
-from harness.formats import parquet_pages as pages
 from harness.formats.index import lengths_from_starts
+from harness.formats.layouts import parquet_pages as pages
+from harness.formats.layouts.npy import _pickle_head
 from harness.formats.manifest import content_checksum
-from harness.formats.npy import _pickle_head
 from harness.storage import LocalFolder
 from harness.storage.arrays import npy_header
 

@@ -30,7 +30,7 @@ from harness.formats import (
 )
 from harness.formats.foreign.importing import CONVENTIONS, import_dataset
 from harness.formats.inspect import find_datasets, inspect_dataset
-from harness.formats.jsonl import line_of_pack
+from harness.formats.layouts.jsonl import line_of_pack
 from harness.formats.verify import diff_datasets
 from harness.loader.live.folder import LiveFolder
 from harness.records import Pack

@@ -14,7 +14,7 @@ from small_packs import write_packs
 
 from harness.errors import FormatError
 from harness.formats import open_dataset
-from harness.formats.npy import check_opcodes, unpickle_objects
+from harness.formats.layouts.npy import check_opcodes, unpickle_objects
 from harness.records import Pack
 
 ROWS: list[dict[str, Any]] = [

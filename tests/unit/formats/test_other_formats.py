@@ -15,8 +15,8 @@ from small_packs import write_packs
 from harness.errors import FormatError
 from harness.formats import open_dataset, open_writer
 from harness.formats.base import ShardOptions
-from harness.formats.jsonl import line_of_pack, pack_of_line
-from harness.formats.memmap import MemmapShard, MemmapWriter
+from harness.formats.layouts.jsonl import line_of_pack, pack_of_line
+from harness.formats.layouts.memmap import MemmapShard, MemmapWriter
 from harness.records import Pack
 from harness.storage import LocalFolder
 

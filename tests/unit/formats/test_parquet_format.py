@@ -13,8 +13,8 @@ from small_packs import write_packs
 
 from harness.errors import FormatError
 from harness.formats import Provenance, open_dataset, open_writer
-from harness.formats.parquet import SCHEMA, ParquetShard
-from harness.formats.parquet_pages import Chunk, check_extent, check_pages
+from harness.formats.layouts.parquet import SCHEMA, ParquetShard
+from harness.formats.layouts.parquet_pages import Chunk, check_extent, check_pages
 from harness.records import Pack
 from harness.storage.inputs import LocalSource
 
@@ -138,7 +138,7 @@ def _flip_and_read(path: Path, offset: int) -> None:
 
 
 def test_few_decoded_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.formats.parquet.CACHE_BYTES", 200)
+    monkeypatch.setattr("harness.formats.layouts.parquet.CACHE_BYTES", 200)
     path = tmp_path / "one.parquet"
     with open_writer(path, pack_size=8, rows_per_group=1) as writer:
         for number in range(20):

@@ -23,7 +23,7 @@ from live_streams import long_chats, some_chats, some_packs, wait_until, write_s
 
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset
-from harness.formats.jsonl import line_of_pack
+from harness.formats.layouts.jsonl import line_of_pack
 from harness.loader.live import LiveProducer
 from harness.loader.live.folder import LiveChunk, LiveFolder, chunk_name
 from harness.loader.live.produce import (

@@ -35,8 +35,7 @@ from harness.formats.base import (
     make_pack,
 )
 from harness.formats.index import IndexPart, dataset_fingerprint, lengths_from_starts
-from harness.formats.manifest import Manifest
-from harness.formats.parquet_pages import (
+from harness.formats.layouts.parquet_pages import (
     check_extent,
     check_pages,
     check_totals,
@@ -44,6 +43,7 @@ from harness.formats.parquet_pages import (
     read_footer,
     read_row_groups,
 )
+from harness.formats.manifest import Manifest
 from harness.records import Pack
 from harness.storage import Folder, Place
 from harness.storage.files import OutputFile
