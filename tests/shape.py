@@ -50,7 +50,7 @@ CORE = (
             "layouts/parquet*",
         )
     ),
-    "harness/storage/*.py",
+    *("harness/formats/layouts/parquet*.py", "harness/storage/*.py"),
     *(f"!harness/storage/{name}.py" for name in ("bucket", "claims", "connections", "ranges")),
     "!harness/storage/local_copies.py",
     *("harness/prep/chat/**/*.py", "harness/prep/tokenize/*.py", "harness/prep/packing.py", "harness/prep/pipeline.py"),

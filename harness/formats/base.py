@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from harness.errors import ConfigError
-from harness.formats.index import UInt64Array
+from harness.formats.digest import UInt64Array
 from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.storage import Folder, natural_key

@@ -17,8 +17,9 @@ import numpy as np
 
 from harness.errors import FormatError
 from harness.formats.base import FORMATS, Format, ShardReader, load_format
+from harness.formats.digest import KeptFingerprint
 from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces, incomplete_error
-from harness.formats.index import KeptFingerprint, PackIndex, index_names, load_index
+from harness.formats.index import PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import PackReader, stamp_shard
 from harness.records import Pack

@@ -14,7 +14,8 @@ import numpy as np
 
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardReader
-from harness.formats.index import KeptFingerprint, PackIndex, content_digest, dataset_fingerprint, pack_digest
+from harness.formats.digest import KeptFingerprint, content_digest, dataset_fingerprint, pack_digest
+from harness.formats.index import PackIndex
 from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import Place, stamp_of

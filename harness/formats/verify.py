@@ -11,8 +11,8 @@ import numpy as np
 
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FIELDS
+from harness.formats.digest import KeptFingerprint, dataset_fingerprint, pack_digest
 from harness.formats.incomplete import find_traces, survey_folder
-from harness.formats.index import KeptFingerprint, dataset_fingerprint, pack_digest
 from harness.formats.manifest import Manifest, Totals, load_manifest
 from harness.formats.opening import list_file_problems, open_dataset, open_unchecked
 from harness.formats.reader import PackReader

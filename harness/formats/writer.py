@@ -17,8 +17,9 @@ import xxhash
 
 from harness.errors import ConfigError, FormatError
 from harness.formats.base import FORMATS, Format, ShardOptions, ShardWriter, load_format
+from harness.formats.digest import dataset_fingerprint
 from harness.formats.incomplete import MARKER_NAME, find_traces
-from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, IndexPart, dataset_fingerprint, write_index
+from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, IndexPart, write_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
 from harness.records import Pack
 from harness.settings import from_plain

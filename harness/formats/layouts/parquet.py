@@ -34,7 +34,8 @@ from harness.formats.base import (
     find_files,
     make_pack,
 )
-from harness.formats.index import IndexPart, dataset_fingerprint, lengths_from_starts
+from harness.formats.digest import dataset_fingerprint
+from harness.formats.index import IndexPart, lengths_from_starts
 from harness.formats.layouts.parquet_pages import (
     check_extent,
     check_pages,

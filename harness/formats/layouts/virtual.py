@@ -30,8 +30,9 @@ import numpy as np
 
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, find_folders, make_pack
+from harness.formats.digest import sequence_digest
 from harness.formats.incomplete import find_traces, incomplete_error
-from harness.formats.index import INDEX_NAMES, load_index, sequence_digest, write_npy
+from harness.formats.index import INDEX_NAMES, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import HandleCache
 from harness.formats.writer import FolderClaim, explain_os_errors

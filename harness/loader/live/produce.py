@@ -15,7 +15,7 @@ import xxhash
 
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset
-from harness.formats.index import pack_digest
+from harness.formats.digest import pack_digest
 from harness.formats.layouts.jsonl import pack_of_line
 from harness.loader.live.producer import LiveProducer
 from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
