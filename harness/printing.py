@@ -82,7 +82,7 @@ def redact_all(values: Any) -> Any:
 
 def _hide_values(text: str) -> str:
     for name, value in os.environ.items():
-        if len(value) >= 6 and re.fullmatch(_SECRET, name):
+        if len(value) >= 6 and value in text and re.fullmatch(_SECRET, name):
             text = text.replace(value, "***")
     return text
 

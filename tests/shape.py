@@ -38,9 +38,19 @@ CORE = (
     *("harness/schedule/*.py", "harness/loader/*.py", "!harness/loader/corpus.py"),
     *(
         f"harness/formats/{name}.py"
-        for name in ("base", "reader", "writer", "opening", "manifest", "index", "memmap", "verify", "parquet/*")
+        for name in (
+            "base",
+            "reader",
+            "writer",
+            "opening",
+            "manifest",
+            "index",
+            "layouts/memmap",
+            "verify",
+            "layouts/parquet*",
+        )
     ),
-    "harness/storage/*.py",
+    *("harness/formats/layouts/parquet*.py", "harness/storage/*.py"),
     *(f"!harness/storage/{name}.py" for name in ("bucket", "claims", "connections", "ranges")),
     "!harness/storage/local_copies.py",
     *("harness/prep/chat/**/*.py", "harness/prep/tokenize/*.py", "harness/prep/packing.py", "harness/prep/pipeline.py"),

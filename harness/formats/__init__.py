@@ -9,7 +9,7 @@
 
 A dataset is a folder of shards, an index of lengths and checksums, and a manifest that is written last: a folder
 without one is an incomplete dataset, which is refused (`incomplete`). Read `opening`, `reader`, `index`, `manifest` and
-`writer` in this order; `base` is the interface that a new format implements.
+`writer` in this order; `base` is the interface that a new format implements, in a module of `layouts`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -21,6 +20,7 @@ from harness.formats.reader import PackReader
 from harness.formats.verify import diff_readers
 from harness.formats.writer import forget_interruption, open_writer
 from harness.storage import ObjectPath, is_uri
+from harness.storage.uris import relative_path
 
 _CHUNK = 64
 
@@ -107,7 +107,7 @@ def _provenance(reader: PackReader, destination: str, format: str) -> Provenance
         return origin
     suffix = load_format(format).single_file_suffix
     base = target.parent if suffix and destination.endswith(suffix) else target
-    return replace(origin, tokenizer=Path(os.path.relpath(folder.resolve(), base.resolve())).as_posix())
+    return replace(origin, tokenizer=relative_path(folder, base))
 
 
 def _real(path: str | PathLike[str]) -> str:

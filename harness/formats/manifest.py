@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
 from harness.errors import FormatError, os_errors_as
+from harness.settings import from_plain
 from harness.storage import Folder, LocalFolder, StoredFile
 
 MANIFEST_NAME = "manifest.json"
@@ -28,8 +29,6 @@ _HEX128 = re.compile(r"[0-9a-f]{32}")
 _REQUIRED = {"format", "version", "fingerprint", "shards"}
 # Keys that the manifest of no other tool is known to have: three of them are ours, whatever happened to the others.
 _DISTINCTIVE = {"fingerprint", "shards", "index", "provenance", "num_packs", "num_trained_tokens"}
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class Provenance:
     packer: str = ""
     seed: int | None = None
     settings_hash: str = ""
-    counts: Mapping[str, int] = field(default_factory=dict)
-    mask: Mapping[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    mask: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str, *, where: str = "") -> Manifest:
         """Parse and validate; raises FormatError that names the field."""
-        return _Parser(where).manifest(*_parse_json(text, where))
+        return _parse(*_parse_json(text, where), where)
 
     def save(self, folder: Folder) -> None:
         """Write `manifest.json` atomically and durably."""
@@ -156,7 +155,7 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
     values, oddity = _parse_json(data, where)
     if not _is_manifest(values):
         return None
-    manifest = _Parser(where).manifest(values, oddity)
+    manifest = _parse(values, oddity, where)
     if not manifest.shards:
         raise FormatError("the manifest lists no shards", where=where, fix=_restore(where))
     return manifest
@@ -210,138 +209,95 @@ def _is_manifest(values: object) -> bool:
     return isinstance(values, dict) and (values.keys() >= _REQUIRED or len(values.keys() & _DISTINCTIVE) >= 3)
 
 
-class _Parser:
-    """Builds a manifest and checks types and invariants; every error names file and field."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def manifest(self, values: Any, oddity: str = "") -> Manifest:
-        if oddity:
-            raise self._error(oddity)
-        if not isinstance(values, dict) or not values.keys() >= _REQUIRED:
-            raise self._error("lacks format, version, fingerprint or shards")
-        version = self._whole(values, "version")
-        if version != MANIFEST_VERSION:
-            raise FormatError(
-                f"the manifest has version {version}, this program reads version {MANIFEST_VERSION}",
-                where=self._where,
-                fix="use the program's version that wrote it, or write the dataset again",
-            )
-        manifest = Manifest(
-            format=self._text(values, "format"),
-            version=version,
-            pack_size=self._whole(values, "pack_size"),
-            **{name: self._whole(values, name) for name in _COUNTS},
-            fingerprint=self._text(values, "fingerprint"),
-            shards=tuple(self._shard(shard) for shard in self._list(values, "shards")),
-            index=tuple(self._file(file) for file in self._list(values, "index")),
-            provenance=self._provenance(values.get("provenance", {})),
-            checksum=self._text(values, "checksum") if "checksum" in values else "",
+def _parse(values: Any, problem: str, where: str) -> Manifest:
+    """Build a manifest from its JSON values; raise FormatError for other keys, types, counts or names."""
+    manifest = None
+    if not problem and not (isinstance(values, dict) and values.keys() >= _REQUIRED):
+        problem = "lacks format, version, fingerprint or shards"
+    if not problem and isinstance(values["version"], int) and values["version"] != MANIFEST_VERSION:
+        raise FormatError(
+            f"the manifest has version {values['version']}, this program reads version {MANIFEST_VERSION}",
+            where=where,
+            fix="use the program's version that wrote it, or write the dataset again",
         )
-        self._check(manifest)
-        self._check_content(manifest.checksum, values)
-        return manifest
-
-    def _check_content(self, checksum: str, values: dict[str, Any]) -> None:
-        unknown = values.keys() - {field.name for field in fields(Manifest)}
-        if not checksum and unknown:
-            # A damaged name would otherwise turn a manifest with a checksum into one without.
-            raise self._error(f"has the unknown key {min(unknown)[:40]!r} and no checksum")
+    if not problem:
         try:
-            digest = content_checksum(values)
-        except RecursionError:
-            raise self._error("is nested too deep") from None
-        if checksum and digest != checksum:
-            raise self._error(f"has the checksum {checksum[:40]!r}, its content {digest!r}: it was damaged or edited")
-
-    def _check(self, manifest: Manifest) -> None:
-        stored = sum(shard.num_packs for shard in manifest.shards)
-        if manifest.shards and stored != manifest.num_packs:
-            raise self._error(f"has num_packs {manifest.num_packs:,}, but its shards hold {stored:,}")
-        if not 0 < manifest.num_packs <= manifest.num_sequences <= manifest.num_tokens:
-            raise self._error(
-                f"counts {manifest.num_packs:,} packs, {manifest.num_sequences:,} sequences and "
-                f"{manifest.num_tokens:,} tokens; each pack has a sequence and each sequence a token"
-            )
-        if manifest.num_tokens > manifest.num_packs * manifest.pack_size:
-            raise self._error(
-                f"counts {manifest.num_tokens:,} tokens in {manifest.num_packs:,} packs "
-                f"of at most {manifest.pack_size:,}"
-            )
-        if manifest.num_trained_tokens > manifest.num_tokens:
-            raise self._error(f"counts {manifest.num_trained_tokens:,} trained of {manifest.num_tokens:,} tokens")
-        is_plan = manifest.format == "virtual" and manifest.fingerprint == ""
-        if not is_plan and not _HEX128.fullmatch(manifest.fingerprint):
-            raise self._error(f"has the fingerprint {manifest.fingerprint[:40]!r}, expected 32 hexadecimal digits")
-        paths = [shard.path for shard in manifest.shards]
-        files = [file.path for shard in manifest.shards for file in shard.files] + [f.path for f in manifest.index]
-        for names in (paths, files):
-            if len(set(names)) != len(names):
-                twice, _ = Counter(names).most_common(1)[0]
-                raise self._error(f"lists {twice!r} twice")
-
-    def _shard(self, values: Any) -> Shard:
-        num_packs = self._whole(values, "num_packs")
-        if num_packs == 0:
-            raise self._error("lists a shard without packs")
-        files = tuple(self._file(file) for file in self._list(values, "files"))
-        if not files:
-            raise self._error("lists a shard without files")
-        return Shard(path=self._path(values), num_packs=num_packs, files=files)
-
-    def _file(self, values: Any) -> StoredFile:
-        digest = self._text(values, "xxh3")
-        if not _HEX64.fullmatch(digest):
-            raise self._error(f"has the file hash {digest[:24]!r}, expected 16 hexadecimal digits")
-        return StoredFile(path=self._path(values), num_bytes=self._whole(values, "num_bytes"), xxh3=digest)
-
-    def _path(self, values: Any) -> str:
-        text = self._text(values, "path")
-        path = PurePosixPath(text)
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise self._error(f"lists the path {text[:200]!r}, which is not Unicode: it has half of a surrogate pair")
-        if not text or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text or str(path) != text:
-            raise self._error(f"lists the path {text[:200]!r}, which is not a plain path inside the dataset's folder")
-        return text
-
-    def _provenance(self, values: Any) -> Provenance:
-        if not isinstance(values, dict):
-            raise self._error("has a provenance that is not an object")
-        seed = values.get("seed")
-        counts = values.get("counts", {})
-        if seed is not None and not _is_whole(seed):
-            raise self._error(f"has the seed {seed!r}, expected a whole number")
-        if not isinstance(counts, dict) or not all(_is_whole(count) for count in counts.values()):
-            raise self._error("has provenance counts that are not whole numbers")
-        mask = values.get("mask", {})
-        if not isinstance(mask, dict) or not all(isinstance(text, str) for text in mask.values()):
-            raise self._error("has a provenance mask that is not text by name")
-        names = ("tokenizer", "tokenizer_hash", "chat_template_hash", "packer", "settings_hash")
-        texts = {name: self._text(values, name) for name in names if name in values}
-        return Provenance(seed=seed, counts=counts, mask=mask, **texts)
-
-    def _whole(self, values: Any, name: str) -> int:
-        value = self._get(values, name, int, "a whole number from 0")
-        if not 0 <= value < 2**63:
-            raise self._error(f"has {name} {str(value)[:40]!r}, expected a whole number from 0")
-        return value
-
-    def _text(self, values: Any, name: str) -> str:
-        return self._get(values, name, str, "text")
-
-    def _list(self, values: Any, name: str) -> list[Any]:
-        return self._get(values, name, list, "a list")
-
-    def _get(self, values: Any, name: str, kind: type[T], expected: str) -> T:
-        value = values.get(name) if isinstance(values, dict) else None
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise self._error(f"has {name} {str(value)[:40]!r}, expected {expected}")
-        return value
-
-    def _error(self, problem: str) -> FormatError:
-        return FormatError(f"the manifest {problem}", where=self._where, fix=_restore(self._where))
+            # Keys of later versions are left out; the checksum covers them.
+            origin = from_plain(Provenance, values.get("provenance", {}), lenient=True)
+            manifest = replace(from_plain(Manifest, {**values, "provenance": {}}, lenient=True), provenance=origin)
+        except (ValueError, RecursionError) as error:
+            problem = f"is damaged: {error}"
+    if manifest is not None:
+        problem = _count_problem(manifest) or _name_problem(manifest) or _content_problem(manifest, values)
+    if manifest is None or problem:
+        raise FormatError(f"the manifest {problem}", where=where, fix=_restore(where))
+    return manifest
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _content_problem(manifest: Manifest, values: dict[str, Any]) -> str:
+    unknown = values.keys() - {field.name for field in fields(Manifest)}
+    if not manifest.checksum and unknown:
+        # A damaged name would otherwise turn a manifest with a checksum into one without.
+        return f"has the unknown key {min(unknown)[:40]!r} and no checksum"
+    try:
+        digest = content_checksum(values)
+    except RecursionError:
+        return "is nested too deep"
+    if manifest.checksum and digest != manifest.checksum:
+        return f"has the checksum {manifest.checksum[:40]!r}, its content {digest!r}: it was damaged or edited"
+    return ""
+
+
+def _count_problem(manifest: Manifest) -> str | None:
+    stored = sum(shard.num_packs for shard in manifest.shards)
+    sizes = [file.num_bytes for file in _files(manifest)]
+    counts = [manifest.pack_size, *(getattr(manifest, name) for name in _COUNTS), *sizes]
+    if min(counts) < 0 or max(counts) >= 2**63 or any(shard.num_packs < 1 for shard in manifest.shards):
+        return "has a count that is negative, or larger than any, or a shard without packs"
+    if manifest.shards and stored != manifest.num_packs:
+        return f"has num_packs {manifest.num_packs:,}, but its shards hold {stored:,}"
+    if not 0 < manifest.num_packs <= manifest.num_sequences <= manifest.num_tokens:
+        return (
+            f"counts {manifest.num_packs:,} packs, {manifest.num_sequences:,} sequences and "
+            f"{manifest.num_tokens:,} tokens; each pack has a sequence and each sequence a token"
+        )
+    if manifest.num_tokens > manifest.num_packs * manifest.pack_size:
+        return (
+            f"counts {manifest.num_tokens:,} tokens in {manifest.num_packs:,} packs of at most {manifest.pack_size:,}"
+        )
+    if manifest.num_trained_tokens > manifest.num_tokens:
+        return f"counts {manifest.num_trained_tokens:,} trained of {manifest.num_tokens:,} tokens"
+    return None
+
+
+def _name_problem(manifest: Manifest) -> str | None:
+    is_plan = manifest.format == "virtual" and manifest.fingerprint == ""
+    if not is_plan and not _HEX128.fullmatch(manifest.fingerprint):
+        return f"has the fingerprint {manifest.fingerprint[:40]!r}, expected 32 hexadecimal digits"
+    shards, files = [shard.path for shard in manifest.shards], _files(manifest)
+    if not all(shard.files for shard in manifest.shards):
+        return "lists a shard without files"
+    for file in files:
+        if not _HEX64.fullmatch(file.xxh3):
+            return f"has the file hash {file.xxh3[:24]!r}, expected 16 hexadecimal digits"
+    for names in (shards, [file.path for file in files]):
+        for text in names:
+            if problem := _path_problem(text):
+                return f"lists the path {text[:200]!r}, which is not {problem}"
+        if len(set(names)) != len(names):
+            twice, _ = Counter(names).most_common(1)[0]
+            return f"lists {twice!r} twice"
+    return None
+
+
+def _path_problem(text: str) -> str:
+    path = PurePosixPath(text)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return "Unicode: it has half of a surrogate pair"
+    if not text or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text or str(path) != text:
+        return "a plain path inside the dataset's folder"
+    return ""
+
+
+def _files(manifest: Manifest) -> list[StoredFile]:
+    return [file for shard in manifest.shards for file in shard.files] + list(manifest.index)

@@ -41,17 +41,12 @@ class HandleCache(Generic[T]):
         self._capacity = max(1, capacity)
         self._pid = os.getpid()
         self._handles: OrderedDict[int, T] = OrderedDict()
-        # The last of them and its key: most reads want the shard of the read before.
-        self._newest: tuple[int, T] | None = None
 
     def get(self, key: int, open_handle: Callable[[int], T]) -> T:
         if self._pid != os.getpid():
             # Dropped, not closed: closing could flush or unlock what the parent uses.
-            self._handles, self._newest = OrderedDict(), None
+            self._handles = OrderedDict()
             self._pid = os.getpid()
-        newest = self._newest
-        if newest is not None and newest[0] == key:
-            return newest[1]
         handle = self._handles.get(key)
         if handle is None:
             handle = open_handle(key)
@@ -60,12 +55,11 @@ class HandleCache(Generic[T]):
                 self._handles.popitem(last=False)[1].close()
         else:
             self._handles.move_to_end(key)
-        self._newest = (key, handle)
         return handle
 
     def close(self) -> None:
         """Close all; a later `get` opens anew."""
-        handles, self._handles, self._newest = self._handles, OrderedDict(), None
+        handles, self._handles = self._handles, OrderedDict()
         if self._pid == os.getpid():
             for handle in handles.values():
                 handle.close()
@@ -158,20 +152,7 @@ class PackReader:
             IndexError: past either end.
             FormatError: the stored pack differs from what was written, or cannot be read.
         """
-        pack_id = operator.index(index)
-        if pack_id < 0:
-            pack_id += self._num_packs
-        if not 0 <= pack_id < self._num_packs:
-            raise IndexError(f"pack {index} of {self._num_packs} in {self.path}")
-        shard = bisect.bisect_right(self._starts, pack_id) - 1
-        handle = self._handles.get(shard, self._open)
-        row = pack_id - self._starts[shard]
-        try:
-            pack = handle.read_row(row)
-        except (OSError, MemoryError, FormatError) as error:
-            raise _explained(error, self._places[shard]) from error
-        self._check_pack(handle, row, pack, pack_id)
-        return pack
+        return self.read((index,))[0]
 
     def read(self, ids: Sequence[int] | Int64Array) -> list[Pack]:
         """Read packs in the given order, duplicates allowed; reads each part of a file once if possible.

@@ -41,14 +41,6 @@ class BlendSource:
     weight: float | None = bounded(None, above=0, highest=10**12)
     epochs: int | None = bounded(None, lowest=1)
 
-    def __post_init__(self) -> None:
-        kinds = {"path": (str,), "weight": (int, float, type(None)), "epochs": (int, type(None))}
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                what = f"{name} is {str(value)[:100]!r}"
-                raise ConfigError(what, where="data.blend", fix="path is text, weight a number, epochs a whole number")
-
 
 @dataclass
 class LiveSource:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
 from harness.loader.datasets import BlendSource, DataConfig, JoinedReader, open_datasets
+from harness.settings import from_plain
 from harness.tables import Table
 
 BLEND_SUFFIXES = (".yaml", ".yml")
@@ -75,11 +76,11 @@ def summarize_blend(path: str) -> BlendSummary:
     blend_settings = data.get("blend") if isinstance(data, dict) else None
     if not blend_settings or not isinstance(blend_settings, list):
         raise ConfigError("the file configures no blend", where=path, fix=_FIX)
-    known = {field.name for field in fields(BlendSource)}
-    for source in blend_settings:
-        if not isinstance(source, dict) or not set(source) <= known:
-            raise ConfigError(f"{str(source)[:100]} is not a source", where=path, fix=f"keys are {', '.join(known)}")
-    opened = open_datasets(DataConfig(path="", blend=[BlendSource(**source) for source in blend_settings]))
+    try:
+        sources = [from_plain(BlendSource, source) for source in blend_settings]
+    except ValueError as odd:
+        raise ConfigError(f"the blend has a source that is none: {odd}", where=path, fix=_FIX) from None
+    opened = open_datasets(DataConfig(path="", blend=sources))
     blend, train = opened.blend, opened.train
     assert blend is not None
     assert isinstance(train, JoinedReader)
@@ -90,7 +91,7 @@ def summarize_blend(path: str) -> BlendSummary:
     counts = blend.counts_after(packs or blend.num_packs or len(train))
     tokens = [int(reader.sequence_lengths.sum(dtype="int64")) for reader in train.readers]
     drawn_tokens = [share * total / size for share, total, size in zip(blend.shares, tokens, blend.sizes, strict=True)]
-    sources = [
+    summaries = [
         SourceSummary(
             path=blend.names[number],
             format=reader.format,
@@ -104,7 +105,7 @@ def summarize_blend(path: str) -> BlendSummary:
         )
         for number, reader in enumerate(train.readers)
     ]
-    return BlendSummary(path, packs or sum(counts), bool(packs), blend.ends_after(), sources)
+    return BlendSummary(path, packs or sum(counts), bool(packs), blend.ends_after(), summaries)
 
 
 def render_blend(summary: BlendSummary) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 from harness.errors import LoaderError
+from harness.settings import load
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +47,12 @@ class LoaderState:
     @classmethod
     def from_json(cls, text: str) -> LoaderState:
         """Return the state that `to_json` wrote; raise LoaderError for anything else."""
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise LoaderError(
-                f"the loader state is not JSON: {error}", where="the loader state", fix="resume from another checkpoint"
-            ) from error
-        if isinstance(values, dict):
-            # Checkpoints written before these fields existed still resume.
-            for name in ("tokenizer", "live"):
-                values.setdefault(name, "")
-        kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
-        if not isinstance(values, dict) or {name: type(value) for name, value in values.items()} != kinds:
-            expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
-            what = f"the loader state is {text[:200]}, expected {expected}"
-            raise LoaderError(what, where="the loader state", fix="resume from another checkpoint")
-        state = cls(**values)
+        what, where, fix = "the loader state is damaged", "the loader state", "resume from another checkpoint"
+        # Checkpoints written before there was a tokenizer, or a position in live chunks, still resume.
+        state = load(cls, text, what=what, where=where, fix=fix, error=LoaderError)
         if state.epoch < 0 or state.packs_consumed < 0:
-            what = f"the loader state is at epoch {state.epoch}, after {state.packs_consumed} packs"
-            raise LoaderError(what, where="the loader state", fix="resume from another checkpoint")
+            what = f"{what}: it is at epoch {state.epoch}, after {state.packs_consumed} packs"
+            raise LoaderError(what, where=where, fix=fix)
         return state
 
     def resumed(self, start: LoaderState, *, num_packs: int | None, allow_other_data: bool = False) -> LoaderState:

@@ -20,7 +20,7 @@ from rich.console import Console
 from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError, PrepError, os_errors_as
 from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_writer
-from harness.formats.virtual.plan import open_store, write_plan
+from harness.formats.layouts.virtual import open_store, write_plan
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord, RecordReader
 from harness.prep.counts import Sample

@@ -34,7 +34,6 @@ from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.settings import load, to_plain
 from harness.storage import Place, file_digest, parse_place, stamp_of, sync_folder
-from harness.storage.inputs import digest_of
 
 # Increment when the same settings begin to give other data.
 VERSION = 2
@@ -313,7 +312,7 @@ def _describe_value(value: object) -> str:
 
 def _digest(source: Place, shard: SourceShard) -> str:
     """Return a hash of a shard's bytes; empty for an object, whose ETag is enough."""
-    return digest_of(source, shard.start, shard.end) if isinstance(source, Path) else ""
+    return file_digest(source, shard.start, shard.end) if isinstance(source, Path) else ""
 
 
 def _describe(path: Path) -> dict[str, Any]:

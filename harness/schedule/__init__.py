@@ -18,11 +18,9 @@ from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ScheduleError
 from harness.records import Schedule
 from harness.schedule.as_packed import place_as_packed
-from harness.schedule.batch import GlobalBatch, SequenceCost
+from harness.schedule.batch import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, most_sequences
 from harness.schedule.cost_balanced import place_cost_balanced
 from harness.schedule.dp_balanced import place_dp_balanced
-from harness.schedule.imbalance import Imbalance, measure_imbalance
-from harness.schedule.row_bounds import most_sequences
 
 __all__ = [
     "SCHEDULERS",

@@ -1,15 +1,16 @@
-"""The input of a scheduler, and the cost of training a sequence."""
+"""The input of a scheduler, the cost of training a sequence, and measures of what a scheduler makes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from harness.errors import ConfigError
-from harness.records import Float64Array, Int64Array
+from harness.records import Float64Array, Int64Array, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +65,87 @@ def row_offsets(counts: Iterable[int], multiple: int) -> Int64Array:
     """Return offsets of rows of these numbers of sequences, int64 [rows + 1]; empty rows fill up to `multiple`."""
     sizes = [*counts]
     return np.cumsum([0, *sizes, *[0] * (-len(sizes) % multiple)], dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Imbalance:
+    """Imbalance of one global batch; a ratio of 1 is perfect.
+
+    Attributes:
+        rank_tokens: int64 [dp_size], padded tokens of each rank in the step.
+        rank_cost: float64 [dp_size], cost of each rank in the step, in the unit of SequenceCost.
+        token_ratio: busiest rank's tokens over the mean.
+        cost_ratio: busiest rank's cost over the mean: the time of a step whose ranks synchronize once.
+        sync_ratio: sum over microbatches of the busiest rank's cost, over the mean: the time of a step whose ranks
+            synchronize in every microbatch, as in pipelines.
+        fill: padded tokens over the tokens that the rows could hold.
+        num_microbatches: rows of each rank.
+    """
+
+    rank_tokens: Int64Array
+    rank_cost: Float64Array
+    token_ratio: float
+    cost_ratio: float
+    sync_ratio: float
+    fill: float
+    num_microbatches: int
+
+
+def measure_imbalance(
+    schedule: Schedule, lengths: npt.NDArray[np.integer], *, max_tokens_per_row: int, cost: SequenceCost | None = None
+) -> Imbalance:
+    """Measure `schedule` of sequences of these padded lengths, in rows of `max_tokens_per_row` tokens."""
+    tokens = _row_sums(schedule, np.asarray(lengths, dtype=np.float64))
+    work = _row_sums(schedule, (cost or SequenceCost()).of(lengths))
+    rank_tokens = tokens.sum(axis=0)
+    rank_cost = work.sum(axis=0)
+    return Imbalance(
+        rank_tokens=np.rint(rank_tokens).astype(np.int64),
+        rank_cost=rank_cost,
+        token_ratio=float(rank_tokens.max() / rank_tokens.mean()),
+        cost_ratio=float(rank_cost.max() / rank_cost.mean()),
+        sync_ratio=float(work.max(axis=1).sum() / rank_cost.mean()),
+        fill=float(tokens.sum() / (tokens.size * max_tokens_per_row)),
+        num_microbatches=schedule.num_microbatches,
+    )
+
+
+def _row_sums(schedule: Schedule, values: Float64Array) -> Float64Array:
+    """Return sums of `values` over the sequences of each row, float64 [microbatches, dp_size]."""
+    rows = schedule.row_offsets.shape[0] - 1
+    row_of = np.repeat(np.arange(rows), np.diff(schedule.row_offsets))
+    sums = np.bincount(row_of, weights=values[schedule.order], minlength=rows).astype(np.float64)
+    return sums.reshape(-1, schedule.dp_size)
+
+
+def most_sequences(
+    name: str,
+    lengths: npt.NDArray[Any],
+    pack_offsets: npt.NDArray[Any],
+    *,
+    max_tokens_per_row: int,
+    global_batch_size: int,
+    repeats: bool = False,
+) -> int:
+    """Return a number of sequences that no row exceeds under a schedule, from the index before anything is read.
+
+    `as_packed` trains packs as they are. The others may put any sequences of a global batch together: as many of the
+    shortest as a row holds, and no more than the packs of a batch have.
+
+    Args:
+        name: a key of `SCHEDULERS`.
+        lengths: [sequences] integers above 0, model tokens of each sequence of the dataset after padding.
+        pack_offsets: [packs + 1] integers, the bounds of its packs in `lengths`.
+        global_batch_size: packs of a batch.
+        repeats: a batch may have a pack more than once, as blends may.
+    """
+    by_pack = np.diff(pack_offsets)
+    if name == "as_packed":
+        return int(by_pack.max())
+    counts = np.bincount(lengths)
+    rest, fit = max_tokens_per_row, 0
+    for length in np.flatnonzero(counts).tolist():
+        taken = rest // length if repeats else min(int(counts[length]), rest // length)
+        rest, fit = rest - taken * length, fit + taken
+    largest = np.sort(by_pack)[-global_batch_size:]
+    return min(fit, int(largest[-1]) * global_batch_size if repeats else int(largest.sum()))

@@ -7,9 +7,8 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from harness.records import Float64Array, Int64Array, Schedule
-from harness.schedule.batch import GlobalBatch
+from harness.schedule.batch import GlobalBatch, Imbalance, measure_imbalance
 from harness.schedule.dp_balanced import place_dp_balanced
-from harness.schedule.imbalance import Imbalance, measure_imbalance
 
 # Exchanges stop when the busiest rank costs this many times the mean.
 _EVEN = 1.003

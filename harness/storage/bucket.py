@@ -70,6 +70,13 @@ class ObjectStore:
         for start in range(0, num_bytes, REQUEST_BYTES):
             yield self.read(place, start, min(REQUEST_BYTES, num_bytes - start))
 
+    def digest(self, place: ObjectPath, num_bytes: int) -> str:
+        """Return xxh3_64 (hexadecimal) of an object of this size."""
+        total = xxhash.xxh3_64()
+        for block in self.read_blocks(place, num_bytes):
+            total.update(block)
+        return str(total.hexdigest())
+
     def list(self, place: ObjectPath) -> dict[str, int]:
         """Return the bytes of all objects below a place, by their keys below it."""
         return {name: int(one["size"]) for name, one in list_below(place).items()}
@@ -228,7 +235,9 @@ class UploadFile(OutputFile):
         self._done = True
         stored = self._store.find_stamp(self._place)
         if stored.num_bytes == self._num_bytes and (
-            self._place.scheme != "s3" or stored.version == self._parts.etag() or self._reads_back()
+            self._place.scheme != "s3"
+            or stored.version == self._parts.etag()
+            or self._store.digest(self._place, self._num_bytes) == self._digest.hexdigest()
         ):
             return
         raise FormatError(
@@ -237,12 +246,6 @@ class UploadFile(OutputFile):
             where=str(self._place),
             fix="write again; something else writes to this place, or the store is damaged",
         )
-
-    def _reads_back(self) -> bool:
-        total = xxhash.xxh3_64()
-        for block in self._store.read_blocks(self._place, self._num_bytes):
-            total.update(block)
-        return bool(total.digest() == self._digest.digest())
 
     def abort(self) -> None:
         """Drop the parts that were sent. The place itself is not touched: it may be another writer's by now."""

@@ -18,6 +18,7 @@ from typing import Any
 from harness.errors import ConfigError, FormatError
 from harness.storage.bucket import ObjectStore, Verdict, judge, list_below, naming_errors
 from harness.storage.connections import connect, load_obstore
+from harness.storage.files import held_error
 from harness.storage.uris import ObjectPath
 
 # A lease that is not renewed for that long is free. Its owner renews it often enough to miss several times, and relies
@@ -273,11 +274,7 @@ class Lease:
 
     def _refused(self, owner: dict[str, Any]) -> FormatError:
         self.holder = _name(owner)
-        return FormatError(
-            f"another process is writing here: {self.holder}",
-            where=self.where,
-            fix="wait for it, or name another destination",
-        )
+        return held_error(self.holder, self.where)
 
 
 @contextlib.contextmanager

@@ -271,11 +271,13 @@ class Marker:
             self.holder = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
         except (ValueError, KeyError, TypeError):  # of an earlier version, or about to be written
             self.holder = "a process that has not left its name yet"
-        return FormatError(
-            f"another process is writing here: {self.holder}",
-            where=str(self.path),
-            fix="wait for it, or name another destination",
-        )
+        return held_error(self.holder, str(self.path))
+
+
+def held_error(holder: str, where: str) -> FormatError:
+    """Return the error for a place that another process writes to."""
+    what = f"another process is writing here: {holder}"
+    return FormatError(what, where=where, fix="wait for it, or name another destination")
 
 
 def _marker_body(content: bytes) -> bytes:

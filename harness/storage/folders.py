@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import xxhash
-
 from harness.errors import FormatError
 from harness.storage.bucket import REQUEST_BYTES, ObjectStore, StagedFile, UploadFile, etag_of
 from harness.storage.cache import Entry, LocalCache
@@ -25,8 +23,8 @@ _MARKER_BYTES = 1 << 20
 _LEASE_NAME = "_lease"
 
 
-class Folder(ABC):
-    """Files named by their `/`-separated paths in a folder. Pickles.
+class _Folder(ABC):
+    """Files named by their `/`-separated paths in a folder; `LocalFolder` explains the methods of both kinds. Pickles.
 
     Attributes:
         place: the folder's own path.
@@ -39,45 +37,12 @@ class Folder(ABC):
         return str(self.place / name) if name else str(self.place)
 
     @abstractmethod
-    def names(self) -> list[str]:
-        """List the names of files and folders directly inside."""
-
-    @abstractmethod
-    def exists(self, name: str) -> bool:
-        """Return whether a file exists."""
-
-    @abstractmethod
-    def find_size(self, name: str) -> int:
-        """Return a file's bytes; raises OSError if it is missing, FormatError if it must not be read."""
-
-    @abstractmethod
-    def digest(self, name: str) -> str:
-        """Return xxh3_64 (hexadecimal) of a file's bytes; raises OSError or FormatError."""
-
-    @abstractmethod
-    def read(self, name: str, limit: int) -> bytes | None:
-        """Read at most `limit` bytes of a small file, or return None if it does not exist."""
-
-    @abstractmethod
-    def fetch(self, files: Sequence[StoredFile]) -> Entry:
-        """Return local files of these names, which remain until the entry is released."""
-
-    @abstractmethod
-    def copy(self) -> Path:
-        """Return a folder on this machine with the same files: this one, or a copy of a small one."""
-
-    @property
-    @abstractmethod
-    def scratch(self) -> Path:
-        """A folder on this machine for a writer's own notes; the same for every attempt if that can resume."""
-
-    @abstractmethod
-    def make(self) -> bool:
-        """Create the folder; returns whether it was missing."""
-
-    @abstractmethod
     def create_file(self, name: str) -> OutputFile:
         """Start a file, which exists once it is finished."""
+
+    @abstractmethod
+    def sync(self, names: Sequence[str]) -> None:
+        """Make the names of finished files durable."""
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write a file whole, piece by piece, and make it durable."""
@@ -91,28 +56,8 @@ class Folder(ABC):
             raise
         self.sync([name])
 
-    @abstractmethod
-    def sync(self, names: Sequence[str]) -> None:
-        """Make the names of finished files durable."""
 
-    @abstractmethod
-    def describe(self, names: Sequence[str]) -> tuple[StoredFile, ...]:
-        """Return size and hash of files that were finished here."""
-
-    @abstractmethod
-    def remove(self, name: str, keep: Collection[str] = ()) -> None:
-        """Remove a file, or a folder with its content, except the files to keep."""
-
-    @abstractmethod
-    def lock(self, name: str) -> Marker | BucketMarker:
-        """Return the marker of that name, which is not yet acquired."""
-
-    @abstractmethod
-    def discard(self, *, empty: bool) -> None:
-        """Remove the scratch folder, and with `empty` the folder itself if nothing is in it."""
-
-
-class LocalFolder(Folder):
+class LocalFolder(_Folder):
     """A folder on a disk."""
 
     place: Path
@@ -125,12 +70,15 @@ class LocalFolder(Folder):
         return self.place.resolve()
 
     def names(self) -> list[str]:
+        """List the names of files and folders directly inside."""
         return [entry.name for entry in os.scandir(self.place)]
 
     def exists(self, name: str) -> bool:
+        """Return whether a file exists."""
         return (self.place / name).exists()
 
     def find_size(self, name: str) -> int:
+        """Return a file's bytes; raises OSError if it is missing, FormatError if it must not be read."""
         path = self.place / name
         num_bytes = path.stat().st_size
         try:
@@ -142,9 +90,11 @@ class LocalFolder(Folder):
         return num_bytes
 
     def digest(self, name: str) -> str:
+        """Return xxh3_64 (hexadecimal) of a file's bytes; raises OSError or FormatError."""
         return file_digest(self.place / name)
 
     def read(self, name: str, limit: int) -> bytes | None:
+        """Read at most `limit` bytes of a small file, or return None if it does not exist."""
         try:
             with (self.place / name).open("rb") as file:
                 return file.read(limit)
@@ -152,16 +102,20 @@ class LocalFolder(Folder):
             return None
 
     def fetch(self, files: Sequence[StoredFile]) -> Entry:
+        """Return local files of these names, which remain until the entry is released."""
         return Entry(self.place)
 
     def copy(self) -> Path:
+        """Return a folder on this machine with the same files: this one, or a copy of a small one."""
         return self.place
 
     @property
     def scratch(self) -> Path:
+        """A folder on this machine for a writer's own notes; the same for every attempt if that can resume."""
         return self.place
 
     def make(self) -> bool:
+        """Create the folder; returns whether it was missing."""
         if self.place.exists() and not self.place.is_dir():
             raise FormatError("the destination is a file, expected a folder", where=self.where(), fix="name another")
         return make_folder(self.place)
@@ -177,12 +131,14 @@ class LocalFolder(Folder):
             sync_folder(folder)
 
     def describe(self, names: Sequence[str]) -> tuple[StoredFile, ...]:
+        """Return size and hash of files that were finished here."""
         # Hashed as the disk has them, not as they were written.
         return tuple(
             StoredFile(name, (self.place / name).stat().st_size, file_digest(self.place / name)) for name in names
         )
 
     def remove(self, name: str, keep: Collection[str] = ()) -> None:
+        """Remove a file, or a folder with its content, except the files to keep."""
         path = self.place / name
         if path.is_dir() and not path.is_symlink():
             for entry in list(path.iterdir()):
@@ -193,15 +149,17 @@ class LocalFolder(Folder):
             path.unlink()
 
     def lock(self, name: str) -> Marker:
+        """Return the marker of that name, which is not yet acquired."""
         return Marker(self.place / name)
 
     def discard(self, *, empty: bool) -> None:
+        """Remove the scratch folder, and with `empty` the folder itself if nothing is in it."""
         if empty:
             with suppress(OSError):
                 self.place.rmdir()
 
 
-class BucketFolder(Folder):
+class BucketFolder(_Folder):
     """A prefix in object storage, listed once when a name is first needed.
 
     There are no renames. An upload is invisible until it is complete; the next writer removes what an interrupted one
@@ -249,10 +207,7 @@ class BucketFolder(Folder):
         return self._sizes()[name]
 
     def digest(self, name: str) -> str:
-        total = xxhash.xxh3_64()
-        for block in self.store.read_blocks(self.place / name, self.find_size(name)):
-            total.update(block)
-        return str(total.hexdigest())
+        return self.store.digest(self.place / name, self.find_size(name))
 
     def read(self, name: str, limit: int) -> bytes | None:
         if name not in self._sizes():
@@ -319,6 +274,9 @@ class BucketFolder(Folder):
     def discard(self, *, empty: bool) -> None:
         if self._scratch is not None:
             self._scratch.cleanup()
+
+
+Folder = LocalFolder | BucketFolder
 
 
 @dataclass

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from small_packs import write_packs
 
-from harness.formats import FORMATS, PackReader, open_dataset, open_writer
+from harness.formats import FORMATS, PackReader, open_dataset
 from harness.records import Pack
 
 PACK_SIZE = 16
@@ -42,14 +43,11 @@ def packs() -> list[Pack]:
 def write(tmp_path: Path, format_name: str) -> Callable[..., Path]:
     """Write packs in the format under test, two packs a shard; returns the folder."""
 
-    def write_packs(packs: Sequence[Pack], *, name: str = "data", packs_per_shard: int = 2) -> Path:
-        path = tmp_path / name
-        with open_writer(path, format=format_name, pack_size=PACK_SIZE, packs_per_shard=packs_per_shard) as writer:
-            for pack in packs:
-                writer.append(pack)
-        return path
+    def write(packs: Sequence[Pack], *, packs_per_shard: int = 2) -> Path:
+        options = {"format": format_name, "pack_size": PACK_SIZE, "packs_per_shard": packs_per_shard}
+        return write_packs(tmp_path / "data", packs, **options)
 
-    return write_packs
+    return write
 
 
 @pytest.fixture

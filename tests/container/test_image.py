@@ -139,7 +139,7 @@ def test_the_nightly_tests_are_collected_and_run_in_the_image_and_buckets_are_su
     done = start(
         "sh",
         "-c",
-        "python3 -c 'import boto3, obstore' && python3 -m pytest -n 0 -q tests/unit/schedule/test_imbalance.py",
+        "python3 -c 'import boto3, obstore' && python3 -m pytest -n 0 -q tests/unit/schedule/test_as_packed.py",
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

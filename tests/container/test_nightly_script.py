@@ -9,7 +9,7 @@ import pytest
 
 from ..distributed.conftest import ROOT, environment
 
-TEST = "tests/unit/schedule/test_imbalance.py"
+TEST = "tests/unit/schedule/test_as_packed.py"
 
 
 @pytest.mark.parametrize("role", ["start", "part", "report"])

@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
+from small_packs import write_packs
 
-from harness.formats import FORMATS, open_writer
+from harness.formats import FORMATS
 from harness.indexed.writer import IndexedWriter
 from harness.loader.live import LiveProducer
 from harness.prep import PrepareConfig, TokenizerConfig, prepare
@@ -71,9 +72,7 @@ def contents(path: Path) -> dict[str, str]:
 
 
 def make_dataset(folder: Path, *, name: str = "source", format: str = "binidx") -> None:
-    with open_writer(folder / name, format=format, pack_size=8) as writer:
-        for pack in PACKS:
-            writer.append(pack)
+    write_packs(folder / name, PACKS, format=format, pack_size=8)
 
 
 def make_chunks(folder: Path) -> None:

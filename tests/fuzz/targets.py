@@ -14,12 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from small_packs import write_packs
 
 from harness.errors import HarnessError
-from harness.formats import load_format, load_manifest, open_dataset, open_writer
+from harness.formats import FORMATS, load_format, load_manifest, open_dataset
 from harness.formats.index import load_index
+from harness.formats.layouts.virtual import open_store, write_plan
 from harness.formats.manifest import content_checksum
-from harness.formats.virtual.plan import open_store, write_plan
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedWriter
 from harness.loader import LoaderState
@@ -123,10 +124,7 @@ def _read_dataset(path: Path) -> None:
 
 
 def _write(path: Path, format: str) -> Path:
-    with open_writer(path, format=format, pack_size=8, packs_per_shard=6, rows_per_group=2) as writer:
-        for pack in PACKS:
-            writer.append(pack)
-    return path
+    return write_packs(path, PACKS, format=format, pack_size=8, packs_per_shard=6, rows_per_group=2)
 
 
 def bare_files(folder: Path, format: str) -> Target:
@@ -137,6 +135,20 @@ def bare_files(folder: Path, format: str) -> Target:
     for file in list(path.iterdir()):  # the names of our shards would be those of an incomplete dataset
         file.rename(path / file.name.replace("shard_", "part").replace("chunk_", "part"))
     return files_target(path, (file for file in path.rglob("*") if file.is_file()), partial(_read_dataset, path))
+
+
+def whole_dataset(folder: Path, format: str) -> Target:
+    """All files of a dataset: what is read of it is what was written."""
+    path = _write(folder / "data", format)
+
+    def read() -> None:
+        reader = open_dataset(path)
+        try:
+            assert list(reader) == PACKS
+        finally:
+            reader.close()
+
+    return files_target(path, (file for file in path.rglob("*") if file.is_file()), read)
 
 
 def virtual_shard(folder: Path) -> Target:
@@ -413,6 +425,7 @@ def sources(folder: Path) -> Target:
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
     **{name: partial(bare_files, format=name) for name in ("npy", "jsonl", "parquet", "memmap", "binidx")},
+    **{f"whole {name}": partial(whole_dataset, format=name) for name in FORMATS},
     "virtual": virtual_shard,
     "plan": virtual_plan,
     "manifest": manifest,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from harness.errors import FormatError
 from harness.formats import FORMATS, open_dataset
 from harness.storage import file_digest
 
-Command = Sequence[object]
 # Of the process that wrote: never the same twice.
 _OWN = ("stream", "producer", "time")
 
@@ -24,118 +22,86 @@ class Case:
     """A command to kill.
 
     Attributes:
-        command: from the folder of inputs and an empty folder for outputs.
+        text: of the command, after `harness`; `{inputs}`, `{out}` and `{beside}` are the folder of inputs, an empty
+            folder for outputs, and the one that this is in.
         kills: of the default run; the nightly one makes 50 of each.
         before: commands that run whole before it.
     """
 
     name: str
-    command: Callable[[Path, Path], Command]
+    text: str
     kills: int = 5
-    before: Callable[[Path, Path], Sequence[Command]] = lambda inputs, out: ()
+    before: tuple[str, ...] = ()
+
+    def command(self, inputs: Path, out: Path) -> list[str]:
+        return words_of(self.text, inputs, out)
 
 
-def _convert(format: str, name: str = "", *more: object) -> Callable[[Path, Path], Command]:
-    name = name or format
-    return lambda inputs, out: ["harness", "convert", inputs / "packs", out / name, format, *more]
+def words_of(text: str, inputs: Path, out: Path) -> list[str]:
+    return ["harness", *(word.format(inputs=inputs, out=out, beside=out.parent) for word in text.split())]
 
 
 _TENTH = ("parquet", "memmap", "binidx", "npy")
-BRIDGE = "training.idx.parquet"
+BRIDGE = "{inputs}/training.idx.parquet"
 SHARDS = "data.packs_per_shard=7"
-PRODUCE = ("chunks.rows=7", "chunks.max_waiting=100", "chunks.flush_s=3600")
-FAMILY = ("split.train=80", "split.valid=20", "tokenizer.vocab_size=90000")
+PRODUCE = "chunks.rows=7 chunks.max_waiting=100 chunks.flush_s=3600"
+FAMILY = "split.train=80 split.valid=20 tokenizer.vocab_size=90000"
 CASES = [
-    *(Case(f"convert {format}", _convert(format, format, SHARDS), format in _TENTH) for format in FORMATS),
-    Case("convert one.parquet", _convert("parquet", "one.parquet"), 1),
-    Case("convert one.npy", _convert("npy", "one.npy"), 0),
+    *(
+        Case(f"convert {name}", f"convert {{inputs}}/packs {{out}}/{name} {name} {SHARDS}", name in _TENTH)
+        for name in FORMATS
+    ),
+    Case("convert one.parquet", "convert {inputs}/packs {out}/one.parquet parquet", 1),
+    Case("convert one.npy", "convert {inputs}/packs {out}/one.npy npy", 0),
     Case(
         "convert over another",
-        _convert("memmap", "out", SHARDS, "--overwrite"),
+        f"convert {{inputs}}/packs {{out}}/out memmap {SHARDS} --overwrite",
         0,
-        before=lambda inputs, out: [["harness", "convert", inputs / "other", out / "out", "binidx", SHARDS]],
+        before=(f"convert {{inputs}}/other {{out}}/out binidx {SHARDS}",),
     ),
-    Case("repack", lambda inputs, out: ["harness", "repack", inputs / "store", out / "plan", "data.pack_size=50"]),
+    Case("repack", "repack {inputs}/store {out}/plan data.pack_size=50"),
     Case(
         "repack over another",
-        lambda inputs, out: ["harness", "repack", inputs / "store", out / "plan", "data.pack_size=50", "--overwrite"],
+        "repack {inputs}/store {out}/plan data.pack_size=50 --overwrite",
         0,
-        before=lambda inputs, out: [["harness", "repack", inputs / "other-store", out / "plan", "data.pack_size=40"]],
+        before=("repack {inputs}/other-store {out}/plan data.pack_size=40",),
     ),
-    Case(
-        "import",
-        lambda inputs, out: [
-            "harness",
-            "import",
-            inputs / "training.idx.parquet",
-            out / "in",
-            "megatron_bridge",
-            SHARDS,
-        ],
-    ),
-    Case(
-        "import one.parquet",
-        lambda inputs, out: [
-            "harness",
-            "import",
-            inputs / "training.idx.parquet",
-            out / "one.parquet",
-            "megatron_bridge",
-        ],
-        0,
-    ),
-    Case(
-        "indexed convert",
-        lambda inputs, out: ["harness", "indexed", "convert", inputs / "tokens-*.parquet", out / "tokens"],
-    ),
+    Case("import", f"import {BRIDGE} {{out}}/in megatron_bridge {SHARDS}"),
+    Case("import one.parquet", f"import {BRIDGE} {{out}}/one.parquet megatron_bridge", 0),
+    Case("indexed convert", "indexed convert {inputs}/tokens-*.parquet {out}/tokens"),
     Case(
         "indexed convert over another",
-        lambda inputs, out: ["harness", "indexed", "convert", inputs / "tokens-*.parquet", out / "x", "--overwrite"],
+        "indexed convert {inputs}/tokens-*.parquet {out}/x --overwrite",
         0,
-        before=lambda inputs, out: [["harness", "indexed", "convert", inputs / "tokens-0.parquet", out / "x"]],
+        before=("indexed convert {inputs}/tokens-0.parquet {out}/x",),
     ),
     Case(
         "indexed merge",
-        lambda inputs, out: ["harness", "indexed", "merge", out.parent / "a", out.parent / "b", out / "ab"],
+        "indexed merge {beside}/a {beside}/b {out}/ab",
         0,
-        before=lambda inputs, out: [
-            ["harness", "indexed", "convert", inputs / "tokens-0.parquet", out.parent / "a", "--overwrite"],
-            ["harness", "indexed", "convert", inputs / "tokens-1.parquet", out.parent / "b", "--overwrite"],
-        ],
+        before=tuple(
+            f"indexed convert {{inputs}}/tokens-{number}.parquet {{beside}}/{name} --overwrite"
+            for number, name in enumerate("ab")
+        ),
     ),
-    Case(
-        "indexed family",
-        lambda inputs, out: ["harness", "indexed", "family", out, "web", inputs / "tokens-*.parquet", *FAMILY],
-    ),
+    Case("indexed family", f"indexed family {{out}} web {{inputs}}/tokens-*.parquet {FAMILY}"),
     Case(
         "indexed family over another",
-        lambda inputs, out: [
-            *("harness", "indexed", "family", out, "web", inputs / "tokens-*.parquet", *FAMILY, "--overwrite")
-        ],
+        f"indexed family {{out}} web {{inputs}}/tokens-*.parquet {FAMILY} --overwrite",
         0,
-        before=lambda inputs, out: [
-            ["harness", "indexed", "family", out, "web", inputs / "tokens-0.parquet", "tokenizer.vocab_size=65000"]
-        ],
+        before=("indexed family {out} web {inputs}/tokens-0.parquet tokenizer.vocab_size=65000",),
     ),
-    Case(
-        "live produce",
-        lambda inputs, out: ["harness", "live", "produce", inputs / "chats.jsonl", out / "live", *PRODUCE],
-    ),
+    Case("live produce", f"live produce {{inputs}}/chats.jsonl {{out}}/live {PRODUCE}"),
     Case(
         "live produce packs",
-        lambda inputs, out: [
-            *("harness", "live", "produce", inputs / "packs", out / "live"),
-            *("chunks.kind=packs", "chunks.format=parquet", *PRODUCE),
-        ],
+        f"live produce {{inputs}}/packs {{out}}/live chunks.kind=packs chunks.format=parquet {PRODUCE}",
         0,
     ),
     Case(
         "live produce --append",
-        lambda inputs, out: ["harness", "live", "produce", inputs / "more.jsonl", out / "live", *PRODUCE, "--append"],
+        f"live produce {{inputs}}/more.jsonl {{out}}/live {PRODUCE} --append",
         0,
-        before=lambda inputs, out: [
-            ["harness", "live", "produce", inputs / "chats.jsonl", out / "live", *PRODUCE, "--leave-open"]
-        ],
+        before=(f"live produce {{inputs}}/chats.jsonl {{out}}/live {PRODUCE} --leave-open",),
     ),
 ]
 
@@ -156,8 +122,8 @@ class Whole:
         self.out, self._kept = folder / "out", folder / "before"
         self.out.mkdir()
         self.command = case.command(inputs, self.out)
-        for one in case.before(inputs, self.out):
-            ran = commands.run(one, root=self.out)
+        for text in case.before:
+            ran = commands.run(words_of(text, inputs, self.out), root=self.out)
             assert ran.code == 0, ran.output
         before = contents(self.out)
         shutil.copytree(self.out, self._kept)

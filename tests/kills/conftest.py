@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from counted_calls import Commands
 from live_streams import some_chats, some_packs
+from small_packs import write_packs
 
-from harness.formats import convert_dataset, open_writer
+from harness.formats import convert_dataset
 
 from .cases import Case, Whole
 
@@ -30,9 +31,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     for name, seed in (("packs", 0), ("other", 1)):
-        with open_writer(folder / name, format="parquet", pack_size=64, packs_per_shard=10) as writer:
-            for pack in some_packs(24, seed=seed):
-                writer.append(pack)
+        write_packs(folder / name, some_packs(24, seed=seed), format="parquet", pack_size=64, packs_per_shard=10)
     convert_dataset(folder / "packs", folder / "store", format="virtual", packs_per_shard=10)
     convert_dataset(folder / "other", folder / "other-store", format="virtual", packs_per_shard=10)
     rows = [

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from counted_calls import Commands, Ran
 from live_streams import some_packs
+from small_packs import write_packs
 
 from harness.errors import FormatError
 from harness.formats import FORMATS, PackReader, open_dataset, open_writer
@@ -132,9 +133,7 @@ def key(pack: Pack) -> bytes:
 def test_a_command_whose_input_is_cut_short_names_the_file(
     commands: Commands, tmp_path: Path, format: str, file: str
 ) -> None:
-    with open_writer(tmp_path / "kept", format=format, pack_size=64) as writer:
-        for pack in OLD * 8:
-            writer.append(pack)
+    write_packs(tmp_path / "kept", OLD * 8, format=format, pack_size=64)
     data, out = tmp_path / "data", tmp_path / "out"
 
     def convert(at: int = -1) -> Ran:

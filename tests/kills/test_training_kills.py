@@ -17,8 +17,9 @@ from live_streams import some_chats, write_stream
 from harness.formats import Provenance, open_writer
 from harness.prep.tokenize.bpe import train_bpe
 from harness.records import Pack
-from harness.storage import file_digest
 from harness.train.verify import find_run_check
+
+from .cases import contents
 
 TINY = (
     "model.num_layers=2",
@@ -222,9 +223,3 @@ def test_a_second_run_or_export_in_a_folder_is_refused_and_the_first_finishes(
     assert both.codes == [0, 2], both.output
     assert "another run trains on these chunks" in both.output
     assert HELD.search(both.output), both.output
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): "folder" if path.is_dir() else file_digest(path) for path in folder.rglob("*")
-    }

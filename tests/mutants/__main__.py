@@ -39,8 +39,6 @@ MODULES = {
         "tests/unit/schedule/test_schedulers.py",
     ),
     "harness/schedule/batch.py": ("tests/unit/schedule/test_schedulers.py",),
-    "harness/schedule/imbalance.py": ("tests/unit/schedule/test_imbalance.py",),
-    "harness/schedule/row_bounds.py": ("tests/unit/schedule/test_schedulers.py",),
     "harness/loader/order.py": ("tests/unit/loader/test_loader_order.py",),
     "harness/loader/state.py": ("tests/unit/loader/test_loader_state.py",),
     "harness/loader/plan.py": ("tests/unit/loader/test_loader_step.py", "tests/unit/loader/test_loader_blend.py"),
@@ -54,19 +52,8 @@ MODULES = {
     ),
     "harness/megatron/batch.py": ("tests/unit/megatron/test_batch.py",),
 }
-_OPTIONS = [
-    "-q",
-    "-p",
-    "no:xdist",
-    "-p",
-    "no:timeout",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "tests.mutants.plain_examples",
-    "-W",
-    "ignore",
-]
+_PLUGINS = ("no:xdist", "no:timeout", "no:cacheprovider", "tests.mutants.plain_examples")
+_OPTIONS = ["-q", *(f"-p{name}" for name in _PLUGINS), "-Wignore"]
 _MOST_CPU_S = 60
 
 

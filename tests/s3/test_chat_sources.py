@@ -104,14 +104,6 @@ def test_files_are_found_by_folder_and_glob_in_natural_order(proxy: Any, bucket:
     assert [name.removeprefix(f"{place}/") for name in skipped] == ["README.md", "_SUCCESS", "config.json"]
 
 
-@pytest.mark.nightly
-def test_splits_of_a_bucket_are_chosen_by_setting(proxy: Any, bucket: Any, place: str) -> None:
-    put(bucket, place, {"train.jsonl": json.dumps(chat(1)).encode(), "test.jsonl": json.dumps(chat(2)).encode()})
-    with pytest.raises(PrepError, match="holds files of the splits test, train"):
-        find_files(SourceConfig(path=place))
-    assert [record.as_record()["messages"] for record in read(place, split="test")] == [chat(2)["messages"]]
-
-
 @pytest.mark.parametrize(
     ("path", "words"),
     [

@@ -138,18 +138,6 @@ def test_a_host_of_the_same_name_and_the_same_process_ids_is_another_one(
         assert bool(looks) != is_free
 
 
-def test_a_renewal_whose_answer_was_lost_is_still_this_owners(store: ClaimStore) -> None:
-    lease = Lease(store, "lease")
-    lease.acquire()
-    with lease._lock:
-        # The renewal arrived, and every answer to it was lost.
-        store.put("lease", lease._content(b""), only_if=lease._etag)
-    lease.write(b"still mine")
-    assert content(store, "lease").endswith(b"\nstill mine")
-    lease.release(remove=False)
-    assert content(store, "lease") == b"{}\nstill mine"
-
-
 def test_preparations_of_one_prefix_exclude_each_other_and_keep_what_another_has_finished(
     store: ClaimStore, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

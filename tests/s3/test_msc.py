@@ -14,9 +14,10 @@ import pyarrow.fs as pa_fs
 import pytest
 from corpora import batches, opened, settings, write_corpus
 from live_streams import some_packs
+from small_packs import write_packs
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import open_dataset, open_writer, verify_dataset
+from harness.formats import open_dataset, verify_dataset
 from harness.megatron.job import runtime
 
 pytest.importorskip("multistorageclient", reason="pip install '.[msc]'")
@@ -47,9 +48,7 @@ def profile(proxy: Any, bucket: Any, place: str, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("format", ["parquet", "memmap"])
 def test_packs_are_written_and_read_as_in_the_bucket_itself(profile: str, place: str, format: str) -> None:
     packs = some_packs(20)
-    with open_writer(f"{profile}/packs", format=format, pack_size=64, packs_per_shard=8) as writer:
-        for pack in packs:
-            writer.append(pack)
+    write_packs(f"{profile}/packs", packs, format=format, pack_size=64, packs_per_shard=8)
     reader = open_dataset(f"{profile}/packs")
     assert list(reader) == packs
     assert list(pickle.loads(pickle.dumps(reader))) == packs

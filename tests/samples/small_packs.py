@@ -1,8 +1,10 @@
-"""A small dataset of packs with a pattern that a model can learn."""
+"""Small datasets: some packs for tests of formats, and packs with a pattern that a model can learn."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -10,6 +12,17 @@ from harness.formats import Provenance, open_writer
 from harness.records import Pack
 
 VOCAB = 300
+# Seven packs of two sequences, which differ in their first token.
+PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
+P = TypeVar("P", str, Path)
+
+
+def write_packs(path: P, packs: Iterable[Pack], **settings: Any) -> P:
+    """Write a dataset with the settings of `open_writer`; return its path."""
+    with open_writer(path, **settings) as writer:
+        for pack in packs:
+            writer.append(pack)
+    return path
 
 
 def write_small_packs(folder: Path, *, num_packs: int = 40) -> Path:

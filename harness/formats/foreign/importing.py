@@ -29,7 +29,14 @@ from typing import Any
 import numpy as np
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.jsonl import IGNORED_LABEL, JsonlShard, check_labels, pack_of_labels, to_int32, whole_numbers
+from harness.formats.layouts.jsonl import (
+    IGNORED_LABEL,
+    JsonlShard,
+    check_labels,
+    pack_of_labels,
+    to_int32,
+    whole_numbers,
+)
 from harness.formats.manifest import Manifest, Provenance, load_manifest
 from harness.formats.opening import open_dataset, refuse_parts
 from harness.formats.writer import open_writer

@@ -6,16 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.errors import HarnessError, LoaderError
+from harness.loader.blend import Blend
 from harness.loader.live.balance import Placement, RankReads, Swap, join_offers, packs_in_order, place, send_to_trainers
 from harness.loader.live.folder import chunk_name, last_seen
 from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
-from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer, Waiting
-from harness.loader.live.shares import StepShares
+from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer
 from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
 from harness.records import Schedule
@@ -35,28 +36,75 @@ Rows = list[LivePack | None]
 Share = Callable[[Rows | None], Rows]
 
 
-@dataclass(frozen=True)
-class _Wait:
-    """A rank misses a chunk; of several, the one that has waited longest."""
+class StepShares:
+    """The packs of one step, or sequences of a window, that are requested of each folder and rank.
 
-    dp_rank: int
-    waiting: Waiting
+    They depend on positions and on what the streams hold, never on time, so every rank computes the same, and a
+    resumed run continues alike. Request number j of a folder goes to rank j modulo the ranks, so ranks advance
+    evenly in every folder. Where a rank has read all of its chunks, the other ranks take over (schedules that balance
+    only: tokens can go anywhere), and where all have, the other folders do, so that all steps but the last are full.
+
+    Args:
+        plan: size of a step, and weights.
+        positions: of all folders before the step.
+
+    Attributes:
+        requested: int64 [folders, ranks].
+        drawn, ended: of each folder, as in `LivePosition`, after the step.
+    """
+
+    def __init__(self, plan: BatchPlan, positions: Sequence[LivePosition]) -> None:
+        self._plan = plan
+        self.drawn = [position.drawn for position in positions]
+        self.ended = [position.ended for position in positions]
+        self.requested = np.zeros((len(positions), plan.layout.dp_size), np.int64)
+        self._draw(plan.size)
+
+    def mine(self, dp_rank: int) -> list[int]:
+        """Return the share of a rank in each folder."""
+        column: list[int] = self.requested[:, dp_rank].tolist()
+        return column
+
+    def request_missing(self, offers: Sequence[Offer]) -> bool:
+        """Request what ranks at the end of a stream could not give; return whether there is anything to request."""
+        if not self._plan.is_balanced:
+            return False
+        given = np.zeros_like(self.requested)
+        over = np.zeros(self.requested.shape, bool)
+        for offer in offers:
+            given[offer.source, offer.dp_rank], over[offer.source, offer.dp_rank] = len(offer.lengths), offer.ended
+        lacking = np.maximum(self.requested - given, 0).sum(axis=1).tolist()
+        if not any(lacking):
+            return False
+        self.requested = given.copy()
+        from_others = 0
+        for source, count in enumerate(lacking):
+            remaining = np.flatnonzero(~over[source])
+            if count and not remaining.size:
+                self.ended[source] = True
+                self.drawn[source] -= count
+                from_others += count
+            elif count:
+                self.requested[source, remaining] += _counts(0, count, remaining.size)
+        self._draw(from_others)
+        return bool((self.requested > given).any())
+
+    def _draw(self, count: int) -> None:
+        sources = [source for source, ended in enumerate(self.ended) if not ended]
+        if not sources or not count:
+            return
+        weights = tuple(self._plan.weights[source] for source in sources)
+        names, ones = tuple(str(source) for source in sources), (1,) * len(sources)
+        drawn = [self.drawn[source] for source in sources]
+        Blend(names, ones, weights, (None,) * len(sources)).draw(drawn, count)
+        for source, end in zip(sources, drawn, strict=True):
+            self.requested[source] += _counts(self.drawn[source], end, self._plan.layout.dp_size)
+            self.drawn[source] = end
 
 
-class _Missing:
-    """Packs of ended ranks or folders are requested of others."""
-
-
-class _Ended:
-    """All streams have ended, and everything is trained."""
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """A step is complete: positions in all folders after it, and what each rank has read."""
-
-    after: list[LivePosition]
-    reads: list[RankReads]
+def _counts(start: int, stop: int, ranks: int) -> npt.NDArray[np.int64]:
+    """Return how many of the numbers from start to stop fall to each rank, int64 [ranks]."""
+    return np.bincount(np.arange(start, stop) % ranks, minlength=ranks).astype(np.int64)
 
 
 class LiveLoader:
@@ -115,31 +163,32 @@ class LiveLoader:
         log_at_s = _FIRST_LOG_S
         while True:
             offers = self._exchange(ahead.result() if ahead is not None else [])
-            match self._judge(offers, shares):
-                case _Wait(dp_rank, waiting):
-                    log_at_s = self._log_wait(dp_rank, waiting, log_at_s)
-                    if self.while_waiting() is not None:
-                        return
-                    time.sleep(min(_POLL_S, 0.01 + waiting.waited_s / 4))
-                    ahead = self._read(shares)
-                case _Missing():
-                    log_at_s = _FIRST_LOG_S
-                    ahead = self._read(shares)
-                case _Ended():
+            self._look(offers, shares)
+            if any(offer.waiting for offer in offers):
+                waited_s, log_at_s = self._log_wait(offers, log_at_s)
+                if self.while_waiting() is not None:
                     return
-                case _Ready(after, reads):
-                    log_at_s = _FIRST_LOG_S
-                    pairs = zip(self._streams, after, strict=False)
-                    mine = [live for stream, to in pairs for live in stream.take(done_below=to.done_below)]
-                    self._advance(after, offers, len(packs_in_order(reads)))
-                    shares = StepShares(self._plan, after)
-                    ahead = self._read(shares)
-                    placement = self._place(reads)
-                    rows = self._share(self._rows(mine, placement) if self._streams else None)
-                    yield self._batch(rows, placement, reads)
+                time.sleep(min(_POLL_S, 0.01 + waited_s / 4))
+                ahead = self._read(shares)
+                continue
+            log_at_s = _FIRST_LOG_S
+            if shares.request_missing(offers):
+                ahead = self._read(shares)
+                continue
+            after, reads = self._after(shares, offers), join_offers(offers)
+            if self._is_over(after, reads, offers):
+                return
+            pairs = zip(self._streams, after, strict=False)
+            mine = [live for stream, to in pairs for live in stream.take(done_below=to.done_below)]
+            self._advance(after, offers, len(packs_in_order(reads)))
+            shares = StepShares(self._plan, after)
+            ahead = self._read(shares)
+            placement = self._place(reads)
+            rows = self._share(self._rows(mine, placement) if self._streams else None)
+            yield self._batch(rows, placement, reads)
 
-    def _judge(self, offers: Sequence[Offer], shares: StepShares) -> _Wait | _Missing | _Ended | _Ready:
-        """Decide what all ranks do now, the same on each; raise LoaderError for what any of them refuses."""
+    def _look(self, offers: Sequence[Offer], shares: StepShares) -> None:
+        """Raise what any rank refuses, and report what all have, the same on each rank."""
         self._raise_together(offers)
         for offer in offers:
             of = f" of {self._folders[offer.source]}" if len(self._folders) > 1 else ""
@@ -147,12 +196,9 @@ class LiveLoader:
                 self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({num_rows} samples from {name}{of})")
         # The steps whose batches were handed out, not the one that is read.
         self._report([replace(one, steps=self.steps) for one in self._after(shares, offers)], offers)
-        waits = [_Wait(offer.dp_rank, offer.waiting) for offer in offers if offer.waiting]
-        if waits:
-            return max(waits, key=lambda wait: wait.waiting.waited_s)
-        if shares.request_missing(offers):
-            return _Missing()
-        after, reads = self._after(shares, offers), join_offers(offers)
+
+    def _is_over(self, after: Sequence[LivePosition], reads: Sequence[RankReads], offers: Sequence[Offer]) -> bool:
+        """Return True where all streams have ended and everything is trained; check each stream that ends."""
         for offer in offers:
             self._left_out[offer.source].update(offer.left_out)
         is_last = not any(read.lengths for read in reads)
@@ -160,13 +206,20 @@ class LiveLoader:
         for source, position in enumerate(after):
             if (position.ended or is_last) and not self._positions[source].ended:
                 self._check_end(source, position, offers, all_ended=all_ended)
-        if not is_last:
-            return _Ready(after, reads)
-        self._check_trained()
-        return _Ended()
+        if is_last and self.steps == 0:
+            counts = _counts_of(sum(self._left_out, Counter[str]()))
+            what = "the stream ended without a row to train on" + (f"; left out: {counts}" if counts else "")
+            raise _shared(what, where="data.live", fix="check the input of its producer, and data.live.pack_size")
+        return is_last
 
-    def _log_wait(self, dp_rank: int, waiting: Waiting, log_at_s: float) -> float:
-        """Log a wait that is long enough, and return when to log it again; raise LoaderError for one too long."""
+    def _log_wait(self, offers: Sequence[Offer], log_at_s: float) -> tuple[float, float]:
+        """Log the longest wait if it is long enough; return its seconds, and when to log it again.
+
+        Raises:
+            LoaderError: it is too long.
+        """
+        waits = [(offer.waiting, offer.dp_rank) for offer in offers if offer.waiting is not None]
+        waiting, dp_rank = max(waits, key=lambda wait: wait[0].waited_s)
         chunk, hint = chunk_name(waiting.chunk, ""), f"; {waiting.hint}" if waiting.hint else ""
         waited = f"waited {waiting.waited_s:.0f} s for {chunk} of {waiting.folder}"
         waited += f"; its producer was {last_seen(waiting.producer_seen_s)}{hint}"
@@ -178,9 +231,9 @@ class LiveLoader:
                 "data.live.timeout_s is the longest wait",
             )
         if waiting.waited_s < log_at_s:
-            return log_at_s
+            return waiting.waited_s, log_at_s
         self._log(f"data-parallel rank {dp_rank} has {waited}")
-        return min(2 * log_at_s, log_at_s + _LOG_EVERY_S)
+        return waiting.waited_s, min(2 * log_at_s, log_at_s + _LOG_EVERY_S)
 
     def _rows(self, mine: list[LivePack], placement: Placement) -> Rows:
         """Return this rank's packs of a step, one for each row that it fills."""
@@ -246,20 +299,13 @@ class LiveLoader:
                 where=self._folders[source],
                 fix="chunks were changed while they were read, or the run was resumed on other ones",
             )
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self._left_out[source].items()))
+        counts = _counts_of(self._left_out[source])
         left_out = f"; left out: {counts}" if counts else ""
         left_out += f"; {after.lost:,} chunks were deleted before all of their rows were trained" if after.lost else ""
         which = "the stream" if len(self._positions) == 1 else f"the stream of {self._folders[source]}"
         rest = "" if all_ended else "; the other folders have its share now"
         if self.steps or any(offer.lengths for offer in offers):
             self._log(f"{which} ended: {after.rows:,} rows in {after.done_below:,} chunks{left_out}{rest}")
-
-    def _check_trained(self) -> None:
-        if self.steps == 0:
-            counts = sum(self._left_out, Counter[str]())
-            left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
-            what = "the stream ended without a row to train on" + (f"; left out: {left_out}" if left_out else "")
-            raise _shared(what, where="data.live", fix="check the input of its producer, and data.live.pack_size")
 
     def _place(self, reads: Sequence[RankReads]) -> Placement:
         """Return where the sequences of a step train: with `as_packed` in the packs of the rank that has read them."""
@@ -318,6 +364,10 @@ class LiveLoader:
             ),
             state=self._state,
         )
+
+
+def _counts_of(left_out: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
 
 
 def split_streams(fingerprint: str, num_folders: int) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from pathlib import Path
 
 from harness.errors import FormatError
@@ -27,81 +26,95 @@ from harness.storage.files import TEMPORARY_SUFFIX
 _LISTING_S = 1.0
 
 
-class LiveFiles(ABC):
-    """Files by name.
+class LocalFiles:
+    """Files by name, on a file system.
 
     Attributes:
         place: the path or URI of the folder.
         look_s: seconds between two looks of a producer that waits for room.
     """
 
-    place: str
     look_s = 0.2
 
-    def where(self, name: str = "") -> str:
-        """Return the full path of a file, or of the folder, for messages."""
-        return join_path(self.place, name) if name else self.place
+    def __init__(self, path: Path) -> None:
+        self.path, self.place = path, str(path)
 
-    @abstractmethod
     def names(self) -> list[str]:
         """List the names as of now; empty where there is no folder. Raises OSError or FormatError."""
+        try:
+            return os.listdir(self.path)  # noqa: PTH208 - half the time of Path.iterdir, and called every second
+        except FileNotFoundError:
+            return []
 
-    @abstractmethod
     def exists(self) -> bool:
         """Return whether there is such a folder."""
+        return self.path.is_dir()
 
-    @abstractmethod
     def make(self) -> None:
         """Create the folder if it is missing."""
+        make_folder(self.path)
 
-    def remove_temporary(self) -> None:  # noqa: B027
-        """Remove what a killed producer left half; uploads appear whole."""
+    def remove_temporary(self) -> None:
+        """Remove what a killed producer left half."""
+        for name in self.path.glob(f"chunk_*{TEMPORARY_SUFFIX}"):
+            name.unlink(missing_ok=True)
 
-    @abstractmethod
     def size(self, name: str) -> int | None:
         """Return the bytes of a file; None if it is missing."""
+        found = self._stat(name)
+        return None if found is None else found.st_size
 
-    @abstractmethod
     def age_s(self, name: str) -> float | None:
         """Return the seconds since a file was written; None if it is missing."""
+        found = self._stat(name)
+        return None if found is None else max(0.0, time.time() - found.st_mtime)
 
-    @abstractmethod
+    def _stat(self, name: str) -> os.stat_result | None:
+        try:
+            return (self.path / name).stat()
+        except OSError:
+            return None
+
     def read(self, name: str) -> bytes | None:
         """Return the bytes of a small file; None if it is missing."""
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
 
-    @abstractmethod
     def read_mark(self, name: str) -> bytes:
         """Return what the last owner of a lock wrote."""
+        return Marker(self.path / name).read()
 
-    @abstractmethod
     def write(self, name: str, data: bytes) -> None:
         """Write a small file whole."""
+        write_atomically(self.path / name, data)
 
-    @abstractmethod
     def touch(self, name: str) -> None:
         """Make an empty file, unless it is there."""
+        (self.path / name).touch()
+        sync_folder(self.path)
 
-    @abstractmethod
     def delete(self, name: str) -> None:
         """Delete a file; a missing one is no error."""
+        (self.path / name).unlink(missing_ok=True)
 
-    @abstractmethod
-    def lock(self, name: str) -> Marker | Lease:
+    def lock(self, name: str) -> Marker:
         """Return the lock of that name, which is not yet acquired."""
+        return Marker(self.path / name)
 
-    @abstractmethod
     def begin_chunk(self, name: str) -> Path:
         """Return the file of this machine to write a chunk into."""
+        return self.path / name
 
-    @abstractmethod
     def finish_chunk(self, name: str, path: Path) -> None:
         """Make a chunk that was written to `path` durable; raise FormatError if another writer has made one."""
+        sync_folder(self.path)
 
-    @abstractmethod
     def drop_chunk(self, name: str, path: Path) -> None:
         """Remove a chunk that was begun and has no record."""
+        path.unlink(missing_ok=True)
 
-    @abstractmethod
     def open_chunk(self, name: str, stored: StoredFile | None) -> tuple[Path, object] | None:
         """Return a file of this machine with a chunk, whole, for as long as the object beside it is kept.
 
@@ -111,79 +124,14 @@ class LiveFiles(ABC):
         Returns:
             None if it is missing.
         """
-
-
-class LocalFiles(LiveFiles):
-    """Files on a file system."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.place = path, str(path)
-
-    def names(self) -> list[str]:
-        try:
-            return os.listdir(self.path)  # noqa: PTH208 - half the time of Path.iterdir, and called every second
-        except FileNotFoundError:
-            return []
-
-    def exists(self) -> bool:
-        return self.path.is_dir()
-
-    def make(self) -> None:
-        make_folder(self.path)
-
-    def remove_temporary(self) -> None:
-        for name in self.path.glob(f"chunk_*{TEMPORARY_SUFFIX}"):
-            name.unlink(missing_ok=True)
-
-    def size(self, name: str) -> int | None:
-        try:
-            return (self.path / name).stat().st_size
-        except OSError:
-            return None
-
-    def age_s(self, name: str) -> float | None:
-        try:
-            return max(0.0, time.time() - (self.path / name).stat().st_mtime)
-        except OSError:
-            return None
-
-    def read(self, name: str) -> bytes | None:
-        try:
-            return (self.path / name).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def read_mark(self, name: str) -> bytes:
-        return Marker(self.path / name).read()
-
-    def write(self, name: str, data: bytes) -> None:
-        write_atomically(self.path / name, data)
-
-    def touch(self, name: str) -> None:
-        (self.path / name).touch()
-        sync_folder(self.path)
-
-    def delete(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
-
-    def lock(self, name: str) -> Marker:
-        return Marker(self.path / name)
-
-    def begin_chunk(self, name: str) -> Path:
-        return self.path / name
-
-    def finish_chunk(self, name: str, path: Path) -> None:
-        sync_folder(self.path)
-
-    def drop_chunk(self, name: str, path: Path) -> None:
-        path.unlink(missing_ok=True)
-
-    def open_chunk(self, name: str, stored: StoredFile | None) -> tuple[Path, object] | None:
         return self.path / name, None
 
 
-class BucketFiles(LiveFiles):
-    """Objects below a prefix. Chunks are made in a temporary folder, and read from copies in the local cache."""
+class BucketFiles:
+    """Objects below a prefix, with the methods of `LocalFiles`.
+
+    Chunks are made in a temporary folder, and read from copies in the local cache.
+    """
 
     look_s = _LISTING_S
 
@@ -209,6 +157,9 @@ class BucketFiles(LiveFiles):
 
     def make(self) -> None:
         """Do nothing: a bucket has no folders."""
+
+    def remove_temporary(self) -> None:
+        """Do nothing: uploads appear whole."""
 
     def size(self, name: str) -> int | None:
         found = self._listed(name)
@@ -271,7 +222,9 @@ class BucketFiles(LiveFiles):
 
     def _download(self, stored: StoredFile, path: Path) -> None:
         if not self._store.download(stored.path, path):
-            raise FormatError("the chunk was deleted", where=self.where(stored.path), fix="see `harness live status`")
+            raise FormatError(
+                "the chunk was deleted", where=join_path(self.place, stored.path), fix="see `harness live status`"
+            )
 
     def _conflict(self, name: str) -> FormatError:
         return FormatError(
@@ -282,6 +235,9 @@ class BucketFiles(LiveFiles):
 
     def __reduce__(self) -> tuple[object, ...]:
         return BucketFiles, (ObjectPath.parse(self.place),)
+
+
+LiveFiles = LocalFiles | BucketFiles
 
 
 def open_files(path: str | Path) -> LiveFiles:

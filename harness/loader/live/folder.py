@@ -25,14 +25,15 @@ from harness.formats import load_format
 from harness.formats.base import ShardReader
 from harness.formats.incomplete import find_traces
 from harness.formats.index import INDEX_FOLDER
-from harness.formats.jsonl import JsonlShard
+from harness.formats.layouts.jsonl import JsonlShard
 from harness.loader.live.files import open_files
 from harness.prep.chat import BadRecord, Conversation, RecordReader
-from harness.prep.sources.tables import check_expansion, check_pages, open_parquet
+from harness.prep.sources.reading import SourceChunk
+from harness.prep.sources.tables import read_parquet
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.records import Pack
 from harness.settings import load
-from harness.storage import Marker, StoredFile, file_digest, open_folder
+from harness.storage import Marker, StoredFile, file_digest, join_path, open_folder
 from harness.storage.claims import Lease
 
 CHAT, PACKS = "chat", "packs"
@@ -142,7 +143,7 @@ class LiveFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.files = open_files(path)
-        self.where = self.files.where()
+        self.where = self.files.place
 
     @property
     def has_begun(self) -> bool:
@@ -258,9 +259,9 @@ class LiveFolder:
             data = self.files.read(name)
         except OSError as error:
             raise FormatError(
-                f"the record cannot be read: {error.strerror}", where=self.files.where(name), fix=_CHECK
+                f"the record cannot be read: {error.strerror}", where=join_path(self.where, name), fix=_CHECK
             ) from error
-        return None if data is None else _parse(data, kind, self.files.where(name))
+        return None if data is None else _parse(data, kind, join_path(self.where, name))
 
 
 def last_seen(seconds: float | None) -> str:
@@ -298,27 +299,12 @@ class LiveChunk:
             self._lines = JsonlShard(path) if path.suffix == JSONL else None
             self.kind = record.kind if record is not None else self._guess_kind()
             self._packs: ShardReader | None = None
-            self._chats: Any = None
+            self._chats: list[Any] = []
             if self.kind == PACKS:
                 self._packs = self._lines or load_format("parquet").open_shard(path, None)
             elif self._lines is None:
-                metadata = pq.read_metadata(path)
-                leaves = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
-                with open_parquet(path, as_dictionaries=leaves) as parquet:
-                    names = parquet.schema_arrow.names
-                    if not (columns := _READER.columns_to_read(names)):
-                        raise FormatError(
-                            f"no schema of chats has a field among the columns {', '.join(names)}",
-                            where=self.place,
-                            fix=_WRITE_AGAIN,
-                        )
-                    groups = range(parquet.num_row_groups)
-                    check_expansion(parquet, path.stat().st_size, groups, columns, self.place)
-                    read = []
-                    for group in groups:
-                        check_pages(path, metadata, group, columns, 1 << 10)
-                        read.append(parquet.read_row_group(group, columns=columns))
-                    self._chats = pa.concat_tables(read or [parquet.schema_arrow.empty_table()])
+                read = read_parquet(path, path.stat().st_size, _READER, None, 0)
+                self._chats = [row for _, rows, _ in read for row in rows]
         except OSError as error:
             raise FormatError(f"the chunk cannot be read: {error}", where=self.place, fix=_WRITE_AGAIN) from error
         except pa.ArrowException as error:
@@ -352,14 +338,15 @@ class LiveChunk:
     def conversation(self, row: int) -> Conversation | BadRecord | None:
         """Return the conversation of a row, or the reason why there is none; None for a blank line."""
         if self._lines is None:
-            values = {name: self._chats.column(name)[row].as_py() for name in self._chats.column_names}
-            return _READER.parse_row(values, self.where(row))
-        try:
-            line = self._lines.line(row, MAX_RECORD_BYTES)
-        except FormatError as error:
-            what = f"the conversation {error.what}"
-            raise FormatError(what, where=self.where(row), fix="write shorter conversations") from None
-        return _READER.parse_line(line, self.where(row)) if line.strip() else None
+            found = SourceChunk(self.place, "row", row, [self._chats[row]], 0, _READER)
+        else:
+            try:
+                line = self._lines.line(row, MAX_RECORD_BYTES)
+            except FormatError as error:
+                what = f"the conversation {error.what}"
+                raise FormatError(what, where=self.where(row), fix="write shorter conversations") from None
+            found = SourceChunk(self.place, "line", row + 1, [line], 0, _READER)
+        return next(found.parse(), None)
 
     def close(self) -> None:
         for shard in (self._lines, self._packs):
@@ -408,7 +395,7 @@ def open_chunk(folder: LiveFolder, index: int, *, require_ready: bool, settle_s:
             return None
     stored = StoredFile(name, record.num_bytes, record.xxh3) if record is not None else None
     found = folder.files.open_chunk(name, stored)
-    return None if found is None else LiveChunk(found[0], record, folder.files.where(name), found[1])
+    return None if found is None else LiveChunk(found[0], record, join_path(folder.where, name), found[1])
 
 
 def _names(index: int) -> list[str]:

@@ -16,7 +16,7 @@ import xxhash
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset
 from harness.formats.digest import pack_digest
-from harness.formats.jsonl import pack_of_line
+from harness.formats.layouts.jsonl import pack_of_line
 from harness.loader.live.producer import LiveProducer
 from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.prep.chat import NUM_DETECTION_RECORDS, BadRecord, Conversation, RecordReader, record_of_row

@@ -21,7 +21,7 @@ from harness.checks import require_at_least, require_choice
 from harness.errors import FormatError, HarnessError, LoaderError
 from harness.formats import load_format
 from harness.formats.base import ShardOptions
-from harness.formats.jsonl import line_of_pack
+from harness.formats.layouts.jsonl import line_of_pack
 from harness.loader.live.folder import (
     CHAT,
     CONSUMER_FILE,
@@ -39,8 +39,7 @@ from harness.loader.live.folder import (
 )
 from harness.prep.chat import BadRecord, Conversation, parse_line
 from harness.records import Pack
-from harness.storage import LocalFolder, file_digest
-from harness.storage.files import AtomicFile
+from harness.storage import LocalFolder, file_digest, write_atomically
 
 # A chunk is closed at this size whatever its rows, so that memory stays bounded.
 _MAX_CHUNK_BYTES = 64 << 20
@@ -409,21 +408,14 @@ class ChunkRows:
 
     def write(self, path: Path) -> None:
         """Write all rows; the file appears whole or not at all."""
-        if self._kind == PACKS and self._suffix != JSONL:
+        if self._suffix == JSONL:
+            write_atomically(path, self._rows)
+        elif self._kind == PACKS:
             self._write_packs(path)
-            return
-        file = AtomicFile(path)
-        try:
-            if self._suffix == JSONL:
-                for line in self._rows:
-                    file.write(line)
-            else:
-                pq.write_table(_table_of_chats(self._rows), file, compression="zstd", write_page_checksum=True)
-            file.finish()
-        except BaseException:
-            with suppress(OSError):  # the first error has the cause
-                file.abort()
-            raise
+        else:
+            table = pa.BufferOutputStream()
+            pq.write_table(_table_of_chats(self._rows), table, compression="zstd", write_page_checksum=True)
+            write_atomically(path, table.getvalue().to_pybytes())
 
     def record(self, path: Path, last: ReadyRecord, *, stream: str, position: Any) -> ReadyRecord:
         """Return the record of the file that `write` made, after the chunk of record `last`."""

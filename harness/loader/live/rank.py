@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import chain, groupby
 from operator import itemgetter
 
@@ -16,7 +15,6 @@ import numpy as np
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, ScheduleError
 from harness.loader.config import RankLayout
 from harness.loader.datasets import LiveConfig
-from harness.loader.live.files import LocalFiles
 from harness.loader.live.folder import CHAT, PACKS, SUFFIXES, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place
 from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
@@ -446,21 +444,9 @@ class FolderReader:
             return f"the numbering has a gap: the stream ended after {end:,} chunks"
         if not self._folder.files.exists():
             return "the folder is missing"
-        return "" if contents.next_index or self._folder.seen_s() is not None else self._hint_nothing()
-
-    def _hint_nothing(self) -> str:
-        """Return what to check about a folder in which nothing was ever written."""
-        files = self._folder.files
-        if not isinstance(files, LocalFiles):
-            return f"nothing was ever written to {self._folder.where}: check its name, and that its producer runs"
-        path = files.path.absolute()
-        hint = f"nothing was ever written to {path}: check the name of the folder, and that its producer runs"
-        with suppress(OSError, HarnessError):
-            others = [other.name for other in path.parent.iterdir() if other.is_dir() and other != path]
-            for near in get_close_matches(path.name, others):
-                if LiveFolder(path.parent / near).look().chunks:
-                    return f"{hint}; {path.parent / near} has chunks"
-        return hint
+        if contents.next_index or self._folder.seen_s() is not None:
+            return ""
+        return f"nothing was ever written to {self._folder.where}: check its name, and that its producer runs"
 
     def _live_pack(self, members: list[Member[Place]]) -> LivePack:
         return LivePack(pack_of(members), np.array([self._id(*member.key) for member in members], np.int64))

@@ -14,12 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError, PrepError
-from harness.formats.parquet.pages import Chunk, read_pages
+from harness.formats.layouts.parquet_pages import Chunk, read_pages
 from harness.prep.chat import MEDIA_FIELDS, RecordReader, is_media_column
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.storage import Place
-from harness.storage.inputs import open_stream
-from harness.storage.ranges import open_source
+from harness.storage.inputs import open_source, open_stream
 
 ROW = "row"
 _CHUNK_ROWS = 1024

@@ -91,7 +91,8 @@ from harness.cli.app import COMMANDS
 for module, _ in COMMANDS.values():
     importlib.import_module("harness.cli." + module)
 import harness.formats, harness.prep.packing, harness.thd
-import harness.schedule.imbalance, harness.loader.order, harness.loader.state, harness.loader.live.produce
+import harness.schedule.batch, harness.loader.order, harness.loader.state, harness.loader.live.produce
+from harness import Loader, LoaderConfig
 from harness.formats import FORMATS, load_format
 for name in FORMATS:
     load_format(name)

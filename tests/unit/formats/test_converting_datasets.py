@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
 from pathlib import Path
 
 import pytest
+from small_packs import PACKS, write_packs
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import FORMATS, PackReader, Provenance, open_dataset, open_writer
+from harness.formats import FORMATS, Provenance, open_dataset
 from harness.formats.convert import convert_dataset
 from harness.formats.inspect import find_tokenizer_folder
 from harness.records import Pack
 
-PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
-
 
 def write(path: Path, *, format: str = "parquet", packs: list[Pack] = PACKS) -> Path:
     provenance = Provenance(tokenizer="bpe", seed=3, counts={"dropped": 1})
-    with open_writer(path, format=format, pack_size=8, packs_per_shard=3, provenance=provenance) as writer:
-        for pack in packs:
-            writer.append(pack)
-    return path
+    return write_packs(path, packs, format=format, pack_size=8, packs_per_shard=3, provenance=provenance)
 
 
 @pytest.mark.parametrize(("source", "target"), [*itertools.pairwise([*FORMATS, next(iter(FORMATS))])])
@@ -42,37 +36,6 @@ def test_bare_files_become_a_dataset_and_go_back(tmp_path: Path) -> None:
     assert open_dataset(tmp_path / "bare.npy").manifest is None
     convert_dataset(tmp_path / "bare.npy", tmp_path / "b", format="memmap", pack_size=8)
     assert open_dataset(tmp_path / "b").fingerprint == open_dataset(tmp_path / "a").fingerprint
-
-
-def test_an_interrupted_conversion_continues_after_its_last_whole_shard(tmp_path: Path) -> None:
-    source = write(tmp_path / "a")
-    seen: list[tuple[str, int, int]] = []
-
-    def run() -> None:
-        original = PackReader.read
-
-        def dying(self: PackReader, ids: object) -> list[Pack]:
-            packs = original(self, ids)  # type: ignore[arg-type]
-            packs[5] = None  # type: ignore[call-overload]
-            return packs
-
-        PackReader.read = dying  # type: ignore[method-assign,assignment]
-        try:
-            convert_dataset(source, tmp_path / "b", format="memmap", packs_per_shard=2)
-        except AttributeError:
-            os._exit(5)
-
-    child = multiprocessing.get_context("fork").Process(target=run)
-    child.start()
-    child.join()
-    assert child.exitcode == 5
-    written = (tmp_path / "b" / "shard_000001" / "input_ids.npy").stat()
-    convert_dataset(
-        source, tmp_path / "b", format="memmap", packs_per_shard=2, progress=lambda *values: seen.append(values)
-    )
-    assert (tmp_path / "b" / "shard_000001" / "input_ids.npy").stat().st_mtime_ns == written.st_mtime_ns
-    assert list(open_dataset(tmp_path / "b")) == PACKS
-    assert seen == [("convert", 7, 7), ("compare", 7, 7)]
 
 
 def test_a_finished_conversion_is_not_written_again(tmp_path: Path) -> None:
@@ -108,8 +71,13 @@ def test_a_dataset_is_not_converted_onto_itself(tmp_path: Path) -> None:
 def test_the_tokenizer_beside_the_source_is_found_from_the_destination(tmp_path, destination):
     (tmp_path / "made" / "tokenizer").mkdir(parents=True)
     source = tmp_path / "made" / "train"
-    with open_writer(source, format="parquet", pack_size=8, provenance=Provenance(tokenizer="../tokenizer")) as writer:
-        writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
+    write_packs(
+        source,
+        [Pack([1, 2, 3], [1, 1, 0], [0])],
+        format="parquet",
+        pack_size=8,
+        provenance=Provenance(tokenizer="../tokenizer"),
+    )
     format = "parquet" if destination.endswith(".parquet") else "memmap"
     (tmp_path / destination).parent.mkdir(parents=True, exist_ok=True)
     convert_dataset(source, tmp_path / destination, format=format)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_packs import write_packs
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import Provenance, open_dataset, open_writer
+from harness.formats import Provenance, open_dataset
 from harness.formats.foreign.exporting import BridgeFiles, export_to_bridge
 from harness.formats.foreign.importing import import_dataset
 from harness.records import Pack
@@ -22,9 +23,7 @@ PACKS = [
 
 
 def write(folder: Path, packs: list[Pack] = PACKS) -> Path:
-    with open_writer(folder / "train", pack_size=8, provenance=Provenance(tokenizer="../tokenizer")) as writer:
-        for pack in packs:
-            writer.append(pack)
+    write_packs(folder / "train", packs, pack_size=8, provenance=Provenance(tokenizer="../tokenizer"))
     return folder / "train"
 
 
@@ -35,7 +34,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer/tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def test_the_files_have_the_names_that_bridge_looks_for(tmp_path: Path) -> None:
+def test_the_files_have_the_names_and_figures_that_bridge_looks_for_and_are_imported_again(tmp_path: Path) -> None:
     written = export_to_bridge(write(tmp_path), tmp_path / "root", files=BridgeFiles(tokenizer="org/name"))
 
     folder = tmp_path / "root/packed/org--name_pad_seq_to_mult1"
@@ -43,21 +42,12 @@ def test_the_files_have_the_names_that_bridge_looks_for(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["8_metadata.jsonl", "training_8.npy"]
     assert "tokenizer_model_name='org--name'" in written.settings
     assert "do_validation=False" in written.settings
-
-
-def test_packs_are_lists_of_python_numbers_as_numpy_loads_them(tmp_path: Path) -> None:
-    written = export_to_bridge(write(tmp_path), tmp_path / "root")
-
-    packs = np.load(written.path, allow_pickle=True)
-    assert packs.tolist() == [
+    assert written.end_token is None
+    # Lists of Python numbers; the figures count the tokens that are inputs.
+    assert np.load(written.path, allow_pickle=True).tolist() == [
         {"input_ids": [1, 9, 3, 9, 4, 5, 9], "loss_mask": [0, 1, 1, 0, 1, 1, 0], "seq_start_id": [0, 4]},
         {"input_ids": [6, 7, 8, 8, 9], "loss_mask": [0, 0, 1, 1, 0], "seq_start_id": [0]},
     ]
-
-
-def test_the_figures_of_packing_count_the_tokens_that_are_inputs(tmp_path: Path) -> None:
-    written = export_to_bridge(write(tmp_path), tmp_path / "root")
-
     assert json.loads(Path(written.metadata_path).read_text()) == [
         {
             "dataset_max_seqlen": 4,
@@ -69,6 +59,11 @@ def test_the_figures_of_packing_count_the_tokens_that_are_inputs(tmp_path: Path)
             "split": "training",
         }
     ]
+    manifest = import_dataset(written.path, tmp_path / "again", convention="megatron_bridge", pack_size=8)
+    assert manifest.fingerprint == open_dataset(tmp_path / "train").fingerprint
+    later = export_to_bridge(tmp_path / "train", tmp_path / "root", files=BridgeFiles(file_format="parquet"))
+    assert Path(later.path).name == "training_8.idx.parquet"
+    assert list(open_dataset(later.path)) == PACKS
 
 
 def test_a_validation_split_adds_its_figures_and_a_second_export_replaces_its_own(tmp_path: Path) -> None:
@@ -83,20 +78,6 @@ def test_a_validation_split_adds_its_figures_and_a_second_export_replaces_its_ow
     assert "do_validation=True" in written.settings
 
 
-def test_parquet_files_have_the_names_of_later_versions_and_are_imported_again(tmp_path: Path) -> None:
-    written = export_to_bridge(write(tmp_path), tmp_path / "root", files=BridgeFiles(file_format="parquet"))
-
-    assert Path(written.path).name == "training_8.idx.parquet"
-    assert list(open_dataset(written.path)) == PACKS
-
-
-def test_an_export_is_imported_again(tmp_path: Path) -> None:
-    written = export_to_bridge(write(tmp_path), tmp_path / "root")
-    manifest = import_dataset(written.path, tmp_path / "again", convention="megatron_bridge", pack_size=8)
-
-    assert manifest.fingerprint == open_dataset(tmp_path / "train").fingerprint
-
-
 def test_labels_after_the_token_that_ends_a_sequence_are_counted_because_bridge_does_not_train_them(
     tmp_path: Path,
 ) -> None:
@@ -104,10 +85,6 @@ def test_labels_after_the_token_that_ends_a_sequence_are_counted_because_bridge_
     written = export_to_bridge(write(tmp_path), tmp_path / "root")
 
     assert (written.end_token, written.num_untrained) == (9, 1)
-
-
-def test_without_a_tokenizer_nothing_is_counted(tmp_path: Path) -> None:
-    assert export_to_bridge(write(tmp_path), tmp_path / "root").end_token is None
 
 
 def test_a_bucket_is_refused(tmp_path: Path) -> None:

@@ -14,18 +14,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from small_packs import PACKS, write_packs
 
 from harness.errors import FormatError
-from harness.formats import open_dataset, open_writer, verify_dataset
+from harness.formats import open_dataset, verify_dataset
 from harness.formats.index import lengths_from_starts
+from harness.formats.layouts import parquet_pages as pages
+from harness.formats.layouts.npy import _pickle_head
 from harness.formats.manifest import content_checksum
-from harness.formats.npy import _pickle_head
-from harness.formats.parquet import pages
-from harness.records import Pack
 from harness.storage import LocalFolder
 from harness.storage.arrays import npy_header
-
-PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
 
 # Imports alone take up to 1.5 GB of addresses, nearly all of them unused.
 _LIMIT_BYTES = 3 << 30
@@ -65,10 +63,7 @@ def what_of(path: Path, limit: int = _LIMIT_BYTES) -> str:
 
 
 def write(path: Path, format: str = "parquet") -> Path:
-    with open_writer(path, format=format, pack_size=8, packs_per_shard=4) as writer:
-        for pack in PACKS:
-            writer.append(pack)
-    return path
+    return write_packs(path, PACKS, format=format, pack_size=8, packs_per_shard=4)
 
 
 def pickle_of(path: Path, before: bytes, fields: dict[str, bytes], *, count: int = 1) -> Path:

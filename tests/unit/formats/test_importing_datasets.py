@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from small_packs import write_packs
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import open_dataset, open_writer
+from harness.formats import open_dataset
 from harness.formats.foreign.importing import import_dataset
 from harness.records import Pack
 
@@ -84,9 +85,7 @@ def test_megatron_bridge_indexed_rows_are_imported(tmp_path: Path) -> None:
 
 def test_megatron_bridge_reads_our_parquet_unchanged(tmp_path: Path) -> None:
     """Its dataset class reads the sorted `*.parquet` of a folder, the columns by name, row by row as lists."""
-    with open_writer(tmp_path / "out", pack_size=8, packs_per_shard=1) as writer:
-        for pack in PACKS:
-            writer.append(pack)
+    write_packs(tmp_path / "out", PACKS, pack_size=8, packs_per_shard=1)
     rows = []
     for path in sorted((tmp_path / "out").glob("*.parquet")):
         file = pq.ParquetFile(path)
@@ -100,16 +99,14 @@ def test_megatron_bridge_reads_our_parquet_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("convention", ["megatron_bridge", "nemotron", "ms_swift", "megatron_lm"])
 def test_a_dataset_of_the_harness_is_not_imported_as_another_tools(tmp_path: Path, convention: str) -> None:
-    with open_writer(tmp_path / "ours", format="jsonl", pack_size=8) as writer:
-        writer.append(PACKS[0])
+    write_packs(tmp_path / "ours", [PACKS[0]], format="jsonl", pack_size=8)
     with pytest.raises(FormatError, match="this is a dataset of the harness") as raised:
         import_dataset(tmp_path / "ours", tmp_path / "out", convention=convention)
     assert "harness convert" in raised.value.fix
 
 
 def test_a_single_file_of_a_dataset_of_the_harness_is_not_imported_either(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "ours.parquet", pack_size=8) as writer:
-        writer.append(PACKS[0])
+    write_packs(tmp_path / "ours.parquet", [PACKS[0]], pack_size=8)
     with pytest.raises(FormatError, match="this is a dataset of the harness"):
         import_dataset(tmp_path / "ours.parquet", tmp_path / "out", convention="megatron_bridge")
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from small_packs import PACKS, write_packs
 from typer.testing import CliRunner
 
 from harness.cli.app import app
@@ -24,26 +25,21 @@ from harness.formats import (
     load_format,
     load_manifest,
     open_dataset,
-    open_writer,
     repair_manifest,
     verify_dataset,
 )
 from harness.formats.foreign.importing import CONVENTIONS, import_dataset
 from harness.formats.inspect import find_datasets, inspect_dataset
-from harness.formats.jsonl import line_of_pack
+from harness.formats.layouts.jsonl import line_of_pack
 from harness.formats.verify import diff_datasets
 from harness.loader.live.folder import LiveFolder
 from harness.records import Pack
 
-PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
 MANIFEST = "manifest.json"
 
 
 def write(path: Path, format: str = "parquet", packs: list[Pack] = PACKS) -> Path:
-    with open_writer(path, format=format, pack_size=8, packs_per_shard=2, rows_per_group=2) as writer:
-        for pack in packs:
-            writer.append(pack)
-    return path
+    return write_packs(path, packs, format=format, pack_size=8, packs_per_shard=2, rows_per_group=2)
 
 
 def parts_of(path: Path, format: str, number: int) -> list[Path]:
@@ -104,15 +100,14 @@ def test_an_index_alone_is_refused_as_an_incomplete_dataset(tmp_path: Path, form
     assert_refused(path, tmp_path / "out", r"the dataset is incomplete: manifest.json missing")
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_damaged_manifest_is_refused(tmp_path: Path, format: str) -> None:
-    path = write(tmp_path / "data", format)
+def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "data")
     text = (path / MANIFEST).read_text()
     for damaged, problem in (
         (text[: len(text) // 2], "the manifest is not JSON"),
         (text.replace('"fingerprint"', '"fingerprinT"'), "the manifest lacks format, version, fingerprint or shards"),
         (text.replace('"num_packs": 7', '"num_packs": 6', 1), "has num_packs 6, but its shards hold 7"),
-        (text.replace('"xxh3"', '"xxH3"', 1), "the manifest has xxh3 'None', expected text"),
+        (text.replace('"xxh3"', '"xxH3"', 1), r"there is no setting 'shards\[\].files\[\].xxH3'"),
         (text.replace('"packer": ""', '"packer": "x"'), "its content '.*': it was damaged or edited"),
     ):
         (path / MANIFEST).write_text(damaged)
@@ -194,9 +189,7 @@ def test_the_chunks_of_a_dataset_are_not_taken_for_live_ones(tmp_path: Path, is_
 def test_a_flipped_bit_of_the_manifest_loses_no_provenance_and_two_are_named(tmp_path: Path) -> None:
     path = tmp_path / "data"
     provenance = Provenance(tokenizer="some/tokenizer", packer="best_fit", seed=7)
-    with open_writer(path, format="parquet", pack_size=8, provenance=provenance) as writer:
-        for pack in PACKS:
-            writer.append(pack)
+    write_packs(path, PACKS, format="parquet", pack_size=8, provenance=provenance)
     stored = (path / MANIFEST).read_bytes()
     for position in (5, len(stored) // 2, len(stored) - 60):
         (path / MANIFEST).write_bytes(stored[:position] + bytes([stored[position] ^ 4]) + stored[position + 1 :])
@@ -324,8 +317,7 @@ def test_an_incomplete_dataset_is_replaced_with_overwrite_if_its_manifest_is_dam
     (path / MANIFEST).write_text("{")
     with pytest.raises(FormatError, match="not JSON"):
         write(path)
-    with open_writer(path, pack_size=8, overwrite=True) as writer:
-        writer.append(PACKS[0])
+    write_packs(path, [PACKS[0]], pack_size=8, overwrite=True)
     assert list(open_dataset(path)) == PACKS[:1]
     assert sorted(one.name for one in path.iterdir()) == ["index", MANIFEST, "shard_000000.parquet"]
 
@@ -423,11 +415,3 @@ def test_shards_without_manifest_and_index_are_ours_if_the_first_or_the_last_is(
     [shard] = parts_of(path, "parquet", damaged)
     shard.write_bytes(b"damaged beyond recognition")
     assert_refused(path, tmp_path / "out", "the dataset is incomplete: manifest.json")
-
-
-def test_a_manifest_larger_than_any_is_refused_before_it_is_parsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("harness.formats.manifest.MAX_MANIFEST_BYTES", 100)
-    with pytest.raises(FormatError, match="the manifest is larger than 100 bytes"):
-        open_dataset(write(tmp_path / "data"))

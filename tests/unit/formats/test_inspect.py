@@ -8,9 +8,10 @@ import json
 import numpy as np
 import pytest
 from rich.console import Console
+from small_packs import write_packs
 
 from harness.errors import ConfigError
-from harness.formats import Provenance, open_dataset, open_writer
+from harness.formats import Provenance, open_dataset
 from harness.formats.inspect import (
     TRAINED_STYLE,
     find_datasets,
@@ -52,13 +53,12 @@ PACKS = [
 
 @pytest.fixture
 def dataset(tmp_path):
-    with open_writer(
+    write_packs(
         tmp_path / "train",
+        PACKS,
         pack_size=8,
         provenance=Provenance(tokenizer="../tokenizer", packer="next_fit", counts={"records": 3}),
-    ) as writer:
-        for pack in PACKS:
-            writer.append(pack)
+    )
     return tmp_path / "train"
 
 

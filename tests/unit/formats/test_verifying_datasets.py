@@ -8,20 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from small_packs import PACKS, write_packs
 
 from harness.errors import Problem
-from harness.formats import FORMATS, open_writer
+from harness.formats import FORMATS
 from harness.formats.verify import PackDifference, diff_datasets, verify_dataset
 from harness.records import Pack
 
-PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
-
 
 def write(path: Path, *, format: str = "parquet", packs: list[Pack] = PACKS) -> Path:
-    with open_writer(path, format=format, pack_size=8, packs_per_shard=2) as writer:
-        for pack in packs:
-            writer.append(pack)
-    return path
+    return write_packs(path, packs, format=format, pack_size=8, packs_per_shard=2)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -16,8 +16,8 @@ from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, PrepError
 from harness.formats import Provenance, convert_dataset, open_dataset, open_writer, verify_dataset
 from harness.formats.digest import KeptFingerprint
+from harness.formats.layouts.virtual import open_store, write_plan
 from harness.formats.verify import diff_datasets
-from harness.formats.virtual.plan import open_store, write_plan
 from harness.prep import plan_packs
 from harness.prep.pipeline import repack_store
 from harness.records import Pack

@@ -64,7 +64,7 @@ def test_without_weights_an_epoch_is_shown(monkeypatch, capsys, tmp_path, source
     ("settings", "message"),
     [
         ({"data": {"path": "x"}}, "configures no blend"),
-        ({"blend": [{"wieght": 1}]}, "is not a source"),
+        ({"blend": [{"wieght": 1}]}, "there is no setting 'wieght'"),
         ({"blend": [{"path": "x", "weight": -1.0}]}, "weight is -1.0"),
         (["a"], "holds no settings"),
         ({"blend": [{"path": "x", "weight": "abc"}]}, "weight is 'abc'"),

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live_streams import Trained, long_chats, some_chats, some_packs, train, write_stream
 
-from harness.errors import FormatError, LoaderError, ScheduleError
+from harness.errors import FormatError, LoaderError
 from harness.loader.live import LiveProducer
 from harness.loader.live.position import LivePosition
 from harness.loader.live.rank import FolderReader, Offer
@@ -331,13 +331,6 @@ def test_conversations_left_out_after_the_last_step_are_counted_and_logged(
         producer.end()
     with pytest.raises(LoaderError, match="without a row to train on; left out: 4 no_messages"):
         train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", dp_size=2)
-
-
-def test_a_pack_over_a_rows_capacity_is_named(tmp_path: Path) -> None:
-    write_stream(tmp_path, some_packs(4), [4])
-    with pytest.raises(ScheduleError, match="padded to 512, more than the 256 of a row") as caught:
-        train(tmp_path, layout={"pad_to_multiple": 512})
-    assert caught.value.where.endswith("chunk_00000.jsonl, line 1")
 
 
 def test_the_next_step_is_read_while_one_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,9 +204,7 @@ def test_a_position_in_another_number_of_folders_is_refused(folders, tokenizer):
         LiveConfig(blend=[LiveSource("data/a"), LiveSource("data/b"), LiveSource("data/./a", 2.0)])
 
 
-def test_a_folder_in_which_nothing_was_written_is_named_with_the_one_that_was_meant(tmp_path):
-    write_stream(tmp_path / "live", some_packs(2), [2])
+def test_a_folder_in_which_nothing_was_written_is_named(tmp_path):
     (tmp_path / "lvie").mkdir()
-    with pytest.raises(LoaderError, match=r"nothing was ever written to .*lvie: check the name") as caught:
+    with pytest.raises(LoaderError, match=r"nothing was ever written to .*lvie: check its name"):
         train(tmp_path / "lvie", timeout_s=0.2)
-    assert f"{tmp_path / 'live'} has chunks" in caught.value.what

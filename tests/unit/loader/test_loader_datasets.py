@@ -5,9 +5,10 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from small_packs import write_packs
 
 from harness.errors import ConfigError
-from harness.formats import Provenance, open_writer
+from harness.formats import Provenance
 from harness.loader import DataConfig, open_datasets
 from harness.loader.datasets import BlendSource
 from harness.records import Pack
@@ -15,8 +16,7 @@ from harness.records import Pack
 
 def write(path, *, tokenizer_hash="a" * 16, format="parquet"):
     provenance = Provenance(tokenizer="tok", tokenizer_hash=tokenizer_hash, counts={"vocab_size": 90})
-    with open_writer(path, format=format, pack_size=4, provenance=provenance) as writer:
-        writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
+    write_packs(path, [Pack([1, 2, 3], [1, 1, 0], [0])], format=format, pack_size=4, provenance=provenance)
 
 
 def test_a_prepared_folder_gives_both_sets_and_the_vocabulary(tmp_path):
@@ -76,8 +76,7 @@ def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):
     write(tmp_path / "b", tokenizer_hash="b" * 16)
     with pytest.raises(ConfigError, match=r"one tokenizer: .*a has a{16}, .*b has b{16}"):
         open_datasets(blend((str(tmp_path / "a"),), (str(tmp_path / "b"),)))
-    with open_writer(tmp_path / "c", pack_size=8) as writer:
-        writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
+    write_packs(tmp_path / "c", [Pack([1, 2, 3], [1, 1, 0], [0])], pack_size=8)
     with pytest.raises(ConfigError, match=r"one pack_size: .*a has 4, .*c has 8"):
         open_datasets(blend((str(tmp_path / "a"),), (str(tmp_path / "c"),)))
 

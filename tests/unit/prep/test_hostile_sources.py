@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.errors import PrepError
-from harness.formats.jsonl import pack_of_line
+from harness.formats.layouts.jsonl import pack_of_line
 from harness.prep.sources import tables
 from harness.prep.sources.reading import read_chunks
 

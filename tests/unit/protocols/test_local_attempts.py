@@ -5,6 +5,7 @@ The functions of `harness.train.local` run on real files, by the protocol in the
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,8 @@ from harness.loader import LoaderState
 from harness.train import local
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, Progress, whole_checkpoints, write_run_file
 from harness.train.local import LocalRecord
+
+NUMBERS = itertools.count()
 
 
 class Runs(World):
@@ -43,10 +46,11 @@ class Runs(World):
         super().__init__()
         self.root, self.attempts = self.home / "disk", {"a": 0, "b": 0}
         self.written: dict[str, str] = {}
+        (self.home / "removed").mkdir(exist_ok=True)
         for name in ("a", "b", "disk"):
             (self.home / name).mkdir(exist_ok=True)  # kept, because a new folder has a new place
             for path in (self.home / name).iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                self.put_away(path)
         local.write_atomically = self.write
         local.secrets = SimpleNamespace(token_hex=lambda size: self.new_token())
         self.begin("a")
@@ -149,7 +153,12 @@ class Runs(World):
         self.pause()
         writer = self.written[path.relative_to(self.root).parts[0]]
         assert writer == who, f"{who} removes local checkpoints of {writer}"
-        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            self.put_away(path)
+
+    def put_away(self, path: Path) -> None:
+        """Remove a file or a folder in one operation, whatever is in it."""
+        path.rename(self.home / "removed" / str(next(NUMBERS)))
 
     # ---- for the explorer
 
@@ -163,7 +172,7 @@ class Runs(World):
 
     def more_state(self) -> Hashable:
         files = {}
-        for place, _, names in os.walk(self.home):
+        for place, _, names in (one for name in ("a", "b", "disk") for one in os.walk(self.home / name)):
             files[place] = ""
             files.update({f"{place}/{name}": Path(place, name).read_text() for name in names})
         return frozenset(files.items()), tuple(self.attempts.items())

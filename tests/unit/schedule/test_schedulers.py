@@ -1,4 +1,4 @@
-"""Guarantees of every scheduler, over the registry."""
+"""Guarantees of every scheduler, over the registry, and the measures of what they make."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError, ScheduleError
-from harness.schedule import SCHEDULERS, ScheduleConfig, SequenceCost, most_sequences, schedule
+from harness.records import Schedule
+from harness.schedule import (
+    SCHEDULERS,
+    ScheduleConfig,
+    SequenceCost,
+    measure_imbalance,
+    most_sequences,
+    schedule,
+)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -87,3 +95,35 @@ def test_either_part_of_the_cost_may_be_0_and_both_small(linear: float, quadrati
 def test_cost_grows_with_the_square_of_the_length() -> None:
     assert SequenceCost(linear=2.0, quadratic=0.5).of(np.asarray([1, 10])).tolist() == [2.5, 70.0]
     assert SequenceCost().of(np.asarray([8192])).tolist() == [16384.0]
+
+
+def test_ratios_compare_the_busiest_rank_with_the_mean() -> None:
+    # Microbatch 0: rank 0 trains 4 + 2 tokens, rank 1 trains 2; microbatch 1: rank 0 nothing, rank 1 trains 4.
+    placed = Schedule(2, np.asarray([0, 1, 2, 3]), np.asarray([0, 2, 3, 3, 4]))
+    found = measure_imbalance(
+        placed, np.asarray([4, 2, 2, 4]), max_tokens_per_row=6, cost=SequenceCost(linear=0.0, quadratic=1.0)
+    )
+    assert found.rank_tokens.tolist() == [6, 6]
+    assert found.rank_tokens.dtype == np.int64
+    assert found.rank_cost.tolist() == [20.0, 20.0]
+    assert found.token_ratio == 1.0
+    assert found.cost_ratio == 1.0
+    # 20 in the first microbatch and 16 in the second, where 20 would do.
+    assert found.sync_ratio == pytest.approx(36 / 20)
+    assert found.fill == pytest.approx(12 / 24)
+    assert found.num_microbatches == 2
+
+
+def test_a_rank_without_work_shows() -> None:
+    found = measure_imbalance(
+        Schedule(2, np.asarray([0]), np.asarray([0, 1, 1])), np.asarray([5]), max_tokens_per_row=5
+    )
+    assert found.cost_ratio == 2.0
+    assert found.rank_tokens.tolist() == [5, 0]
+
+
+def test_one_rank_is_always_even() -> None:
+    found = measure_imbalance(
+        Schedule(1, np.asarray([0, 1]), np.asarray([0, 1, 2])), np.asarray([5, 1]), max_tokens_per_row=5
+    )
+    assert (found.token_ratio, found.cost_ratio, found.sync_ratio) == (1.0, 1.0, 1.0)

@@ -164,9 +164,3 @@ def test_a_disk_that_does_not_answer_is_reported(tmp_path, original, monkeypatch
         check()
     with os.fdopen(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "wb"):  # ends the thread
         pass
-
-
-def test_the_listing_of_a_copy_is_readable(original, tmp_path):
-    made = copy_to_node(str(original), tmp_path / "local")
-    listed = json.loads(made.path.with_name("model.copied").read_text())
-    assert listed["config.json"]["xxh3"] == file_digest(original / "config.json")

@@ -1,4 +1,11 @@
-"""Reading one Parquet file: a row group at a time, checked before memory is spent on it."""
+"""`parquet`: lists of tokens, masks and starts, zstd, page checksums, small row groups.
+
+A row group is decoded at once and a few are kept, because the loader's order stays within few groups at a time. Token
+ids and masks are stored as BYTE_STREAM_SPLIT: measured on 4,096-token packs against plain zstd, a quarter smaller, half
+again as fast to read and twice as fast to write. A file on its own holds its manifest and index in its metadata.
+
+`parquet_pages` refuses files that claim more memory than they can hold data for.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,8 @@ import contextlib
 import itertools
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +24,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError
-from harness.formats.base import FIELDS, ShardContents, ShardReader, make_pack
+from harness.formats.base import (
+    FIELDS,
+    Format,
+    ShardContents,
+    ShardOptions,
+    ShardReader,
+    ShardWriter,
+    find_files,
+    make_pack,
+)
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import IndexPart, lengths_from_starts
-from harness.formats.manifest import Manifest
-from harness.formats.parquet.pages import (
+from harness.formats.layouts.parquet_pages import (
     check_extent,
     check_pages,
     check_totals,
@@ -28,10 +44,83 @@ from harness.formats.parquet.pages import (
     read_footer,
     read_row_groups,
 )
-from harness.formats.parquet.writer import METADATA_PREFIX, SCHEMA
+from harness.formats.manifest import Manifest
 from harness.records import Pack
-from harness.storage import Place
-from harness.storage.ranges import ByteSource, open_source
+from harness.storage import Folder, Place
+from harness.storage.files import OutputFile
+from harness.storage.inputs import ByteSource, open_source
+
+SCHEMA = pa.schema(
+    [
+        pa.field(name, pa.list_(pa.field("element", kind, nullable=False)), nullable=False)
+        for name, kind in zip(FIELDS, (pa.int32(), pa.uint8(), pa.int32()), strict=True)
+    ]
+)
+_COMPRESSION_LEVEL = 1
+METADATA_PREFIX = "harness."
+
+
+class ParquetWriter(ShardWriter[OutputFile]):
+    """Buffers one row group of packs and writes it."""
+
+    def __init__(self, folder: Folder, name: str, options: ShardOptions) -> None:
+        self._rows_per_group = options.rows_per_group
+        self._packs: list[Pack] = []
+        super().__init__([name], [folder.create_file(name)])
+        try:
+            self._writer = pq.ParquetWriter(
+                self._files[0],
+                SCHEMA,
+                compression="zstd",
+                compression_level=_COMPRESSION_LEVEL,
+                use_dictionary=False,
+                column_encoding={f"{field}.list.element": "BYTE_STREAM_SPLIT" for field in FIELDS[:2]},
+                write_statistics=False,
+                write_page_checksum=True,
+                store_schema=False,
+            )
+        except BaseException:
+            super().abort()
+            raise
+
+    def append(self, pack: Pack) -> None:
+        # A copy, because the caller may reuse the arrays before the row group is written.
+        self._packs.append(Pack(pack.input_ids.copy(), pack.loss_mask.copy(), pack.seq_start_id.copy()))
+        if len(self._packs) == self._rows_per_group:
+            self._flush()
+
+    def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
+        self._flush()
+        if metadata:
+            self._writer.add_key_value_metadata(
+                {METADATA_PREFIX + key: _to_text(key, value) for key, value in metadata.items()}
+            )
+        self._writer.close()
+        return super().finish(metadata)
+
+    def abort(self) -> None:
+        self._packs.clear()
+        super().abort()
+        with contextlib.suppress(OSError, pa.ArrowException):
+            self._writer.close()
+
+    def _flush(self) -> None:
+        if not self._packs:
+            return
+        columns = []
+        for name, field in zip(FIELDS, SCHEMA, strict=True):
+            rows = [getattr(pack, name) for pack in self._packs]
+            offsets = np.zeros(len(rows) + 1, np.int32)
+            np.cumsum([row.shape[0] for row in rows], out=offsets[1:])
+            columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)), type=field.type))
+        self._writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(self._packs))
+        self._packs.clear()
+
+
+def _to_text(key: str, value: bytes) -> bytes:
+    # Metadata is text to other tools; the manifest is text already.
+    return value if key == "manifest" else base64.b64encode(zlib.compress(value, 1))
+
 
 CACHE_BYTES = 64 << 20
 
@@ -274,3 +363,24 @@ def _column_of(column: Any, name: str) -> _Column:
     if array.null_count or array.values.null_count:
         raise FormatError(f"has missing values in {name}")
     return _Column(array.values.to_numpy(zero_copy_only=True), array.offsets.to_numpy())
+
+
+SUFFIX = ".parquet"
+SUFFIXES = (SUFFIX, ".pq")
+
+
+FORMAT = Format(
+    name="parquet",
+    shard_template=f"shard_{{:06d}}{SUFFIX}",
+    suffixes=SUFFIXES,
+    shard_pattern=r".*\.(parquet|pq)",
+    packs_per_shard=16384,
+    files_per_shard=2,
+    write_shard=ParquetWriter,
+    open_shard=ParquetShard,
+    find_bare=partial(find_files, suffixes=SUFFIXES),
+    is_own=is_own,
+    has_checksums=True,
+    single_file_suffix=SUFFIX,
+    in_buckets=True,
+)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.errors import FormatError
-from harness.storage.ranges import ByteSource
+from harness.storage.inputs import ByteSource
 
 # Values of a row group that are always decoded: 16 MiB of tokens, or 256 MiB where packs have a known size. The larger
 # one is also what a file without a manifest may hold in total.

@@ -1,8 +1,18 @@
-"""A plan over a sequence store: a dataset that holds which sequences make a pack, and no token. A shard is a folder:
+"""`virtual`: sequences stored once, and packs that are plans over them. Both read as any other dataset.
 
-plan.json               the store: its path from the dataset's folder, its hash, its shards
-sequence_ids.npy        int64  [sequences]       numbers of sequences in the store, pack after pack
-pack_offsets.npy        int64  [packs + 1]       where each pack begins in them
+A shard is a folder, of one of two kinds. A sequence store holds the sequences of its packs, one after another:
+
+    input_ids.npy           int32  [tokens]          all sequences, end to end
+    loss_mask.npy           uint8  [tokens]
+    sequence_offsets.npy    int64  [sequences + 1]   where each begins in both
+    sequence_checksums.npy  uint64 [sequences]       `sequence_digest` of each
+    pack_offsets.npy        int64  [packs + 1]       pack p holds sequences pack_offsets[p] to pack_offsets[p + 1]
+
+A plan holds which sequences of a store make a pack, and no token:
+
+    plan.json               the store: its path from the dataset's folder, its hash, its shards
+    sequence_ids.npy        int64  [sequences]       numbers of sequences in the store, pack after pack
+    pack_offsets.npy        int64  [packs + 1]       where each pack begins in them
 """
 
 from __future__ import annotations
@@ -10,26 +20,122 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from harness.errors import ConfigError, FormatError, os_errors_as
-from harness.formats.base import ShardContents, ShardReader, make_pack
+from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, find_folders, make_pack
+from harness.formats.digest import sequence_digest
 from harness.formats.incomplete import find_traces, incomplete_error
-from harness.formats.index import PACK_OFFSETS as INDEX_PACK_OFFSETS
-from harness.formats.index import SEQUENCE_LENGTHS, load_index, write_npy
+from harness.formats.index import INDEX_NAMES, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import HandleCache
-from harness.formats.virtual.store import NAME, PACK_OFFSETS, SHARD_TEMPLATE, SequenceShard, check_offsets
 from harness.formats.writer import FolderClaim, explain_os_errors
-from harness.records import Int32Array, Int64Array, Pack
+from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.settings import load
 from harness.storage import Folder, LocalFolder, StoredFile, file_digest, open_folder
-from harness.storage.arrays import map_npy
+from harness.storage.arrays import NpyStream, map_npy
 from harness.storage.uris import relative_path, resolve_path
+
+NAME = "virtual"
+SHARD_TEMPLATE = "shard_{:06d}"
+INPUT_IDS, LOSS_MASK = "input_ids.npy", "loss_mask.npy"
+SEQUENCE_OFFSETS, SEQUENCE_CHECKSUMS = "sequence_offsets.npy", "sequence_checksums.npy"
+PACK_OFFSETS = "pack_offsets.npy"
+_ARRAYS: dict[str, np.dtype[Any]] = {
+    INPUT_IDS: np.dtype(np.int32),
+    LOSS_MASK: np.dtype(np.uint8),
+    SEQUENCE_OFFSETS: np.dtype(np.int64),
+    SEQUENCE_CHECKSUMS: np.dtype(np.uint64),
+    PACK_OFFSETS: np.dtype(np.int64),
+}
+FILES_PER_SHARD = len(_ARRAYS)
+
+
+def check_offsets(offsets: Int64Array, end: int, *, where: Path) -> None:
+    """Raise FormatError unless offsets rise strictly from 0 to `end`."""
+    if offsets.shape[0] < 2 or offsets[0] != 0 or offsets[-1] != end or (offsets[1:] <= offsets[:-1]).any():
+        raise FormatError(f"the offsets do not rise from 0 to {end:,}", where=str(where), fix="copy the dataset again")
+
+
+class SequenceShard(ShardReader):
+    """The open files of a shard that holds its sequences; mapped, so that processes share the pages."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ids, self._mask, offsets, checksums, packs = (
+            map_npy(path / name, dtype) for name, dtype in _ARRAYS.items()
+        )
+        self.num_sequences, self.num_packs = checksums.shape[0], packs.shape[0] - 1
+        if not self._ids.shape == self._mask.shape or offsets.shape[0] != self.num_sequences + 1:
+            raise FormatError("the arrays do not fit together", where=str(path), fix="copy the dataset again")
+        check_offsets(offsets, self._ids.shape[0], where=path / SEQUENCE_OFFSETS)
+        check_offsets(packs, self.num_sequences, where=path / PACK_OFFSETS)
+        self._starts = offsets
+        # Indexing a memoryview gives a Python number in half the time of an array.
+        self._offsets, self._checksums, self._packs = offsets.data, checksums.data, packs.data
+
+    def read_row(self, row: int) -> Pack:
+        first, last = self._packs[row], self._packs[row + 1]
+        begin, end = self._offsets[first], self._offsets[last]
+        starts = (self._starts[first:last] - begin).astype(np.int32)
+        return make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts)
+
+    def read_sequence(self, number: int) -> tuple[Int32Array, UInt8Array]:
+        """Return input_ids and loss_mask of a sequence as views; raises FormatError if they were changed."""
+        begin, end = self._offsets[number], self._offsets[number + 1]
+        ids, mask = self._ids[begin:end], self._mask[begin:end]
+        if sequence_digest(ids, mask) != self._checksums[number]:
+            raise FormatError(
+                f"sequence {number:,} does not match its checksum",
+                where=str(self._path / INPUT_IDS),
+                fix="copy the store again; `harness verify` lists all damage",
+            )
+        return ids, mask
+
+    def contents(self) -> ShardContents:
+        lengths = np.diff(self._starts)
+        if lengths.max() > np.iinfo(np.int32).max:
+            raise FormatError(f"a sequence has {int(lengths.max()):,} tokens", where=str(self._path))
+        return ShardContents(np.diff(np.asarray(self._packs)), lengths.astype(np.int32))
+
+    def where(self, row: int) -> str:
+        return f"{self._path / INPUT_IDS}, pack {row:,}"
+
+
+class SequenceShardWriter(ShardWriter[NpyStream]):
+    """Writes a shard that holds its sequences."""
+
+    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+        self._num_tokens = self._num_sequences = 0
+        super().__init__([f"{name}/{array}" for array in _ARRAYS], self._start(folder, name))
+
+    def _start(self, folder: Folder, name: str) -> Iterator[NpyStream]:
+        for array, dtype in _ARRAYS.items():
+            stream = NpyStream(folder.create_file(f"{name}/{array}"), dtype)
+            if array in (SEQUENCE_OFFSETS, PACK_OFFSETS):
+                stream.write(np.zeros(1, dtype))
+            yield stream
+
+    def append(self, pack: Pack) -> None:
+        ids, mask, offsets, checksums, packs = self._files
+        ids.write(pack.input_ids)
+        mask.write(pack.loss_mask)
+        ends = np.append(pack.seq_start_id[1:], len(pack)).astype(np.int64)
+        offsets.write(ends + self._num_tokens)
+        digests = [sequence_digest(sequence.input_ids, sequence.loss_mask) for sequence in pack.sequences()]
+        checksums.write(np.array(digests, np.uint64))
+        self._num_tokens += len(pack)
+        self._num_sequences += pack.num_sequences
+        packs.write(np.array([self._num_sequences], np.int64))
+
+
+# ---- plans
 
 SEQUENCE_IDS, PLAN = "sequence_ids.npy", "plan.json"
 # Each holds five files open.
@@ -271,8 +377,8 @@ def _write(folder: Folder, store: SequenceStore, pack_offsets: Int64Array, seque
     names = [f"{shard}/{name}" for name in (PACK_OFFSETS, PLAN, SEQUENCE_IDS)]
     write_npy(folder, names[2], np.dtype("<i8"), len(sequence_ids), [sequence_ids])
     write_npy(folder, names[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
-    write_npy(folder, INDEX_PACK_OFFSETS, np.dtype("<i8"), len(pack_offsets), [pack_offsets])
-    write_npy(folder, SEQUENCE_LENGTHS, np.dtype("<i4"), len(sequence_ids), [store.lengths[sequence_ids]])
+    write_npy(folder, INDEX_NAMES[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
+    write_npy(folder, INDEX_NAMES[1], np.dtype("<i4"), len(sequence_ids), [store.lengths[sequence_ids]])
     stored = store.manifest.shards
     ends = np.cumsum([0, *(one.num_packs for one in stored)])
     counts = np.diff(load_index(store.folder, store.manifest).pack_offsets[ends]).tolist()
@@ -283,11 +389,36 @@ def _write(folder: Folder, store: SequenceStore, pack_offsets: Int64Array, seque
         "shards": [[one.path, count] for one, count in zip(stored, counts, strict=True)],
     }
     folder.write(names[1], [(json.dumps(plan, indent=1) + "\n").encode()])
-    index_names = [INDEX_PACK_OFFSETS, SEQUENCE_LENGTHS]
     return replace(
         store.manifest,
         num_packs=len(pack_offsets) - 1,
         fingerprint="",
         shards=(Shard(shard, len(pack_offsets) - 1, folder.describe(names)),),
-        index=folder.describe(index_names),
+        index=folder.describe(INDEX_NAMES[:2]),
     )
+
+
+def open_shard(path: Path, _pack_size: int | None, folder: Folder | None = None) -> ShardReader:
+    """Open the plan or the sequences of a folder; `folder` is the dataset's, where the files are copies."""
+    return PlanShard(path, folder) if (path / PLAN).is_file() else SequenceShard(path)
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a folder holds a plan or sequences; no other tool has such a layout."""
+    return any((path / name).is_file() for name in (PLAN, SEQUENCE_IDS, SEQUENCE_OFFSETS, SEQUENCE_CHECKSUMS))
+
+
+FORMAT = Format(
+    name=NAME,
+    shard_template=SHARD_TEMPLATE,
+    suffixes=(),
+    shard_pattern=r"shard_\d+",
+    # Stores hold millions of sequences, and few of their shards can be open at a time.
+    packs_per_shard=1 << 18,
+    files_per_shard=FILES_PER_SHARD,
+    write_shard=SequenceShardWriter,
+    open_shard=open_shard,
+    find_bare=partial(find_folders, names=(INPUT_IDS, SEQUENCE_OFFSETS)),
+    is_own=is_own,
+    has_checksums=True,
+)

@@ -23,7 +23,7 @@ from harness.formats.base import Format, ShardOptions, ShardReader, ShardWriter,
 from harness.records import MAX_TOKEN_ID, Int32Array, Int64Array, Pack
 from harness.storage import Folder
 from harness.storage.files import OutputFile
-from harness.storage.ranges import ByteSource, open_source
+from harness.storage.inputs import ByteSource, open_source
 
 SUFFIX = ".jsonl"
 IGNORED_LABEL = -100

@@ -1,0 +1,422 @@
+"""`npy`: the legacy format, a pickled list of dicts of Python lists.
+
+Reading does not stream: a file is unpickled whole before its first pack is available, so write shards, and packs are
+kept as compact arrays. Writing streams: the pickle is written pack by pack, for any reader that calls
+`np.load(path, allow_pickle=True)`.
+
+Unpickling builds nothing but lists, dicts, numbers, strings and plain numpy arrays, and runs no code. It takes two
+passes. The first walks the opcodes: it allows only a short list of them and checks every claimed size against the bytes
+that are present, because the C unpickler allocates what an opcode claims. The second is the C unpickler with every name
+replaced by a builder of ours; numpy's own reconstruction is never called.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import pickletools
+import re
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import FormatError
+from harness.formats.base import FIELDS, Format, ShardOptions, ShardReader, ShardWriter, find_files
+from harness.records import Pack
+from harness.storage import Folder
+from harness.storage.arrays import npy_header, read_npy_header
+from harness.storage.files import OutputFile
+
+SUFFIX = ".npy"
+
+# A dict of three lists takes at least this many bytes of a pickle beside its tokens.
+_ITEM_BYTES = 16
+_NUMBERS = frozenset((int, bool, float))
+_FIX = "write the dataset again; `harness convert` makes a format that streams"
+
+
+class NpyShard(ShardReader):
+    """One unpickled file, whose packs keep the invariants."""
+
+    def __init__(self, path: Path, _pack_size: int | None = None) -> None:
+        self._path = path
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            shape, _, dtype = read_npy_header(path, file)
+            if not dtype.hasobject or len(shape) != 1:
+                what = f"holds {dtype} {list(shape)[:4]}, expected a pickled list of packed samples"
+                raise FormatError(what, where=str(path), fix="name the folder of a dataset, not one of its arrays")
+            # Each object takes at least a byte; a claim beyond that is damage.
+            if not 0 <= shape[0] <= num_bytes:
+                raise FormatError(f"claims {shape[0]:,} packs in {num_bytes:,} bytes", where=str(path))
+            data = file.read()
+        try:
+            objects = unpickle_objects(data)
+        except FormatError as error:
+            raise FormatError(error.what, where=str(path), fix=error.fix) from None
+        if len(objects) != shape[0]:
+            raise FormatError(f"claims {shape[0]:,} packs but holds {len(objects):,}", where=str(path), fix=_FIX)
+        # A pickle can name one list many times; the size that it expands to is bounded by the file's.
+        budget = num_bytes
+        self._packs: list[Pack] = []
+        for row, item in enumerate(objects):
+            try:
+                pack = _pack_of(item, budget)
+            except FormatError as error:
+                raise FormatError(f"pack {row:,} {error.what}", where=str(path), fix=_FIX) from None
+            budget -= len(pack) + _ITEM_BYTES
+            self._packs.append(pack)
+            objects[row] = None  # Python lists take ten times the memory of the arrays they become.
+        self.num_packs = len(self._packs)
+
+    def read_row(self, row: int) -> Pack:
+        pack = self._packs[row]
+        # Copies: callers may write into their packs, and the next reader must not see that.
+        return Pack(pack.input_ids.copy(), pack.loss_mask.copy(), pack.seq_start_id.copy())
+
+    def where(self, row: int) -> str:
+        return f"{self._path}, item {row:,}"
+
+
+def _pack_of(item: Any, budget: int) -> Pack:
+    if not isinstance(item, dict):
+        raise FormatError(f"is a {type(item).__name__}, expected a dict of {', '.join(FIELDS)}")
+    missing = [name for name in FIELDS if name not in item]
+    if missing:
+        raise FormatError(f"lacks {', '.join(missing)}")
+    ids, mask, starts = (_numbers(item[name], name, budget) for name in FIELDS)
+    pack = Pack(ids, mask, starts)
+    problem = pack.problem()
+    if problem is not None:
+        raise FormatError(problem)
+    return pack
+
+
+def _numbers(value: Any, name: str, budget: int) -> Any:
+    value = array_of(value)
+    if not isinstance(value, list | tuple | np.ndarray):
+        raise FormatError(f"has {name} of type {type(value).__name__}, expected numbers")
+    if len(value) > budget:
+        raise FormatError(f"has {len(value):,} {name} entries, more than a file of this size can hold")
+    if isinstance(value, np.ndarray):
+        return value
+    # A list in a list can be shared: ten levels of ten are a hundred bytes here, and ten billion numbers to numpy.
+    if not _NUMBERS.issuperset(map(type, value)):
+        raise FormatError(f"has {name} that are not plain whole numbers")
+    try:
+        array = np.array(value)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise FormatError(f"has {name} that are not plain numbers: {str(error)[:100]}") from None
+    if array.dtype.kind not in "iufb" or array.ndim != 1:
+        raise FormatError(f"has {name} that are not plain whole numbers")
+    return array
+
+
+class NpyWriter(ShardWriter[OutputFile]):
+    """Writes one file pack by pack; only the number of packs is filled in at the end."""
+
+    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+        super().__init__([name], [folder.create_file(name)])
+        self._num_packs = 0
+        self._files[0].write(npy_header("|O", (0,)) + _pickle_head(0))
+
+    def append(self, pack: Pack) -> None:
+        item = {name: getattr(pack, name).tolist() for name in FIELDS}
+        self._files[0].write(_pickled_item(item) + b"a")  # APPEND
+        self._num_packs += 1
+
+    def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
+        self._files[0].write(b"tb.")  # TUPLE, BUILD, STOP
+        self._files[0].seek(0)
+        self._files[0].write(npy_header("|O", (self._num_packs,)) + _pickle_head(self._num_packs))
+        return super().finish(metadata)
+
+
+def _pickle_head(num_packs: int) -> bytes:
+    """Start a pickled object array, up to the open list of its objects; the size is the same for any number."""
+    # The module's name before numpy 2, which every numpy still knows.
+    reconstruct = b"cnumpy.core.multiarray\n_reconstruct\n"
+    arguments = b"cnumpy\nndarray\nK\x00\x85C\x01b\x87"
+    dtype = b"cnumpy\ndtype\nX\x02\x00\x00\x00O8\x89\x88\x87R"
+    dtype_state = b"(K\x03X\x01\x00\x00\x00|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x3ftb"
+    count = b"J" + struct.pack("<i", num_packs)
+    return b"\x80\x03" + reconstruct + arguments + b"R" + b"(K\x01" + count + b"\x85" + dtype + dtype_state + b"\x89]"
+
+
+def _pickled_item(item: dict[str, list[int]]) -> bytes:
+    """Pickle one dict to bare opcodes, without memo entries, which would clash between items."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=3)
+    pickler.fast = True
+    pickler.dump(item)
+    return buffer.getvalue()[2:-1]  # without PROTO and STOP
+
+
+def find_bare(path: Path) -> list[Path]:
+    found = find_files(path, (SUFFIX,))
+    return [file for file in found if _is_pickled(file)] if path.is_dir() else found
+
+
+def _is_pickled(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            return read_npy_header(path, file)[2].hasobject
+        except FormatError:
+            return True  # Damaged: opening it reports that.
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a pickle begins as `NpyWriter` begins it; numpy's own keeps names in a memo."""
+    head = _pickle_head(0)
+    count = head.index(b"J\0\0\0\0\x85") + 1
+    with path.open("rb") as file:
+        read_npy_header(path, file)
+        found = file.read(len(head))
+    return found[:count] + head[count : count + 4] + found[count + 4 :] == head
+
+
+# ---- unpickling
+
+
+_DAMAGED = "the file is damaged, or holds more than packed samples: load it only with the tool that wrote it"
+
+# Runs of small integers appended to lists, of which nearly all of a file consists.
+_INTEGERS = re.compile(rb"(?:K.|M..|J....|\x88|\x89|e|\()*+", re.DOTALL)
+
+# The opcodes that packed samples need, besides GLOBAL and STOP, as `pickletools` names them.
+_ALLOWED = re.compile(
+    r"PROTO|FRAME|MARK|(EMPTY_)?(LIST|DICT|TUPLE)|TUPLE[123]|APPENDS?|SETITEMS?|BININT[12]?|LONG1|BINFLOAT|NONE|NEWTRUE"
+    r"|NEWFALSE|POP|DUP|MEMOIZE|(LONG_)?BIN(GET|PUT)|STACK_GLOBAL|REDUCE|BUILD|(SHORT_)?BIN(UNICODE|STRING|BYTES)"
+    r"|BINBYTES8|BYTEARRAY8"
+)
+# Bytes of the length that an argument of variable size starts with.
+_LENGTH_BYTES = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4}
+_LENGTH_BYTES |= {pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8}
+# Opcode -> bytes of its fixed argument, and opcode -> bytes of the length field of a variable one.
+_DAMAGEDED: dict[bytes, int] = {}
+_COUNTED: dict[bytes, int] = {}
+for _opcode in (opcode for opcode in pickletools.opcodes if _ALLOWED.fullmatch(opcode.name)):
+    _num_bytes = 0 if _opcode.arg is None else _opcode.arg.n
+    if _num_bytes >= 0:
+        _DAMAGEDED[_opcode.code.encode("latin1")] = _num_bytes
+    else:
+        _COUNTED[_opcode.code.encode("latin1")] = _LENGTH_BYTES[_num_bytes]
+_MAX_NAME_BYTES = 256
+_MAX_LONG_BYTES = 9
+
+
+def check_opcodes(data: bytes) -> None:
+    """Walk a pickle's opcodes; raises FormatError for one that packed samples do not need or that claims too much."""
+    view = memoryview(data)
+    position, end, memoized = 0, len(view), 0
+    while True:
+        run = _INTEGERS.match(view, position)
+        assert run is not None
+        position = run.end()
+        if position >= end:
+            raise FormatError("the pickle is cut short", fix=_DAMAGED)
+        opcode = bytes(view[position : position + 1])
+        position += 1
+        if opcode == b".":
+            return
+        if opcode == b"c":
+            position = _skip_names(view, position)
+        elif opcode in _COUNTED:
+            width = _COUNTED[opcode]
+            length = int.from_bytes(view[position : position + width], "little")
+            position += width
+            if length > end - position:
+                raise FormatError(f"the pickle claims {length:,} bytes where {end - position:,} are left", fix=_DAMAGED)
+            if opcode == b"\x8a" and length > _MAX_LONG_BYTES:
+                raise FormatError(f"the pickle holds a number of {length} bytes", fix=_DAMAGED)
+            position += length
+        elif opcode in _DAMAGEDED:
+            width = _DAMAGEDED[opcode]
+            if width > end - position:
+                raise FormatError("the pickle is cut short", fix=_DAMAGED)
+            argument = int.from_bytes(view[position : position + width], "little")
+            if opcode == b"r" and argument > memoized + 1:
+                # The C unpickler allocates zeroed memory for the claimed number.
+                raise FormatError(f"the pickle memoizes object {argument:,} after {memoized:,}", fix=_DAMAGED)
+            if opcode == b"\x95" and argument > end - position:
+                raise FormatError(f"the pickle claims a frame of {argument:,} bytes", fix=_DAMAGED)
+            memoized += opcode in (b"\x94", b"q", b"r")
+            position += width
+        else:
+            raise FormatError(f"the pickle uses opcode {opcode!r}, which packed samples do not need", fix=_DAMAGED)
+
+
+def _skip_names(view: memoryview, position: int) -> int:
+    for _ in range(2):
+        line = bytes(view[position : position + _MAX_NAME_BYTES])
+        length = line.find(b"\n")
+        if length < 0:
+            raise FormatError("the pickle names something without an end", fix=_DAMAGED)
+        position += length + 1
+    return position
+
+
+class _Dtype:
+    """Replaces numpy's dtype while unpickling: plain numbers only."""
+
+    def __init__(self, text: object, *_flags: object) -> None:
+        name = text.decode("ascii", "replace") if isinstance(text, bytes) else text
+        if not isinstance(name, str) or not re.fullmatch(r"[<>=|]?(?:[iu][1248]|f[248]|b1|O8?)", name):
+            raise FormatError(f"the pickle holds an array of {str(name)[:40]!r}", fix=_DAMAGED)
+        self.is_object = "O" in name
+        self.dtype = np.dtype("O" if self.is_object else name)
+
+    def __setstate__(self, state: object) -> None:
+        if not isinstance(state, tuple) or len(state) < 8 or state[2:5] != (None, None, None):
+            raise FormatError("the pickle holds a dtype that is not plain", fix=_DAMAGED)
+        order = state[1].decode("ascii", "replace") if isinstance(state[1], bytes) else state[1]
+        if order not in ("<", ">", "|", "="):
+            raise FormatError(f"the pickle holds the byte order {str(order)[:10]!r}", fix=_DAMAGED)
+        if not self.is_object and order == ">":
+            self.dtype = self.dtype.newbyteorder(">")
+
+
+class _Array:
+    """Replaces an array while unpickling; `value` is a 1-d array of numbers or, for objects, a list."""
+
+    def __init__(self) -> None:
+        self.value: npt.NDArray[Any] | list[Any] | None = None
+
+    def __setstate__(self, state: object) -> None:
+        if not isinstance(state, tuple) or len(state) != 5:
+            raise FormatError("the pickle holds an array state of another form", fix=_DAMAGED)
+        _, shape, dtype, _, data = state
+        self.value = _build_array(dtype, shape, data)
+
+
+def _build_array(dtype: object, shape: object, data: object) -> npt.NDArray[Any] | list[Any]:
+    if not isinstance(dtype, _Dtype) or not isinstance(shape, tuple) or len(shape) != 1 or type(shape[0]) is not int:
+        raise FormatError("the pickle holds an array that is not one-dimensional", fix=_DAMAGED)
+    count = shape[0]
+    if dtype.is_object:
+        if not isinstance(data, list) or len(data) != count:
+            raise FormatError(
+                f"the pickle holds an object array of {count:,} without its {count:,} objects", fix=_DAMAGED
+            )
+        return data
+    if isinstance(data, str):  # Python 2 pickles bytes as text.
+        try:
+            data = data.encode("latin1")
+        except UnicodeEncodeError:
+            data = None
+    if not isinstance(data, bytes | bytearray) or len(data) != count * dtype.dtype.itemsize:
+        raise FormatError(f"the pickle holds an array of {count:,} {dtype.dtype} with other bytes", fix=_DAMAGED)
+    return np.frombuffer(data, dtype.dtype)
+
+
+class _Name:
+    """A global name in a pickle, wrapped because BUILD would set attributes on a bare function or class."""
+
+    __slots__ = ("builder",)
+
+    def __init__(self, builder: Callable[..., Any] | None) -> None:
+        self.builder = builder
+
+    def __call__(self, *arguments: object) -> Any:
+        if self.builder is None:
+            raise FormatError("the pickle calls numpy.ndarray", fix=_DAMAGED)
+        return self.builder(*arguments)
+
+    def __setstate__(self, state: object) -> None:
+        raise FormatError("the pickle sets the state of a function", fix=_DAMAGED)
+
+
+def _reconstruct(subtype: object, *_placeholder: object) -> _Array:
+    if not isinstance(subtype, _Name) or subtype.builder is not None:
+        raise FormatError("the pickle reconstructs something other than an array", fix=_DAMAGED)
+    return _Array()
+
+
+def _frombuffer(data: object, dtype: object, shape: object, *_order: object) -> _Array:
+    array = _Array()
+    array.value = _build_array(dtype, shape, data)
+    return array
+
+
+def _scalar(dtype: object, data: object) -> Any:
+    values = _build_array(dtype, (1,), data)
+    if isinstance(values, list):
+        raise FormatError("the pickle holds an object scalar", fix=_DAMAGED)
+    return values[0].item()
+
+
+def _encode(text: object, encoding: object) -> bytes:
+    # Python 3 writes bytes like this at protocol 2.
+    if not isinstance(text, str) or encoding != "latin1":
+        raise FormatError("the pickle encodes something other than bytes", fix=_DAMAGED)
+    try:
+        return text.encode("latin1")
+    except UnicodeEncodeError:
+        raise FormatError("the pickle encodes something other than bytes", fix=_DAMAGED) from None
+
+
+# None is the array type itself, which is passed on but never called.
+_NAMES: dict[tuple[str, str], Callable[..., Any] | None] = {
+    ("numpy", "ndarray"): None,
+    ("numpy", "dtype"): _Dtype,
+    ("_codecs", "encode"): _encode,
+}
+for _module in ("numpy.core", "numpy._core"):
+    _NAMES[(f"{_module}.multiarray", "_reconstruct")] = _reconstruct
+    _NAMES[(f"{_module}.multiarray", "scalar")] = _scalar
+    _NAMES[(f"{_module}.numeric", "_frombuffer")] = _frombuffer
+    _NAMES[(f"{_module}.multiarray", "_frombuffer")] = _frombuffer
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> _Name:
+        if (module, name) not in _NAMES:
+            raise FormatError(f"the pickle asks for {f'{module}.{name}'[:80]!r}, which is refused", fix=_DAMAGED)
+        return _Name(_NAMES[(module, name)])
+
+    def persistent_load(self, _identity: object) -> object:
+        raise FormatError("the pickle refers to something outside it", fix=_DAMAGED)
+
+
+def unpickle_objects(data: bytes) -> list[Any]:
+    """Unpickle the objects of a one-dimensional object array; arrays of numbers in them are for `array_of`.
+
+    Raises:
+        FormatError: the pickle is damaged, refers to anything else, or is something else.
+    """
+    check_opcodes(data)
+    try:
+        # latin1, as numpy loads pickles of Python 2.
+        array = _Unpickler(io.BytesIO(data), encoding="latin1").load()
+    except FormatError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything; it must not look like our own mistake
+        raise FormatError(f"the pickle is damaged: {type(error).__name__}: {str(error)[:200]}", fix=_DAMAGED) from None
+    if isinstance(array, _Array) and isinstance(array.value, list):
+        return array.value
+    raise FormatError("the pickle is not an array of packed samples", fix=_DAMAGED)
+
+
+def array_of(value: object) -> object:
+    """Return the numpy array of an unpickled value that replaces one, or the value itself."""
+    return value.value if isinstance(value, _Array) else value
+
+
+FORMAT = Format(
+    name="npy",
+    shard_template=f"shard_{{:06d}}{SUFFIX}",
+    suffixes=(SUFFIX,),
+    shard_pattern=r".*\.npy",
+    packs_per_shard=2048,
+    files_per_shard=1,
+    write_shard=NpyWriter,
+    open_shard=NpyShard,
+    find_bare=find_bare,
+    is_own=is_own,
+    single_file_suffix=SUFFIX,
+)
