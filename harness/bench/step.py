@@ -27,7 +27,7 @@ from harness.megatron.job.runtime import join
 from harness.plan import ModelConfig, ParallelConfig, TrainerConfig, sequence_cost
 from harness.schedule import ScheduleConfig, SequenceCost
 from harness.train import StepRecord
-from harness.train.loop import train
+from harness.train.loop import Hooks, train
 
 _VOCABULARY = 8192
 # Processor time that the loop may add to a step of any model; on a GPU it is hidden, or the ratio shows it.
@@ -190,7 +190,12 @@ class LoopBench(ExitStack):
 
     def _run_loop(self, batches: Iterator[RankBatch], record: Callable[[StepRecord], None]) -> None:
         config = TrainerConfig(steps=self._warm_up + self._sizes.steps, eval_interval=0, checkpoint_interval=0)
-        train(batches, self._step, config, validation={}, save=lambda number, state: None, record=record)
+
+        class Recording(Hooks):
+            def record(self, made: StepRecord) -> None:
+                record(made)
+
+        train(batches, self._step, config, Recording(), validation={})
 
 
 def flops_of(cost: SequenceCost, lengths: Any) -> float:

@@ -14,7 +14,7 @@ from harness.loader import LoaderState
 from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
-from harness.megatron.run.training import notes_of_moments
+from harness.megatron.run.resuming import notes_of_moments
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint, stored_moments
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
 from harness.records import SequenceView
