@@ -51,21 +51,10 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     and `experts/data/code/load` of the tokens from `data/code`.
     """
     loads = line.get("evaluation_expert_loads", {})
-    of_sets = ("evaluation_losses", "evaluation_expert_loads")
-    further = ("mtp_losses", "mtp_tokens")
-    skipped = (
-        "step",
-        "validation_loss",
-        *of_sets,
-        "experts",
-        "source_expert_loads",
-        *further,
-        "rank_compute_s",
-        "stragglers",
-    )
-    losses = {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
-    values = {f"train/{key}": value for key, value in line.items() if key not in skipped}
-    values |= {"validation/loss": line["validation_loss"], **losses}
+    plain = {name: value for name, value in line.items() if isinstance(value, int | float)}
+    values = {f"train/{key}": plain[key] for key in plain if key not in ("step", "validation_loss", "mtp_tokens")}
+    values |= {"validation/loss": line["validation_loss"]}
+    values |= {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
     values |= {f"train/mtp_loss_{number}": loss for number, loss in enumerate(line.get("mtp_losses", ()), start=1)}
     values |= {f"experts/{name}": value for name, value in line.get("experts", {}).items()}
     values |= {f"experts/{name}/load": load for name, load in line.get("source_expert_loads", {}).items()}

@@ -153,14 +153,8 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
     path = folder / SETTINGS_FILE
     try:
         settings = read_settings(path)
-    except FileNotFoundError:
-        yield Problem("the run's settings are missing", str(path))
-        return
-    except OSError as error:
-        yield Problem(f"the run's settings cannot be read: {error}", str(path))
-        return
-    except ValueError as error:
-        yield Problem(f"the run's settings {error}", str(path))
+    except (OSError, ValueError) as error:
+        yield Problem(f"the run's settings {_why(error)}", str(path))
         return
     known = [settings]
     for earlier in folder.glob("config.before-*.yaml"):
@@ -176,11 +170,8 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
 def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
     try:
         text = path.read_bytes().decode()
-    except FileNotFoundError:
-        yield Problem("the run's metrics are missing", str(path))
-        return
-    except (OSError, ValueError) as error:
-        yield Problem(f"the run's metrics cannot be read: {error}", str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        yield Problem(f"the run's metrics {_why(error)}", str(path))
         return
     step = 0
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
@@ -208,6 +199,13 @@ def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
     newest = max((int(place.name[5:]) for place in checkpoints if place.name[5:].isdecimal()), default=0)
     if newest > step:
         yield Problem(f"the metrics end at step {step}, and there is a checkpoint of step {newest}", str(path))
+
+
+def _why(error: OSError | ValueError) -> str:
+    """Return the end of a sentence about a file; a plain ValueError, of `read_settings`, has one."""
+    if isinstance(error, FileNotFoundError):
+        return "are missing"
+    return str(error) if type(error) is ValueError else f"cannot be read: {error}"
 
 
 def _metrics_of_steps(folder: Path) -> dict[int, StepLine]:

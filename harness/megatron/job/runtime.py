@@ -266,13 +266,21 @@ def _wait_for(store: Store, names: list[str], timeout: timedelta) -> bool:
     return True
 
 
+def place_among_ranks() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks; outside a job it is the only one."""
+    if not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
 def on_rank_0(function: Callable[[], T]) -> T:
     """Run `function` on rank 0 and return its result on every rank; its error is raised on every rank.
 
     An OSError becomes a ConfigError: the purpose of `function` is to find and make folders.
     """
     outcome: list[Any] = [None, None]
-    if torch.distributed.get_rank() == 0:
+    rank, size = place_among_ranks()
+    if rank == 0:
         try:
             outcome[0] = function()
         except HarnessError as error:
@@ -283,7 +291,7 @@ def on_rank_0(function: Callable[[], T]) -> T:
                 where=str(error.filename or "the run's folder"),
                 fix="make room, or name a folder that can be written to",
             )
-    if torch.distributed.get_world_size() > 1:
+    if size > 1:
         with waiting():
             torch.distributed.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
@@ -294,10 +302,10 @@ def on_rank_0(function: Callable[[], T]) -> T:
 
 def gather_on_rank_0(value: T) -> list[T]:
     """Return every rank's `value` in order on rank 0, an empty list on the others; every rank takes part."""
-    if torch.distributed.get_world_size() == 1:
+    rank, size = place_among_ranks()
+    if size == 1:
         return [value]
-    receives = torch.distributed.get_rank() == 0
-    gathered: list[Any] | None = [None] * torch.distributed.get_world_size() if receives else None
+    gathered: list[Any] | None = [None] * size if rank == 0 else None
     torch.distributed.gather_object(value, gathered, dst=0)
     return gathered or []
 
