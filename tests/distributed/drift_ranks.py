@@ -5,7 +5,6 @@ RUNS.json is a list of [port, end of a parameter's name, overrides]; each rank w
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -20,15 +19,15 @@ from harness.megatron import prepare_process
 from harness.plan import SftConfig
 from recipes import sft
 
+from .forked import jobs_of
+
 if __name__ == "__main__":
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     prepare_process()
     from harness.megatron.step import MegatronStep
 
     check = MegatronStep.check_drift
 
-    for port, end, overrides in json.loads(Path(sys.argv[1]).read_text()):
-        os.environ["MASTER_PORT"] = str(port)
+    for end, overrides in jobs_of(sys.argv[1]):
         config = compose_config("sft", SftConfig, overrides)
 
         def drifted(step: Any, number: int, end: str = end) -> None:

@@ -5,14 +5,12 @@ RUNS.json is a list of [port, fault, overrides, folder, start]; the folder is fi
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +21,8 @@ from harness.megatron import prepare_process
 from harness.plan import SftConfig
 from harness.thd import ThdBatch, TokensAhead
 from recipes import sft
+
+from .forked import jobs_of
 
 
 @contextmanager
@@ -66,10 +66,8 @@ def planted(fault: str | None) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     prepare_process()
-    for port, fault, overrides, folder, start in json.loads(Path(sys.argv[1]).read_text()):
-        os.environ["MASTER_PORT"] = str(port)
+    for fault, overrides, folder, start in jobs_of(sys.argv[1]):
         if os.environ["RANK"] == "0":  # the others wait for it to join
             shutil.copytree(start, folder)
         with planted(fault):

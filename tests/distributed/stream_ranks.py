@@ -6,7 +6,6 @@ Every rank makes the calls of Megatron-LM's training loop and compares their row
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,8 @@ from harness.megatron.job.runtime import join
 from harness.plan.layout import ParallelConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
+
+from .forked import jobs_of
 
 PACKS = 8
 
@@ -159,9 +160,7 @@ def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    for port, sizes, name in json.loads(Path(sys.argv[1]).read_text()):
-        os.environ["MASTER_PORT"] = str(port)
+    for sizes, name in jobs_of(sys.argv[1]):
         result = {"layout": sizes, "schedule": name, **compare(ParallelConfig(**sizes), name, sys.argv[2])}
         with Path(f"{sys.argv[3]}.{result['rank']}").open("a") as file:
             file.write(json.dumps(result) + "\n")

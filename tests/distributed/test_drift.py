@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from harness.parity.running import free_ports
-
-from .conftest import forked, overrides_of, read_metrics, run_command
+from .conftest import overrides_of, read_metrics, run_jobs
 
 EXPERTS = ("model.family=qwen3_moe", "model.num_experts=4", "model.expert_ffn_hidden_size=16", "schedule=as_packed")
 # Settings, the end of a drifting parameter's name on the second rank, its name in the error, and the copies.
@@ -33,13 +30,11 @@ DRIFTS = {
 def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("drift")
     settings = ("trainer.steps=3", "trainer.drift_interval=1", "trainer.eval_interval=0", "loader.num_workers=0")
-    listed = [
-        [port, end, overrides_of(dataset, place / name, "model.num_layers=2", *settings, *more)]
-        for port, (name, (more, end, *_)) in zip(free_ports(len(DRIFTS)), DRIFTS.items(), strict=True)
+    runs = [
+        [end, overrides_of(dataset, place / name, "model.num_layers=2", *settings, *more)]
+        for name, (more, end, *_) in DRIFTS.items()
     ]
-    (place / "runs.json").write_text(json.dumps(listed))
-    code, output = run_command([*forked(2), "tests.distributed.drift_ranks", str(place / "runs.json")])
-    assert code == 0, output
+    run_jobs(2, "drift_ranks", place, runs)
     return place
 
 

@@ -24,13 +24,12 @@ from harness.megatron.export.folder import export_checkpoint
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import recorded_run
 from harness.parity.result import REPORT_FILE, Check, read_report
-from harness.parity.running import free_ports
 from harness.plan import SftConfig
 from harness.plan.hf_config import MTP_SETTINGS, read_hf_config
 from harness.train import StepMetrics
 from recipes.parity import ParityConfig
 
-from .conftest import forked, overrides_of, run_command, run_here
+from .conftest import overrides_of, run_command, run_here, run_jobs
 
 STEPS = ("optimizer.decay_steps=4", "trainer.eval_interval=2", "trainer.eval_batches=1", "trainer.record_digests=true")
 SMALLER = ("model.num_layers=2", "loader.num_workers=0", "resume=auto", "trainer.checkpoint_interval=0")
@@ -79,13 +78,10 @@ def run_all(dataset: Path, place: Path, wanted: Sequence[tuple[str, str, str | N
         run_here(recipes.sft, SftConfig, overrides(kind, one, 4))
     folders = {run: place / "-".join(filter(None, run)).replace(" ", "_") for run in wanted}
     runs = [
-        [port, fault, [*overrides(kind, folder, 4), f"parallel={layout}"], str(folder), str(place / kind / "start")]
-        for port, ((kind, layout, fault), folder) in zip(free_ports(len(folders)), folders.items(), strict=True)
+        [fault, [*overrides(kind, folder, 4), f"parallel={layout}"], str(folder), str(place / kind / "start")]
+        for (kind, layout, fault), folder in folders.items()
     ]
-    listed = place / "runs.json"
-    listed.write_text(json.dumps(runs))
-    code, output = run_command([*forked(2), "tests.distributed.expert_ranks", str(listed)], timeout_s=1000)
-    assert code == 0, output
+    run_jobs(2, "expert_ranks", place, runs)
 
     def compare(kind: str, layout: str, fault: str | None = None) -> dict[str, Check]:
         expected, found = recorded_run(place / kind / "one"), recorded_run(folders[kind, layout, fault])

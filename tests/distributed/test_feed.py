@@ -11,7 +11,7 @@ from harness.loader import Loader, LoaderConfig
 from harness.megatron.data.feed import LengthsOnly
 from harness.schedule import ScheduleConfig
 
-from .conftest import forked, run_command
+from .conftest import run_ranks
 
 
 def loader(source: object) -> Loader:
@@ -25,8 +25,7 @@ def loader(source: object) -> Loader:
 
 def test_tensor_parallel_ranks_get_what_the_first_of_them_reads_and_fail_together(dataset, tmp_path) -> None:
     out = tmp_path / "report"
-    code, output = run_command([*forked(4), "tests.distributed.feed_ranks", str(dataset / "train"), str(out)])
-    assert code == 0, output
+    run_ranks(4, "feed_ranks", dataset / "train", out)
     report = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(4)]
     expected = [batch.digest() for batch in loader(open_dataset(str(dataset / "train")))]
     assert len(expected) == 7

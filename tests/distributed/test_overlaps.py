@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
-from .conftest import forked, run_command
+from .conftest import found_by, run_ranks
 
 
 def test_weights_gathered_behind_layers_train_evaluate_and_save_as_those_gathered_at_once(tmp_path) -> None:
-    code, output = run_command([*forked(2), "tests.distributed.overlap_ranks", str(tmp_path)])
-    assert code == 0, output
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+    run_ranks(2, "overlap_ranks", tmp_path)
+    for found in found_by(tmp_path):
         assert found["behind"] == found["at once"]
         losses = found["behind"]["losses"]
         assert found["behind"]["resumed"] == losses[-1]

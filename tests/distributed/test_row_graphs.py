@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from .conftest import forked, run_command
+from .conftest import found_by, run_ranks
 
 
 @pytest.mark.nightly
 def test_replayed_rows_train_as_computed_ones_on_two_ranks(tmp_path) -> None:
-    code, output = run_command([*forked(2), "tests.distributed.graph_ranks", str(tmp_path)])
-    assert code == 0, output
-    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    for found in ranks:
+    run_ranks(2, "graph_ranks", tmp_path)
+    for found in found_by(tmp_path):
         for name, exchanges in (("tp2_sp", True), ("data_distributed", False)):
             one = found[name]
             assert one["replays"] == 5

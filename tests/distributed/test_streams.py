@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.parity.running import free_ports
-
-from .conftest import forked, run_command
+from .conftest import run_jobs
 
 TWO = [
     ({}, "dp_balanced"),
@@ -38,12 +36,8 @@ FOUR_MORE = [
 def test_rows_of_a_stream_are_those_of_the_plan_and_a_broken_stream_stops_every_rank(
     dataset: Path, tmp_path: Path, ranks: int, layouts: list[tuple[dict[str, Any], str]]
 ) -> None:
-    jobs, out = tmp_path / "jobs.json", tmp_path / "report"
-    jobs.write_text(json.dumps([[port, *one] for port, one in zip(free_ports(len(layouts)), layouts, strict=True)]))
-    code, output = run_command(
-        [*forked(ranks), "tests.distributed.stream_ranks", str(jobs), str(dataset / "train"), str(out)]
-    )
-    assert code == 0, output
+    out = tmp_path / "report"
+    run_jobs(ranks, "stream_ranks", tmp_path, layouts, dataset / "train", out)
     for rank in range(ranks):
         report = [json.loads(line) for line in Path(f"{out}.{rank}").read_text().splitlines()]
         assert [(one["layout"], one["schedule"]) for one in report] == layouts
