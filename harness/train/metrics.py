@@ -217,7 +217,6 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, r
 
 
 def _validations(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
-    """Return the losses by step of the own validation set, then of further ones by name."""
     losses: dict[str, dict[int, float]] = {"validation": {}}
     for step in steps:
         if step.validation_loss is not None:
@@ -262,7 +261,6 @@ def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> No
 
 
 def _axes(title: str, label: str) -> tuple[Any, Any]:
-    """Return a figure and its axes over the steps, with a label of the values."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
@@ -285,7 +283,6 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
 
 
 def _summary(losses: Mapping[int, float]) -> str:
-    """Return the first, lowest and last of the losses by step, and the perplexity of the last."""
     if not losses:
         return "not measured"
     steps = list(losses)

@@ -24,8 +24,6 @@ from harness.train.metrics import METRICS_FILE, StepMetrics
 
 @dataclass(frozen=True)
 class _Answer:
-    """One line of `samples.jsonl`."""
-
     step: int
     prompt: str
     answer: str
@@ -209,14 +207,12 @@ def _why(error: OSError | ValueError) -> str:
 
 
 def _metrics_of_steps(folder: Path) -> dict[int, StepLine]:
-    """Return the metrics by step, as far as they are readable; what is not is reported with the metrics."""
     with suppress(OSError):
         return {line.step: line for line in read_sound_lines(folder / METRICS_FILE)}
     return {}
 
 
 def _digests_problems(folder: Path) -> Iterator[Problem]:
-    """List what is wrong with the digests of a run that recorded some: each step's own, order, and the metrics."""
     path = folder / DIGESTS_FILE
     metrics, last = _metrics_of_steps(folder), None
     for where, line in _lines(path, "digests"):
@@ -245,7 +241,6 @@ def _digests_problems(folder: Path) -> Iterator[Problem]:
 
 
 def _samples_problems(folder: Path) -> Iterator[Problem]:
-    """List what is wrong with the answers to sample prompts: their form, their order, and steps without metrics."""
     metrics, last = _metrics_of_steps(folder), 0
     for where, line in _lines(folder / SAMPLES_FILE, "samples"):
         try:

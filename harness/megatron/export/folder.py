@@ -148,7 +148,6 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
 
 
 def _load(model: ModelConfig, path: Path, vocab_size: int) -> GPTModel:
-    """Return the model with the weights of a checkpoint, whole and on the CPU."""
     join(ParallelConfig(), 1)
     (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=torch.device("cpu"))
     try:
@@ -225,7 +224,6 @@ def _refuse_used(out: Path) -> None:
 
 
 def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint and the settings of its run."""
     is_checkpoint = (source / RUN_FILE).is_file()
     run = source.resolve().parents[1] if is_checkpoint else source
     config = run / SETTINGS_FILE
@@ -275,7 +273,6 @@ def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:
 
 
 def _token_ids(tokens: SpecialTokens | None, eod: int | None) -> dict[str, int | list[int]]:
-    """Return the ids of special tokens by their names in generation_config.json, without those that are not known."""
     known: dict[str, int | list[int] | None] = {
         "bos_token_id": tokens.begin if tokens is not None else None,
         "eos_token_id": sorted({*(tokens.ends if tokens is not None else ()), *([] if eod is None else [eod])}) or None,

@@ -200,7 +200,6 @@ def _division(model: ModelConfig, parallel: ParallelConfig, device: torch.device
 
 
 def _dispatcher(parallel: ParallelConfig, device: torch.device) -> str:
-    """Return Megatron's name of the dispatcher of tokens to experts; raise ConfigError for one that cannot run here."""
     if parallel.expert_dispatcher != "flex":
         return parallel.expert_dispatcher
     reason = "DeepEP's kernels need GPUs" if device.type != "cuda" else ""
@@ -217,7 +216,6 @@ def _clamped_gate(gate: torch.Tensor) -> torch.Tensor:
 
 
 def _latents(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of Megatron's multi-latent attention; none for plain attention."""
     if not model.kv_lora_rank:
         return {}
     scaled = model.rope_scaling == "yarn"
@@ -266,7 +264,6 @@ def _fp8(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> 
 
 
 def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
-    """Return the settings of Megatron's mixture of experts; none for a dense model."""
     if not model.num_experts:
         return {}
     return {

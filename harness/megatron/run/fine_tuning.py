@@ -16,7 +16,6 @@ from harness.loader.plan import PackSource
 from harness.megatron.data.feed import Feed, readable
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job import runtime
-from harness.megatron.model.gpt import use_transformer_engine
 from harness.megatron.pretrained import Pretrained, find_pretrained
 from harness.megatron.run.sampling import Answering
 from harness.megatron.run.training import Task
@@ -26,14 +25,13 @@ from harness.schedule import most_sequences
 from harness.thd import padded_lengths
 from harness.train import Progress
 from harness.train.loop import OWN_VALIDATION
-from harness.train.trackers import check_trackers
 
 
 def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime) -> Task:
     """Open packed or live data and check the settings against it."""
     data = open_live(config.data) if config.data.live.folders else open_datasets(config.data)
     pretrained = find_pretrained(config.model)
-    config.model.vocab_size = check(config, data, ranks.world_size, pretrained)
+    config.model.vocab_size = check(config, data, pretrained)
     max_tokens_per_row = config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank)
     return Task(
         feeds=partial(make_feeds, config, data),
@@ -85,15 +83,12 @@ def _paths(data: DataConfig) -> list[str]:
     return [source.path for source in data.blend] or [data.path]
 
 
-def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrained: Pretrained | None = None) -> int:
+def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | None = None) -> int:
     """Return the vocabulary size; refuse what cannot train, before any rank waits for another.
 
     Raises:
-        ConfigError: ranks, schedule, trackers, device, pack sizes, vocabulary or tokenizer do not fit.
+        ConfigError: pack sizes, vocabulary or tokenizer do not fit.
     """
-    config.check(world_size)
-    check_trackers(config.trainer.trackers)
-    use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
     if isinstance(data, RunData) and data.blend is not None:
         data.blend.check_lasts(config.with_steps().trainer.last_step * config.loader.global_batch_size)
     for reader in (data.train, data.validation, *data.evaluation.values()):

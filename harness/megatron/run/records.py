@@ -174,7 +174,6 @@ class RunRecords:
 
 
 def _facts(config: RunConfig, ranks: runtime.Runtime) -> dict[str, str]:
-    """Return the facts of a run's report about model, ranks and versions."""
     model, parallel = config.model, config.parallel
     return {
         "model": f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "

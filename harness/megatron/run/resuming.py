@@ -26,7 +26,6 @@ from harness.train.local import Identity, own_local_record, read_local_record
 
 
 def choose_folder(config: RunConfig) -> Path:
-    """Return the run's folder."""
     folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
     job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
     # The jobs of a sweep have a folder only once they train.

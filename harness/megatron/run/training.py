@@ -28,7 +28,7 @@ from harness.megatron.job.stopping import StopSignals
 from harness.megatron.job.waits import Waits
 from harness.megatron.job.watchdog import Watchdog
 from harness.megatron.model.fusions import slow_parts
-from harness.megatron.model.gpt import engine_layers
+from harness.megatron.model.gpt import engine_layers, use_transformer_engine
 from harness.megatron.pretrained import Pretrained
 from harness.megatron.run import resuming
 from harness.megatron.run.records import RunRecords
@@ -44,6 +44,7 @@ from harness.train.attempts import EXIT_STOPPED, Stop, write_stop
 from harness.train.checkpoints import CHECKPOINTS, read_progress, whole_checkpoints
 from harness.train.folder import leave_early_stop, leave_refusal, open_run_folder
 from harness.train.loop import OWN_VALIDATION, Hooks, train
+from harness.train.trackers import check_trackers
 
 # PyTorch's words on a CPU.
 _NO_MEMORY = "can't allocate memory"
@@ -84,7 +85,7 @@ def run_training(config: C, open_task: Callable[[C, runtime.Runtime], Task]) -> 
     """Train; return the exit code, 75 if a signal ended the run before its last step.
 
     Args:
-        open_task: checks the settings and opens the data; called on every rank once the ranks have met.
+        open_task: opens the data and checks the settings against it; called on every rank once the ranks have met.
 
     Raises:
         HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
@@ -194,7 +195,7 @@ class _Run(Hooks):
         """Do everything else before the first step."""
         config, ranks, first_step, at = self._config, self._ranks, self.first_step, self._watchdog.at
         at(first_step, "opening the data")
-        self._task = task = together(lambda: open_task(config, ranks), device=ranks.device)  # type: ignore[arg-type]
+        self._task = task = together(lambda: self._checked(open_task), device=ranks.device)
         self._layout = layout = join(config.parallel, ranks.world_size, timeout_s=self._trainer.patience_s)
         training, self.validation = task.feeds(layout, self._progress, ranks)
         self.training = training
@@ -227,6 +228,12 @@ class _Run(Hooks):
         self._identity = runtime.on_rank_0(lambda: self._stack.enter_context(opened))
         self._watchdog.training_begins(self.folder, limit_s=self._trainer.timeout_s)
         self.validated = runtime.on_rank_0(lambda: resuming.read_validations(self.folder, first_step))
+
+    def _checked(self, open_task: Callable[[C, runtime.Runtime], Task]) -> Task:
+        self._config.check(self._ranks.world_size)
+        check_trackers(self._trainer.trackers)
+        use_transformer_engine(self._config.model.attention, self._ranks.device)
+        return open_task(self._config, self._ranks)  # type: ignore[arg-type]
 
     @contextmanager
     def opened_records(self) -> Iterator[None]:

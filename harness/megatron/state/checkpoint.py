@@ -68,7 +68,6 @@ _TORCHS = re.compile(
 
 
 def _models(step: MegatronStep) -> dict[str, Any]:
-    """Return the chunks of the model by their names in a checkpoint."""
     names = ["model"] if len(step.chunks) == 1 else [f"model{index}" for index in range(len(step.chunks))]
     return {name: chunk.module for name, chunk in zip(names, step.chunks, strict=True)}
 

@@ -29,7 +29,7 @@ from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.settings import SftConfig, TrainerConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
-from harness.thd import ThdBatch, build_thd_batch, static_row, zero_loss_row
+from harness.thd import ThdBatch, build_thd_batch, zero_loss_row
 from harness.train import METRICS_FILE, read_metrics
 
 from .conftest import VOCAB, make_sequence
@@ -199,17 +199,6 @@ def test_rows_that_the_graph_is_not_for_are_refused() -> None:
         row.tokens[3] = VOCAB
         with pytest.raises(ConfigError, match=f"a token id is {VOCAB}"):
             step.train([row])
-
-
-def test_a_static_row_has_bounds_of_one_width_and_the_same_tokens() -> None:
-    row = build_thd_batch([make_sequence(n, n) for n in (9, 4)], pad_to_multiple=4)
-    static = static_row(row, total=16, num_sequences=3)
-    assert static.cu_seqlens.tolist() == [0, 8, 11, 11, 11, 11]
-    assert static.cu_seqlens_padded.tolist() == [0, 8, 12, 12, 16, 16]
-    full = static_row(build_thd_batch([make_sequence(17, 0)]), total=16, num_sequences=3)
-    assert full.cu_seqlens.tolist() == full.cu_seqlens_padded.tolist() == [0, 16, 16, 16, 16, 16]
-    assert (static.max_seqlen, full.max_seqlen) == (16, 16)
-    assert static.tokens[:12].tolist() == row.tokens.tolist()
 
 
 def test_runs_without_a_graph_are_refused_before_they_start(monkeypatch) -> None:

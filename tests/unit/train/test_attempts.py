@@ -74,25 +74,23 @@ def test_a_stop_that_no_rank_could_record_is_recognized_by_its_exit_code(tmp_pat
     )
 
 
-def test_the_same_failure_at_the_same_step_is_tried_three_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "most", "requeued"),
+    [
+        ([(7, "LoaderError")] * 3, 3, [True, True, False]),
+        # Another step or another failure begins a new count, and a signal in between does not.
+        ([(7, "hang"), (7, "hang"), (8, "hang"), (8, "LoaderError"), (8, "hang")], 3, [True] * 5),
+        ([(7, "hang"), (7, "signal"), (7, "hang")], 2, [True, True, False]),
+    ],
+)
+def test_the_same_failure_at_the_same_step_is_tried_so_often(tmp_path: Path, ends, most, requeued) -> None:
     answers = []
-    for _ in range(3):
-        write_stop(tmp_path, Stop(7, "LoaderError", "a worker died", rank=2))
-        answers.append(decide(tmp_path, exit_code=1, max_same=3))
-    assert [answer.requeue for answer in answers] == [True, True, False]
-    assert answers[-1].message.endswith("that was 3 times in the same way at the same step")
-
-
-def test_another_step_or_another_failure_restarts_the_count(tmp_path: Path) -> None:
-    for step, reason in ((7, "hang"), (7, "hang"), (8, "hang"), (8, "LoaderError"), (8, "hang")):
-        write_stop(tmp_path, Stop(step, reason, "x"))
-        assert decide(tmp_path, exit_code=1, max_same=3).requeue
-
-
-def test_a_stop_by_signal_in_between_does_not_reset_the_count(tmp_path: Path) -> None:
-    for reason, expected in (("hang", True), ("signal", True), ("hang", False)):
-        write_stop(tmp_path, Stop(7, reason, "x"))
-        assert decide(tmp_path, exit_code=1, max_same=2).requeue is expected
+    for step, reason in ends:
+        write_stop(tmp_path, Stop(step, reason, "a worker died", rank=2))
+        answers.append(decide(tmp_path, exit_code=1, max_same=most))
+    assert [answer.requeue for answer in answers] == requeued
+    if not requeued[-1]:
+        assert answers[-1].message.endswith(f"that was {most} times in the same way at the same step")
 
 
 def test_a_killed_run_is_judged_by_its_exit_code_and_its_last_whole_step(tmp_path: Path) -> None:
