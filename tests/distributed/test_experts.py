@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_packs import VOCAB
 
 import recipes.sft
 from harness.config import compose_config
@@ -25,11 +24,12 @@ from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import recorded_run
 from harness.parity.result import REPORT_FILE, Check, read_report
 from harness.plan import SftConfig
-from harness.plan.hf_config import MTP_SETTINGS, read_hf_config
+from harness.plan.hf_config import MTP_SETTINGS
 from harness.train import StepMetrics
 from recipes.parity import ParityConfig
 
 from .conftest import overrides_of, run_command, run_here, run_jobs
+from .test_weights import MODELS, SIZES, settings_of, tensors
 
 STEPS = ("optimizer.decay_steps=4", "trainer.eval_interval=2", "trainer.eval_batches=1", "trainer.record_digests=true")
 SMALLER = ("model.num_layers=2", "loader.num_workers=0", "resume=auto", "trainer.checkpoint_interval=0")
@@ -44,13 +44,7 @@ FAULTS = (
 )
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def settings_of(kind: str) -> list[str]:
+def settings_of_kind(kind: str) -> list[str]:
     return [*compose_config("parity", ParityConfig).kinds[kind].split(), *SMALLER, *STEPS]
 
 
@@ -69,7 +63,7 @@ def run_all(dataset: Path, place: Path, wanted: Sequence[tuple[str, str, str | N
 
     def overrides(kind: str, folder: Path, steps: int) -> list[str]:
         again = f"model.recompute={'full' if kind == 'qwen3_moe' else 'none'}"
-        return overrides_of(dataset, folder, *settings_of(kind), blend, again, f"trainer.steps={steps}")
+        return overrides_of(dataset, folder, *settings_of_kind(kind), blend, again, f"trainer.steps={steps}")
 
     for kind in {kind for kind, _, _ in wanted}:
         start, one = place / kind / "start", place / kind / "one"
@@ -147,54 +141,6 @@ def test_a_fault_planted_in_experts_is_named(compare, fault, kind, layout, named
     assert f"step 2: {named} {'' if check.name == 'mtp' else 'of the experts '}is " in check.difference.message
 
 
-TINY = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 24,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.1,
-    "tie_word_embeddings": False,
-}
-PUBLISHED = {
-    "DeepseekV3": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "num_mtp_layers": 0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 256,
-        },
-    },
-}
-PUBLISHED["Glm4Moe"] = {
-    **{name: value for name, value in PUBLISHED["DeepseekV3"].items() if "_rank" not in name and "_dim" not in name},
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-}
-
-
 class Predicting(torch.nn.Module):
     """A model of transformers whose last layer predicts a further token, from the states of the layer before it."""
 
@@ -202,9 +148,10 @@ class Predicting(torch.nn.Module):
         import transformers
 
         super().__init__()
-        settings = {**TINY, **PUBLISHED[family], "num_hidden_layers": 3}
-        config = getattr(transformers, f"{family}Config")(**settings, attn_implementation="sdpa")
-        self.model = getattr(transformers, f"{family}ForCausalLM")(config)
+        kind, own = MODELS[family]
+        settings = {**SIZES, **own, "num_hidden_layers": 3, "initializer_range": 0.1}
+        config = getattr(transformers, f"{kind}Config")(**settings, attn_implementation="sdpa")
+        self.model = getattr(transformers, f"{kind}ForCausalLM")(config)
         self.layer = self.model.model.layers[2]
         self.model.model.layers = self.model.model.layers[:2]
         config.num_hidden_layers = 2
@@ -290,12 +237,10 @@ def losses_of_plain_training(
 
 def train_from(folder: Path, dataset: Path, run: Path, *more: str) -> tuple[list[StepMetrics], list[RankBatch]]:
     """Train 20 steps from a model's weights; return their metrics and batches."""
-    stored = read_hf_config(folder).settings
-    model = [f"model.{name}={'null' if value is None else str(value).lower()}" for name, value in stored.items()]
     plain = ("optimizer.lr=0.003", "optimizer.min_lr=0", "optimizer.decay=constant", "optimizer.warmup_steps=0")
     short = ("optimizer.weight_decay=0", "trainer.steps=20", "trainer.eval_interval=0", "loader.num_workers=0")
-    settings = [f"model.init_from={folder}", "model.max_sequence_length=1024", *model, *plain, *short, *more]
-    settings.append("model.expert_bias_rate=0")  # transformers does not move the biases of experts
+    # transformers does not move the biases of experts
+    settings = [*settings_of(folder), *plain, *short, "model.expert_bias_rate=0", *more]
     run_here(recipes.sft, SftConfig, overrides_of(dataset, run, *settings))
     config = compose_config("sft", SftConfig, overrides_of(dataset, run, *settings))
     loader = Loader(open_dataset(dataset / "train"), config.loader, schedule=config.schedule, num_steps=20)
@@ -303,7 +248,7 @@ def train_from(folder: Path, dataset: Path, run: Path, *more: str) -> tuple[list
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", PUBLISHED)
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_further_tokens_have_the_losses_of_plain_training_too_and_come_back_bit_by_bit(
     family, dataset, tmp_path
 ) -> None:
