@@ -115,7 +115,7 @@ def make_step(
 ) -> MegatronStep:
     """Return a step whose optimizer has a state; heads are 32 wide, the feed-forward is three times as wide."""
     model = small_model(layers, hidden, _VOCABULARY, dtype=dtype)
-    step = MegatronStep.build(model, parallel, layout, device=device, vocab_size=_VOCABULARY, optimizer=optimizer)
+    step = MegatronStep(model, parallel, layout, device=device, vocab_size=_VOCABULARY, optimizer=optimizer)
     give_state(step)
     return step
 

@@ -108,7 +108,7 @@ def bench_kernels(sizes: Sizes, workspace: Workspace, progress: Progress) -> Ben
         steps = []
         for layers in (1, 2):
             model = small_model(layers, sizes.hidden, _VOCABULARY)
-            step = MegatronStep.build(model, ParallelConfig(), layout, device=job.device, vocab_size=_VOCABULARY)
+            step = MegatronStep(model, ParallelConfig(), layout, device=job.device, vocab_size=_VOCABULARY)
             for layer in step.chunks[0].module.decoder.layers:
                 layer.self_attention.core_attention = _OneKernel()
             steps.append(step)

@@ -45,7 +45,7 @@ def bench_step(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchR
         layout = join(ParallelConfig(), job.world_size)
         on_gpu = job.device.type == "cuda"
         model = small_model(sizes.layers, sizes.hidden, _VOCABULARY, dtype="bfloat16" if on_gpu else "float32")
-        step = MegatronStep.build(model, ParallelConfig(), layout, device=job.device, vocab_size=_VOCABULARY)
+        step = MegatronStep(model, ParallelConfig(), layout, device=job.device, vocab_size=_VOCABULARY)
         progress("the loop and the bare step, in turns; then the loop alone")
         with LoopBench(sizes, model, step, layout, job, path) as bench:
             bench.add_figures(report, peak_tflops=sizes.peak_tflops)

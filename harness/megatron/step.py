@@ -97,15 +97,16 @@ def _build_scheduler(optimizer: Any, settings: OptimizerConfig, decay_steps: int
 
 
 class MegatronStep:
-    """Trains and evaluates a model on this rank's rows.
+    """Trains and evaluates a model on this rank's rows; its optimizer is by the settings' defaults unless it is given.
 
     Args:
-        chunks: from `build_model`.
+        layout: from `join`, which comes first.
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
         decay_steps: step at which the learning rate reaches `min_lr`; None, where the settings name none either, for
             a rate that stays at `lr` after the warm-up.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
         max_sequences: the most that a row has; needed for `parallel.cuda_graphs`, as is `pad_rows_to`.
+        fill: replaces the random weights, before the optimizer copies them.
 
     Attributes:
         sources: the datasets of a blend, whose tokens the routers of experts then count apart; None for none.
@@ -113,23 +114,30 @@ class MegatronStep:
 
     def __init__(
         self,
-        chunks: list[DistributedDataParallel],
-        *,
-        optimizer: OptimizerConfig,
+        model: ModelConfig,
         parallel: ParallelConfig,
         layout: RankLayout,
+        *,
         device: torch.device,
         vocab_size: int,
-        decay_steps: int | None,
+        optimizer: OptimizerConfig | None = None,
+        decay_steps: int | None = None,
         pad_rows_to: int | None = None,
         max_sequences: int | None = None,
+        fill: Callable[[list[GPTModel]], None] | None = None,
     ) -> None:
-        self.chunks, self.layout, self.device = chunks, layout, device
-        self.vocab_size, self.pad_rows_to, self.group_size = vocab_size, pad_rows_to, parallel.group_size
+        if parallel.overlap_tensor_parallel:
+            if pad_rows_to is None:
+                raise _no_limit("overlap_tensor_parallel", "pad_rows_to")
+            open_user_buffers(model, parallel, device, tokens=pad_rows_to)
+        self.chunks = chunks = build_model(model, parallel, vocab_size=vocab_size, device=device, fill=fill)
+        self.layout, self.device, self.group_size = layout, device, parallel.group_size
+        self.vocab_size, self.pad_rows_to = vocab_size, pad_rows_to
         self.config = get_model_config(chunks[0])
         self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
-        self.optimizer = _build_optimizer(chunks, optimizer, parallel, device)
-        self.scheduler = _build_scheduler(self.optimizer, optimizer, optimizer.decay_steps or decay_steps)
+        settings = optimizer or OptimizerConfig()
+        self.optimizer = _build_optimizer(chunks, settings, parallel, device)
+        self.scheduler = _build_scheduler(self.optimizer, settings, settings.decay_steps or decay_steps)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.has_experts = self.config.num_moe_experts is not None
         self.mtp_layers: int = self.config.mtp_num_layers or 0
@@ -142,43 +150,6 @@ class MegatronStep:
                 raise _no_limit("cuda_graphs", "pad_rows_to and max_sequences")
             self._graph = RowGraph(self, partial(static_row, total=pad_rows_to, num_sequences=max_sequences))
         self.copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def build(
-        cls,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        layout: RankLayout,
-        *,
-        device: torch.device,
-        vocab_size: int,
-        optimizer: OptimizerConfig | None = None,
-        decay_steps: int | None = None,
-        pad_rows_to: int | None = None,
-        max_sequences: int | None = None,
-        fill: Callable[[list[GPTModel]], None] | None = None,
-    ) -> MegatronStep:
-        """Build this rank's chunks of a model, and its optimizer: by the settings' defaults where none is given.
-
-        Args:
-            layout: from `join`, which comes first.
-            fill: replaces the random weights, before the optimizer copies them.
-        """
-        if parallel.overlap_tensor_parallel:
-            if pad_rows_to is None:
-                raise _no_limit("overlap_tensor_parallel", "pad_rows_to")
-            open_user_buffers(model, parallel, device, tokens=pad_rows_to)
-        return cls(
-            build_model(model, parallel, vocab_size=vocab_size, device=device, fill=fill),
-            optimizer=optimizer or OptimizerConfig(),
-            parallel=parallel,
-            layout=layout,
-            device=device,
-            vocab_size=vocab_size,
-            decay_steps=decay_steps,
-            pad_rows_to=pad_rows_to,
-            max_sequences=max_sequences,
-        )
 
     def train(self, batch: RankBatch | Sequence[ThdBatch]) -> StepResult:
         """Take one optimizer step on this rank's rows of a global batch; every rank of the job takes part."""

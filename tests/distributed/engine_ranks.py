@@ -60,7 +60,7 @@ def main(folder: Path, tp_size: int, families: list[str]) -> None:
             model = replace(model, attention=attention)
             # The layers of the wheel refuse to be made without a GPU.
             with mock.patch.object(torch.cuda, "is_available", return_value=attention != "torch"):
-                step = MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=300)
+                step = MegatronStep(model, parallel, layout, device=job.device, vocab_size=300)
             for chunk in step.chunks:
                 chunk.zero_grad_buffer()
             step.optimizer.step()

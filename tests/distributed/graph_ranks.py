@@ -42,7 +42,7 @@ def train(job: runtime.Runtime, *, graphs: bool, **layout: Any) -> list[list[flo
     parallel_state.destroy_model_parallel()
     parallel = ParallelConfig(static_rows=True, cuda_graphs=graphs, **layout)
     place = join(parallel, job.world_size)
-    step = MegatronStep.build(
+    step = MegatronStep(
         MODEL,
         parallel,
         place,

@@ -101,7 +101,7 @@ class Run:
                 if self.reference is None:
                     made["weights"] = whole(sharded_weights(chunk))
 
-        step = MegatronStep.build(
+        step = MegatronStep(
             config.model,
             config.parallel,
             layout,

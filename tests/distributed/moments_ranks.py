@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
         layout = join(split, job.world_size)
 
         def make(optimizer: OptimizerConfig, parallel: ParallelConfig = split) -> MegatronStep:
-            return MegatronStep.build(
+            return MegatronStep(
                 MODEL, parallel, layout, device=job.device, vocab_size=64, optimizer=optimizer, decay_steps=20
             )
 

@@ -21,7 +21,6 @@ from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model import gpt
-from harness.megatron.model.gpt import build_model
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.records import SequenceView
@@ -40,18 +39,11 @@ def make(job: runtime.Runtime, *, overlaps: bool) -> MegatronStep:
     parallel_state.destroy_model_parallel()
     parallel = ParallelConfig(distributed_optimizer=True)
     layout = join(parallel, job.world_size)
+    optimizer = OptimizerConfig(lr=0.05, min_lr=0.05, warmup_steps=0)
     with mock.patch.object(gpt, "_runs_behind", return_value=overlaps):
-        chunks = build_model(MODEL, parallel, vocab_size=128, device=job.device)
-    assert chunks[0].ddp_config.overlap_param_gather is overlaps
-    return MegatronStep(
-        chunks,
-        optimizer=OptimizerConfig(lr=0.05, min_lr=0.05, warmup_steps=0),
-        parallel=parallel,
-        layout=layout,
-        device=job.device,
-        vocab_size=128,
-        decay_steps=10,
-    )
+        step = MegatronStep(MODEL, parallel, layout, device=job.device, vocab_size=128, optimizer=optimizer)
+    assert step.chunks[0].ddp_config.overlap_param_gather is overlaps
+    return step
 
 
 def main(folder: Path) -> None:

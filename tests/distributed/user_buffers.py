@@ -81,7 +81,7 @@ def main(file: Path) -> None:
         layout = join(parallel, parallel.model_ranks)
 
         def build(tokens: int | None = 48) -> MegatronStep:
-            return MegatronStep.build(MODEL, parallel, layout, device=job.device, vocab_size=128, pad_rows_to=tokens)
+            return MegatronStep(MODEL, parallel, layout, device=job.device, vocab_size=128, pad_rows_to=tokens)
 
         def refused(**variables: str) -> str:
             with mock.patch.dict("os.environ", variables):

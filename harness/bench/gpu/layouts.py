@@ -129,7 +129,7 @@ def _train(
     """Return the losses of a few steps from the checkpoint in `start`, which is made first where it `saves` one."""
     parallel_state.destroy_model_parallel()
     layout = join(parallel, job.world_size)
-    step = MegatronStep.build(
+    step = MegatronStep(
         model,
         parallel,
         layout,

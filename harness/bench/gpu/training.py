@@ -81,7 +81,7 @@ def _build(
         f"{'Transformer Engine' if has_engine else 'PyTorch'}"
     )
     report.notes += slow_parts(model, parallel, job.device, has_engine=has_engine)
-    return model, MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=vocabulary)
+    return model, MegatronStep(model, parallel, layout, device=job.device, vocab_size=vocabulary)
 
 
 def measure_packed(sizes: Sizes, workspace: Workspace, shape: str) -> BenchReport:
@@ -152,7 +152,7 @@ def measure_checkpoint(sizes: Sizes, workspace: Workspace, word: str) -> BenchRe
         vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _SAVED_TOKENS
         # Half of the layers: two checkpoints, the one before and the one being written, fit on a small disk.
         model = shape_of("1b", sizes, job.device, share=0.5)
-        step = MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=vocabulary)
+        step = MegatronStep(model, parallel, layout, device=job.device, vocab_size=vocabulary)
         ids = np.arange(sizes.pack_size + 1, dtype=np.int32) % vocabulary
         row = build_thd_batch([SequenceView(ids, np.r_[np.ones(sizes.pack_size, np.uint8), [0]])])
         rows = [to_device(row, job.device)] * sizes.global_batch

@@ -205,7 +205,7 @@ class _Run(Hooks):
         together(lambda: _check_memory(config, task, layout, ranks), device=ranks.device)
         # A checkpoint has the weights that the pretrained ones became.
         fill = task.pretrained.filler(layout) if task.pretrained is not None and self.newest is None else None
-        self.step = MegatronStep.build(
+        self.step = MegatronStep(
             config.model,
             config.parallel,
             layout,

@@ -72,10 +72,8 @@ def _models(step: MegatronStep) -> dict[str, Any]:
     return {name: chunk.module for name, chunk in zip(names, step.chunks, strict=True)}
 
 
-def _run_state(
-    step: MegatronStep, *, is_loading: bool
-) -> tuple[dict[str, Any], list[optimizer_state.OptimizerTensors]]:
-    """Return the tree that `dist_checkpointing` saves or loads, and the optimizer's share of it."""
+def _run_state(step: MegatronStep, *, is_loading: bool) -> tuple[dict[str, Any], list[list[torch.Tensor]]]:
+    """Return the tree that `dist_checkpointing` saves or loads, and the local tensors of each optimizer in it."""
     weights = {name: sharded_weights(model) for name, model in _models(step).items()}
     parts = optimizer_state.parts_of(step.optimizer)
     tensors = [
@@ -89,11 +87,11 @@ def _run_state(
     ]
     state = {
         **weights,
-        "optimizer": {str(number): part.by_number for number, part in enumerate(tensors)},
+        "optimizer": {str(number): sharded for number, (sharded, _) in enumerate(tensors)},
         "optimizer_steps": max(map(optimizer_state.steps_taken, parts)),
         "scheduler": step.scheduler.state_dict(),
     }
-    return state, tensors
+    return state, [values for _, values in tensors]
 
 
 def count_sharded_tensors(step: MegatronStep) -> int:

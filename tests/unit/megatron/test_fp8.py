@@ -92,7 +92,7 @@ def test_rows_are_padded_before_they_reach_the_model_and_the_loss_stays(monkeypa
     row = build_thd_batch([SequenceView(ids, np.r_[np.ones(10, np.uint8), [0]])] * 2)
     with start("cpu") as job:
         layout = join(ParallelConfig(), 1)
-        step = MegatronStep.build(model, ParallelConfig(), layout, device=job.device, vocab_size=64)
+        step = MegatronStep(model, ParallelConfig(), layout, device=job.device, vocab_size=64)
 
         def loss(rows: Any, chunk: Any) -> Any:
             output, report = step.forward_row(rows, chunk)

@@ -54,7 +54,7 @@ def train_each(rows: Sequence[Sequence[ThdBatch]], **settings) -> list[StepResul
         layout = join(ONE, 1)
         model = ModelConfig(**{**SIZES, **settings})
         still = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0)
-        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=still)
+        step = MegatronStep(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=still)
         return [step.train(SimpleNamespace(rows=list(each))) for each in rows]
 
 
@@ -94,7 +94,7 @@ def test_each_layer_counts_by_the_coefficient_divided_by_the_number_of_layers() 
         layout = join(ONE, 1)
         still = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
         model = ModelConfig(**{**SIZES, "mtp_loss": 0.3})
-        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=still)
+        step = MegatronStep(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=still)
         norm = step.chunks[0].module.mtp.layers[-1].final_layernorm.weight
         step.train(SimpleNamespace(rows=[row]))
         slope, losses = norm.main_grad.clone(), []

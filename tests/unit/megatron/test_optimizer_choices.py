@@ -31,9 +31,7 @@ def make(job: runtime.Runtime) -> Callable[..., MegatronStep]:
 
     def build(**settings: float | str) -> MegatronStep:
         optimizer = OptimizerConfig(lr=1e-2, warmup_steps=1, **settings)  # type: ignore[arg-type]
-        return MegatronStep.build(
-            MODEL, SPLIT, layout, device=job.device, vocab_size=64, optimizer=optimizer, decay_steps=20
-        )
+        return MegatronStep(MODEL, SPLIT, layout, device=job.device, vocab_size=64, optimizer=optimizer, decay_steps=20)
 
     return build
 

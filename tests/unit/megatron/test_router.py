@@ -43,7 +43,7 @@ def train_a_step(**settings) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     with runtime.start("cpu"):
         layout = join(ONE, 1)
         model, optimizer = ModelConfig(**{**SIZES, **settings}), OptimizerConfig(lr=0.01, warmup_steps=0)
-        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=optimizer)
+        step = MegatronStep(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=optimizer)
 
         def state() -> dict[str, torch.Tensor]:
             found = list(routers(step.chunks))
@@ -118,7 +118,7 @@ def test_tokens_of_a_source_have_the_load_that_they_have_alone(recompute) -> Non
 
     def train(rows: list[list[int]], *, sources: Sources | None = None) -> StepResult:
         model = ModelConfig(**SIZES, recompute=recompute, init_std=0.3)
-        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, pad_rows_to=160)
+        step = MegatronStep(model, ONE, layout, device=CPU, vocab_size=VOCAB, pad_rows_to=160)
         step.sources = sources
         made = [
             build_thd_batch([views[one] for one in row], pad_to_multiple=16) if row else zero_loss_row() for row in rows
@@ -149,7 +149,7 @@ def test_the_losses_of_a_router_have_the_gradient_of_their_mean_over_real_tokens
         with runtime.start("cpu"):
             layout = join(ONE, 1)
             experts = {**SIZES, "router_score": "softmax", "expert_bias": False, loss: coefficient}
-            step = MegatronStep.build(
+            step = MegatronStep(
                 ModelConfig(**experts, init_std=0.3), ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=STILL
             )
             router, states = list(routers(step.chunks))[-1], []

@@ -47,7 +47,7 @@ def rows_of(step: int) -> list[ThdBatch]:
 
 def make(job: runtime.Runtime, model: ModelConfig = MODEL, *, graphs: bool = True) -> MegatronStep:
     parallel = ParallelConfig(static_rows=True, cuda_graphs=graphs)
-    return MegatronStep.build(
+    return MegatronStep(
         model,
         parallel,
         join(parallel, 1),

@@ -23,7 +23,7 @@ def test_a_skipped_step_leaves_the_learning_rate_where_it_was() -> None:
     )
     with runtime.start("cpu"):
         layout = join(parallel, 1)
-        step = MegatronStep.build(
+        step = MegatronStep(
             ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=16),
             parallel,
             layout,
