@@ -18,7 +18,7 @@ from harness.settings import from_plain
 from harness.storage import write_atomically
 from harness.tables import Table
 from harness.train.events import EventFile
-from harness.train.lines import DAMAGED_FIX, ROOM_FIX, LineFile, describe_hole, keep_lines_before, whole_lines
+from harness.train.lines import DAMAGED_FIX, MISREAD, ROOM_FIX, LineFile, describe_hole, keep_lines_before, whole_lines
 from harness.train.loop import OWN_VALIDATION, StepRecord
 from harness.train.stragglers import CAUSES, RankTimes, Straggler
 from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, curve_values
@@ -210,7 +210,7 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, r
     for number, line in enumerate(whole_lines(path), start=1):
         try:
             steps.append(parse(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        except MISREAD as error:
             fix = f"the file was changed by hand or written by another version; {remedy}"
             raise FormatError(f"line {number} is not a step's {kind}: {error}", where=str(path), fix=fix) from error
     return steps

@@ -17,7 +17,7 @@ from harness.storage.checksums import CHECKSUMS_FILE, list_hash_problems, list_s
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
-from harness.train.lines import StepLine, read_sound_lines
+from harness.train.lines import MISREAD, StepLine, read_sound_lines
 from harness.train.local import own_local_record, read_disk, read_identity
 from harness.train.metrics import METRICS_FILE, StepMetrics
 
@@ -77,24 +77,15 @@ def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None 
 def verify_checkpoint(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
     """List all problems of a checkpoint."""
     folder = Path(path)
-    problems: list[Problem] = []
+    if problems := verify_folder(folder, progress=progress):
+        return problems
     try:
-        progress_of_run = read_checkpoint(folder)[0]
+        step = read_checkpoint(folder)[0].step
     except (CheckpointError, ConfigError) as error:
-        problems.append(Problem(error.what, error.where, error.fix))
-    else:
-        if folder.name.startswith("step-") and folder.name != f"step-{progress_of_run.step:08d}":
-            problems.append(
-                Problem(f"the folder is named {folder.name} and holds step {progress_of_run.step}", str(folder))
-            )
-    known = {problem.what.removeprefix("the checkpoint's ") for problem in problems}
-    is_run_file_named = any(RUN_FILE in problem.what for problem in problems)
-    return problems + [
-        problem
-        for problem in verify_folder(folder, progress=progress)
-        if problem.what.removeprefix("the ") not in known
-        and not (is_run_file_named and problem.where == str(folder / RUN_FILE))
-    ]
+        return [Problem(error.what, error.where, error.fix)]
+    if folder.name.startswith("step-") and folder.name != f"step-{step:08d}":
+        return [Problem(f"the folder is named {folder.name} and holds step {step}", str(folder))]
+    return []
 
 
 def verify_folder(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
@@ -159,7 +150,7 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
         with suppress(OSError, ValueError):
             known.append(read_settings(earlier))
     for checkpoint in checkpoints[-1:]:
-        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # `verify_checkpoint` has these
+        with suppress(OSError, *MISREAD):  # `verify_checkpoint` has these
             written = json.loads((checkpoint / RUN_FILE).read_bytes()).get("settings")
             if written is not None and check_settings(written) not in known:
                 yield Problem(f"the run's settings are not those that {checkpoint.name} was written with", str(path))
@@ -218,7 +209,7 @@ def _digests_problems(folder: Path) -> Iterator[Problem]:
     for where, line in _lines(path, "digests"):
         try:
             step = from_json(json.loads(line))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except MISREAD as error:
             yield Problem(f"not the digests of a step: {error}", where)
             last = None if last is None else last + 1
             continue

@@ -136,17 +136,12 @@ def start(
             # NCCL then connects at once, on this device, and not in the first step.
             device_id=chosen if chosen.type == "cuda" else None,
         )
-        try:
-            yield Runtime(chosen, rank, world_size, local_rank)
-        except HarnessError as error:
-            error.rank = rank
-            raise
-        finally:
-            from megatron.core import parallel_state
-
-            if parallel_state.model_parallel_is_initialized():
-                parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
+        with _left_at_the_end():
+            try:
+                yield Runtime(chosen, rank, world_size, local_rank)
+            except HarnessError as error:
+                error.rank = rank
+                raise
 
 
 @contextmanager
@@ -170,15 +165,21 @@ def alone(rank: int, world_size: int) -> Iterator[Runtime]:
 
     with _cpu_as_cuda(), _without_kernels(torch.device("cpu")):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        try:
-            with mock.patch.multiple(torch.distributed, new_group=make_fake, all_to_all_single=receive_nothing):
-                yield Runtime(torch.device("cpu"), rank, world_size, 0)
-        finally:
-            from megatron.core import parallel_state
+        faked = mock.patch.multiple(torch.distributed, new_group=make_fake, all_to_all_single=receive_nothing)
+        with _left_at_the_end(), faked:
+            yield Runtime(torch.device("cpu"), rank, world_size, 0)
 
-            if parallel_state.model_parallel_is_initialized():
-                parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
+
+@contextmanager
+def _left_at_the_end() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        from megatron.core import parallel_state
+
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
 
 
 def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) -> RankLayout:

@@ -22,6 +22,7 @@ from harness.train import METRICS_FILE, Progress, alone_in, read_metrics
 from harness.train.attempts import note_lost, record_resume
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
 from harness.train.folder import choose_run_folder
+from harness.train.lines import MISREAD
 from harness.train.local import Identity, own_local_record, read_local_record
 
 
@@ -64,7 +65,7 @@ def check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
     """Return the progress of the checkpoint to resume from; refuse settings that cannot continue it."""
     progress = read_progress(newest)
     # Settings that cannot be read are no reason to refuse; they are kept as config.before-N.yaml.
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
+    with suppress(OSError, yaml.YAMLError, *MISREAD):
         before = yaml.safe_load((folder / "config.yaml").read_text())["model"]
         check_same_adapters(config.model, before, str(folder))
     if progress.step > config.trainer.last_step:
