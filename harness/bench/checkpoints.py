@@ -20,10 +20,10 @@ from harness.bench.sizes import Sizes
 from harness.bench.step import give_state, small_model, wait_for
 from harness.bench.workspace import Workspace
 from harness.loader import LoaderState, RankLayout
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.state.checkpoint import CheckpointWriter, find_damage, load_checkpoint
+from harness.megatron.step import MegatronStep
 from harness.plan import OptimizerConfig, ParallelConfig
 from harness.storage import StoredFile
 from harness.train import Progress as RunPosition

@@ -17,10 +17,10 @@ from harness.bench.sizes import Sizes
 from harness.bench.step import small_model
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.rotary import RowSelfAttention
+from harness.megatron.step import MegatronStep
 from harness.plan import ParallelConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch

@@ -20,10 +20,11 @@ from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.formats import open_dataset, open_writer
 from harness.loader import Loader, LoaderConfig, RankBatch, RankLayout
-from harness.megatron import MegatronStep, RowTensors, to_device
+from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.data.feed import Feed
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
+from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, ParallelConfig, TrainerConfig, sequence_cost
 from harness.schedule import ScheduleConfig, SequenceCost
 from harness.train import StepRecord

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from harness.loader import RankLayout
-from harness.megatron import RowTensors, to_device
+from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.compat import packed_seq_params
 from harness.parity.isolation import Prepare
 from harness.plan import ParallelConfig

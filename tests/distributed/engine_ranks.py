@@ -17,10 +17,10 @@ import torch  # noqa: E402
 import transformer_engine.pytorch as engine  # noqa: E402
 
 from harness.loader import LoaderState  # noqa: E402
-from harness.megatron import MegatronStep  # noqa: E402
 from harness.megatron.job import runtime  # noqa: E402
 from harness.megatron.job.runtime import join  # noqa: E402
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint  # noqa: E402
+from harness.megatron.step import MegatronStep  # noqa: E402
 from harness.plan import ModelConfig, ParallelConfig  # noqa: E402
 from harness.train import Progress  # noqa: E402
 

@@ -14,9 +14,9 @@ from megatron.core import parallel_state
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "samples"))
 from recorded_graphs import RecordedGraph, recorded_graphs
 
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
+from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch

@@ -17,11 +17,11 @@ import torch
 from megatron.core import parallel_state
 
 from harness.loader import LoaderState
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model import gpt
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
+from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.records import SequenceView
 from harness.thd import build_thd_batch

@@ -25,9 +25,9 @@ import transformer_engine.pytorch as engine  # noqa: E402
 from transformer_engine.pytorch.module import base  # noqa: E402
 
 from harness.errors import ConfigError  # noqa: E402
-from harness.megatron import MegatronStep  # noqa: E402
 from harness.megatron.job import runtime  # noqa: E402
 from harness.megatron.job.runtime import join  # noqa: E402
+from harness.megatron.step import MegatronStep  # noqa: E402
 from harness.megatron.unproven import user_buffers  # noqa: E402
 from harness.plan import ModelConfig, ParallelConfig  # noqa: E402
 

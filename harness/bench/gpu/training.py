@@ -21,11 +21,12 @@ from harness.bench.step import LoopBench, bare_step, flops_of, write_rows
 from harness.bench.workspace import Workspace
 from harness.formats import open_dataset
 from harness.loader import RankLayout
-from harness.megatron import MegatronStep, RowTensors, to_device
+from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join, on_rank_0
 from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import engine_layers
+from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, ParallelConfig, plan_memory, sequence_cost
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron import MegatronStep
 from harness.megatron.job.runtime import join, start
 from harness.megatron.model import gpt
+from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, ParallelConfig
 from harness.plan.layout import fp8_row_multiple
 from harness.plan.settings import SftConfig, TrainerConfig

@@ -11,11 +11,11 @@ import torch
 
 from harness.errors import ConfigError
 from harness.loader import LoaderState
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.run.resuming import notes_of_moments
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint, stored_moments
+from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch

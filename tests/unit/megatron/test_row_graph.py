@@ -17,13 +17,13 @@ from recorded_graphs import Launches, recorded_graphs
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import Provenance, open_writer
 from harness.loader import DataConfig, LiveConfig, LoaderConfig
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model import gpt
 from harness.megatron.model.attention import VarlenAttention
 from harness.megatron.run.fine_tuning import open_fine_tuning
 from harness.megatron.run.training import run_training
+from harness.megatron.step import MegatronStep
 from harness.megatron.unproven.row_graph import RowGraph
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.settings import SftConfig, TrainerConfig
