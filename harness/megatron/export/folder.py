@@ -36,7 +36,8 @@ from harness.storage.files import sync_tree
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
 from harness.train.folder import SETTINGS_FILE, check_settings, read_settings
 
-SHARD_BYTES = 5 * 10**9
+# Largest size of one safetensors file; a larger tensor has a file of its own.
+_SHARD_BYTES = 5 * 10**9
 # Left in the marker by an export that was killed while its folder got its name.
 _PLACING = b"placing"
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -70,7 +71,6 @@ def export_checkpoint(
     *,
     adapters_only: bool = False,
     keep_mtp: bool = False,
-    shard_bytes: int = SHARD_BYTES,
     data_paths: Sequence[str] = (),
 ) -> Exported:
     """Write a checkpoint as a folder that serves. Needs memory for one copy of the weights, on the CPU.
@@ -85,7 +85,6 @@ def export_checkpoint(
         adapters_only: write the LoRA adapters alone, in PEFT's layout.
         keep_mtp: write the layers that predict further tokens (MTP) too, as the initial weights have them: they were
             not trained, and a server that drafts with them accepts fewer of their tokens.
-        shard_bytes: largest size of one safetensors file; a larger tensor has a file of its own.
         data_paths: where the run's data is now, in the order of its settings; empty for where it was.
 
     Raises:
@@ -108,7 +107,7 @@ def export_checkpoint(
             size = _write_adapters(chunk, model, writing)
         else:
             lora.merge(chunk, model)
-            size = _write_weights(chain(hf_tensors(chunk, model, vocab_size), base_layers), writing, shard_bytes)
+            size = _write_weights(chain(hf_tensors(chunk, model, vocab_size), base_layers), writing)
         tokens = write_tokenizer(data, writing, vocab_size=vocab_size)
         config, generation = _settings_of(model, data, tokens, vocab_size, has_mtp=keep_mtp or bool(model.mtp_layers))
         _write_json(writing / GENERATION_FILE, generation)
@@ -285,7 +284,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> tuple[int, int]:
+def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> tuple[int, int]:
     from safetensors.torch import save_file
 
     files: list[list[str]] = []
@@ -300,7 +299,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sh
 
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if pending and size + sum(t.numel() * t.element_size() for t in pending.values()) > shard_bytes:
+        if pending and size + sum(t.numel() * t.element_size() for t in pending.values()) > _SHARD_BYTES:
             flush()
         pending[name] = tensor
         total, weights = total + size, weights + tensor.numel()
