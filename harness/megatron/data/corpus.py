@@ -199,7 +199,7 @@ def build_corpus(
 
     Args:
         finds_built: the indices exist, so that others may read them meanwhile.
-        fetch: from `SharedIndices.fetching`, where the indices are shared.
+        fetch: from `SharedIndices.run`, where the indices are shared.
     """
     blends = config.sources()
     sources = _Sources(config, packs, fetch)
