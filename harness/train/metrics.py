@@ -17,11 +17,10 @@ from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.settings import from_plain
 from harness.storage import write_atomically
 from harness.tables import Table
-from harness.train.events import EventFile
 from harness.train.lines import DAMAGED_FIX, MISREAD, ROOM_FIX, LineFile, describe_hole, keep_lines_before, whole_lines
 from harness.train.loop import OWN_VALIDATION, StepRecord
 from harness.train.stragglers import CAUSES, RankTimes, Straggler
-from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, curve_values
+from harness.train.trackers import PATIENCE_S, SERVICES, EventFile, Tracker, curve_values
 
 T = TypeVar("T")
 METRICS_FILE = "metrics.jsonl"

@@ -45,7 +45,9 @@ def become_rank(rank: int, num_ranks: int, ports: int) -> None:
 
 
 def main() -> int:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "samples"))
     prepare_process()
+    import pytest  # noqa: F401 - of tests that are the program of their ranks too
     import torch._dynamo  # noqa: F401 - the first optimizer imports it, which takes each rank two seconds
     from torch.distributed import TCPStore
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
-from harness.megatron.data.blocks import BlockGPTDataset
+from harness.megatron.data.samples import BlockGPTDataset
 from harness.printing import print_line
 from harness.storage import BucketFolder, LocalCache, ObjectPath, write_atomically
 from harness.storage.claims import ClaimStore, leased

@@ -24,9 +24,8 @@ from harness.megatron.data.feed import Feed, together
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
-from harness.megatron.job.stopping import StopSignals
 from harness.megatron.job.waits import Waits
-from harness.megatron.job.watchdog import Watchdog
+from harness.megatron.job.watchdog import StopSignals, Watchdog
 from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import engine_layers, use_transformer_engine
 from harness.megatron.pretrained import Pretrained
