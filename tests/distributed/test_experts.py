@@ -1,34 +1,45 @@
-"""A mixture of experts trains as on one rank and in plain PyTorch, padding never counts, planted faults are named."""
+"""A mixture of experts trains as on one rank and in plain PyTorch, padding never counts, planted faults are named.
+
+As a program on ranks, `JOBS.json`: runs of `recipes.sft` in the same processes, some faulty. A job is a fault,
+overrides, a folder, and the one that it is first copied from.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-import recipes.sft
 from harness.config import compose_config
 from harness.formats import open_dataset
 from harness.loader import Loader, RankBatch
+from harness.megatron import prepare_process
 from harness.megatron.export.folder import export_checkpoint
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import recorded_run
 from harness.parity.result import REPORT_FILE, Check, read_report
 from harness.plan import SftConfig
 from harness.plan.hf_config import MTP_SETTINGS
+from harness.thd import ThdBatch, TokensAhead
 from harness.train import StepMetrics
+from recipes import sft
 from recipes.parity import ParityConfig
 
 from .conftest import overrides_of, run_command, run_here, run_jobs
+from .forked import jobs_of
 from .test_weights import MODELS, SIZES, settings_of, tensors
 
 STEPS = ("optimizer.decay_steps=4", "trainer.eval_interval=2", "trainer.eval_batches=1", "trainer.record_digests=true")
@@ -67,15 +78,15 @@ def run_all(dataset: Path, place: Path, wanted: Sequence[tuple[str, str, str | N
 
     for kind in {kind for kind, _, _ in wanted}:
         start, one = place / kind / "start", place / kind / "one"
-        run_here(recipes.sft, SftConfig, overrides(kind, start, 1))
+        run_here(sft, SftConfig, overrides(kind, start, 1))
         shutil.copytree(start, one)
-        run_here(recipes.sft, SftConfig, overrides(kind, one, 4))
+        run_here(sft, SftConfig, overrides(kind, one, 4))
     folders = {run: place / "-".join(filter(None, run)).replace(" ", "_") for run in wanted}
     runs = [
         [fault, [*overrides(kind, folder, 4), f"parallel={layout}"], str(folder), str(place / kind / "start")]
         for (kind, layout, fault), folder in folders.items()
     ]
-    run_jobs(2, "expert_ranks", place, runs)
+    run_jobs(2, "test_experts", place, runs)
 
     def compare(kind: str, layout: str, fault: str | None = None) -> dict[str, Check]:
         expected, found = recorded_run(place / kind / "one"), recorded_run(folders[kind, layout, fault])
@@ -241,7 +252,7 @@ def train_from(folder: Path, dataset: Path, run: Path, *more: str) -> tuple[list
     short = ("optimizer.weight_decay=0", "trainer.steps=20", "trainer.eval_interval=0", "loader.num_workers=0")
     # transformers does not move the biases of experts
     settings = [*settings_of(folder), *plain, *short, "model.expert_bias_rate=0", *more]
-    run_here(recipes.sft, SftConfig, overrides_of(dataset, run, *settings))
+    run_here(sft, SftConfig, overrides_of(dataset, run, *settings))
     config = compose_config("sft", SftConfig, overrides_of(dataset, run, *settings))
     loader = Loader(open_dataset(dataset / "train"), config.loader, schedule=config.schedule, num_steps=20)
     return recorded_run(run).steps, list(loader)
@@ -292,3 +303,52 @@ def test_every_layout_trains_experts_for_twenty_steps_as_one_rank_does(tmp_path)
         "experts deepseek_like: data",
         "experts gpt_oss_like: data",
     }
+
+
+@contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    """Make a mistake of other programs inside the block."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from harness.megatron import batch
+    from harness.megatron.model.router import Router
+
+    count: Callable[..., None] = Router._count
+    of_chunk = batch.padding_argument
+
+    def count_all(self: Any, logits: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor) -> None:
+        count(self, logits, chosen, padding)
+        self.local_tokens_per_expert += (chosen & padding.unsqueeze(1)).sum(dim=0)
+
+    ahead = batch.tokens_ahead
+
+    def ahead_at_real_bounds(row: ThdBatch, distance: int) -> TokensAhead:
+        bounds = row.cu_seqlens.copy()
+        bounds[-1] = len(row)
+        return ahead(replace(row, cu_seqlens=bounds, cu_seqlens_padded=bounds), distance)
+
+    faults: dict[str | None, Any] = {
+        None: [],
+        "padding in the router": [
+            mock.patch.object(batch, "padding_argument", lambda chunk, mask: of_chunk(chunk, torch.zeros_like(mask)))
+        ],
+        "MTP rolled at unpadded bounds": [mock.patch.object(batch, "tokens_ahead", ahead_at_real_bounds)],
+        "expert bias sees padding": [mock.patch.object(Router, "_count", count_all)],
+        "shared expert skipped on one rank": [mock.patch.object(MoELayer, "shared_experts_compute", return_value=None)]
+        * int(os.environ.get("RANK", "0") == "1"),
+    }
+    for patch in faults[fault]:
+        patch.start()
+    try:
+        yield
+    finally:
+        mock.patch.stopall()
+
+
+if __name__ == "__main__":
+    prepare_process()
+    for fault, overrides, folder, start in jobs_of(sys.argv[1]):
+        if os.environ["RANK"] == "0":  # the others wait for it to join
+            shutil.copytree(start, folder)
+        with planted(fault):
+            assert sft.main(compose_config("sft", SftConfig, [*overrides, f"run_dir={folder}"])) == 0
