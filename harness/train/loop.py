@@ -120,7 +120,7 @@ class TrainStep(Protocol):
 
 
 class Hooks:
-    """What a run does around its steps, on every rank; as it is here, nothing."""
+    """Work of a run around its steps, on every rank; here, none."""
 
     def save(self, number: int, state: LoaderState) -> None:
         """Write a checkpoint of a step and the loader's state."""

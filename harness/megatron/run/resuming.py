@@ -1,4 +1,4 @@
-"""Where a run begins: its folder, and the checkpoint that it resumes from."""
+"""The start of a run: its folder, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
