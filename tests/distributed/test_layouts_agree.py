@@ -44,7 +44,7 @@ from harness.megatron.step import MegatronStep
 from harness.parity.result import REPORT_FILE, read_report
 from harness.plan import SftConfig
 
-from .conftest import ROOT, forked, run_command
+from .conftest import ROOT, run_command
 
 # Largest differences from one rank, relative to what is compared; a gradient also to the norm of the whole gradient.
 # Sums in another order give up to 4e-7 of that, and more of a small norm of numbers that cancel.
@@ -92,9 +92,11 @@ def train_all(layouts: list[Layout], place: Path) -> list[dict[str, Any]]:
             continue
         file = place / f"{ranks}.pkl"
         file.write_bytes(pickle.dumps([(str(layout), layout.kind, layout.config) for layout in wanted]))
-        code, output = run_command([*forked(ranks), "tests.distributed.test_layouts_agree", str(file)], timeout_s=7000)
+        start = [sys.executable, "-m", "tests.distributed.forked", str(ranks), "tests.distributed.test_layouts_agree"]
+        code, output = run_command([*start, str(file)], timeout_s=7000)
+        assert code == 0, output
         lines = file.with_suffix(".jsonl").read_text().splitlines()
-        assert (code, len(lines)) == (0, len(wanted)), output
+        assert len(lines) == len(wanted), output
         results += map(json.loads, lines)
     return results
 
