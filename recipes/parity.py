@@ -230,42 +230,27 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
         "reference": CheckPlan(across, shares_processes=True),
         "versions": CheckPlan(OTHER_KERNELS if across == Tolerances() else across),
     }
+    pythons = {"": sys.executable, THIS: sys.executable, **paths_by_name(config.versions)}
+    sizes = {"steps": config.steps, "steps_before": config.steps_before, "max_ranks": config.max_ranks}
     for check in config.checks:
+        chosen, data = plans[check], {"": str(source)}
         if check == "reference":
-            cells += reference_cells(config, source, folder, settings, plans[check])
-            continue
-        if check == "versions" and not config.versions:
+            cells += reference_cells(config, source, folder, settings, chosen)
+        elif check == "versions" and not config.versions:
             reason = "no other version's interpreter is named: versions='[\"NAME=PATH\"]'"
             left_out.append(skipped("versions", check, reason))
-            continue
-        cases = config.cases(check)
-        if check == "experts":
-            for kind in config.kinds_of(cases):
-                chosen = [text for text in cases if parse_case(text, where=check).value_of(KIND) == kind]
-                cells += plan_check(
-                    f"{check} {kind}",
-                    chosen,
-                    plans[check],
-                    settings=[*settings, *config.kinds[kind].split()],
-                    datasets={"": str(source)},
-                    pythons={"": sys.executable},
-                    steps=config.steps,
-                    steps_before=config.steps_before,
-                    max_ranks=config.max_ranks,
-                )
-            continue
-        formats = {parse_case(text, where=check).value_of(FORMAT) for text in cases}
-        cells += plan_check(
-            check,
-            cases,
-            plans[check],
-            settings=settings,
-            datasets={"": str(source), **{name: dataset_in(name, config, source, folder) for name in formats if name}},
-            pythons={"": sys.executable, THIS: sys.executable, **paths_by_name(config.versions)},
-            steps=ISOLATION_TURNS if check == "isolation" else config.steps,
-            steps_before=config.steps_before,
-            max_ranks=config.max_ranks,
-        )
+        elif check == "experts":
+            for kind in config.kinds_of(cases := config.cases(check)):
+                own = [text for text in cases if parse_case(text, where=check).value_of(KIND) == kind]
+                more = [*settings, *config.kinds[kind].split()]
+                name = f"{check} {kind}"
+                cells += plan_check(name, own, chosen, settings=more, datasets=data, pythons=pythons, **sizes)
+        else:
+            cases = config.cases(check)
+            formats = {parse_case(text, where=check).value_of(FORMAT) for text in cases}
+            data |= {name: dataset_in(name, config, source, folder) for name in formats if name}
+            of = {**sizes, "steps": ISOLATION_TURNS} if check == "isolation" else sizes
+            cells += plan_check(check, cases, chosen, settings=settings, datasets=data, pythons=pythons, **of)
     return cells, left_out
 
 

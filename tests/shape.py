@@ -31,7 +31,7 @@ for name, module in sys.modules.items():
     if name.startswith("harness"):
         print(os.path.relpath(module.__file__))
 """
-STAND_INS = {"harness/megatron/compat.py", "harness/megatron/process.py", "harness/megatron/job/runtime.py"}
+STAND_INS = {"harness/megatron/compat.py", "harness/megatron/__init__.py", "harness/megatron/job/runtime.py"}
 # What one has to know to change how packs become an optimizer's step.
 CORE = (
     *("harness/errors.py", "harness/records.py", "harness/checks.py", "harness/settings.py", "harness/thd.py"),

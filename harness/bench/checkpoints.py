@@ -20,10 +20,10 @@ from harness.bench.sizes import Sizes
 from harness.bench.step import give_state, small_model, wait_for
 from harness.bench.workspace import Workspace
 from harness.loader import LoaderState, RankLayout
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.state.checkpoint import CheckpointWriter, find_damage, load_checkpoint
+from harness.megatron.step import MegatronStep
 from harness.plan import OptimizerConfig, ParallelConfig
 from harness.storage import StoredFile
 from harness.train import Progress as RunPosition
@@ -115,7 +115,7 @@ def make_step(
 ) -> MegatronStep:
     """Return a step whose optimizer has a state; heads are 32 wide, the feed-forward is three times as wide."""
     model = small_model(layers, hidden, _VOCABULARY, dtype=dtype)
-    step = MegatronStep.build(model, parallel, layout, device=device, vocab_size=_VOCABULARY, optimizer=optimizer)
+    step = MegatronStep(model, parallel, layout, device=device, vocab_size=_VOCABULARY, optimizer=optimizer)
     give_state(step)
     return step
 

@@ -17,10 +17,10 @@ from harness.bench.sizes import Sizes
 from harness.bench.step import small_model
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.rotary import RowSelfAttention
+from harness.megatron.step import MegatronStep
 from harness.plan import ParallelConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
@@ -108,7 +108,7 @@ def bench_kernels(sizes: Sizes, workspace: Workspace, progress: Progress) -> Ben
         steps = []
         for layers in (1, 2):
             model = small_model(layers, sizes.hidden, _VOCABULARY)
-            step = MegatronStep.build(model, ParallelConfig(), layout, device=job.device, vocab_size=_VOCABULARY)
+            step = MegatronStep(model, ParallelConfig(), layout, device=job.device, vocab_size=_VOCABULARY)
             for layer in step.chunks[0].module.decoder.layers:
                 layer.self_attention.core_attention = _OneKernel()
             steps.append(step)

@@ -20,14 +20,15 @@ from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.formats import open_dataset, open_writer
 from harness.loader import Loader, LoaderConfig, RankBatch, RankLayout
-from harness.megatron import MegatronStep, RowTensors, to_device
+from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.data.feed import Feed
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
+from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, ParallelConfig, TrainerConfig, sequence_cost
 from harness.schedule import ScheduleConfig, SequenceCost
 from harness.train import StepRecord
-from harness.train.loop import train
+from harness.train.loop import Hooks, train
 
 _VOCABULARY = 8192
 # Processor time that the loop may add to a step of any model; on a GPU it is hidden, or the ratio shows it.
@@ -45,7 +46,7 @@ def bench_step(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchR
         layout = join(ParallelConfig(), job.world_size)
         on_gpu = job.device.type == "cuda"
         model = small_model(sizes.layers, sizes.hidden, _VOCABULARY, dtype="bfloat16" if on_gpu else "float32")
-        step = MegatronStep.build(model, ParallelConfig(), layout, device=job.device, vocab_size=_VOCABULARY)
+        step = MegatronStep(model, ParallelConfig(), layout, device=job.device, vocab_size=_VOCABULARY)
         progress("the loop and the bare step, in turns; then the loop alone")
         with LoopBench(sizes, model, step, layout, job, path) as bench:
             bench.add_figures(report, peak_tflops=sizes.peak_tflops)
@@ -190,7 +191,12 @@ class LoopBench(ExitStack):
 
     def _run_loop(self, batches: Iterator[RankBatch], record: Callable[[StepRecord], None]) -> None:
         config = TrainerConfig(steps=self._warm_up + self._sizes.steps, eval_interval=0, checkpoint_interval=0)
-        train(batches, self._step, config, validation={}, save=lambda number, state: None, record=record)
+
+        class Recording(Hooks):
+            def record(self, made: StepRecord) -> None:
+                record(made)
+
+        train(batches, self._step, config, Recording(), validation={})
 
 
 def flops_of(cost: SequenceCost, lengths: Any) -> float:

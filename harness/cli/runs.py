@@ -167,7 +167,7 @@ def export(
     from harness.megatron import prepare_process
 
     prepare_process()
-    from harness.megatron import export_checkpoint
+    from harness.megatron.export.folder import export_checkpoint
 
     done = export_checkpoint(source, out, adapters_only=adapter, keep_mtp=mtp, data_paths=context.obj.data.paths)
     print_line(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")

@@ -10,27 +10,41 @@ Importing these modules changes nothing in the process. A program calls `prepare
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import gc
+import sys
+import warnings
+from contextlib import nullcontext
+from unittest import mock
 
-from harness.doors import names_on_first_use
-from harness.megatron.process import prepare_process
+__all__ = ["prepare_process"]
 
-if TYPE_CHECKING:
-    from harness.megatron.batch import RowTensors, to_device
-    from harness.megatron.export.folder import export_checkpoint
-    from harness.megatron.run.rehearsal import rehearse
-    from harness.megatron.step import MegatronStep
 
-__all__ = ["MegatronStep", "RowTensors", "export_checkpoint", "prepare_process", "rehearse", "to_device"]
+def prepare_process() -> None:
+    """Silence warnings of Megatron-Core that nobody can act on, and import it the fast way.
 
-# Imported at first use: `prepare_process` comes before torch and Megatron-Core.
-__getattr__ = names_on_first_use(
-    __name__,
-    {
-        "RowTensors": "batch",
-        "to_device": "batch",
-        "export_checkpoint": "export.folder",
-        "rehearse": "run.rehearsal",
-        "MegatronStep": "step",
-    },
-)
+    Call it first in a program that trains, exports or measures, before other modules of `harness.megatron` are
+    imported. Where Megatron-Core is imported already, it only sets the warning filters.
+    """
+    # On import it warns a dozen times about optional packages (Apex, flash-attention) that nothing here needs.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.core")
+    # Its checkpoints use parts of PyTorch that warn at each load, attributed to whoever made the call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, message="Please use DTensor instead")
+    if "megatron.core" in sys.modules:
+        return
+    # What imports create stays, and searching it for garbage takes a quarter of their time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        import torch
+
+        # Megatron-Core gives its fused functions to torch.compile on import, which loads the compiler: a second or two
+        # of every start. Nothing calls these functions on a CPU, so they are left uncompiled.
+        uncompiled = mock.patch.object(torch, "compile", lambda function, **options: function)
+        with uncompiled if torch.version.cuda is None else nullcontext():
+            import megatron.core  # noqa: F401
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()

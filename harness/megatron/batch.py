@@ -186,6 +186,17 @@ def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.T
     return output
 
 
+def sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the summed loss, the trained tokens, and both as one float64 tensor [2] for the report.
+
+    The sum, not the mean: Megatron divides gradients by the tokens of the whole global batch, so the loss does not
+    depend on the placement of sequences.
+    """
+    total = (losses.float() * loss_mask).sum()
+    tokens = loss_mask.sum()
+    return total, tokens.to(torch.int), torch.stack((total.detach().double(), tokens.double()))
+
+
 def padding_argument(chunk: Any, padding_mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the argument that names padding to a chunk's routers of experts; none for a chunk without experts.
 

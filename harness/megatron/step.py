@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout
 from harness.loader.datasets import Sources
-from harness.megatron.batch import RowsAhead, RowTensors, run_row, to_device
+from harness.megatron.batch import RowsAhead, RowTensors, run_row, sum_loss, to_device
 from harness.megatron.drift import check_drift
 from harness.megatron.model.gpt import build_model
 from harness.megatron.model.mtp import predicted_losses, reset_predictions
@@ -39,17 +39,6 @@ from harness.train import Evaluation, StepResult
 ForwardStep = Callable[[RowsAhead, Any], tuple[torch.Tensor, Any]]
 # Steps after which a rate that does not decay would have decayed: Megatron asks for a number.
 _NO_DECAY = 1 << 31
-
-
-def sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the summed loss, the trained tokens, and both as one float64 tensor [2] for the report.
-
-    The sum, not the mean: Megatron divides gradients by the tokens of the whole global batch, so the loss does not
-    depend on the placement of sequences.
-    """
-    total = (losses.float() * loss_mask).sum()
-    tokens = loss_mask.sum()
-    return total, tokens.to(torch.int), torch.stack((total.detach().double(), tokens.double()))
 
 
 def _no_limit(setting: str, arguments: str) -> ConfigError:
@@ -108,15 +97,16 @@ def _build_scheduler(optimizer: Any, settings: OptimizerConfig, decay_steps: int
 
 
 class MegatronStep:
-    """Trains and evaluates a model on this rank's rows.
+    """Trains and evaluates a model on this rank's rows; its optimizer is by the settings' defaults unless it is given.
 
     Args:
-        chunks: from `build_model`.
+        layout: from `join`, which comes first.
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
         decay_steps: step at which the learning rate reaches `min_lr`; None, where the settings name none either, for
             a rate that stays at `lr` after the warm-up.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
         max_sequences: the most that a row has; needed for `parallel.cuda_graphs`, as is `pad_rows_to`.
+        fill: replaces the random weights, before the optimizer copies them.
 
     Attributes:
         sources: the datasets of a blend, whose tokens the routers of experts then count apart; None for none.
@@ -124,40 +114,6 @@ class MegatronStep:
 
     def __init__(
         self,
-        chunks: list[DistributedDataParallel],
-        *,
-        optimizer: OptimizerConfig,
-        parallel: ParallelConfig,
-        layout: RankLayout,
-        device: torch.device,
-        vocab_size: int,
-        decay_steps: int | None,
-        pad_rows_to: int | None = None,
-        max_sequences: int | None = None,
-    ) -> None:
-        self.chunks, self.layout, self.device = chunks, layout, device
-        self.vocab_size, self.pad_rows_to, self.group_size = vocab_size, pad_rows_to, parallel.group_size
-        self.config = get_model_config(chunks[0])
-        self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
-        self.optimizer = _build_optimizer(chunks, optimizer, parallel, device)
-        self.scheduler = _build_scheduler(self.optimizer, optimizer, optimizer.decay_steps or decay_steps)
-        self.config.grad_scale_func = self.optimizer.scale_loss
-        self.has_experts = self.config.num_moe_experts is not None
-        self.mtp_layers: int = self.config.mtp_num_layers or 0
-        self.num_layers: int = self.config.num_layers + self.mtp_layers
-        self._forward_backward = get_forward_backward_func()
-        self.sources: Sources | None = None
-        self._graph: RowGraph | None = None
-        if parallel.cuda_graphs:
-            if pad_rows_to is None or max_sequences is None:
-                raise _no_limit("cuda_graphs", "pad_rows_to and max_sequences")
-            self._to_shape = partial(static_row, total=pad_rows_to, num_sequences=max_sequences)
-            self._graph = RowGraph(self._compute_row, chunks[0].capture_stream)
-        self._copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def build(
-        cls,
         model: ModelConfig,
         parallel: ParallelConfig,
         layout: RankLayout,
@@ -169,28 +125,31 @@ class MegatronStep:
         pad_rows_to: int | None = None,
         max_sequences: int | None = None,
         fill: Callable[[list[GPTModel]], None] | None = None,
-    ) -> MegatronStep:
-        """Build this rank's chunks of a model, and its optimizer: by the settings' defaults where none is given.
-
-        Args:
-            layout: from `join`, which comes first.
-            fill: replaces the random weights, before the optimizer copies them.
-        """
+    ) -> None:
         if parallel.overlap_tensor_parallel:
             if pad_rows_to is None:
                 raise _no_limit("overlap_tensor_parallel", "pad_rows_to")
             open_user_buffers(model, parallel, device, tokens=pad_rows_to)
-        return cls(
-            build_model(model, parallel, vocab_size=vocab_size, device=device, fill=fill),
-            optimizer=optimizer or OptimizerConfig(),
-            parallel=parallel,
-            layout=layout,
-            device=device,
-            vocab_size=vocab_size,
-            decay_steps=decay_steps,
-            pad_rows_to=pad_rows_to,
-            max_sequences=max_sequences,
-        )
+        self.chunks = chunks = build_model(model, parallel, vocab_size=vocab_size, device=device, fill=fill)
+        self.layout, self.device, self.group_size = layout, device, parallel.group_size
+        self.vocab_size, self.pad_rows_to = vocab_size, pad_rows_to
+        self.config = get_model_config(chunks[0])
+        self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
+        settings = optimizer or OptimizerConfig()
+        self.optimizer = _build_optimizer(chunks, settings, parallel, device)
+        self.scheduler = _build_scheduler(self.optimizer, settings, settings.decay_steps or decay_steps)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.has_experts = self.config.num_moe_experts is not None
+        self.mtp_layers: int = self.config.mtp_num_layers or 0
+        self.num_layers: int = self.config.num_layers + self.mtp_layers
+        self.forward_backward = get_forward_backward_func()
+        self.sources: Sources | None = None
+        self._graph: RowGraph | None = None
+        if parallel.cuda_graphs:
+            if pad_rows_to is None or max_sequences is None:
+                raise _no_limit("cuda_graphs", "pad_rows_to and max_sequences")
+            self._graph = RowGraph(self, partial(static_row, total=pad_rows_to, num_sequences=max_sequences))
+        self.copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def train(self, batch: RankBatch | Sequence[ThdBatch]) -> StepResult:
         """Take one optimizer step on this rank's rows of a global batch; every rank of the job takes part."""
@@ -206,7 +165,7 @@ class MegatronStep:
         if self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff:
             weigh_tokens(self.chunks, **self._count_tokens(rows))
         if self._graph is not None:
-            sums = self._replay(rows, self._graph)
+            sums = self._graph.run_rows(rows)
         else:
             sums = self._sum(self.run_rows(rows, self.forward_row, forward_only=False))
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
@@ -285,39 +244,6 @@ class MegatronStep:
             return torch.zeros(2, dtype=torch.float64, device=self.device)
         return torch.stack(reports).sum(dim=0)
 
-    def _replay(self, rows: Sequence[ThdBatch], graph: RowGraph) -> torch.Tensor:
-        """Do what Megatron's schedule does, each row by the graph; return the summed loss and the trained tokens."""
-        copied = RowsAhead(map(self._to_shape, rows), partial(self._copy_row, is_static=True), self._copies)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for _ in rows:
-            arrays, row = copied.take()
-            self._check_tokens(arrays)
-            sums += graph.run(row)
-        graph.end_step()
-        self.config.finalize_model_grads_func(self.chunks, sums[1].to(torch.int))
-        return sums
-
-    def _compute_row(self, row: RowTensors) -> torch.Tensor:
-        """Add a row's gradients to their buffers, on this rank alone; return its report."""
-
-        def forward(_: Any, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-            return run_row(model, row), partial(sum_loss, row.loss_mask)
-
-        finalize, self.config.finalize_model_grads_func = self.config.finalize_model_grads_func, None
-        try:
-            reports: list[torch.Tensor] = self._forward_backward(
-                forward_step_func=forward,
-                data_iterator=None,
-                model=self.chunks[0],
-                num_microbatches=1,
-                seq_length=row.tokens.shape[1],
-                micro_batch_size=1,
-                forward_only=False,
-            )
-        finally:
-            self.config.finalize_model_grads_func = finalize
-        return reports[0]
-
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
         """Run rows through the model by Megatron's schedule; return each report of `forward`'s loss function.
 
@@ -326,8 +252,8 @@ class MegatronStep:
         if self.pad_rows_to is not None:
             rows = [pad_row(row, self.pad_rows_to) for row in rows]
         rows = [pad_row(row, math.ceil(len(row) / self._row_multiple) * self._row_multiple) for row in rows]
-        iterators = [RowsAhead(rows, self._copy_row, self._copies) for _ in self.chunks]
-        reports: list[Any] = self._forward_backward(
+        iterators = [RowsAhead(rows, self.copy_row, self.copies) for _ in self.chunks]
+        reports: list[Any] = self.forward_backward(
             forward_step_func=forward,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
@@ -338,7 +264,7 @@ class MegatronStep:
         )
         return reports
 
-    def _copy_row(self, row: ThdBatch, *, is_static: bool = False) -> RowTensors:
+    def copy_row(self, row: ThdBatch, *, is_static: bool = False) -> RowTensors:
         return to_device(
             row,
             self.device,
@@ -351,12 +277,12 @@ class MegatronStep:
     def forward_row(self, rows: RowsAhead, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
         """Run the next row through a chunk; return its losses, and the function that sums those of trained tokens."""
         arrays, row = rows.take()
-        self._check_tokens(arrays)
+        self.check_tokens(arrays)
         if row.sources is not None and self.sources is not None:
             show_sources(model, row.sources, len(self.sources.names))
         return run_row(model, row), partial(sum_loss, row.loss_mask)
 
-    def _check_tokens(self, arrays: ThdBatch) -> None:
+    def check_tokens(self, arrays: ThdBatch) -> None:
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
             raise ConfigError(
                 f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, and the model has "

@@ -159,7 +159,6 @@ def expert_names(model: ModelConfig) -> ExpertNames:
 
 
 def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of one layer's router and experts, by their names in the layer."""
     names, hidden, inner, shared = (
         expert_names(model),
         model.hidden_size,

@@ -29,8 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
 from harness.loader import RankLayout
-from harness.megatron import RowTensors, to_device
-from harness.megatron.batch import run_row
+from harness.megatron.batch import RowTensors, run_row, to_device
 from harness.megatron.compat import packed_seq_params
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join

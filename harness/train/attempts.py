@@ -36,6 +36,8 @@ EXIT_REFUSED = 2
 IN_JOB, THROUGH_SLURM = "in the job", "through Slurm"
 # Lines of metrics that are looked through for a whole one.
 _RECENT = 20
+# Attempts in a row without progress, after which there are no more.
+_MAX_STALLED = 10
 _BY_HAND = "remove the file and start the run by hand"
 # Reasons that are not the run's fault and may occur at any step.
 _EXTERNAL = ("signal", "lost", "straggler")
@@ -153,18 +155,17 @@ def forget_stop(folder: Path) -> None:
     (folder / STOPPED_FILE).unlink(missing_ok=True)
 
 
-def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int = 10, in_job: bool = False) -> Decision:
+def decide(folder: Path, *, exit_code: int, max_same: int = 3, in_job: bool = False) -> Decision:
     """Record how this attempt ended, and decide whether to start the run again.
 
     A run that was asked to stop is always continued. A failed run is tried again until it has failed in the same way
-    at the same step `max_same` times in a row, and never if its input was refused. After `max_stalled` attempts in a
-    row without progress, however they ended, there are no more.
+    at the same step `max_same` times in a row, and never if its input was refused. After ten attempts in a row without
+    progress, however they ended, there are no more.
 
     Args:
         folder: of the run.
         exit_code: of the launcher of its ranks.
         max_same: failures in the same way at the same step.
-        max_stalled: attempts without progress.
         in_job: the caller starts the ranks again in the same job, not through Slurm.
 
     Raises:
@@ -186,22 +187,21 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, max_stalled: int 
         if (attempt.reason, attempt.step) != (stop.reason, stop.step):
             break
         same += 1
-    decision = _judge(stop, [*earlier, stop], same, max_same=max_same, max_stalled=max_stalled)
+    decision = _judge(stop, [*earlier, stop], same, max_same)
     again = (IN_JOB if in_job else THROUGH_SLURM) if decision.requeue else None
     _append(folder, [stop], exit_code, job=os.environ.get("SLURM_JOB_ID"), again=again)
     forget_stop(folder)
     return decision
 
 
-def _judge(stop: Stop, attempts: Sequence[Stop], same: int, *, max_same: int, max_stalled: int) -> Decision:
+def _judge(stop: Stop, attempts: Sequence[Stop], same: int, max_same: int) -> Decision:
     at = f"after step {stop.step}: {stop.message}"
     stalled, furthest = _stalled(attempts)
-    if stalled >= max_stalled:
+    if stalled >= _MAX_STALLED:
         return Decision(False, f"ended {at}; the last {stalled} attempts got no further than step {furthest}")
-    if stop.reason == "signal":
-        return Decision(True, f"asked to stop {at}; it continues from its checkpoint")
-    if stop.reason == "straggler":
-        return Decision(True, f"stopped {at}; it continues from its checkpoint")
+    if stop.reason in ("signal", "straggler"):
+        what = "asked to stop" if stop.reason == "signal" else "stopped"
+        return Decision(True, f"{what} {at}; it continues from its checkpoint")
     if not stop.requeue:
         return Decision(False, f"failed {at}; another attempt would fail in the same way")
     if same >= max_same:
@@ -209,7 +209,7 @@ def _judge(stop: Stop, attempts: Sequence[Stop], same: int, *, max_same: int, ma
     return Decision(True, f"failed {at}; attempt {same} of {max_same} at this step")
 
 
-def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None = None, max_stalled: int = 10) -> None:
+def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None = None) -> None:
     """Record, at the start of an attempt of a Slurm job, earlier attempts that its script did not record.
 
     Args:
@@ -218,7 +218,7 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
         predecessor: the job that this one continues, if it waited for that job's end in the queue.
 
     Raises:
-        HarnessError: with these, `max_stalled` attempts in a row made no progress.
+        HarnessError: with these, ten attempts in a row made no progress.
         FormatError: a file of an earlier attempt is unreadable.
     """
     earlier = read_attempts(folder)
@@ -234,17 +234,17 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
         if newest is not None:  # of another job
             _append(folder, [newest], None, job=predecessor if follows else None)
             if follows:
-                _refuse_stalled(folder, max_stalled)
+                _refuse_stalled(folder)
         return
     lost = Stop(steps_done(folder), "lost", "a node died, or Slurm took it away, and nobody was left to report")
     # A script that Slurm ends may be killed before it asks; the ranks have left their reason.
     _append(folder, [*[lost] * (restarts - recorded - 1), newest or lost], None, job=job)
-    _refuse_stalled(folder, max_stalled)
+    _refuse_stalled(folder)
 
 
-def _refuse_stalled(folder: Path, max_stalled: int) -> None:
+def _refuse_stalled(folder: Path) -> None:
     stalled, furthest = _stalled(read_attempts(folder))
-    if stalled >= max_stalled:
+    if stalled >= _MAX_STALLED:
         raise HarnessError(
             f"the last {stalled} attempts got no further than step {furthest}",
             where=str(folder / ATTEMPTS_FILE),

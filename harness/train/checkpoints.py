@@ -21,6 +21,7 @@ from harness.storage.checksums import (
     list_size_problems,
     write_checksums,
 )
+from harness.train.lines import MISREAD
 
 CHECKPOINTS = "checkpoints"
 # Written into a checkpoint after the weights; without it there is no checkpoint.
@@ -134,12 +135,9 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
         return Progress(int(document["step"]), LoaderState.from_json(document["loader"])), files
     except FormatError as error:
         raise CheckpointError(f"the checkpoint's {error.what}", where=str(path), fix=CHECKPOINT_FIX) from error
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError):
+    except (OSError, LoaderError, *MISREAD) as error:
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise unreadable(path, error) from error
-        what = f"the checkpoint's {RUN_FILE} cannot be read: {error}"
-        raise CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX) from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, LoaderError) as error:
         what = f"the checkpoint's {RUN_FILE} cannot be read: {getattr(error, 'what', error)}"
         raise CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX) from error
 

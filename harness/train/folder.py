@@ -167,7 +167,6 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _keep(settings: bytes, folder: Path) -> None:
-    """Write settings as `config.before-N.yaml`, unless the newest of these holds them already."""
     number = len(list(folder.glob("config.before-*.yaml")))
     newest = folder / f"config.before-{number}.yaml"
     if not newest.exists() or newest.read_bytes() != settings:

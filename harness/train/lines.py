@@ -14,7 +14,8 @@ from harness.settings import load
 from harness.storage import write_atomically
 
 ROOM_FIX = "make room or have the disk checked; resume=true then continues from the newest checkpoint"
-
+# Raised by code that takes values of JSON or YAML for what they are not.
+MISREAD = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 DAMAGED_FIX = "remove the line, or the file; `harness verify RUN` lists all damage"
 
 

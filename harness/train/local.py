@@ -34,6 +34,7 @@ from harness.settings import load
 from harness.storage import StoredFile, read_checksums, write_atomically
 from harness.storage.checksums import CHECKSUMS_FILE, list_hash_problems
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, UnreadableError, list_checkpoints, whole_checkpoints
+from harness.train.lines import MISREAD
 
 IDENTITY_FILE = "identity.json"
 LOCAL_RECORD = "local_checkpoints.json"
@@ -197,7 +198,7 @@ def read_disk(record: LocalRecord, root: str) -> dict[str, DiskPart]:
 
 
 def _read_manifest(path: Path, record: LocalRecord) -> tuple[dict[str, bytes], tuple[StoredFile, ...]]:
-    with suppress(OSError, FormatError, ValueError, TypeError, AttributeError, RecursionError):
+    with suppress(OSError, FormatError, *MISREAD):
         files = read_checksums(path) or []
         own = [file for file in files if file.path == RUN_FILE]
         content = {name: (path / name).read_bytes() for name in MANIFEST}

@@ -119,19 +119,40 @@ class TrainStep(Protocol):
     def evaluate(self, batches: Iterable[RankBatch]) -> Evaluation: ...
 
 
+class Hooks:
+    """Work of a run around its steps, on every rank; here, none."""
+
+    def save(self, number: int, state: LoaderState) -> None:
+        """Write a checkpoint of a step and the loader's state."""
+
+    def save_locally(self, number: int, state: LoaderState) -> None:
+        """Do the same on the nodes' own disks, every `local_checkpoint_interval` steps that `save` is not called at."""
+
+    def record(self, made: StepRecord) -> None:
+        """Record a step."""
+
+    def stop(self) -> str | None:
+        """Return a reason to stop after this step, the same on every rank; it is then saved."""
+        return None
+
+    def at(self, number: int, activity: str) -> None:
+        """Note the step and the activity in it, whenever either changes."""
+
+    def log(self, line: str) -> None:
+        """Print a line."""
+
+    def waits_s(self) -> float:
+        """Return the seconds that this rank has spent in exchanges with other ranks so far."""
+        return 0.0
+
+
 def train(
     batches: Iterator[RankBatch],
     step: TrainStep,
     config: TrainerConfig,
+    hooks: Hooks,
     *,
     validation: Mapping[str, Callable[[], Iterable[RankBatch]]],
-    save: Callable[[int, LoaderState], None],
-    record: Callable[[StepRecord], None],
-    save_locally: Callable[[int, LoaderState], None] = lambda step, state: None,
-    stop: Callable[[], str | None] = lambda: None,
-    at: Callable[[int, str], None] = lambda step, activity: None,
-    log: Callable[[str], None] = lambda line: None,
-    waits_s: Callable[[], float] = lambda: 0.0,
     first_step: int = 1,
     validated: Iterable[float] = (),
 ) -> str | None:
@@ -142,23 +163,15 @@ def train(
             steps so far are saved.
         validation: by name of a validation set, a function that returns its batches; the set named `validation`
             belongs to the training data.
-        save: writes a checkpoint of the given step and loader state.
-        save_locally: the same, to the nodes' own disks; called every `config.local_checkpoint_interval` steps, but not
-            where `save` is.
-        record: called once per step on every rank.
-        stop: called after each step; a reason to stop, the same on every rank, makes it the last one, and it is saved.
-        at: called with the step and the current activity whenever either changes.
-        log: prints a line.
-        waits_s: returns the seconds that this rank has spent in exchanges with other ranks so far.
         validated: validation losses before `first_step`, for `early_stop`.
 
     Returns:
-        The reason that `stop` returned before `config.steps`, or None.
+        The reason that `hooks.stop` returned before `config.steps`, or None.
 
     Raises:
         HarnessError: the loss of a step is not finite; nothing is saved from that step on.
     """
-    loop = _Loop(step, config, validation, save, record, save_locally, stop, at, log, waits_s, losses=list(validated))
+    loop = _Loop(step, config, hooks, validation, list(validated))
     for number in range(first_step, config.last_step + 1):
         batch = loop.read(number, batches)
         if batch is None:
@@ -175,14 +188,8 @@ class _Loop:
 
     step: TrainStep
     config: TrainerConfig
+    hooks: Hooks
     validation: Mapping[str, Callable[[], Iterable[RankBatch]]]
-    save: Callable[[int, LoaderState], None]
-    record: Callable[[StepRecord], None]
-    save_locally: Callable[[int, LoaderState], None]
-    stop: Callable[[], str | None]
-    at: Callable[[int, str], None]
-    log: Callable[[str], None]
-    waits_s: Callable[[], float]
     losses: list[float]
     unsaved: LoaderState | None = None
     reason: str | None = None
@@ -191,17 +198,17 @@ class _Loop:
 
     def read(self, number: int, batches: Iterator[RankBatch]) -> RankBatch | None:
         """Return the next batch; None, with the steps so far saved, if there is none."""
-        self.at(number, "reading data")
+        self.hooks.at(number, "reading data")
         self._time()
         batch = next(batches, None)
         if batch is None:  # the stream has ended, or a signal came while the run waited for it
-            self.at(number - 1, "writing a checkpoint")
+            self.hooks.at(number - 1, "writing a checkpoint")
             if self.unsaved is not None:
-                self.save(number - 1, self.unsaved)
-            self.reason = self.stop()
+                self.hooks.save(number - 1, self.unsaved)
+            self.reason = self.hooks.stop()
             return None
         self._read_s = self._time()
-        self.at(number, "training")
+        self.hooks.at(number, "training")
         return batch
 
     def complete(self, number: int, batch: RankBatch, result: StepResult) -> bool:
@@ -217,28 +224,30 @@ class _Loop:
         evaluations = self._validate(number)
         own = evaluations.pop(OWN_VALIDATION, None)
         took = waited + computed
-        self.record(StepRecord(number, batch, result, own, took, waited, evaluations, compute_s, data_s))
+        self.hooks.record(StepRecord(number, batch, result, own, took, waited, evaluations, compute_s, data_s))
         self.losses += [] if own is None else [own.loss]
         has_stalled = own is not None and _has_stalled(self.losses, self.config.early_stop)
-        reason = self.stop()
+        reason = self.hooks.stop()
         self._save(number, batch.state, ends=reason is not None or has_stalled)
         if number == self.config.last_step:
             return True
         self.reason = reason
         if reason is None and has_stalled:
-            self.log(f"stopped early after step {number}: {self.config.early_stop} validations without a lower loss")
+            self.hooks.log(
+                f"stopped early after step {number}: {self.config.early_stop} validations without a lower loss"
+            )
         return reason is not None or has_stalled
 
     def _time(self) -> tuple[float, float]:
         """Return the seconds since the last call, and those of them that this rank did not wait for others."""
-        waits_s, now = self.waits_s(), time.perf_counter()
+        waits_s, now = self.hooks.waits_s(), time.perf_counter()
         (then, before), self._lap = self._lap, (now, waits_s)
         return now - then, now - then - (waits_s - before)
 
     def _validate(self, number: int) -> dict[str, Evaluation]:
         def watched(batches: Iterable[RankBatch]) -> Iterator[RankBatch]:
             for batch in batches:
-                self.at(number, "validating")
+                self.hooks.at(number, "validating")
                 yield batch
 
         if not is_due(number, self.config.eval_interval, self.config.last_step):
@@ -248,11 +257,11 @@ class _Loop:
     def _save(self, number: int, state: LoaderState, *, ends: bool) -> None:
         saves = ends or is_due(number, self.config.checkpoint_interval, self.config.last_step)
         if saves:
-            self.at(number, "writing a checkpoint")
-            self.save(number, state)
+            self.hooks.at(number, "writing a checkpoint")
+            self.hooks.save(number, state)
         elif self.config.local_checkpoints and number % self.config.local_checkpoint_interval == 0:
-            self.at(number, "writing a local checkpoint")
-            self.save_locally(number, state)
+            self.hooks.at(number, "writing a local checkpoint")
+            self.hooks.save_locally(number, state)
         self.unsaved = None if saves else state
 
 

@@ -17,11 +17,10 @@ from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.settings import from_plain
 from harness.storage import write_atomically
 from harness.tables import Table
-from harness.train.events import EventFile
-from harness.train.lines import DAMAGED_FIX, ROOM_FIX, LineFile, describe_hole, keep_lines_before, whole_lines
+from harness.train.lines import DAMAGED_FIX, MISREAD, ROOM_FIX, LineFile, describe_hole, keep_lines_before, whole_lines
 from harness.train.loop import OWN_VALIDATION, StepRecord
 from harness.train.stragglers import CAUSES, RankTimes, Straggler
-from harness.train.trackers import PATIENCE_S, SERVICES, Tracker, curve_values
+from harness.train.trackers import PATIENCE_S, SERVICES, EventFile, Tracker, curve_values
 
 T = TypeVar("T")
 METRICS_FILE = "metrics.jsonl"
@@ -210,14 +209,13 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, r
     for number, line in enumerate(whole_lines(path), start=1):
         try:
             steps.append(parse(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        except MISREAD as error:
             fix = f"the file was changed by hand or written by another version; {remedy}"
             raise FormatError(f"line {number} is not a step's {kind}: {error}", where=str(path), fix=fix) from error
     return steps
 
 
 def _validations(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
-    """Return the losses by step of the own validation set, then of further ones by name."""
     losses: dict[str, dict[int, float]] = {"validation": {}}
     for step in steps:
         if step.validation_loss is not None:
@@ -262,7 +260,6 @@ def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> No
 
 
 def _axes(title: str, label: str) -> tuple[Any, Any]:
-    """Return a figure and its axes over the steps, with a label of the values."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
@@ -285,7 +282,6 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
 
 
 def _summary(losses: Mapping[int, float]) -> str:
-    """Return the first, lowest and last of the losses by step, and the perplexity of the last."""
     if not losses:
         return "not measured"
     steps = list(losses)

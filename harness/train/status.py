@@ -13,7 +13,7 @@ import yaml
 from harness.errors import CheckpointError, ConfigError, FormatError
 from harness.train.attempts import Attempt, read_attempts, read_stop
 from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
-from harness.train.lines import StepLine, read_sound_lines
+from harness.train.lines import MISREAD, StepLine, read_sound_lines
 from harness.train.local import read_local_record
 from harness.train.metrics import METRICS_FILE, REPORT_FILE
 
@@ -68,7 +68,7 @@ def read_status(folder: Path) -> RunStatus:
     if not (folder / "config.yaml").exists() and not (folder / "job.sbatch").exists():
         raise ConfigError("there is no run in this folder", where=str(folder), fix="name the folder of a run")
     steps = None
-    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, yaml.YAMLError):
+    with suppress(OSError, yaml.YAMLError, *MISREAD):
         steps = int(yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["steps"])
     newest: list[StepLine] = []
     age_s = None

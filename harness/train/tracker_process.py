@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import queue
 import secrets
 import signal
 import sys
@@ -171,43 +172,33 @@ def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-class RunEnd:
-    """The status of the run at its end, read from standard input by a thread: a service may block for minutes.
+def listen(ended: queue.SimpleQueue[str]) -> None:
+    """Pass on the status of the run at its end, `failed` if it ended without a word, and limit what comes after it.
 
-    Attributes:
-        status: None while the run lasts; `failed` if it ended without a word.
+    For a thread of its own: a service may block for minutes.
     """
-
-    def __init__(self) -> None:
-        self.status: str | None = None
-        self._has_ended = threading.Event()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def wait(self, seconds: float) -> str | None:
-        self._has_ended.wait(seconds)
-        return self.status
-
-    def _listen(self) -> None:
-        # Not until the end of the file: loader workers, which are forks of the run, hold the pipe open.
-        self.status = os.read(0, 100).decode() or "failed"
-        self._has_ended.set()
-        time.sleep(LIMIT_S)
-        os._exit(1)
+    # Not until the end of the file: loader workers, which are forks of the run, hold the pipe open.
+    ended.put(os.read(0, 100).decode() or "failed")
+    time.sleep(LIMIT_S)
+    os._exit(1)
 
 
-def follow(name: str, metrics: Path, end: RunEnd, warn: int) -> int:
+def follow(name: str, metrics: Path, ended: queue.SimpleQueue[str], warn: int) -> int:
     """Feed the service `name` until the run ends; return the exit code.
 
     Args:
+        ended: gets the status of the run at its end.
         warn: a file descriptor that takes the one warning.
     """
     folder, home = metrics.parent, metrics.parent / name
     sent, lines = SentState(home), NewLines(metrics)
     service: Service | None = None
     waiting: Steps = []
-    next_try, retry_s, has_warned, status = 0.0, RETRY_S, False, None
+    next_try, retry_s, has_warned = 0.0, RETRY_S, False
+    status: str | None = None
     while status is None:
-        status = end.wait(POLL_S)
+        with suppress(queue.Empty):
+            status = ended.get(timeout=POLL_S)
         if status is None and time.monotonic() < next_try:
             continue
         try:
@@ -243,7 +234,8 @@ def main() -> None:
     # A scheduler that signals every process of a job means the ranks; the pipe carries how they reacted.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    end = RunEnd()
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(ended,), daemon=True).start()
     home = metrics.parent / name
     home.mkdir(exist_ok=True)
     warn = os.dup(1)
@@ -253,7 +245,7 @@ def main() -> None:
         # The process of the run's previous part may still be sending its end.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-        code = follow(name, metrics, end, warn)
+        code = follow(name, metrics, ended, warn)
         # Without the services' own exit handlers, which may wait for a network that is down.
         with suppress(OSError):
             sys.stdout.flush()

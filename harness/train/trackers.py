@@ -10,8 +10,10 @@ The process learns from its end of a pipe how the run ended: one word, or nothin
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,21 +53,10 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     and `experts/data/code/load` of the tokens from `data/code`.
     """
     loads = line.get("evaluation_expert_loads", {})
-    of_sets = ("evaluation_losses", "evaluation_expert_loads")
-    further = ("mtp_losses", "mtp_tokens")
-    skipped = (
-        "step",
-        "validation_loss",
-        *of_sets,
-        "experts",
-        "source_expert_loads",
-        *further,
-        "rank_compute_s",
-        "stragglers",
-    )
-    losses = {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
-    values = {f"train/{key}": value for key, value in line.items() if key not in skipped}
-    values |= {"validation/loss": line["validation_loss"], **losses}
+    plain = {name: value for name, value in line.items() if isinstance(value, int | float)}
+    values = {f"train/{key}": plain[key] for key in plain if key not in ("step", "validation_loss", "mtp_tokens")}
+    values |= {"validation/loss": line["validation_loss"]}
+    values |= {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
     values |= {f"train/mtp_loss_{number}": loss for number, loss in enumerate(line.get("mtp_losses", ()), start=1)}
     values |= {f"experts/{name}": value for name, value in line.get("experts", {}).items()}
     values |= {f"experts/{name}/load": load for name, load in line.get("source_expert_loads", {}).items()}
@@ -73,6 +64,53 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     values |= {"validation/expert_load": loads.get(OWN_VALIDATION)}
     values |= {"train/slowest_rank_compute_s": max(times)} if (times := line.get("rank_compute_s")) else {}
     return {curve: value for curve, value in values.items() if value is not None}
+
+
+class EventFile:
+    """A new event file of TensorBoard in `folder`, written by the thread that trains.
+
+    The writers of TensorBoard and of torch hand each value to a thread of their own, which dies with a traceback where
+    the disk refuses, and opens the file again for every value. Here a step is one write, and a refusal an exception.
+
+    Args:
+        first_step: TensorBoard hides what earlier files of the folder have of this step and later ones.
+
+    Raises:
+        OSError: here and in `add`, the disk refuses.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary, self._records = Event, Summary, RecordWriter
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._file = (folder / name).open("xb", buffering=0)
+        self._write(
+            Event(wall_time=time.time(), step=first_step, file_version="brain.Event:2"),
+            Event(wall_time=time.time(), step=first_step, session_log=SessionLog(status=SessionLog.START)),
+        )
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Append the values of a step by the names of their curves."""
+        summary = self._summary(
+            value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        )
+        self._write(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, *events: Any) -> None:
+        block = io.BytesIO()
+        records = self._records(block)
+        for event in events:
+            records.write(event.SerializeToString())
+        rest = block.getbuffer()
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
 
 class Tracker:

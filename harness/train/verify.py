@@ -17,15 +17,13 @@ from harness.storage.checksums import CHECKSUMS_FILE, list_hash_problems, list_s
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
-from harness.train.lines import StepLine, read_sound_lines
+from harness.train.lines import MISREAD, StepLine, read_sound_lines
 from harness.train.local import own_local_record, read_disk, read_identity
 from harness.train.metrics import METRICS_FILE, StepMetrics
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """One line of `samples.jsonl`."""
-
     step: int
     prompt: str
     answer: str
@@ -79,24 +77,15 @@ def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None 
 def verify_checkpoint(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
     """List all problems of a checkpoint."""
     folder = Path(path)
-    problems: list[Problem] = []
+    if problems := verify_folder(folder, progress=progress):
+        return problems
     try:
-        progress_of_run = read_checkpoint(folder)[0]
+        step = read_checkpoint(folder)[0].step
     except (CheckpointError, ConfigError) as error:
-        problems.append(Problem(error.what, error.where, error.fix))
-    else:
-        if folder.name.startswith("step-") and folder.name != f"step-{progress_of_run.step:08d}":
-            problems.append(
-                Problem(f"the folder is named {folder.name} and holds step {progress_of_run.step}", str(folder))
-            )
-    known = {problem.what.removeprefix("the checkpoint's ") for problem in problems}
-    is_run_file_named = any(RUN_FILE in problem.what for problem in problems)
-    return problems + [
-        problem
-        for problem in verify_folder(folder, progress=progress)
-        if problem.what.removeprefix("the ") not in known
-        and not (is_run_file_named and problem.where == str(folder / RUN_FILE))
-    ]
+        return [Problem(error.what, error.where, error.fix)]
+    if folder.name.startswith("step-") and folder.name != f"step-{step:08d}":
+        return [Problem(f"the folder is named {folder.name} and holds step {step}", str(folder))]
+    return []
 
 
 def verify_folder(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
@@ -153,21 +142,15 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
     path = folder / SETTINGS_FILE
     try:
         settings = read_settings(path)
-    except FileNotFoundError:
-        yield Problem("the run's settings are missing", str(path))
-        return
-    except OSError as error:
-        yield Problem(f"the run's settings cannot be read: {error}", str(path))
-        return
-    except ValueError as error:
-        yield Problem(f"the run's settings {error}", str(path))
+    except (OSError, ValueError) as error:
+        yield Problem(f"the run's settings {_why(error)}", str(path))
         return
     known = [settings]
     for earlier in folder.glob("config.before-*.yaml"):
         with suppress(OSError, ValueError):
             known.append(read_settings(earlier))
     for checkpoint in checkpoints[-1:]:
-        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # `verify_checkpoint` has these
+        with suppress(OSError, *MISREAD):  # `verify_checkpoint` has these
             written = json.loads((checkpoint / RUN_FILE).read_bytes()).get("settings")
             if written is not None and check_settings(written) not in known:
                 yield Problem(f"the run's settings are not those that {checkpoint.name} was written with", str(path))
@@ -176,11 +159,8 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
 def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
     try:
         text = path.read_bytes().decode()
-    except FileNotFoundError:
-        yield Problem("the run's metrics are missing", str(path))
-        return
-    except (OSError, ValueError) as error:
-        yield Problem(f"the run's metrics cannot be read: {error}", str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        yield Problem(f"the run's metrics {_why(error)}", str(path))
         return
     step = 0
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
@@ -210,21 +190,26 @@ def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
         yield Problem(f"the metrics end at step {step}, and there is a checkpoint of step {newest}", str(path))
 
 
+def _why(error: OSError | ValueError) -> str:
+    """Return the end of a sentence about a file; a plain ValueError, of `read_settings`, has one."""
+    if isinstance(error, FileNotFoundError):
+        return "are missing"
+    return str(error) if type(error) is ValueError else f"cannot be read: {error}"
+
+
 def _metrics_of_steps(folder: Path) -> dict[int, StepLine]:
-    """Return the metrics by step, as far as they are readable; what is not is reported with the metrics."""
     with suppress(OSError):
         return {line.step: line for line in read_sound_lines(folder / METRICS_FILE)}
     return {}
 
 
 def _digests_problems(folder: Path) -> Iterator[Problem]:
-    """List what is wrong with the digests of a run that recorded some: each step's own, order, and the metrics."""
     path = folder / DIGESTS_FILE
     metrics, last = _metrics_of_steps(folder), None
     for where, line in _lines(path, "digests"):
         try:
             step = from_json(json.loads(line))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except MISREAD as error:
             yield Problem(f"not the digests of a step: {error}", where)
             last = None if last is None else last + 1
             continue
@@ -247,7 +232,6 @@ def _digests_problems(folder: Path) -> Iterator[Problem]:
 
 
 def _samples_problems(folder: Path) -> Iterator[Problem]:
-    """List what is wrong with the answers to sample prompts: their form, their order, and steps without metrics."""
     metrics, last = _metrics_of_steps(folder), 0
     for where, line in _lines(folder / SAMPLES_FILE, "samples"):
         try:

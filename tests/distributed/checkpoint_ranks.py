@@ -11,10 +11,10 @@ import torch
 
 from harness.bench.checkpoints import HeldBytes, make_step
 from harness.loader import LoaderState
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
+from harness.megatron.step import MegatronStep
 from harness.plan import OptimizerConfig, ParallelConfig
 from harness.train import Progress
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from small_packs import write_small_packs
 
 from harness.config import compose_config
+from harness.parity.running import free_ports
 from harness.train.metrics import whole_lines
 
 SMALL = (
@@ -88,6 +89,26 @@ def run_command(arguments: list[str], *, timeout_s: float = 280) -> tuple[int, s
         arguments, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def run_ranks(ranks: int, module: str, *arguments: object, timeout_s: float = 280) -> str:
+    """Run a module of this folder on ranks that share their imports; return what they print once none has failed."""
+    command = [*forked(ranks), f"tests.distributed.{module}", *map(str, arguments)]
+    code, output = run_command(command, timeout_s=timeout_s)
+    assert code == 0, output
+    return output
+
+
+def run_jobs(ranks: int, module: str, folder: Path, jobs: Sequence[Sequence[Any]], *arguments: object) -> None:
+    """Run a module that takes a list of jobs, each of which meets at a port of its own (`forked.jobs_of`)."""
+    listed = folder / "jobs.json"
+    listed.write_text(json.dumps([[port, *job] for port, job in zip(free_ports(len(jobs)), jobs, strict=True)]))
+    run_ranks(ranks, module, listed, *arguments, timeout_s=1000)
+
+
+def found_by(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
+    """Return what each rank left in a file of its own."""
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def run_here(recipe: Any, schema: type[Any], overrides: list[str]) -> None:

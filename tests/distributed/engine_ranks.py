@@ -17,10 +17,10 @@ import torch  # noqa: E402
 import transformer_engine.pytorch as engine  # noqa: E402
 
 from harness.loader import LoaderState  # noqa: E402
-from harness.megatron import MegatronStep  # noqa: E402
 from harness.megatron.job import runtime  # noqa: E402
 from harness.megatron.job.runtime import join  # noqa: E402
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint  # noqa: E402
+from harness.megatron.step import MegatronStep  # noqa: E402
 from harness.plan import ModelConfig, ParallelConfig  # noqa: E402
 from harness.train import Progress  # noqa: E402
 
@@ -60,7 +60,7 @@ def main(folder: Path, tp_size: int, families: list[str]) -> None:
             model = replace(model, attention=attention)
             # The layers of the wheel refuse to be made without a GPU.
             with mock.patch.object(torch.cuda, "is_available", return_value=attention != "torch"):
-                step = MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=300)
+                step = MegatronStep(model, parallel, layout, device=job.device, vocab_size=300)
             for chunk in step.chunks:
                 chunk.zero_grad_buffer()
             step.optimizer.step()

@@ -7,13 +7,25 @@ For tests of what ranks compute; those of how they start and end use torchrun it
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 from harness.megatron import prepare_process
+
+
+def jobs_of(listed: str) -> Iterator[list[Any]]:
+    """Yield the jobs of a file's list, whose ranks each meet at the port before them, one job after the other."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # the launcher's store remembers the job before
+    for port, *job in json.loads(Path(listed).read_text()):
+        os.environ["MASTER_PORT"] = str(port)
+        yield job
 
 
 def become_rank(rank: int, num_ranks: int, ports: int) -> None:
@@ -33,7 +45,9 @@ def become_rank(rank: int, num_ranks: int, ports: int) -> None:
 
 
 def main() -> int:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "samples"))
     prepare_process()
+    import pytest  # noqa: F401 - of tests that are the program of their ranks too
     import torch._dynamo  # noqa: F401 - the first optimizer imports it, which takes each rank two seconds
     from torch.distributed import TCPStore
 

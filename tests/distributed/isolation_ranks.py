@@ -7,7 +7,6 @@ the third is the device, cpu where it is left out.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,8 @@ from harness.megatron.model.gpt import build_model
 from harness.parity.isolation import IsolationCheck, planted_defects, sample_documents
 from harness.plan.model import ModelConfig
 from harness.plan.settings import SftConfig
+
+from .forked import jobs_of
 
 VOCAB = 256
 MODEL = ModelConfig(
@@ -57,7 +58,5 @@ def check(name: str, out: Path, device: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    for port, layout in json.loads(Path(sys.argv[1]).read_text()):
-        os.environ["MASTER_PORT"] = str(port)
+    for (layout,) in jobs_of(sys.argv[1]):
         check(layout, Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "cpu")

@@ -16,10 +16,11 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from harness.loader import LoaderState  # noqa: E402
-from harness.megatron import MegatronStep, compat  # noqa: E402
+from harness.megatron import compat  # noqa: E402
 from harness.megatron.job import runtime  # noqa: E402
 from harness.megatron.job.runtime import join  # noqa: E402
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint, stored_moments  # noqa: E402
+from harness.megatron.step import MegatronStep  # noqa: E402
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, plan_memory  # noqa: E402
 from harness.records import SequenceView  # noqa: E402
 from harness.thd import build_thd_batch  # noqa: E402
@@ -61,7 +62,7 @@ def main(folder: Path) -> None:
         layout = join(split, job.world_size)
 
         def make(optimizer: OptimizerConfig, parallel: ParallelConfig = split) -> MegatronStep:
-            return MegatronStep.build(
+            return MegatronStep(
                 MODEL, parallel, layout, device=job.device, vocab_size=64, optimizer=optimizer, decay_steps=20
             )
 

@@ -5,7 +5,6 @@ The file is a list of `[port, kind, overrides, variables]`. The ranks are on nod
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +20,8 @@ from harness.formats import PackReader
 from harness.megatron import prepare_process
 from harness.plan import SftConfig
 from recipes import sft
+
+from .forked import jobs_of
 
 # Many times what a step of this model takes, also on a busy machine.
 DELAY_S = 0.4
@@ -71,10 +71,9 @@ def main() -> None:
         "data": lambda: before(PackReader, "read", lambda: time.sleep(DELAY_S)),
         "network": lambda: before(MegatronStep, "train", SlowNetwork()),
     }
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     rank = os.environ["RANK"]
-    for port, kind, overrides, variables in json.loads(Path(sys.argv[1]).read_text()):
-        os.environ.update({**variables, "MASTER_PORT": str(port), "SLURMD_NODENAME": f"node{rank}"})
+    for kind, overrides, variables in jobs_of(sys.argv[1]):
+        os.environ.update({**variables, "SLURMD_NODENAME": f"node{rank}"})
         with disturbed[kind]() if rank == "1" else nullcontext():
             print(f"{kind}: exit code {sft.main(compose_config('sft', SftConfig, overrides))}", flush=True)
 

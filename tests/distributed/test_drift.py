@@ -1,15 +1,28 @@
-"""A rank whose copy of a parameter is no longer that of the others ends the run, with the parameter, ranks and step."""
+"""A rank whose copy of a parameter is no longer that of the others ends the run, with the parameter, ranks and step.
+
+As a program on ranks, `JOBS.json`: runs of `recipes.sft`, one of whose ranks drifts after step 2. A job is the end of a
+parameter's name and overrides; each rank writes its error next to the folder.
+"""
 
 from __future__ import annotations
 
-import json
+import os
+import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from harness.parity.running import free_ports
+from harness.config import compose_config
+from harness.errors import HarnessError
+from harness.megatron import prepare_process
+from harness.plan import SftConfig
+from recipes import sft
 
-from .conftest import forked, overrides_of, read_metrics, run_command
+from .conftest import overrides_of, read_metrics, run_jobs
+from .forked import jobs_of
 
 EXPERTS = ("model.family=qwen3_moe", "model.num_experts=4", "model.expert_ffn_hidden_size=16", "schedule=as_packed")
 # Settings, the end of a drifting parameter's name on the second rank, its name in the error, and the copies.
@@ -33,13 +46,11 @@ DRIFTS = {
 def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("drift")
     settings = ("trainer.steps=3", "trainer.drift_interval=1", "trainer.eval_interval=0", "loader.num_workers=0")
-    listed = [
-        [port, end, overrides_of(dataset, place / name, "model.num_layers=2", *settings, *more)]
-        for port, (name, (more, end, *_)) in zip(free_ports(len(DRIFTS)), DRIFTS.items(), strict=True)
+    runs = [
+        [end, overrides_of(dataset, place / name, "model.num_layers=2", *settings, *more)]
+        for name, (more, end, *_) in DRIFTS.items()
     ]
-    (place / "runs.json").write_text(json.dumps(listed))
-    code, output = run_command([*forked(2), "tests.distributed.drift_ranks", str(place / "runs.json")])
-    assert code == 0, output
+    run_jobs(2, "test_drift", place, runs)
     return place
 
 
@@ -52,3 +63,26 @@ def test_one_bit_on_one_rank_is_named_by_parameter_ranks_and_step(runs, name) ->
         assert f"where: {kind}{'' if kind == 'embedding' else '-parallel'} ranks 0, 1" in error
     # Step 1, before the drift, was compared too, and passed.
     assert [line["step"] for line in read_metrics(runs / name)] == [1, 2]
+
+
+if __name__ == "__main__":
+    prepare_process()
+    from harness.megatron.step import MegatronStep
+
+    check = MegatronStep.check_drift
+
+    for end, overrides in jobs_of(sys.argv[1]):
+        config = compose_config("sft", SftConfig, overrides)
+
+        def drifted(step: Any, number: int, end: str = end) -> None:
+            if number == 2 and os.environ["RANK"] == "1":
+                named = [pair for chunk in step.chunks for pair in chunk.module.named_parameters()]
+                values = next(values.data for name, values in named if name.endswith(end)).view(-1)
+                values[-1] = torch.nextafter(values[-1], torch.tensor(9.0))
+            check(step, number)
+
+        with mock.patch.object(MegatronStep, "check_drift", drifted):
+            try:
+                sft.main(config)
+            except HarnessError as error:
+                Path(f"{config.run_dir}-{os.environ['RANK']}.txt").write_text(str(error))

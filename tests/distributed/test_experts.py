@@ -1,36 +1,46 @@
-"""A mixture of experts trains as on one rank and in plain PyTorch, padding never counts, planted faults are named."""
+"""A mixture of experts trains as on one rank and in plain PyTorch, padding never counts, planted faults are named.
+
+As a program on ranks, `JOBS.json`: runs of `recipes.sft` in the same processes, some faulty. A job is a fault,
+overrides, a folder, and the one that it is first copied from.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from small_packs import VOCAB
 
-import recipes.sft
 from harness.config import compose_config
 from harness.formats import open_dataset
 from harness.loader import Loader, RankBatch
+from harness.megatron import prepare_process
 from harness.megatron.export.folder import export_checkpoint
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import recorded_run
 from harness.parity.result import REPORT_FILE, Check, read_report
-from harness.parity.running import free_ports
 from harness.plan import SftConfig
-from harness.plan.hf_config import MTP_SETTINGS, read_hf_config
+from harness.plan.hf_config import MTP_SETTINGS
+from harness.thd import ThdBatch, TokensAhead
 from harness.train import StepMetrics
+from recipes import sft
 from recipes.parity import ParityConfig
 
-from .conftest import forked, overrides_of, run_command, run_here
+from .conftest import overrides_of, run_command, run_here, run_jobs
+from .forked import jobs_of
+from .test_weights import MODELS, SIZES, settings_of, tensors
 
 STEPS = ("optimizer.decay_steps=4", "trainer.eval_interval=2", "trainer.eval_batches=1", "trainer.record_digests=true")
 SMALLER = ("model.num_layers=2", "loader.num_workers=0", "resume=auto", "trainer.checkpoint_interval=0")
@@ -45,13 +55,7 @@ FAULTS = (
 )
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def settings_of(kind: str) -> list[str]:
+def settings_of_kind(kind: str) -> list[str]:
     return [*compose_config("parity", ParityConfig).kinds[kind].split(), *SMALLER, *STEPS]
 
 
@@ -70,22 +74,19 @@ def run_all(dataset: Path, place: Path, wanted: Sequence[tuple[str, str, str | N
 
     def overrides(kind: str, folder: Path, steps: int) -> list[str]:
         again = f"model.recompute={'full' if kind == 'qwen3_moe' else 'none'}"
-        return overrides_of(dataset, folder, *settings_of(kind), blend, again, f"trainer.steps={steps}")
+        return overrides_of(dataset, folder, *settings_of_kind(kind), blend, again, f"trainer.steps={steps}")
 
     for kind in {kind for kind, _, _ in wanted}:
         start, one = place / kind / "start", place / kind / "one"
-        run_here(recipes.sft, SftConfig, overrides(kind, start, 1))
+        run_here(sft, SftConfig, overrides(kind, start, 1))
         shutil.copytree(start, one)
-        run_here(recipes.sft, SftConfig, overrides(kind, one, 4))
+        run_here(sft, SftConfig, overrides(kind, one, 4))
     folders = {run: place / "-".join(filter(None, run)).replace(" ", "_") for run in wanted}
     runs = [
-        [port, fault, [*overrides(kind, folder, 4), f"parallel={layout}"], str(folder), str(place / kind / "start")]
-        for port, ((kind, layout, fault), folder) in zip(free_ports(len(folders)), folders.items(), strict=True)
+        [fault, [*overrides(kind, folder, 4), f"parallel={layout}"], str(folder), str(place / kind / "start")]
+        for (kind, layout, fault), folder in folders.items()
     ]
-    listed = place / "runs.json"
-    listed.write_text(json.dumps(runs))
-    code, output = run_command([*forked(2), "tests.distributed.expert_ranks", str(listed)], timeout_s=1000)
-    assert code == 0, output
+    run_jobs(2, "test_experts", place, runs)
 
     def compare(kind: str, layout: str, fault: str | None = None) -> dict[str, Check]:
         expected, found = recorded_run(place / kind / "one"), recorded_run(folders[kind, layout, fault])
@@ -151,54 +152,6 @@ def test_a_fault_planted_in_experts_is_named(compare, fault, kind, layout, named
     assert f"step 2: {named} {'' if check.name == 'mtp' else 'of the experts '}is " in check.difference.message
 
 
-TINY = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 24,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.1,
-    "tie_word_embeddings": False,
-}
-PUBLISHED = {
-    "DeepseekV3": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "num_mtp_layers": 0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 256,
-        },
-    },
-}
-PUBLISHED["Glm4Moe"] = {
-    **{name: value for name, value in PUBLISHED["DeepseekV3"].items() if "_rank" not in name and "_dim" not in name},
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-}
-
-
 class Predicting(torch.nn.Module):
     """A model of transformers whose last layer predicts a further token, from the states of the layer before it."""
 
@@ -206,9 +159,10 @@ class Predicting(torch.nn.Module):
         import transformers
 
         super().__init__()
-        settings = {**TINY, **PUBLISHED[family], "num_hidden_layers": 3}
-        config = getattr(transformers, f"{family}Config")(**settings, attn_implementation="sdpa")
-        self.model = getattr(transformers, f"{family}ForCausalLM")(config)
+        kind, own = MODELS[family]
+        settings = {**SIZES, **own, "num_hidden_layers": 3, "initializer_range": 0.1}
+        config = getattr(transformers, f"{kind}Config")(**settings, attn_implementation="sdpa")
+        self.model = getattr(transformers, f"{kind}ForCausalLM")(config)
         self.layer = self.model.model.layers[2]
         self.model.model.layers = self.model.model.layers[:2]
         config.num_hidden_layers = 2
@@ -294,20 +248,18 @@ def losses_of_plain_training(
 
 def train_from(folder: Path, dataset: Path, run: Path, *more: str) -> tuple[list[StepMetrics], list[RankBatch]]:
     """Train 20 steps from a model's weights; return their metrics and batches."""
-    stored = read_hf_config(folder).settings
-    model = [f"model.{name}={'null' if value is None else str(value).lower()}" for name, value in stored.items()]
     plain = ("optimizer.lr=0.003", "optimizer.min_lr=0", "optimizer.decay=constant", "optimizer.warmup_steps=0")
     short = ("optimizer.weight_decay=0", "trainer.steps=20", "trainer.eval_interval=0", "loader.num_workers=0")
-    settings = [f"model.init_from={folder}", "model.max_sequence_length=1024", *model, *plain, *short, *more]
-    settings.append("model.expert_bias_rate=0")  # transformers does not move the biases of experts
-    run_here(recipes.sft, SftConfig, overrides_of(dataset, run, *settings))
+    # transformers does not move the biases of experts
+    settings = [*settings_of(folder), *plain, *short, "model.expert_bias_rate=0", *more]
+    run_here(sft, SftConfig, overrides_of(dataset, run, *settings))
     config = compose_config("sft", SftConfig, overrides_of(dataset, run, *settings))
     loader = Loader(open_dataset(dataset / "train"), config.loader, schedule=config.schedule, num_steps=20)
     return recorded_run(run).steps, list(loader)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", PUBLISHED)
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_further_tokens_have_the_losses_of_plain_training_too_and_come_back_bit_by_bit(
     family, dataset, tmp_path
 ) -> None:
@@ -351,3 +303,52 @@ def test_every_layout_trains_experts_for_twenty_steps_as_one_rank_does(tmp_path)
         "experts deepseek_like: data",
         "experts gpt_oss_like: data",
     }
+
+
+@contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    """Make a mistake of other programs inside the block."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from harness.megatron import batch
+    from harness.megatron.model.router import Router
+
+    count: Callable[..., None] = Router._count
+    of_chunk = batch.padding_argument
+
+    def count_all(self: Any, logits: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor) -> None:
+        count(self, logits, chosen, padding)
+        self.local_tokens_per_expert += (chosen & padding.unsqueeze(1)).sum(dim=0)
+
+    ahead = batch.tokens_ahead
+
+    def ahead_at_real_bounds(row: ThdBatch, distance: int) -> TokensAhead:
+        bounds = row.cu_seqlens.copy()
+        bounds[-1] = len(row)
+        return ahead(replace(row, cu_seqlens=bounds, cu_seqlens_padded=bounds), distance)
+
+    faults: dict[str | None, Any] = {
+        None: [],
+        "padding in the router": [
+            mock.patch.object(batch, "padding_argument", lambda chunk, mask: of_chunk(chunk, torch.zeros_like(mask)))
+        ],
+        "MTP rolled at unpadded bounds": [mock.patch.object(batch, "tokens_ahead", ahead_at_real_bounds)],
+        "expert bias sees padding": [mock.patch.object(Router, "_count", count_all)],
+        "shared expert skipped on one rank": [mock.patch.object(MoELayer, "shared_experts_compute", return_value=None)]
+        * int(os.environ.get("RANK", "0") == "1"),
+    }
+    for patch in faults[fault]:
+        patch.start()
+    try:
+        yield
+    finally:
+        mock.patch.stopall()
+
+
+if __name__ == "__main__":
+    prepare_process()
+    for fault, overrides, folder, start in jobs_of(sys.argv[1]):
+        if os.environ["RANK"] == "0":  # the others wait for it to join
+            shutil.copytree(start, folder)
+        with planted(fault):
+            assert sft.main(compose_config("sft", SftConfig, [*overrides, f"run_dir={folder}"])) == 0

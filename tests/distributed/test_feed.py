@@ -1,17 +1,29 @@
-"""Ranks that train the same rows read them once, and an error of one rank is an error of all."""
+"""Ranks that train the same rows read them once, and an error of one rank is an error of all.
+
+As a program on ranks, `DATASET OUT`: what every rank of a job gets from its feed.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
+import torch
 
+from harness.errors import HarnessError
 from harness.formats import open_dataset
-from harness.loader import Loader, LoaderConfig
-from harness.megatron.data.feed import LengthsOnly
+from harness.loader import Loader, LoaderConfig, RankLayout
+from harness.loader.plan import PackSource
+from harness.megatron.data.feed import Feed, LengthsOnly, readable
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
+from harness.plan.layout import ParallelConfig
+from harness.records import Pack
 from harness.schedule import ScheduleConfig
 
-from .conftest import forked, run_command
+from .conftest import run_ranks
 
 
 def loader(source: object) -> Loader:
@@ -25,8 +37,7 @@ def loader(source: object) -> Loader:
 
 def test_tensor_parallel_ranks_get_what_the_first_of_them_reads_and_fail_together(dataset, tmp_path) -> None:
     out = tmp_path / "report"
-    code, output = run_command([*forked(4), "tests.distributed.feed_ranks", str(dataset / "train"), str(out)])
-    assert code == 0, output
+    run_ranks(4, "test_feed", dataset / "train", out)
     report = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(4)]
     expected = [batch.digest() for batch in loader(open_dataset(str(dataset / "train")))]
     assert len(expected) == 7
@@ -49,3 +60,76 @@ def test_a_dataset_of_lengths_alone_gives_the_same_rows_but_for_their_tokens(dat
             assert not empty.tokens.any()
             assert not empty.loss_mask.any()
             assert row.tokens.any()
+
+
+class Failing:
+    """A dataset that one rank cannot read from its third global batch on."""
+
+    def __init__(self, source: PackSource) -> None:
+        self.source = source
+        self.reads = 0
+        self.pack_offsets = source.pack_offsets
+        self.sequence_lengths = source.sequence_lengths
+        self.fingerprint = source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: list[int]) -> list[Pack]:
+        self.reads += 1
+        if self.reads > 2:
+            raise HarnessError("planted", where=f"read {self.reads}")
+        return self.source.read(indices)
+
+
+def main(dataset: Path, out: Path) -> None:
+    source = open_dataset(str(dataset))
+    report: dict[str, object] = {}
+    with runtime.start("cpu", timeout_s=60) as job:
+        parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+        layout = join(parallel, job.world_size)
+        opened = []
+
+        def make(source: PackSource) -> Loader:
+            opened.append(source)
+            return Loader(
+                readable(source, layout),
+                LoaderConfig(global_batch_size=6, num_workers=0),
+                schedule=ScheduleConfig(max_tokens_per_rank=256),
+                layout=RankLayout(dp_rank=layout.dp_rank, dp_size=layout.dp_size),
+                num_epochs=1,
+            )
+
+        with Feed(lambda: make(source), layout, device=job.device) as feed:
+            report = {"rank": job.rank, "tp": layout.tp_rank, "digests": [batch.digest() for batch in feed]}
+        report["opened"] = len(opened)
+
+        faulty = Failing(source) if job.rank == 2 else source
+        got = 0
+        try:
+            for _ in Feed(lambda: make(faulty), layout, device=job.device):
+                got += 1
+        except HarnessError as error:
+            report |= {"got": got, "error": error.what}
+        try:
+            Feed(lambda: _refuse() if job.rank == 0 else make(source), layout, device=job.device)
+        except HarnessError as error:
+            report["refused"] = error.what
+        report["sum"] = float(_sum(job.device))
+    with Path(f"{out}.{report['rank']}").open("w") as file:
+        json.dump(report, file)
+
+
+def _refuse() -> Loader:
+    raise HarnessError("planted while opening")
+
+
+def _sum(device: torch.device) -> torch.Tensor:
+    """Still in step: a collective after the errors gives what it should."""
+    one = torch.ones(1, device=device)
+    torch.distributed.all_reduce(one)
+    return one
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -14,7 +14,7 @@ from harness import LoaderConfig, open_dataset
 from harness.errors import ConfigError, LoaderError
 from harness.integrations import RankStream
 
-from .conftest import ROOT, forked, run_command
+from .conftest import ROOT, run_ranks
 
 pytest.importorskip("accelerate")  # the image has the nightly tests' packages only
 from harness.integrations.huggingface import check_boundaries
@@ -93,9 +93,7 @@ def test_the_loop_of_the_readme_trains_the_weights_of_one_rank_on_two(llama, dat
     weights = []
     for ranks in (1, 2):
         out = tmp_path / f"on-{ranks}"
-        arguments = ["tests.distributed.loop_ranks", str(tmp_path / "loop.py"), str(llama), str(dataset / "train")]
-        code, output = run_command([*forked(ranks), *arguments, str(out)])
-        assert code == 0, output
+        run_ranks(ranks, "loop_ranks", tmp_path / "loop.py", llama, dataset / "train", out)
         weights += [torch.load(f"{out}.{rank}") for rank in range(ranks)]
 
     for name, alone in weights[0].items():
@@ -147,9 +145,7 @@ def test_a_resume_on_another_number_of_ranks_trains_the_same_steps(llama, datase
 
     def run(ranks: int, out: str, **more: Any) -> list[Any]:
         settings = {**options, "gradient_accumulation_steps": 6 // ranks, **more}
-        arguments = ["tests.distributed.huggingface_ranks", str(llama), data, str(tmp_path / out)]
-        code, output = run_command([*forked(ranks), *arguments, str(tmp_path / out), json.dumps(settings)])
-        assert code == 0, output
+        run_ranks(ranks, "huggingface_ranks", llama, data, tmp_path / out, tmp_path / out, json.dumps(settings))
         return [json.loads((tmp_path / f"{out}.{rank}.json").read_text()) for rank in range(ranks)]
 
     one = run(1, "one")

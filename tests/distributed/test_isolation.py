@@ -11,10 +11,9 @@ import pytest
 
 from harness.config import CONFIGS, compose_config
 from harness.parity.result import REPORT_FILE, read_report
-from harness.parity.running import free_ports
 from harness.plan.settings import SftConfig
 
-from .conftest import ROOT, forked, run_command
+from .conftest import ROOT, run_command, run_jobs
 
 # Findings that each planted defect must cause.
 FINDINGS = {
@@ -28,10 +27,8 @@ FINDINGS = {
 
 
 def findings_on(ranks: int, layouts: list[str], folder: Path) -> dict[str, dict[str, list[str]]]:
-    jobs, out = folder / "jobs.json", folder / "found.jsonl"
-    jobs.write_text(json.dumps(list(zip(free_ports(len(layouts)), layouts, strict=True))))
-    code, output = run_command([*forked(ranks), "tests.distributed.isolation_ranks", str(jobs), str(out)])
-    assert code == 0, output
+    out = folder / "found.jsonl"
+    run_jobs(ranks, "isolation_ranks", folder, [[layout] for layout in layouts], out)
     return {line["layout"]: line["found"] for line in map(json.loads, out.read_text().splitlines())}
 
 

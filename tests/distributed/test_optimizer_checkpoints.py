@@ -8,7 +8,7 @@ import pytest
 
 from harness.parity.running import free_ports
 
-from .conftest import SMALL, forked, read_metrics, run_command
+from .conftest import SMALL, forked, found_by, read_metrics, run_command, run_ranks
 
 PLAIN, SPLIT = "parallel=data", "parallel=data_distributed"
 # name: run that it resumes from, its last step, its settings.
@@ -62,11 +62,9 @@ def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_
 
 def test_a_rank_copies_and_writes_its_own_share_and_gets_it_back_bit_by_bit(tmp_path) -> None:
     """It gathers nothing that others own, and either optimizer may have saved it."""
-    code, output = run_command([*forked(2), "tests.distributed.checkpoint_ranks", str(tmp_path)])
-    assert code == 0, output
-    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    run_ranks(2, "checkpoint_ranks", tmp_path)
     for dtype in ("float32", "bfloat16"):
-        for found in (rank[dtype] for rank in ranks):
+        for found in (rank[dtype] for rank in found_by(tmp_path)):
             assert found["same"] == [True, True], dtype
             assert found["made"] <= 1.3 * found["own"]
             assert 0.7 * found["own"] <= found["written"] <= 1.3 * found["own"]

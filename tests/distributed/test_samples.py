@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from chat_models import VOCAB, save_chat_model
 
 from harness.errors import ConfigError
 from harness.formats import Provenance, open_writer
@@ -15,7 +15,6 @@ from harness.megatron.chat import Chat
 from harness.megatron.export.folder import export_checkpoint
 from harness.plan.settings import SftConfig
 from harness.prep import tokenizer_hash
-from harness.prep.tokenize.bpe import train_bpe
 from harness.prep.tokenize.recorded import end_tokens
 from harness.records import Pack
 from recipes import sft
@@ -23,9 +22,8 @@ from recipes import sft
 from .conftest import command, overrides_of, run_command, run_here
 from .test_weights import settings_of
 
-TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Pack my box with five dozen liquor jugs. " * 3]
 PROMPTS = ["fox", "Pack my box with five dozen", "the lazy dog jumps over the quick brown fox"]
-VOCAB, TOKENS = 280, 10
+TOKENS = 10
 SAMPLES = (
     f"trainer.sample_prompts={json.dumps(PROMPTS)}",
     f"trainer.sample_tokens={TOKENS}",
@@ -37,23 +35,7 @@ SAMPLES = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import transformers
-
-    folder = tmp_path_factory.mktemp("model")
-    train_bpe(TEXTS, vocab_size=VOCAB, folder=folder)
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_chat_model(tmp_path_factory.mktemp("model"), layers=4, positions=1024, spread=0.3)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from engine_backends import ask, compile_gpu, folder, golden, is_built, is_made, python
 
 from . import conftest
-from .conftest import ROOT, forked, run_command
+from .conftest import ROOT, forked, found_by, run_command, run_ranks
 
 
 @pytest.fixture
@@ -47,9 +47,7 @@ ALL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 def test_a_checkpoint_of_pytorch_s_layers_loads_into_those_of_transformer_engine_and_back(
     tmp_path, engine, tp_size, families
 ) -> None:
-    program = [*forked(tp_size), "tests.distributed.engine_ranks", str(tmp_path), str(tp_size), *families]
-    code, output = run_command(program)
-    assert code == 0, output
+    run_ranks(tp_size, "engine_ranks", tmp_path, tp_size, *families)
     found = json.loads((tmp_path / "found.json").read_text())
     assert set(found) == set(families)
     for family in families:
@@ -105,8 +103,7 @@ def test_adam_keeps_its_moments_in_bfloat16_and_every_optimizer_loads_them(tmp_p
         (older / "megatron").symlink_to(Path(megatron.core.__file__).parents[1])
     code, output = run_with_engine(2, "tests.distributed.moments_ranks", str(tmp_path), megatron=older)
     assert code == 0, output
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+    for found in found_by(tmp_path):
         assert found["adam"] == "transformer_engine"
         assert found["stored"] == ["bfloat16", "float32"]
         moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), "torch.bfloat16")
@@ -130,8 +127,7 @@ OVERLAPS = {
 
 
 def test_exchanges_that_overlap_have_buffers_of_a_whole_row_and_are_refused_elsewhere(tmp_path, engine) -> None:
-    code, output = run_command([*forked(1), "tests.distributed.user_buffers", str(tmp_path / "found.json")])
-    assert code == 0, output
+    run_ranks(1, "user_buffers", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert "the run is on a cpu" in found["on a cpu"]
     assert "2 tensor-parallel ranks are on several nodes of 1" in found["on two nodes"]

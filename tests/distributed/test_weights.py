@@ -27,14 +27,13 @@ from harness.megatron.weights import (
     global_parameters,
     hf_tensors,
 )
-from harness.parity.running import free_ports
 from harness.plan import SftConfig
 from harness.plan.hf_config import MTP_SETTINGS, read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.settings import to_plain
 
-from .conftest import command, forked, overrides_of, run_command, run_here
+from .conftest import command, overrides_of, run_command, run_here, run_jobs
 
 SIZES = {
     "hidden_size": 32,
@@ -181,10 +180,7 @@ def test_logits_of_a_packed_row_are_those_of_transformers_on_every_layout(models
         if max(sizes[2:]) == 1 or "experts" in json.dumps(MODELS[name])
         if name not in TWINS or layout.startswith("tp")
     ]
-    listed = tmp_path / "jobs.json"
-    listed.write_text(json.dumps([[port, *job] for port, job in zip(free_ports(len(jobs)), jobs, strict=True)]))
-    code, output = run_command([*forked(ranks), "tests.distributed.weights_ranks", str(listed), str(tmp_path)])
-    assert code == 0, output
+    run_jobs(ranks, "weights_ranks", tmp_path, jobs, tmp_path)
     made = {job[0] for job in jobs}
     for name, folder in models.items():
         right = expected(folder)

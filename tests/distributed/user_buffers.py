@@ -25,9 +25,9 @@ import transformer_engine.pytorch as engine  # noqa: E402
 from transformer_engine.pytorch.module import base  # noqa: E402
 
 from harness.errors import ConfigError  # noqa: E402
-from harness.megatron import MegatronStep  # noqa: E402
 from harness.megatron.job import runtime  # noqa: E402
 from harness.megatron.job.runtime import join  # noqa: E402
+from harness.megatron.step import MegatronStep  # noqa: E402
 from harness.megatron.unproven import user_buffers  # noqa: E402
 from harness.plan import ModelConfig, ParallelConfig  # noqa: E402
 
@@ -81,7 +81,7 @@ def main(file: Path) -> None:
         layout = join(parallel, parallel.model_ranks)
 
         def build(tokens: int | None = 48) -> MegatronStep:
-            return MegatronStep.build(MODEL, parallel, layout, device=job.device, vocab_size=128, pad_rows_to=tokens)
+            return MegatronStep(MODEL, parallel, layout, device=job.device, vocab_size=128, pad_rows_to=tokens)
 
         def refused(**variables: str) -> str:
             with mock.patch.dict("os.environ", variables):

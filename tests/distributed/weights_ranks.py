@@ -6,8 +6,6 @@ float32 [tokens, vocabulary] of one packed row.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,6 +28,8 @@ from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
+
+from .forked import jobs_of
 
 
 def logits(folder: str, *, sizes: tuple[int, int, int, int], sequences: list[list[int]]) -> np.ndarray | None:
@@ -78,9 +78,7 @@ def logits(folder: str, *, sizes: tuple[int, int, int, int], sequences: list[lis
 
 
 if __name__ == "__main__":
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    for port, name, folder, *sizes, sequences in json.loads(Path(sys.argv[1]).read_text()):
-        os.environ["MASTER_PORT"] = str(port)
+    for name, folder, *sizes, sequences in jobs_of(sys.argv[1]):
         with runtime.start("cpu", timeout_s=60):
             result = logits(folder, sizes=tuple(sizes), sequences=sequences)
             if result is not None:

@@ -154,11 +154,13 @@ def test_a_builder_waits_for_another_and_names_it(
     at_work, order = threading.Event(), []
 
     def work(indices: SharedIndices, name: str) -> None:
-        with indices.fetching(builds=True):
+        def build(fetch: object) -> None:
             order.append(f"{name} begins")
             at_work.set()
             time.sleep(0.2)
             order.append(f"{name} ends")
+
+        indices.run(build, builds=True)
 
     threads = [threading.Thread(target=work, args=(first, "one"))]
     threads[0].start()

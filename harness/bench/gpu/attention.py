@@ -17,7 +17,7 @@ from harness.bench.sizes import Sizes
 from harness.bench.step import run_bare
 from harness.bench.workspace import Workspace
 from harness.errors import HarnessError
-from harness.megatron import RowTensors, to_device
+from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model

@@ -19,10 +19,10 @@ from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.formats import open_writer
 from harness.loader import LoaderState, RankLayout
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join, on_rank_0
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
+from harness.megatron.step import MegatronStep
 from harness.parity.isolation import IsolationCheck
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
 from harness.records import Pack
@@ -129,7 +129,7 @@ def _train(
     """Return the losses of a few steps from the checkpoint in `start`, which is made first where it `saves` one."""
     parallel_state.destroy_model_parallel()
     layout = join(parallel, job.world_size)
-    step = MegatronStep.build(
+    step = MegatronStep(
         model,
         parallel,
         layout,

@@ -20,11 +20,12 @@ from harness.bench.step import LoopBench, bare_step, flops_of, write_rows
 from harness.bench.workspace import Workspace
 from harness.formats import open_dataset
 from harness.loader import RankLayout
-from harness.megatron import MegatronStep, RowTensors, to_device
+from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join, on_rank_0
 from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import engine_layers
+from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, ParallelConfig, plan_memory, sequence_cost
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
@@ -80,7 +81,7 @@ def _build(
         f"{'Transformer Engine' if has_engine else 'PyTorch'}"
     )
     report.notes += slow_parts(model, parallel, job.device, has_engine=has_engine)
-    return model, MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=vocabulary)
+    return model, MegatronStep(model, parallel, layout, device=job.device, vocab_size=vocabulary)
 
 
 def measure_packed(sizes: Sizes, workspace: Workspace, shape: str) -> BenchReport:
@@ -151,7 +152,7 @@ def measure_checkpoint(sizes: Sizes, workspace: Workspace, word: str) -> BenchRe
         vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _SAVED_TOKENS
         # Half of the layers: two checkpoints, the one before and the one being written, fit on a small disk.
         model = shape_of("1b", sizes, job.device, share=0.5)
-        step = MegatronStep.build(model, parallel, layout, device=job.device, vocab_size=vocabulary)
+        step = MegatronStep(model, parallel, layout, device=job.device, vocab_size=vocabulary)
         ids = np.arange(sizes.pack_size + 1, dtype=np.int32) % vocabulary
         row = build_thd_batch([SequenceView(ids, np.r_[np.ones(sizes.pack_size, np.uint8), [0]])])
         rows = [to_device(row, job.device)] * sizes.global_batch

@@ -10,8 +10,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from harness.integrations.megatron_lm.data_schedule import Microbatch, get_batch_on_this_rank_for_sequence_packing
-from harness.megatron.batch import padding_argument
-from harness.megatron.step import sum_loss
+from harness.megatron.batch import padding_argument, sum_loss
 
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Microbatch:

@@ -41,9 +41,8 @@ from harness.loader import CorpusConfig
 from harness.loader.corpus import SPLITS, CorpusSource
 from harness.loader.datasets import open_train
 from harness.megatron.compat import gpt_dataset_config
-from harness.megatron.data.blocks import BlockGPTDataset
 from harness.megatron.data.feed import together
-from harness.megatron.data.samples import BlendPart, PackDataset, missing_index
+from harness.megatron.data.samples import BlendPart, BlockGPTDataset, PackDataset, missing_index
 from harness.megatron.data.shared_indices import Fetch, SharedIndices, shared_kind
 from harness.megatron.job import runtime
 from harness.storage import is_uri, parse_place, stamp_of
@@ -199,7 +198,7 @@ def build_corpus(
 
     Args:
         finds_built: the indices exist, so that others may read them meanwhile.
-        fetch: from `SharedIndices.fetching`, where the indices are shared.
+        fetch: from `SharedIndices.run`, where the indices are shared.
     """
     blends = config.sources()
     sources = _Sources(config, packs, fetch)

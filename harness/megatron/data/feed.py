@@ -8,7 +8,7 @@ from the schedule: they read nothing either.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -87,34 +87,18 @@ def readable(source: PackSource, layout: RankLayout) -> PackSource:
     return source if layout.needs_tokens else LengthsOnly(source)
 
 
-class Batches(Protocol):
-    """The interface of a loader: yields batches in order, and ends its workers on exit as a context manager."""
-
-    def __iter__(self) -> Iterator[RankBatch]: ...
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: Any) -> None: ...
-
-
 class Feed:
     """The batches of a loader on every rank of the tensor-parallel groups, in step with all ranks of the job.
 
     Args:
-        make: opens the loader; called where this rank reads.
+        make: opens the `Loader` or `SampleLoader`; called where this rank reads.
         layout: the place of this rank.
         device: of the exchange; batches stay numpy arrays.
     """
 
-    def __init__(self, make: Callable[[], Batches], layout: RankLayout, *, device: torch.device) -> None:
+    def __init__(self, make: Callable[[], Any], layout: RankLayout, *, device: torch.device) -> None:
         self._device = device
-        self._reads = layout.tp_rank == 0
-        self._loader = together(lambda: make() if self._reads else None, device=device)
-
-    @property
-    def reads(self) -> bool:
-        """True where this rank opens the dataset itself."""
-        return self._reads
+        self._loader = together(lambda: make() if layout.tp_rank == 0 else None, device=device)
 
     def __iter__(self) -> Iterator[RankBatch]:
         batches = iter(self._loader) if self._loader is not None else iter(())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
-from harness.megatron.data.blocks import BlockGPTDataset
+from harness.megatron.data.samples import BlockGPTDataset
 from harness.printing import print_line
 from harness.storage import BucketFolder, LocalCache, ObjectPath, write_atomically
 from harness.storage.claims import ClaimStore, leased
@@ -100,28 +99,24 @@ class SharedIndices:
         self._store = ClaimStore(self._place)
         self.folder = LocalCache().folder / "index_cache" / hashlib.sha256(str(self._place).encode()).hexdigest()[:16]
 
-    @contextmanager
-    def fetching(self, *, builds: bool) -> Iterator[Fetch]:
-        """Yield a function that copies the built indices whose names begin with a text, unless they are in `folder`.
+    def run(self, build: Callable[..., T], *, builds: bool) -> T:
+        """Return the result of `build(fetch=...)`.
+
+        `fetch` copies the built indices whose names begin with a text, unless they are in `folder`.
 
         Args:
             builds: the process builds what is missing: it waits for another builder, and uploads what it has made.
         """
         if not builds:
-            yield self._fetch_from(BucketFolder(self._place))
-            return
+            return build(fetch=self._fetch_from(BucketFolder(self._place)))
         with leased(
             self._store, _BUILDING, log=lambda line: print_line(f"building indices: {line}", flush=True)
         ) as lease:
             remote = BucketFolder(self._place)
-            yield self._fetch_from(remote)
+            built = build(fetch=self._fetch_from(remote))
             remote.check = lease.check
             self._upload(remote)
-
-    def run(self, build: Callable[..., T], *, builds: bool) -> T:
-        """Return the result of `build(fetch=...)` within `fetching`."""
-        with self.fetching(builds=builds) as fetch:
-            return build(fetch=fetch)
+            return built
 
     def _fetch_from(self, remote: BucketFolder) -> Fetch:
         there = sorted(remote.files(), key=_upload_order)

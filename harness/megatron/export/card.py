@@ -110,7 +110,6 @@ def data_facts(data: TrainedData, tokens: SpecialTokens | None) -> dict[str, str
 
 
 def _mask(facts: Mapping[str, str]) -> str:
-    """Return how a mask was made, in words."""
     if not facts:
         return "not recorded"
     # These are elsewhere on the card, or say nothing.

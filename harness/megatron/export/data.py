@@ -159,7 +159,6 @@ def _candidates(reader: PackReader, settings: Mapping[str, Any]) -> Iterator[str
 
 
 def _hashes(name: str) -> tuple[str, str]:
-    """Return the hashes of a tokenizer and of its chat template, empty if it has none."""
     try:
         tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
     except ConfigError:

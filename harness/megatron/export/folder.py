@@ -36,7 +36,8 @@ from harness.storage.files import sync_tree
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
 from harness.train.folder import SETTINGS_FILE, check_settings, read_settings
 
-SHARD_BYTES = 5 * 10**9
+# Largest size of one safetensors file; a larger tensor has a file of its own.
+_SHARD_BYTES = 5 * 10**9
 # Left in the marker by an export that was killed while its folder got its name.
 _PLACING = b"placing"
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -70,7 +71,6 @@ def export_checkpoint(
     *,
     adapters_only: bool = False,
     keep_mtp: bool = False,
-    shard_bytes: int = SHARD_BYTES,
     data_paths: Sequence[str] = (),
 ) -> Exported:
     """Write a checkpoint as a folder that serves. Needs memory for one copy of the weights, on the CPU.
@@ -85,7 +85,6 @@ def export_checkpoint(
         adapters_only: write the LoRA adapters alone, in PEFT's layout.
         keep_mtp: write the layers that predict further tokens (MTP) too, as the initial weights have them: they were
             not trained, and a server that drafts with them accepts fewer of their tokens.
-        shard_bytes: largest size of one safetensors file; a larger tensor has a file of its own.
         data_paths: where the run's data is now, in the order of its settings; empty for where it was.
 
     Raises:
@@ -108,7 +107,7 @@ def export_checkpoint(
             size = _write_adapters(chunk, model, writing)
         else:
             lora.merge(chunk, model)
-            size = _write_weights(chain(hf_tensors(chunk, model, vocab_size), base_layers), writing, shard_bytes)
+            size = _write_weights(chain(hf_tensors(chunk, model, vocab_size), base_layers), writing)
         tokens = write_tokenizer(data, writing, vocab_size=vocab_size)
         config, generation = _settings_of(model, data, tokens, vocab_size, has_mtp=keep_mtp or bool(model.mtp_layers))
         _write_json(writing / GENERATION_FILE, generation)
@@ -148,7 +147,6 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
 
 
 def _load(model: ModelConfig, path: Path, vocab_size: int) -> GPTModel:
-    """Return the model with the weights of a checkpoint, whole and on the CPU."""
     join(ParallelConfig(), 1)
     (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=torch.device("cpu"))
     try:
@@ -225,7 +223,6 @@ def _refuse_used(out: Path) -> None:
 
 
 def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint and the settings of its run."""
     is_checkpoint = (source / RUN_FILE).is_file()
     run = source.resolve().parents[1] if is_checkpoint else source
     config = run / SETTINGS_FILE
@@ -275,7 +272,6 @@ def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:
 
 
 def _token_ids(tokens: SpecialTokens | None, eod: int | None) -> dict[str, int | list[int]]:
-    """Return the ids of special tokens by their names in generation_config.json, without those that are not known."""
     known: dict[str, int | list[int] | None] = {
         "bos_token_id": tokens.begin if tokens is not None else None,
         "eos_token_id": sorted({*(tokens.ends if tokens is not None else ()), *([] if eod is None else [eod])}) or None,
@@ -288,7 +284,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> tuple[int, int]:
+def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> tuple[int, int]:
     from safetensors.torch import save_file
 
     files: list[list[str]] = []
@@ -303,7 +299,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, sh
 
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if pending and size + sum(t.numel() * t.element_size() for t in pending.values()) > shard_bytes:
+        if pending and size + sum(t.numel() * t.element_size() for t in pending.values()) > _SHARD_BYTES:
             flush()
         pending[name] = tensor
         total, weights = total + size, weights + tensor.numel()

@@ -140,7 +140,6 @@ def _rate(numbers: torch.Tensor, members: Sequence[int], group: Any = None) -> f
 
 
 def _measure_processor(device: torch.device) -> dict[str, float]:
-    """Return the TFLOP/s of a product of square matrices, and the GB/s of copies."""
     is_gpu = device.type == "cuda"
     rows = _GPU_ROWS if is_gpu else _CPU_ROWS
     left = torch.ones(rows, rows, device=device, dtype=torch.bfloat16 if is_gpu else torch.float32)

@@ -136,17 +136,12 @@ def start(
             # NCCL then connects at once, on this device, and not in the first step.
             device_id=chosen if chosen.type == "cuda" else None,
         )
-        try:
-            yield Runtime(chosen, rank, world_size, local_rank)
-        except HarnessError as error:
-            error.rank = rank
-            raise
-        finally:
-            from megatron.core import parallel_state
-
-            if parallel_state.model_parallel_is_initialized():
-                parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
+        with _left_at_the_end():
+            try:
+                yield Runtime(chosen, rank, world_size, local_rank)
+            except HarnessError as error:
+                error.rank = rank
+                raise
 
 
 @contextmanager
@@ -170,15 +165,21 @@ def alone(rank: int, world_size: int) -> Iterator[Runtime]:
 
     with _cpu_as_cuda(), _without_kernels(torch.device("cpu")):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        try:
-            with mock.patch.multiple(torch.distributed, new_group=make_fake, all_to_all_single=receive_nothing):
-                yield Runtime(torch.device("cpu"), rank, world_size, 0)
-        finally:
-            from megatron.core import parallel_state
+        faked = mock.patch.multiple(torch.distributed, new_group=make_fake, all_to_all_single=receive_nothing)
+        with _left_at_the_end(), faked:
+            yield Runtime(torch.device("cpu"), rank, world_size, 0)
 
-            if parallel_state.model_parallel_is_initialized():
-                parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
+
+@contextmanager
+def _left_at_the_end() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        from megatron.core import parallel_state
+
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
 
 
 def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) -> RankLayout:
@@ -266,13 +267,21 @@ def _wait_for(store: Store, names: list[str], timeout: timedelta) -> bool:
     return True
 
 
+def place_among_ranks() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks; outside a job it is the only one."""
+    if not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
 def on_rank_0(function: Callable[[], T]) -> T:
     """Run `function` on rank 0 and return its result on every rank; its error is raised on every rank.
 
     An OSError becomes a ConfigError: the purpose of `function` is to find and make folders.
     """
     outcome: list[Any] = [None, None]
-    if torch.distributed.get_rank() == 0:
+    rank, size = place_among_ranks()
+    if rank == 0:
         try:
             outcome[0] = function()
         except HarnessError as error:
@@ -283,7 +292,7 @@ def on_rank_0(function: Callable[[], T]) -> T:
                 where=str(error.filename or "the run's folder"),
                 fix="make room, or name a folder that can be written to",
             )
-    if torch.distributed.get_world_size() > 1:
+    if size > 1:
         with waiting():
             torch.distributed.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
@@ -294,10 +303,10 @@ def on_rank_0(function: Callable[[], T]) -> T:
 
 def gather_on_rank_0(value: T) -> list[T]:
     """Return every rank's `value` in order on rank 0, an empty list on the others; every rank takes part."""
-    if torch.distributed.get_world_size() == 1:
+    rank, size = place_among_ranks()
+    if size == 1:
         return [value]
-    receives = torch.distributed.get_rank() == 0
-    gathered: list[Any] | None = [None] * torch.distributed.get_world_size() if receives else None
+    gathered: list[Any] | None = [None] * size if rank == 0 else None
     torch.distributed.gather_object(value, gathered, dst=0)
     return gathered or []
 

@@ -21,7 +21,18 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch.nn import functional
 
 
-class VarlenAttention(torch.nn.Module):
+class _Divided(torch.nn.Module):
+    """A module all of whose parameters tensor-parallel ranks divide."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return its tensors for `dist_checkpointing`, which any layout can load."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        return dict(make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets))
+
+
+class VarlenAttention(_Divided):
     """Causal attention inside each sequence of a packed row, by PyTorch's `scaled_dot_product_attention`.
 
     Replaces Megatron's `core_attention`. Sequences are split at `cu_seqlens_q_padded` (or at `cu_seqlens_q` if nothing
@@ -183,13 +194,6 @@ class VarlenAttention(torch.nn.Module):
             return functional.pad(query, (0, 0, 1, 0)), key, value, None
         return query, key, value, functional.pad(allowed, (1, 0), value=True)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the scores of sinks for `dist_checkpointing`, which any layout can load."""
-        own = self.state_dict(prefix="", keep_vars=True)
-        return dict(make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets))
-
 
 def _heads_first(tokens: torch.Tensor) -> torch.Tensor:
     """[L, h, d] -> [1, h, L, d]: the batched layout lets PyTorch choose its fused kernel."""
@@ -227,7 +231,7 @@ class LatentNorm(RMSNorm):
         super().__init__(config, hidden_size, eps=1e-6)
 
 
-class JointQueryNorm(torch.nn.Module):
+class JointQueryNorm(_Divided):
     """Root-mean-square norm of the queries of all heads together, which tensor-parallel ranks share.
 
     Args:
@@ -252,13 +256,6 @@ class JointQueryNorm(torch.nn.Module):
         whole = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(own))
         weight = self.weight.float().view(wide.shape[-2:])
         return (wide * torch.rsqrt(whole / self.size + self.eps) * weight).type_as(heads)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return its weight for `dist_checkpointing`, which any layout can load."""
-        own = self.state_dict(prefix="", keep_vars=True)
-        return dict(make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets))
 
 
 class JointKeyNorm(JointQueryNorm):

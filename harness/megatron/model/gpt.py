@@ -70,6 +70,19 @@ def engine_layers(model: ModelConfig, parallel: ParallelConfig, device: torch.de
     return use_transformer_engine(model.attention, device)
 
 
+def _require_engine(
+    model: ModelConfig, parallel: ParallelConfig, device: torch.device, setting: str, without: str
+) -> None:
+    """Raise ConfigError where layers are PyTorch's; `without` is the value of the setting that does without."""
+    name, _, value = setting.partition("=")
+    if not engine_layers(model, parallel, device):
+        raise ConfigError(
+            f"{name} is {value}, and layers are PyTorch's: Transformer Engine is not installed, or not on this device",
+            where=name,
+            fix=f"install the `gpu` extra, use a container with it, or set {name}={without}",
+        )
+
+
 def _check_backend_variables(model: ModelConfig) -> None:
     """Raise ConfigError for a variable that Megatron-Core would set to another value."""
     chosen = _BACKENDS.get(model.attention)
@@ -187,7 +200,6 @@ def _division(model: ModelConfig, parallel: ParallelConfig, device: torch.device
 
 
 def _dispatcher(parallel: ParallelConfig, device: torch.device) -> str:
-    """Return Megatron's name of the dispatcher of tokens to experts; raise ConfigError for one that cannot run here."""
     if parallel.expert_dispatcher != "flex":
         return parallel.expert_dispatcher
     reason = "DeepEP's kernels need GPUs" if device.type != "cuda" else ""
@@ -204,7 +216,6 @@ def _clamped_gate(gate: torch.Tensor) -> torch.Tensor:
 
 
 def _latents(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of Megatron's multi-latent attention; none for plain attention."""
     if not model.kv_lora_rank:
         return {}
     scaled = model.rope_scaling == "yarn"
@@ -236,13 +247,7 @@ def _fp8(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> 
     """
     if model.fp8 == "off":
         return {}
-    if not engine_layers(model, parallel, device):
-        raise ConfigError(
-            f"model.fp8 is {model.fp8}, and layers are PyTorch's: Transformer Engine is not installed, or not on this "
-            "device",
-            where="model.fp8",
-            fix="install the `gpu` extra, use a container with it, or set model.fp8=off",
-        )
+    _require_engine(model, parallel, device, f"model.fp8={model.fp8}", "off")
     there = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if there is not None and there < _FP8_SINCE[model.fp8]:
         raise ConfigError(
@@ -259,7 +264,6 @@ def _fp8(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> 
 
 
 def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
-    """Return the settings of Megatron's mixture of experts; none for a dense model."""
     if not model.num_experts:
         return {}
     return {
@@ -288,15 +292,9 @@ def _groups_experts(model: ModelConfig, parallel: ParallelConfig, device: torch.
     """Return True if experts are multiplied at once; raise ConfigError if that is requested and cannot be."""
     if model.grouped_gemm == "off":
         return False
-    has_engine = engine_layers(model, parallel, device)
-    if model.grouped_gemm == "on" and not has_engine:
-        raise ConfigError(
-            "model.grouped_gemm is on, and layers are PyTorch's: Transformer Engine is not installed, or not on this "
-            "device",
-            where="model.grouped_gemm",
-            fix="model.grouped_gemm=auto, which then computes one expert after another",
-        )
-    return has_engine and model.why_not_grouped is None
+    if model.grouped_gemm == "on":
+        _require_engine(model, parallel, device, "model.grouped_gemm=on", "auto")
+    return engine_layers(model, parallel, device) and model.why_not_grouped is None
 
 
 def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:
@@ -367,13 +365,8 @@ def build_chunks(
     """
     config = transformer_config(model, parallel, device)
     _check_backend_variables(model)
-    if parallel.overlap_tensor_parallel and not engine_layers(model, parallel, device):
-        raise ConfigError(
-            "parallel.overlap_tensor_parallel is true, and layers are PyTorch's: Transformer Engine is not installed, "
-            "or not on this device",
-            where="parallel.overlap_tensor_parallel",
-            fix="install the `gpu` extra, use a container with it, or parallel.overlap_tensor_parallel=false",
-        )
+    if parallel.overlap_tensor_parallel:
+        _require_engine(model, parallel, device, "parallel.overlap_tensor_parallel=true", "false")
     if parallel.cuda_graphs:
         _check_graphs(model, parallel, device)
     # A graph cannot set the state of a generator, but it can change generators.

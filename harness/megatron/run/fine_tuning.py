@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.formats.inspect import find_tokenizer_folder
 from harness.loader import DataConfig, Loader, LoaderConfig, RankLayout, RunData, open_datasets
 from harness.loader.datasets import LiveData, open_live
 from harness.loader.live.rank import BatchPlan
@@ -16,24 +14,21 @@ from harness.loader.plan import PackSource
 from harness.megatron.data.feed import Feed, readable
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job import runtime
-from harness.megatron.model.gpt import use_transformer_engine
 from harness.megatron.pretrained import Pretrained, find_pretrained
-from harness.megatron.run.sampling import Answering
+from harness.megatron.run.sampling import find_tokenizer
 from harness.megatron.run.training import Task
 from harness.plan import SftConfig, sequence_cost
-from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.schedule import most_sequences
 from harness.thd import padded_lengths
 from harness.train import Progress
 from harness.train.loop import OWN_VALIDATION
-from harness.train.trackers import check_trackers
 
 
 def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime) -> Task:
     """Open packed or live data and check the settings against it."""
     data = open_live(config.data) if config.data.live.folders else open_datasets(config.data)
     pretrained = find_pretrained(config.model)
-    config.model.vocab_size = check(config, data, ranks.world_size, pretrained)
+    config.model.vocab_size = check(config, data, pretrained)
     max_tokens_per_row = config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank)
     return Task(
         feeds=partial(make_feeds, config, data),
@@ -85,15 +80,12 @@ def _paths(data: DataConfig) -> list[str]:
     return [source.path for source in data.blend] or [data.path]
 
 
-def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrained: Pretrained | None = None) -> int:
+def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | None = None) -> int:
     """Return the vocabulary size; refuse what cannot train, before any rank waits for another.
 
     Raises:
-        ConfigError: ranks, schedule, trackers, device, pack sizes, vocabulary or tokenizer do not fit.
+        ConfigError: pack sizes, vocabulary or tokenizer do not fit.
     """
-    config.check(world_size)
-    check_trackers(config.trainer.trackers)
-    use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
     if isinstance(data, RunData) and data.blend is not None:
         data.blend.check_lasts(config.with_steps().trainer.last_step * config.loader.global_batch_size)
     for reader in (data.train, data.validation, *data.evaluation.values()):
@@ -127,44 +119,6 @@ def check(config: SftConfig, data: RunData | LiveData, world_size: int, pretrain
         what = f"model.vocab_size is {wanted:,}, and the dataset's tokenizer has {stored:,} tokens"
         raise ConfigError(what, where=where, fix=f"set model.vocab_size to {stored} or more, or leave it null")
     return wanted or stored or 0
-
-
-def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
-    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use.
-
-    Raises:
-        ConfigError: it is not on this machine, or prompts and answers are longer than the model's sequences.
-    """
-    tokenizer = data.tokenizer if isinstance(data, LiveData) else None
-    if tokenizer is not None:
-        ends = tokenizer.ends
-    else:
-        readers = data.sources if isinstance(data, RunData) else ()
-        name = config.data.tokenizer
-        if not name and readers:
-            with suppress(ConfigError):
-                name = str(find_tokenizer_folder(readers[0]))
-        if not name:
-            raise ConfigError(
-                "sample prompts need the tokenizer of the data, and the data does not name one",
-                where="trainer.sample_prompts",
-                fix="name it with data.tokenizer, or leave the prompts out",
-            )
-        # A prompt has no mask: any rule that works with every template will do.
-        tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
-        masks = [reader.manifest.provenance.mask for reader in readers if reader.manifest is not None]
-        ends = sorted({token for mask in masks or [{}] for token in tokenizer.ends_of(mask)})
-    longest = max(
-        len(tokenizer.prompt({"role": "user", "content": prompt})) for prompt in config.trainer.sample_prompts
-    )
-    if longest + config.trainer.sample_tokens > config.model.max_sequence_length:
-        raise ConfigError(
-            f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "
-            f"model's max_sequence_length {config.model.max_sequence_length:,}",
-            where="trainer.sample_prompts, trainer.sample_tokens",
-            fix="shorten them",
-        )
-    return Answering(tokenizer, ends)
 
 
 def make_feeds(

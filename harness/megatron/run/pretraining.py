@@ -16,14 +16,12 @@ from harness.megatron.data.corpus import find_packs, open_corpus
 from harness.megatron.data.feed import Feed
 from harness.megatron.data.samples import SampleLoader, SampleReader
 from harness.megatron.job import runtime
-from harness.megatron.model.gpt import use_transformer_engine
 from harness.megatron.pretrained import find_pretrained
 from harness.megatron.run.training import Task
 from harness.plan import PretrainConfig, sequence_cost
 from harness.thd import padded_lengths
 from harness.train import Progress
 from harness.train.loop import OWN_VALIDATION
-from harness.train.trackers import check_trackers
 
 # Of Megatron-Core's sample index (two numbers), shuffle and blend.
 _SAMPLE_BYTES = 24
@@ -31,10 +29,7 @@ _SAMPLE_BYTES = 24
 
 def open_pretraining(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
     """Check the settings, as far as is possible without reading the corpus."""
-    config.check(ranks.world_size)
     _check_samples(config)
-    check_trackers(config.trainer.trackers)
-    use_transformer_engine(config.model.attention, runtime.choose_device(config.trainer.device))
     packs = find_packs(config.data)
     pretrained = find_pretrained(config.model)
     config.model.vocab_size = vocab_size = pretrained.vocab_size if pretrained else config.model.vocab_size or 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import torch
 import torch.distributed
 
+from harness.errors import FormatError
 from harness.launch.ranks import place_in_slurm
 from harness.loader import RankLayout
+from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.job import runtime
 from harness.megatron.job.waits import thread_times
 from harness.megatron.run.sampling import Sampler
-from harness.plan import TrainerConfig
+from harness.plan import RunConfig, TrainerConfig
 from harness.train import METRICS_FILE, DigestWriter, MetricsWriter, StepRecord, is_due, merge_ranks, read_metrics
+from harness.train.attempts import read_attempts
 from harness.train.digests import rank_rows
 from harness.train.metrics import plot_experts, plot_loss, step_metrics, write_report
 from harness.train.progress import RunProgress
@@ -144,17 +148,46 @@ class RunRecords:
         if self._digests is not None:
             self._digests.close()
 
-    def report(self, facts: Mapping[str, Any], *, title: str) -> None:
-        """Plot the losses under a title and write the report of a closed run."""
+    def report(self, config: RunConfig, facts: Mapping[str, str], data_names: Sequence[str]) -> None:
+        """Plot the losses of a closed run and write its report.
+
+        Args:
+            facts: about data and schedule.
+            data_names: of the training data, for the title of the plot.
+        """
         if self._metrics is None:
             return
         steps = read_metrics(self._folder / METRICS_FILE)
         if not steps:
             self.progress.log(f"warning: {self._folder / METRICS_FILE} has no steps any more: no report is written")
             return
+        title = _title(config, self._folder, data_names)
         plot_loss(steps, self._folder / "loss.png", title=title)
         if steps[-1].experts:
             plot_experts(steps, self._folder / "experts.png", title=title)
-        write_report(self._folder, steps, facts)
+        ended: dict[str, str] = {}
+        with suppress(FormatError):  # of a record that is damaged by now; the run is finished
+            ended = {f"attempt {n}": line.describe() for n, line in enumerate(read_attempts(self._folder), 1)}
+        write_report(self._folder, steps, {**facts, **_facts(config, self._ranks), **ended})
         plot, report = self._folder / "loss.png", self._folder / "report.md"
         self.progress.log(f"run {self._folder}, loss plot {plot}, report {report}")
+
+
+def _facts(config: RunConfig, ranks: runtime.Runtime) -> dict[str, str]:
+    model, parallel = config.model, config.parallel
+    return {
+        "model": f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "
+        f"vocabulary {model.vocab_size:,}, {model.dtype}"
+        + (f"; {model.mtp_layers} more that predict further tokens" if model.mtp_layers else ""),
+        "ranks": f"{ranks.world_size} on {ranks.device}: tensor {parallel.tensor_parallel_size}, "
+        f"pipeline {parallel.pipeline_parallel_size}, context {parallel.context_parallel_size}",
+        "versions": f"megatron-core {MEGATRON_VERSION}, torch {torch.__version__}",
+    }
+
+
+def _title(config: RunConfig, folder: Path, names: Sequence[str]) -> str:
+    model = config.model
+    name = Path(model.init_from).name if model.init_from else f"{model.num_layers} layers of {model.hidden_size}"
+    adapters = f", LoRA of rank {model.lora_rank}" if model.lora_rank else ""
+    data = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{folder.name}: {name}{adapters}, on {data}"

@@ -204,7 +204,7 @@ def _rehearse_rank(
         layout = join(parallel, world_size)
         tokens = _tokens(model, parallel)
         padded = _SEQUENCES * tokens if parallel.static_rows else None
-        step = MegatronStep.build(
+        step = MegatronStep(
             model, parallel, layout, device=job.device, vocab_size=_VOCABULARY, pad_rows_to=padded, optimizer=optimizer
         )
         ids = np.arange(tokens + 1, dtype=np.int32) % _VOCABULARY

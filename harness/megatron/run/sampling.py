@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from harness.errors import ConfigError
+from harness.formats.inspect import find_tokenizer_folder
+from harness.loader import RunData
+from harness.loader.datasets import LiveData
 from harness.megatron.batch import run_row, to_device
 from harness.megatron.step import MegatronStep
-from harness.plan import TrainerConfig
-from harness.prep import ChatTokenizer
+from harness.plan import SftConfig, TrainerConfig
+from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.records import Int64Array, SequenceView
 from harness.thd import ThdBatch, build_thd_batch, context_parallel_indices, pad_row
 from harness.train.folder import SAMPLES_FILE
@@ -104,6 +109,44 @@ class Answering:
 
     tokenizer: ChatTokenizer
     ends: Sequence[int]
+
+
+def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
+    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use.
+
+    Raises:
+        ConfigError: it is not on this machine, or prompts and answers are longer than the model's sequences.
+    """
+    tokenizer = data.tokenizer if isinstance(data, LiveData) else None
+    if tokenizer is not None:
+        ends = tokenizer.ends
+    else:
+        readers = data.sources if isinstance(data, RunData) else ()
+        name = config.data.tokenizer
+        if not name and readers:
+            with suppress(ConfigError):
+                name = str(find_tokenizer_folder(readers[0]))
+        if not name:
+            raise ConfigError(
+                "sample prompts need the tokenizer of the data, and the data does not name one",
+                where="trainer.sample_prompts",
+                fix="name it with data.tokenizer, or leave the prompts out",
+            )
+        # A prompt has no mask: any rule that works with every template will do.
+        tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
+        masks = [reader.manifest.provenance.mask for reader in readers if reader.manifest is not None]
+        ends = sorted({token for mask in masks or [{}] for token in tokenizer.ends_of(mask)})
+    longest = max(
+        len(tokenizer.prompt({"role": "user", "content": prompt})) for prompt in config.trainer.sample_prompts
+    )
+    if longest + config.trainer.sample_tokens > config.model.max_sequence_length:
+        raise ConfigError(
+            f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "
+            f"model's max_sequence_length {config.model.max_sequence_length:,}",
+            where="trainer.sample_prompts, trainer.sample_tokens",
+            fix="shorten them",
+        )
+    return Answering(tokenizer, ends)
 
 
 class Sampler:

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -17,41 +15,39 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import yaml
 
 from harness.checks import memory_bytes
-from harness.errors import CheckpointError, ConfigError, FormatError, HarnessError
+from harness.errors import ConfigError, HarnessError
 from harness.loader import LoaderState, RankBatch, RankLayout
 from harness.loader.datasets import Sources
-from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.data.feed import Feed, together
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
-from harness.megatron.job.stopping import StopSignals
 from harness.megatron.job.waits import Waits
-from harness.megatron.job.watchdog import Watchdog
+from harness.megatron.job.watchdog import StopSignals, Watchdog
 from harness.megatron.model.fusions import slow_parts
-from harness.megatron.model.gpt import engine_layers
-from harness.megatron.model.lora import check_same_adapters
+from harness.megatron.model.gpt import engine_layers, use_transformer_engine
 from harness.megatron.pretrained import Pretrained
+from harness.megatron.run import resuming
 from harness.megatron.run.records import RunRecords
 from harness.megatron.run.sampling import Answering, Sampler
-from harness.megatron.state.checkpoint import CheckpointWriter, find_newest, load_checkpoint, stored_moments
-from harness.megatron.state.local import LocalCopies, LocalStore
+from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
+from harness.megatron.state.local import LocalStore
 from harness.megatron.step import MegatronStep
-from harness.plan import OptimizerConfig, RunConfig, TrainerConfig, plan_memory
-from harness.printing import print_line, print_text, redact_all
+from harness.plan import RunConfig, plan_memory
+from harness.printing import redact_all
 from harness.settings import to_plain, to_yaml
-from harness.train import METRICS_FILE, Progress, StepRecord, alone_in, is_due, read_metrics
-from harness.train.attempts import EXIT_STOPPED, Stop, note_lost, read_attempts, record_resume, write_stop
-from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress, whole_checkpoints
-from harness.train.folder import choose_run_folder, leave_early_stop, leave_refusal, open_run_folder
-from harness.train.local import Identity, own_local_record, read_local_record
-from harness.train.loop import OWN_VALIDATION, train
+from harness.train import Progress, StepRecord, is_due
+from harness.train.attempts import EXIT_STOPPED, Stop, write_stop
+from harness.train.checkpoints import CHECKPOINTS, read_progress, whole_checkpoints
+from harness.train.folder import leave_early_stop, leave_refusal, open_run_folder
+from harness.train.loop import OWN_VALIDATION, Hooks, train
+from harness.train.trackers import check_trackers
 
 # PyTorch's words on a CPU.
 _NO_MEMORY = "can't allocate memory"
+C = TypeVar("C", bound=RunConfig)
 
 
 @dataclass(frozen=True)
@@ -84,44 +80,11 @@ class Task:
     warnings: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class _OpenRun:
-    """A run before its next step.
-
-    Attributes:
-        folder: of the run; no other run writes there.
-        identity: of this attempt.
-        newest: the checkpoint that it resumes from, None for a new run.
-        passed_over: the damage of newer ones.
-        first_step: the next step.
-        training, validation: of `Task.feeds`.
-        step: has the weights that `first_step` begins with.
-        validated: losses of the validations before it.
-        settings: as they are in its config.yaml.
-    """
-
-    task: Task
-    layout: RankLayout
-    folder: Path
-    identity: Identity
-    newest: Path | None
-    passed_over: list[CheckpointError]
-    first_step: int
-    training: Feed | LiveFeed
-    validation: dict[str, Feed]
-    step: MegatronStep
-    validated: list[float]
-    settings: RunConfig
-
-
-C = TypeVar("C", bound=RunConfig)
-
-
 def run_training(config: C, open_task: Callable[[C, runtime.Runtime], Task]) -> int:
     """Train; return the exit code, 75 if a signal ended the run before its last step.
 
     Args:
-        open_task: checks the settings and opens the data; called on every rank once the ranks have met.
+        open_task: opens the data and checks the settings against it; called on every rank once the ranks have met.
 
     Raises:
         HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
@@ -138,33 +101,20 @@ def run_training(config: C, open_task: Callable[[C, runtime.Runtime], Task]) -> 
         folder = _slurm_folder(config)
         leave = partial(leave_early_stop, folder) if folder is not None else lambda stop: True
         with Watchdog(limit_s=trainer.startup_timeout_s, requested=signals.noticed, leave=leave) as watchdog:
-            run = _open_run(config, open_task, ranks, watchdog, stack)
-            records = _open_records(config, run, ranks, stack)
-            with _Hooks.open(config, run, records, signals, watchdog) as hooks, Waits(run.step.device) as waits:
+            run = _Run(config, ranks, signals, watchdog, stack)
+            run.open(open_task)
+            with run.opened_records(), Waits(ranks.device) as run.waits:
                 reason = train(
                     iter(run.training),
                     run.step,
                     trainer,
-                    waits_s=waits.total_s,
-                    validation={name: partial(hooks.validate, batches) for name, batches in run.validation.items()},
-                    save=hooks.save,
-                    save_locally=hooks.save_locally,
-                    record=hooks.record,
-                    stop=hooks.stop,
-                    at=watchdog.at,
-                    log=records.progress.log,
+                    run,
+                    validation={name: partial(run.validate, batches) for name, batches in run.validation.items()},
                     first_step=run.first_step,
                     validated=run.validated,
                 )
-                hooks.finish(reason)
-        records.close("finished" if reason is None else "stopped")
-        if reason is not None:
-            return _stop_run(run, records, reason, done=watchdog.step)
-        ended: dict[str, str] = {}
-        with suppress(FormatError):  # of a record that is damaged by now; the run is finished
-            ended = {f"attempt {n}": line.describe() for n, line in enumerate(read_attempts(run.folder), 1)}
-        records.report({**run.task.facts, **_facts(config, run.task, ranks), **ended}, title=_title(config, run))
-    return 0
+                run.finish(reason)
+        return run.close(reason)
 
 
 @contextmanager
@@ -210,248 +160,187 @@ def _check_memory(config: RunConfig, task: Task, layout: RankLayout, ranks: runt
         )
 
 
-def _open_records(config: RunConfig, run: _OpenRun, ranks: runtime.Runtime, stack: ExitStack) -> RunRecords:
-    """Begin the records of a run, with its warnings and where it resumes."""
-    trainer, sampler = config.trainer, None
-    if run.task.answering is not None:
-        writes_to = run.folder if ranks.rank == 0 else None
-        sampler = Sampler(run.step, run.task.answering, writes_to, trainer, run.first_step)
-    records = RunRecords(trainer, run.folder, ranks, run.layout, first_step=run.first_step, sampler=sampler)
-    log = stack.enter_context(records.progress).log
-    has_engine = engine_layers(config.model, config.parallel, ranks.device)
-    slow = slow_parts(config.model, config.parallel, ranks.device, has_engine=has_engine)
-    pretrained = run.task.pretrained.warnings if run.task.pretrained is not None else []
-    for warning in [*config.warnings(), *run.task.warnings, *pretrained, *slow]:
-        log(f"warning: {warning}")
-    if run.newest is not None:
-        runtime.on_rank_0(lambda: _report_resume(config, run, log))
-    return records
-
-
-def _stop_run(run: _OpenRun, records: RunRecords, reason: str, *, done: int) -> int:
-    """Record why a run ends before its last step; return the exit code."""
-    is_slow = reason == records.leaving
-    message = reason if is_slow else f"{reason} received"
-    # Written by every rank, and the first one counts: srun ends the others as soon as one has left.
-    write_stop(run.folder, Stop(done, "straggler" if is_slow else "signal", message))
-    again = "true" if done else "auto"  # before the first step there is nothing to resume from
-    records.progress.log(f"{message}: stopped after step {done}; continue with run_dir={run.folder} resume={again}")
-    return EXIT_STOPPED
-
-
-def _report_resume(config: RunConfig, run: _OpenRun, log: Callable[[str], None]) -> None:
-    """Log and record from where a run resumes."""
-    assert run.newest is not None
-    done, last = run.first_step - 1, config.trainer.last_step
-    log(f"resuming after step {done}, from {run.newest}")
-    written_by = json.loads((run.newest / RUN_FILE).read_text()).get("run", run.identity.run)
-    if written_by != run.identity.run:
-        log(
-            f"this folder was copied, moved or restored: its checkpoint is of run {written_by}, and it is run "
-            f"{run.identity.run} from here on"
-        )
-    for note in notes_of_moments(run.newest, config.optimizer):
-        log(note)
-    if done >= last:
-        log(
-            f"nothing is left to train: all {last:,} steps of trainer.steps are done; to train more, resume with "
-            f"a higher number, such as trainer.steps={2 * last}"
-        )
-    record_resume(run.folder, run.identity, done, run.newest, run.passed_over)
-
-
-def notes_of_moments(checkpoint: Path, optimizer: OptimizerConfig) -> list[str]:
-    """Return what the log of a run says of a checkpoint's moments that have another dtype than its own."""
-    stored = stored_moments(checkpoint)
-    if stored in (None, optimizer.moments_dtype):
-        return []
-    return [f"its optimizer's moments are {stored}, and were converted to {optimizer.moments_dtype}"]
-
-
-def _open_run(
-    config: C,
-    open_task: Callable[[C, runtime.Runtime], Task],
-    ranks: runtime.Runtime,
-    watchdog: Watchdog,
-    stack: ExitStack,
-) -> _OpenRun:
-    """Do everything before the first step; push onto `stack` what has to be closed."""
-    trainer = config.trainer
-    watchdog.at(0, "looking for a checkpoint")
-    folder = runtime.on_rank_0(lambda: _choose_folder(config))
-    newest, passed_over = _find_newest(config, folder) if config.resume != "false" else (None, [])
-    progress = runtime.on_rank_0(lambda: _check_resumed(config, folder, newest)) if newest is not None else None
-    if newest is None:
-        _check_base_weights(config)
-    first_step = progress.step + 1 if progress else 1
-    watchdog.at(first_step, "opening the data")
-    task = together(lambda: open_task(config, ranks), device=ranks.device)
-    layout = join(config.parallel, ranks.world_size, timeout_s=trainer.patience_s)
-    training, validation = task.feeds(layout, progress, ranks)
-    stack.enter_context(training)
-    runtime.on_rank_0(lambda: _check_validations(config, validation))
-    watchdog.at(first_step, "building the model")
-    together(lambda: _check_memory(config, task, layout, ranks), device=ranks.device)
-    # A checkpoint has the weights that the pretrained ones became.
-    fill = task.pretrained.filler(layout) if task.pretrained is not None and newest is None else None
-    step = MegatronStep.build(
-        config.model,
-        config.parallel,
-        layout,
-        device=ranks.device,
-        vocab_size=task.vocab_size,
-        optimizer=config.optimizer,
-        decay_steps=trainer.steps,
-        pad_rows_to=task.pad_rows_to,
-        max_sequences=task.max_sequences,
-        fill=fill,
-    )
-    step.sources = task.sources
-    if newest is not None:
-        watchdog.at(first_step, "loading the checkpoint")
-        load_checkpoint(newest, step)
-    watchdog.at(first_step, "opening the run's folder")
-    # The device that `auto` chose is a fact of the run, which a baseline recorded from it needs.
-    settings = replace(config, trainer=replace(trainer, device=ranks.device.type))
-    opened = open_run_folder(folder, settings=to_yaml(settings), resumes=config.resume != "false")
-    identity = runtime.on_rank_0(lambda: stack.enter_context(opened))
-    watchdog.training_begins(folder, limit_s=trainer.timeout_s)
-    validated = runtime.on_rank_0(lambda: _read_validations(folder, first_step))
-    return _OpenRun(
-        task, layout, folder, identity, newest, passed_over, first_step, training, validation, step, validated, settings
-    )
-
-
-def _find_newest(config: RunConfig, folder: Path) -> tuple[Path | None, list[CheckpointError]]:
-    """Return the checkpoint to resume from, on any disk, and print which newer ones are passed over."""
-    record = runtime.on_rank_0(lambda: own_local_record(folder))
-    local = LocalCopies(config.trainer.local_checkpoints, record) if record is not None else None
-    newest, passed_over = find_newest(folder / CHECKPOINTS, local)
-
-    def report() -> None:
-        for error in passed_over:
-            print_text(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
-        for note in local.notes if local is not None else ():
-            print_line(f"passed over: {note}", file=sys.stderr)
-        if record is None and (other := read_local_record(folder)) is not None and other.step:
-            what = f"the local checkpoints of run {other.run} up to step {other.step}, of which this folder is a copy"
-            print_line(f"passed over: {what}", file=sys.stderr)
-        if newest is None and config.resume == "true":
-            fix = "resume=auto starts from the first step"
-            raise ConfigError("there is no whole checkpoint left to resume from", where=str(folder), fix=fix)
-
-    runtime.on_rank_0(report)
-    return newest, passed_over
-
-
-@dataclass(frozen=True)
-class _Hooks:
-    """The work of a run around its steps: checkpoints, records, validations, and the decision to stop.
+class _Run(Hooks):
+    """A run on one rank, from its folder to its end; the hooks of its steps.
 
     Attributes:
-        checkpoints: writes them; the chunks of live data that they hold are then marked as trained.
-        local: checkpoints on the nodes' own disks, None without.
+        folder: of the run; no other run writes there.
+        newest: the checkpoint that it resumes from, None for a new run.
+        first_step: the next step.
+        training, validation: of `Task.feeds`.
+        step: has the weights that `first_step` begins with.
+        validated: losses of the validations before it.
+        waits: of this rank.
     """
 
-    run: _OpenRun
-    trainer: TrainerConfig
-    records: RunRecords
-    signals: StopSignals
-    watchdog: Watchdog
-    checkpoints: CheckpointWriter
-    local: LocalStore | None
+    waits: Waits
 
-    @classmethod
+    def __init__(
+        self, config: RunConfig, ranks: runtime.Runtime, signals: StopSignals, watchdog: Watchdog, stack: ExitStack
+    ) -> None:
+        self._config, self._trainer, self._ranks = config, config.trainer, ranks
+        self._signals, self._watchdog, self._stack = signals, watchdog, stack
+        watchdog.at(0, "looking for a checkpoint")
+        self.folder = folder = runtime.on_rank_0(lambda: resuming.choose_folder(config))
+        self.newest, self._passed_over = resuming.find_start(config, folder)
+        self._progress: Progress | None = None
+        if (newest := self.newest) is not None:
+            self._progress = runtime.on_rank_0(lambda: resuming.check_resumed(config, folder, newest))
+        else:
+            _check_base_weights(config)
+        self.first_step = self._progress.step + 1 if self._progress is not None else 1
+
+    def open(self, open_task: Callable[[C, runtime.Runtime], Task]) -> None:
+        """Do everything else before the first step."""
+        config, ranks, first_step, at = self._config, self._ranks, self.first_step, self._watchdog.at
+        at(first_step, "opening the data")
+        self._task = task = together(lambda: self._checked(open_task), device=ranks.device)
+        self._layout = layout = join(config.parallel, ranks.world_size, timeout_s=self._trainer.patience_s)
+        training, self.validation = task.feeds(layout, self._progress, ranks)
+        self.training = training
+        self._stack.enter_context(training)
+        runtime.on_rank_0(lambda: _check_validations(config, self.validation))
+        at(first_step, "building the model")
+        together(lambda: _check_memory(config, task, layout, ranks), device=ranks.device)
+        # A checkpoint has the weights that the pretrained ones became.
+        fill = task.pretrained.filler(layout) if task.pretrained is not None and self.newest is None else None
+        self.step = MegatronStep(
+            config.model,
+            config.parallel,
+            layout,
+            device=ranks.device,
+            vocab_size=task.vocab_size,
+            optimizer=config.optimizer,
+            decay_steps=self._trainer.steps,
+            pad_rows_to=task.pad_rows_to,
+            max_sequences=task.max_sequences,
+            fill=fill,
+        )
+        self.step.sources = task.sources
+        if self.newest is not None:
+            at(first_step, "loading the checkpoint")
+            load_checkpoint(self.newest, self.step)
+        at(first_step, "opening the run's folder")
+        # The device that `auto` chose is a fact of the run, which a baseline recorded from it needs.
+        self._settings = replace(config, trainer=replace(self._trainer, device=ranks.device.type))
+        opened = open_run_folder(self.folder, settings=to_yaml(self._settings), resumes=config.resume != "false")
+        self._identity = runtime.on_rank_0(lambda: self._stack.enter_context(opened))
+        self._watchdog.training_begins(self.folder, limit_s=self._trainer.timeout_s)
+        self.validated = runtime.on_rank_0(lambda: resuming.read_validations(self.folder, first_step))
+
+    def _checked(self, open_task: Callable[[C, runtime.Runtime], Task]) -> Task:
+        self._config.check(self._ranks.world_size)
+        check_trackers(self._trainer.trackers)
+        use_transformer_engine(self._config.model.attention, self._ranks.device)
+        return open_task(self._config, self._ranks)  # type: ignore[arg-type]
+
     @contextmanager
-    def open(
-        cls, config: RunConfig, run: _OpenRun, records: RunRecords, signals: StopSignals, watchdog: Watchdog
-    ) -> Iterator[_Hooks]:
-        trainer, folder, log = config.trainer, run.folder / CHECKPOINTS, records.progress.log
-        root = trainer.local_checkpoints
-        local = LocalStore.open(root, run.folder, run.identity, log=log, timeout_s=trainer.timeout_s)
-        checkpoints = CheckpointWriter(
+    def opened_records(self) -> Iterator[None]:
+        """Begin the records of the run, with its warnings and where it resumes, and its checkpoints."""
+        config, trainer, task, sampler = self._config, self._trainer, self._task, None
+        if task.answering is not None:
+            writes_to = self.folder if self._ranks.rank == 0 else None
+            sampler = Sampler(self.step, task.answering, writes_to, trainer, self.first_step)
+        self._records = RunRecords(
+            trainer, self.folder, self._ranks, self._layout, first_step=self.first_step, sampler=sampler
+        )
+        self._stack.enter_context(self._records.progress)
+        has_engine = engine_layers(config.model, config.parallel, self._ranks.device)
+        slow = slow_parts(config.model, config.parallel, self._ranks.device, has_engine=has_engine)
+        pretrained = task.pretrained.warnings if task.pretrained is not None else []
+        for warning in [*config.warnings(), *task.warnings, *pretrained, *slow]:
+            self.log(f"warning: {warning}")
+        identity, done = self._identity, self.first_step - 1
+        if (newest := self.newest) is not None:
+            start = (self.folder, identity, done, newest, self._passed_over)
+            runtime.on_rank_0(lambda: resuming.report_resume(config, *start, self.log))
+        folder, root = self.folder / CHECKPOINTS, trainer.local_checkpoints
+        self._local = LocalStore.open(root, self.folder, identity, log=self.log, timeout_s=trainer.timeout_s)
+        self._checkpoints = CheckpointWriter(
             folder,
-            run.step,
+            self.step,
             keep=trainer.keep_checkpoints,
             in_background=trainer.background_checkpoints,
-            before_whole=records.sync,
+            before_whole=self._records.sync,
             # The newest may turn out to be damaged: chunks stay until no checkpoint needs them.
-            on_whole=lambda _: _mark_trained(run.training, whole_checkpoints(folder)[:1]),
-            local=local,
+            on_whole=lambda _: self._mark_trained(whole_checkpoints(folder)[:1]),
+            local=self._local,
             # The settings are what an export needs, whatever becomes of config.yaml.
-            facts={
-                "run": run.identity.run,
-                "attempt": run.identity.attempt,
-                "settings": redact_all(to_plain(run.settings)),
-            },
+            facts={"run": identity.run, "attempt": identity.attempt, "settings": redact_all(to_plain(self._settings))},
         )
-        hooks = cls(run, trainer, records, signals, watchdog, checkpoints, local)
-        if isinstance(run.training, LiveFeed):
-            run.training.call_while_waiting(hooks.wait)
-        with closing(local) if local is not None else nullcontext():
-            yield hooks
+        if isinstance(self.training, LiveFeed):
+            self.training.call_while_waiting(self._wait)
+        try:
+            yield
+        finally:
+            if self._local is not None:
+                self._local.close()
 
     def save(self, number: int, state: LoaderState) -> None:
-        with self.records.progress.doing("writing a checkpoint"):
-            self.checkpoints.start(Progress(number, state))
+        with self._records.progress.doing("writing a checkpoint"):
+            self._checkpoints.start(Progress(number, state))
 
     def save_locally(self, number: int, state: LoaderState) -> None:
-        self.checkpoints.start_local(Progress(number, state))
+        self._checkpoints.start_local(Progress(number, state))
 
     def stop(self) -> str | None:
-        self.checkpoints.finish(wait=False)
-        return self.signals.agreed() or self.records.leaving
+        self._checkpoints.finish(wait=False)
+        return self._signals.agreed() or self._records.leaving
 
-    def wait(self) -> str | None:
-        self.watchdog.at(self.watchdog.step, "waiting for live chunks")
-        return self.stop()
+    def at(self, number: int, activity: str) -> None:
+        self._watchdog.at(number, activity)
 
-    def validate(self, batches: Feed) -> Iterator[RankBatch]:
-        with self.records.progress.doing("validating"):
-            yield from islice(batches, self.trainer.eval_batches)
+    def log(self, line: str) -> None:
+        self._records.progress.log(line)
+
+    def waits_s(self) -> float:
+        return self.waits.total_s()
 
     def record(self, made: StepRecord) -> None:
-        self.records.step(made)
-        if self.trainer.drift_interval and is_due(made.step, self.trainer.drift_interval, self.trainer.last_step):
-            self.run.step.check_drift(made.step)
+        self._records.step(made)
+        if self._trainer.drift_interval and is_due(made.step, self._trainer.drift_interval, self._trainer.last_step):
+            self.step.check_drift(made.step)
+
+    def validate(self, batches: Feed) -> Iterator[RankBatch]:
+        with self._records.progress.doing("validating"):
+            yield from islice(batches, self._trainer.eval_batches)
+
+    def _wait(self) -> str | None:
+        self.at(self._watchdog.step, "waiting for live chunks")
+        return self.stop()
+
+    def _mark_trained(self, checkpoints: list[Path]) -> None:
+        """Mark the live chunks all rows of which are in these checkpoints."""
+        if isinstance(self.training, LiveFeed):
+            for path in checkpoints:
+                self.training.trained(read_progress(path).loader)
 
     def finish(self, reason: str | None) -> None:
         """Wait until the last checkpoint is whole; local ones are then needless."""
-        self.checkpoints.finish()
+        self._checkpoints.finish()
         if reason is None:
-            _mark_trained(self.run.training, whole_checkpoints(self.run.folder / CHECKPOINTS)[-1:])
-        if self.local is not None:
-            self.local.remove()
+            self._mark_trained(whole_checkpoints(self.folder / CHECKPOINTS)[-1:])
+        if self._local is not None:
+            self._local.remove()
+
+    def close(self, reason: str | None) -> int:
+        """Record why the run ends, or write its report; return the exit code."""
+        self._records.close("finished" if reason is None else "stopped")
+        if reason is None:
+            self._records.report(self._config, self._task.facts, self._task.data_names)
+            return 0
+        is_slow, done = reason == self._records.leaving, self._watchdog.step
+        message = reason if is_slow else f"{reason} received"
+        # Written by every rank, and the first one counts: srun ends the others as soon as one has left.
+        write_stop(self.folder, Stop(done, "straggler" if is_slow else "signal", message))
+        again = "true" if done else "auto"  # before the first step there is nothing to resume from
+        self.log(f"{message}: stopped after step {done}; continue with run_dir={self.folder} resume={again}")
+        return EXIT_STOPPED
 
 
 def _slurm_folder(config: RunConfig) -> Path | None:
     """Return the run's folder if Slurm's script made it; the script reads there why an attempt ended early."""
     return Path(config.run_dir) if config.run_dir is not None and "SLURM_JOB_ID" in os.environ else None
-
-
-def _choose_folder(config: RunConfig) -> Path:
-    """Return the run's folder."""
-    folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
-    job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
-    # The jobs of a sweep have a folder only once they train.
-    if job is not None and config.run_dir is not None and restarts.isdecimal() and folder.is_dir():
-        # Not while another run is active there: its records are its own.
-        with alone_in(folder):
-            note_lost(folder, job=job, restarts=int(restarts), predecessor=os.environ.get("HARNESS_PREDECESSOR"))
-    return folder
-
-
-def _check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
-    """Return the progress of the checkpoint to resume from; refuse settings that cannot continue it."""
-    progress = read_progress(newest)
-    # Settings that cannot be read are no reason to refuse; they are kept as config.before-N.yaml.
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
-        before = yaml.safe_load((folder / "config.yaml").read_text())["model"]
-        check_same_adapters(config.model, before, str(folder))
-    if progress.step > config.trainer.last_step:
-        what = f"{progress.step} steps are done, and trainer.steps is {config.trainer.steps}"
-        raise ConfigError(what, where=str(newest), fix=f"trainer.steps={progress.step} or more, or start a new run")
-    return progress
 
 
 def _check_base_weights(config: RunConfig) -> None:
@@ -471,39 +360,3 @@ def _check_validations(config: RunConfig, validation: Mapping[str, Feed]) -> Non
             where="trainer.early_stop",
             fix="set trainer.eval_interval, and name a validation set: data.validation_path, or a share in data.split",
         )
-
-
-def _read_validations(folder: Path, first_step: int) -> list[float]:
-    """Return the losses of the validations before `first_step`."""
-    path = folder / METRICS_FILE
-    steps = read_metrics(path) if path.exists() else []
-    return [step.validation_loss for step in steps if step.step < first_step and step.validation_loss is not None]
-
-
-def _facts(config: RunConfig, task: Task, ranks: runtime.Runtime) -> dict[str, str]:
-    """Return the facts of a run's report about model, ranks and versions."""
-    model, parallel = config.model, config.parallel
-    return {
-        "model": f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "
-        f"vocabulary {task.vocab_size:,}, {model.dtype}"
-        + (f"; {model.mtp_layers} more that predict further tokens" if model.mtp_layers else ""),
-        "ranks": f"{ranks.world_size} on {ranks.device}: tensor {parallel.tensor_parallel_size}, "
-        f"pipeline {parallel.pipeline_parallel_size}, context {parallel.context_parallel_size}",
-        "versions": f"megatron-core {MEGATRON_VERSION}, torch {torch.__version__}",
-    }
-
-
-def _title(config: RunConfig, run: _OpenRun) -> str:
-    """Return the title of the loss plot: run, model and data."""
-    model, names = config.model, run.task.data_names
-    name = Path(model.init_from).name if model.init_from else f"{model.num_layers} layers of {model.hidden_size}"
-    adapters = f", LoRA of rank {model.lora_rank}" if model.lora_rank else ""
-    data = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{run.folder.name}: {name}{adapters}, on {data}"
-
-
-def _mark_trained(training: Feed | LiveFeed, checkpoints: list[Path]) -> None:
-    """Mark the live chunks all rows of which are in these checkpoints."""
-    if isinstance(training, LiveFeed):
-        for path in checkpoints:
-            training.trained(read_progress(path).loader)

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from harness.errors import CheckpointError, LoaderError
 from harness.megatron import compat
-from harness.megatron.job.runtime import gather_on_rank_0, on_rank_0
+from harness.megatron.job.runtime import gather_on_rank_0, on_rank_0, place_among_ranks
 from harness.megatron.job.watchdog import is_about_ranks
 from harness.megatron.state import optimizer as optimizer_state
 from harness.megatron.state.loading import (
@@ -61,7 +61,6 @@ from harness.train.checkpoints import (
     write_run_file,
 )
 
-T = TypeVar("T")
 # What torch's C++ code says of a write that failed; it hides the system's reason.
 _TORCHS = re.compile(
     r"basic_ios::clear: (iostream error)|\[enforce fail at inline_container\.cc:\d+\] \. (unexpected pos \d+ vs \d+)"
@@ -69,15 +68,12 @@ _TORCHS = re.compile(
 
 
 def _models(step: MegatronStep) -> dict[str, Any]:
-    """Return the chunks of the model by their names in a checkpoint."""
     names = ["model"] if len(step.chunks) == 1 else [f"model{index}" for index in range(len(step.chunks))]
     return {name: chunk.module for name, chunk in zip(names, step.chunks, strict=True)}
 
 
-def _run_state(
-    step: MegatronStep, *, is_loading: bool
-) -> tuple[dict[str, Any], list[optimizer_state.OptimizerTensors]]:
-    """Return the tree that `dist_checkpointing` saves or loads, and the optimizer's share of it."""
+def _run_state(step: MegatronStep, *, is_loading: bool) -> tuple[dict[str, Any], list[list[torch.Tensor]]]:
+    """Return the tree that `dist_checkpointing` saves or loads, and the local tensors of each optimizer in it."""
     weights = {name: sharded_weights(model) for name, model in _models(step).items()}
     parts = optimizer_state.parts_of(step.optimizer)
     tensors = [
@@ -91,11 +87,11 @@ def _run_state(
     ]
     state = {
         **weights,
-        "optimizer": {str(number): part.by_number for number, part in enumerate(tensors)},
+        "optimizer": {str(number): sharded for number, (sharded, _) in enumerate(tensors)},
         "optimizer_steps": max(map(optimizer_state.steps_taken, parts)),
         "scheduler": step.scheduler.state_dict(),
     }
-    return state, tensors
+    return state, [values for _, values in tensors]
 
 
 def count_sharded_tensors(step: MegatronStep) -> int:
@@ -129,7 +125,7 @@ def find_newest(folder: Path, local: LocalCopies | None = None) -> tuple[Path | 
     """
     passed_over: list[CheckpointError] = []
     damaged: list[CheckpointError] = []
-    places = [(path.name, True) for path in _on_rank_0(lambda: list_checkpoints(folder))]
+    places = [(path.name, True) for path in on_rank_0(lambda: list_checkpoints(folder))]
     for name, is_there in sorted([*places, *((name, False) for name in (local.names() if local else []))])[::-1]:
         error = local.promote(name, folder) if local is not None and not is_there else None
         if error is None:
@@ -152,10 +148,10 @@ def find_damage(path: Path) -> CheckpointError | None:
     A file that a rank cannot read is damage, whose remedy is the file system of that rank's node.
     """
     try:
-        files = _on_rank_0(lambda: read_checkpoint(path)[1])
+        files = on_rank_0(lambda: read_checkpoint(path)[1])
     except CheckpointError as error:
         return error
-    rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _is_in_job() else (0, 1)
+    rank, size = place_among_ranks()
     found: list[CheckpointError] = []
     try:
         for problem in list_hash_problems(path, share_of(files, rank, size)):
@@ -163,16 +159,8 @@ def find_damage(path: Path) -> CheckpointError | None:
             found.append(CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX))
     except OSError as error:
         found.append(unreadable(path, error))
-    everywhere = gather_on_rank_0(found) if size > 1 else [found]
-    return _on_rank_0(lambda: next((error for errors in everywhere for error in errors), None))
-
-
-def _is_in_job() -> bool:
-    return torch.distributed.is_initialized()
-
-
-def _on_rank_0(function: Callable[[], T]) -> T:
-    return on_rank_0(function) if _is_in_job() else function()
+    everywhere = gather_on_rank_0(found)
+    return on_rank_0(lambda: next((error for errors in everywhere for error in errors), None))
 
 
 def load_checkpoint(path: Path, step: MegatronStep) -> None:

@@ -174,7 +174,6 @@ class LocalStore:
         return []
 
     def _listen(self, places: Sequence[_Place]) -> list[tuple[str, int]]:
-        """Return address and port of every rank."""
         assert self._listener is not None
         other = next((place.listens[0] for place in places if place.listens and not _is_loopback(place)), None)
         if other is not None and _is_loopback(places[self._rank]):

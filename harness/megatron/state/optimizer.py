@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -32,26 +32,18 @@ from harness.errors import CheckpointError
 _MAIN = "param"
 
 
-@dataclass(frozen=True)
-class OptimizerTensors:
-    """The sharded tensors of one of Megatron's optimizers, under the names of the disk.
-
-    Attributes:
-        by_number: sharded tensors for `dist_checkpointing`, under keys that mean nothing.
-        values: their local tensors, views of the optimizer's own state, in the same order.
-    """
-
-    by_number: dict[str, ShardedBase]
-    values: list[torch.Tensor]
-
-
 def parts_of(optimizer: Any) -> list[Any]:
     """Return the optimizers that Megatron chains if a model needs several; usually there is one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def sharded_tensors(part: Any, weights: dict[str, Any], *, is_float32: bool, is_loading: bool) -> OptimizerTensors:
-    """Return the state of one optimizer as sharded tensors that hold no copies.
+def sharded_tensors(
+    part: Any, weights: dict[str, Any], *, is_float32: bool, is_loading: bool
+) -> tuple[dict[str, ShardedBase], list[torch.Tensor]]:
+    """Return the state of one optimizer as sharded tensors under the names of the disk, which hold no copies.
+
+    They are for `dist_checkpointing`, under keys that mean nothing. In the same order come the local tensors, views of
+    the optimizer's own state.
 
     Args:
         part: one of `parts_of`.
@@ -64,16 +56,13 @@ def sharded_tensors(part: Any, weights: dict[str, Any], *, is_float32: bool, is_
         tensors = list(_shards_of(part, weights, is_float32=is_float32))
     else:
         tensors = list(_sharded_in(part.sharded_state_dict(weights, is_loading=is_loading)))
-    return OptimizerTensors(
-        by_number={str(number): tensor for number, tensor in enumerate(tensors)},
-        values=[tensor.data for tensor in tensors],
-    )
+    return {str(number): tensor for number, tensor in enumerate(tensors)}, [tensor.data for tensor in tensors]
 
 
 @torch.no_grad()
-def put_back(part: Any, tensors: OptimizerTensors, loaded: dict[str, torch.Tensor], steps: int) -> None:
-    """Copy into an optimizer the `loaded` tensors of its `sharded_tensors`, and the number of steps taken."""
-    for number, value in enumerate(tensors.values):
+def put_back(part: Any, values: list[torch.Tensor], loaded: dict[str, torch.Tensor], steps: int) -> None:
+    """Copy the `loaded` tensors into those of an optimizer's `sharded_tensors`, and set the number of steps taken."""
+    for number, value in enumerate(values):
         if (source := loaded[str(number)]).data_ptr() != value.data_ptr():  # mostly they are loaded in place
             value.copy_(source)
     for adam in _adams(part):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import get_all_rng_states
 
 from harness.errors import ConfigError
-from harness.megatron.batch import RowTensors
+from harness.megatron.batch import RowsAhead, RowTensors, run_row, sum_loss
+from harness.thd import ThdBatch
+
+if TYPE_CHECKING:
+    from harness.megatron.step import MegatronStep
 
 
 class RowGraph:
@@ -20,20 +27,40 @@ class RowGraph:
     The rows of the first step are computed as they are: kernels are compiled, and communicators and workspaces made,
     when they are first needed, which a capture cannot do.
 
+    All that is done with a row follows from shapes, and everything that is read beside the row stays where it is.
+
     Args:
-        compute: adds the gradients of a row to their buffers, and returns a tensor; all that it does with a row must
-            follow from shapes, and everything that it reads beside the row stay where it is.
-        stream: of the capture, on which the parameters' gradient functions were made.
+        step: of whose only chunk the gradients are added.
+        to_shape: makes rows of one shape.
     """
 
-    def __init__(self, compute: Callable[[RowTensors], torch.Tensor], stream: torch.cuda.Stream) -> None:
-        self._compute, self._stream = compute, stream
+    def __init__(self, step: MegatronStep, to_shape: Callable[[ThdBatch], ThdBatch]) -> None:
+        self._step, self._to_shape = step, to_shape
+        # Of the capture: the parameters' gradient functions were made on it.
+        self._stream: torch.cuda.Stream = step.chunks[0].capture_stream
         self._row: RowTensors | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: torch.Tensor | None = None
         self._is_warm = False
 
-    def run(self, row: RowTensors) -> torch.Tensor:
+    def run_rows(self, rows: Sequence[ThdBatch]) -> torch.Tensor:
+        """Do what Megatron's schedule does, each row by the graph; return the summed loss and the trained tokens."""
+        step = self._step
+        copied = RowsAhead(map(self._to_shape, rows), partial(step.copy_row, is_static=True), step.copies)
+        sums = torch.zeros(2, dtype=torch.float64, device=step.device)
+        for _ in rows:
+            arrays, row = copied.take()
+            step.check_tokens(arrays)
+            sums += self._run(row)
+        self.end_step()
+        step.config.finalize_model_grads_func(step.chunks, sums[1].to(torch.int))
+        return sums
+
+    def end_step(self) -> None:
+        """Capture the next row, if none is captured."""
+        self._is_warm = True
+
+    def _run(self, row: RowTensors) -> torch.Tensor:
         """Compute a row; the tensor returned is overwritten by the next."""
         if self._row is None:
             self._row = row
@@ -48,9 +75,27 @@ class RowGraph:
         assert self._output is not None
         return self._output
 
-    def end_step(self) -> None:
-        """Capture the next row, if none is captured."""
-        self._is_warm = True
+    def _compute(self, row: RowTensors) -> torch.Tensor:
+        """Add a row's gradients to their buffers, on this rank alone; return its report."""
+        step, config = self._step, self._step.config
+
+        def forward(_: Any, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+            return run_row(model, row), partial(sum_loss, row.loss_mask)
+
+        finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
+        try:
+            reports: list[torch.Tensor] = step.forward_backward(
+                forward_step_func=forward,
+                data_iterator=None,
+                model=step.chunks[0],
+                num_microbatches=1,
+                seq_length=row.tokens.shape[1],
+                micro_batch_size=1,
+                forward_only=False,
+            )
+        finally:
+            config.finalize_model_grads_func = finalize
+        return reports[0]
 
     def _compute_aside(self, row: RowTensors) -> torch.Tensor:
         """Compute on the stream of the capture, whose kernels and workspaces are then made."""

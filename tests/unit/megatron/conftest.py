@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import prepared  # noqa: F401
@@ -14,6 +16,7 @@ from corpora import write_corpus
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
+from harness.megatron.step import MegatronStep
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.records import SequenceView
@@ -45,6 +48,14 @@ def corpus(tmp_path: Path) -> Path:
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
     return write_corpus(tmp_path / "b", 60, seed=2)
+
+
+@contextmanager
+def one_rank(model: ModelConfig, **options: Any) -> Iterator[MegatronStep]:
+    """A step of a job of one rank, for as long as the job lasts."""
+    parallel = ParallelConfig()
+    with runtime.start("cpu") as job:
+        yield MegatronStep(model, parallel, join(parallel, 1), device=job.device, **options)
 
 
 def make_sequence(length: int, seed: int) -> SequenceView:

@@ -1,4 +1,4 @@
-"""Rows reach the device one ahead of the computation."""
+"""Rows reach the device one ahead of the computation, whole, and their losses are summed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.megatron.batch import RowsAhead, padding_argument, run_row, to_device
+from harness.megatron.batch import RowsAhead, padding_argument, run_row, sum_loss, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
@@ -36,16 +36,8 @@ def test_a_row_is_copied_before_the_one_before_it_is_computed() -> None:
     assert events == ["copy 3", "copy 4", "compute 3", "copy 5", "compute 4", "compute 5"]
     with pytest.raises(StopIteration):
         rows.take()
-
-
-def test_rows_without_tensors_are_the_rows_themselves() -> None:
     given = [row(3), row(4)]
-    assert list(RowsAhead(given, to_device, None)) == given
-
-
-def test_every_tensor_of_a_row_is_known_to_the_stream_that_reads_it() -> None:
-    tensors = to_device(row(3), torch.device("cpu"))
-    assert len(tensors.all()) == 5 + 3  # cu_seqlens twice, for queries and for keys, and the positions
+    assert list(RowsAhead(given, copy, None)) == given  # for who makes tensors by other means
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
@@ -132,3 +124,13 @@ def test_a_chunk_gets_all_of_a_row_and_its_labels_only_where_losses_are_asked_fo
     names = {"input_ids": "tokens", "position_ids": "position_ids", "packed_seq_params": "packed_seq_params"}
     assert {name: seen[name] is getattr(given, field) for name, field in names.items()} == dict.fromkeys(names, True)
     assert seen.keys() == names.keys()
+
+
+def test_a_row_s_loss_is_the_sum_over_its_trained_tokens_and_its_report_is_exact_and_without_gradient() -> None:
+    losses = torch.tensor([[2.0, 3.0, 5.0]], requires_grad=True)
+    total, tokens, report = sum_loss(torch.tensor([[1.0, 0.0, 1.0]]), losses)
+    total.backward()
+    assert losses.grad is not None
+    assert losses.grad.tolist() == [[1.0, 0.0, 1.0]]
+    assert (total.item(), tokens.item(), report.tolist()) == (7.0, 2, [7.0, 2.0])
+    assert (tokens.dtype, report.dtype, report.requires_grad) == (torch.int32, torch.float64, False)

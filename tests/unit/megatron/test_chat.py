@@ -8,36 +8,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
+from chat_models import save_chat_model
 
 from harness.errors import ConfigError
 from harness.megatron.chat import Chat, exported
-from harness.prep.tokenize.bpe import train_bpe
 from harness.prep.tokenize.recorded import end_tokens
-
-TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Pack my box with five dozen liquor jugs. " * 3]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of 128 positions with a tokenizer that has a chat template."""
-    import transformers
-
-    folder = tmp_path_factory.mktemp("model")
-    train_bpe(TEXTS, vocab_size=280, folder=folder)
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=280,
-        max_position_embeddings=128,
-        initializer_range=0.5,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_chat_model(tmp_path_factory.mktemp("model"), layers=2, positions=128, spread=0.5)
 
 
 def test_the_most_likely_tokens_are_the_answer_every_time(model: Path, capsys) -> None:

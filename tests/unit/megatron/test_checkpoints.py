@@ -69,20 +69,13 @@ def test_an_older_checkpoint_is_not_exported_with_damaged_settings(tmp_path: Pat
         export_checkpoint(tmp_path, tmp_path / "model")
 
 
-def test_a_checkpoint_that_lost_its_run_file_is_named(tmp_path: Path) -> None:
-    older, newest = checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)
-    (newest / "run.json").unlink()
-    chosen, passed_over = find_newest(tmp_path)
-    assert (chosen, [error.where for error in passed_over]) == (older, [str(newest)])
-    assert "run.json cannot be read" in passed_over[0].what
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda path: (path / "weights").unlink(), "the checkpoint's file weights is missing, 100 were written"),
         (lambda path: (path / "weights").write_bytes(b"x"), "the checkpoint's file weights has 1 bytes, 100 were"),
         (lambda path: (path / "checksums.json").unlink(), "the checkpoint has no checksums.json, as those of early"),
+        (lambda path: (path / "run.json").unlink(), "run.json cannot be read"),
         (lambda path: (path / "run.json").write_bytes(b"\xff"), "run.json cannot be read"),
         *(
             (lambda path, text=text: rewrite(path, text), "run.json cannot be read")

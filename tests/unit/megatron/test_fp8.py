@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron import MegatronStep
-from harness.megatron.job.runtime import join, start
 from harness.megatron.model import gpt
 from harness.plan import ModelConfig, ParallelConfig
 from harness.plan.layout import fp8_row_multiple
@@ -19,6 +17,8 @@ from harness.plan.settings import SftConfig, TrainerConfig
 from harness.records import SequenceView
 from harness.schedule import ScheduleConfig
 from harness.thd import build_thd_batch
+
+from .conftest import one_rank
 
 CPU = torch.device("cpu")
 HALF = ModelConfig(dtype="bfloat16", hidden_size=512, ffn_hidden_size=1024)
@@ -90,9 +90,7 @@ def test_rows_are_padded_before_they_reach_the_model_and_the_loss_stays(monkeypa
     model = ModelConfig(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=2)
     ids = np.arange(11, dtype=np.int32)
     row = build_thd_batch([SequenceView(ids, np.r_[np.ones(10, np.uint8), [0]])] * 2)
-    with start("cpu") as job:
-        layout = join(ParallelConfig(), 1)
-        step = MegatronStep.build(model, ParallelConfig(), layout, device=job.device, vocab_size=64)
+    with one_rank(model, vocab_size=64) as step:
 
         def loss(rows: Any, chunk: Any) -> Any:
             output, report = step.forward_row(rows, chunk)

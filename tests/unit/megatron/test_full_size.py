@@ -129,7 +129,7 @@ def test_a_step_of_a_full_size_model_has_the_bytes_of_its_plan(without_values, e
     microbatches = 2 * parallel.pipeline_parallel_size
     with runtime.alone(rank, ranks) as job, FakeTensorMode(allow_non_fake_inputs=True):
         layout = join(parallel, ranks)
-        step = MegatronStep.build(
+        step = MegatronStep(
             model,
             parallel,
             layout,

@@ -21,7 +21,7 @@ from harness.megatron.job import runtime
 from harness.megatron.state import local as local_checkpoints
 from harness.megatron.state.checkpoint import find_newest
 from harness.megatron.state.local import LocalCopies, LocalStore
-from harness.megatron.state.peers import Listener, PeerCopy, address_towards, receiver_of
+from harness.megatron.state.peers import Listener, PeerCopy, receiver_of
 from harness.storage import StoredFile
 from harness.storage.checksums import digest_files
 from harness.train import Progress
@@ -162,10 +162,6 @@ def test_senders_that_never_connect_end_a_copy_however_many_others_do(peers: Pee
             stack.enter_context(socket.create_connection(place))
             time.sleep(0.05)
     assert any("no answer for 1 s" in problem for problem in copy.problems)
-
-
-def test_this_node_is_found_by_the_way_to_another() -> None:
-    assert address_towards("127.0.0.1") == "127.0.0.1"
 
 
 @pytest.fixture

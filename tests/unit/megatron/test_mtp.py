@@ -10,17 +10,15 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join
-from harness.megatron.step import MegatronStep
-from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
 from harness.train import StepResult
 
-ONE, CPU, VOCAB = ParallelConfig(), torch.device("cpu"), 128
+from .conftest import one_rank
+
+VOCAB = 128
 SIZES = {
     "family": "glm4_moe",
     "qk_norm": False,
@@ -50,11 +48,8 @@ def conversations() -> list[SequenceView]:
 
 def train_each(rows: Sequence[Sequence[ThdBatch]], **settings) -> list[StepResult]:
     """Return the result of a step on each of `rows`, from the same weights."""
-    with runtime.start("cpu"):
-        layout = join(ONE, 1)
-        model = ModelConfig(**{**SIZES, **settings})
-        still = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0)
-        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=still)
+    still = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0)
+    with one_rank(ModelConfig(**{**SIZES, **settings}), vocab_size=VOCAB, optimizer=still) as step:
         return [step.train(SimpleNamespace(rows=list(each))) for each in rows]
 
 
@@ -90,11 +85,8 @@ def test_their_losses_count_by_their_coefficient_and_leave_the_loss_of_the_model
 def test_each_layer_counts_by_the_coefficient_divided_by_the_number_of_layers() -> None:
     """A step against the gradient of the last layer's own norm lowers its loss by what the gradient is the slope of."""
     row = build_thd_batch(conversations())
-    with runtime.start("cpu"):
-        layout = join(ONE, 1)
-        still = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
-        model = ModelConfig(**{**SIZES, "mtp_loss": 0.3})
-        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=still)
+    still = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
+    with one_rank(ModelConfig(**{**SIZES, "mtp_loss": 0.3}), vocab_size=VOCAB, optimizer=still) as step:
         norm = step.chunks[0].module.mtp.layers[-1].final_layernorm.weight
         step.train(SimpleNamespace(rows=[row]))
         slope, losses = norm.main_grad.clone(), []

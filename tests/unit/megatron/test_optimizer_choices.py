@@ -11,11 +11,11 @@ import torch
 
 from harness.errors import ConfigError
 from harness.loader import LoaderState
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
-from harness.megatron.run.training import notes_of_moments
+from harness.megatron.run.resuming import notes_of_moments
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint, stored_moments
+from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
@@ -31,9 +31,7 @@ def make(job: runtime.Runtime) -> Callable[..., MegatronStep]:
 
     def build(**settings: float | str) -> MegatronStep:
         optimizer = OptimizerConfig(lr=1e-2, warmup_steps=1, **settings)  # type: ignore[arg-type]
-        return MegatronStep.build(
-            MODEL, SPLIT, layout, device=job.device, vocab_size=64, optimizer=optimizer, decay_steps=20
-        )
+        return MegatronStep(MODEL, SPLIT, layout, device=job.device, vocab_size=64, optimizer=optimizer, decay_steps=20)
 
     return build
 

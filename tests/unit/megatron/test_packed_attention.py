@@ -115,12 +115,3 @@ def test_without_boundaries_sequences_see_each_other(chunks) -> None:
     first = int(batch.cu_seqlens[1])
     torch.testing.assert_close(good[:first], bad[:first], rtol=1e-5, atol=1e-5)
     assert (good[first:] - bad[first:]).abs().max() > 1e-2
-
-
-def test_a_row_has_padded_bounds_only_if_something_is_padded() -> None:
-    exact, padded = build_thd_batch(sequences()), build_thd_batch(sequences(), pad_to_multiple=16)
-    assert to_device(exact, CPU).packed_seq_params.cu_seqlens_q_padded is None
-    params = to_device(padded, CPU).packed_seq_params
-    assert params.cu_seqlens_q_padded.tolist() == padded.cu_seqlens_padded.tolist()
-    assert params.cu_seqlens_q.tolist() == padded.cu_seqlens.tolist()
-    assert params.max_seqlen_q == padded.max_seqlen == 64

@@ -47,12 +47,15 @@ def test_sources_of_each_split_come_from_settings_or_from_megatrons_json(
     assert (one.order, one.fingerprint) == (two.order, two.fingerprint)
 
 
+@pytest.mark.parametrize("divided", [False, True])
 def test_fast_options_give_the_same_samples_once_the_indices_are_built(
-    tmp_path: Path, corpus: Path, other: Path
+    tmp_path: Path, corpus: Path, other: Path, divided: bool
 ) -> None:
-    cache = str(tmp_path / "cache")
-    sources = SplitSources(train=[CorpusSource(str(corpus), 0.7), CorpusSource(str(other), 0.3)])
-    plain = settings(blend_per_split=sources, path_to_cache=cache)
+    sources = [CorpusSource(str(corpus), 0.7), CorpusSource(str(other), 0.3)]
+    of_splits: dict[str, Any] = {"blend": sources, "split": "80,20"}
+    if not divided:
+        of_splits = {"blend_per_split": SplitSources(train=sources)}
+    plain = settings(**of_splits, path_to_cache=str(tmp_path / "cache"))
     save_counts(count_sequences([str(corpus), str(other)], vocab_size=VOCAB), tmp_path / "counts.json")
     fast = replace(
         plain,
@@ -63,14 +66,15 @@ def test_fast_options_give_the_same_samples_once_the_indices_are_built(
     with pytest.raises(LoaderError, match="a built index is missing") as refused:
         opened(replace(fast, defer_npy_index_mmap=False))
     assert "num_samples" in refused.value.fix
-    trusting = opened(fast)
-    with pytest.raises(LoaderError, match="a built index is missing"):
-        batches(trusting, fast)
-    one = opened(plain)
-    two = opened(fast)
+    if not divided:
+        with pytest.raises(LoaderError, match="a built index is missing"):
+            batches(opened(fast), fast)
+    one, two = opened(plain), opened(fast)
     assert two.train.dataset_index is None
     for mine, theirs in zip(batches(one, plain), batches(two, fast), strict=True):
         assert mine.digest() == theirs.digest()
+    if divided:
+        torch.testing.assert_close(one.validation[7]["tokens"], two.validation[7]["tokens"])
     assert (one.order, one.fingerprint) == (two.order, two.fingerprint)
 
 
@@ -82,27 +86,6 @@ def test_samples_are_the_same_from_files_that_are_not_mapped(tmp_path: Path) -> 
     assert f"{prefix}.bin" not in Path("/proc/self/maps").read_text()
     two = batches(opened(settings(prefix)), settings(prefix))
     assert [batch.digest() for batch in one] == [batch.digest() for batch in two]
-
-
-def test_fast_options_give_the_same_samples_of_a_split_blend(tmp_path: Path, corpus: Path, other: Path) -> None:
-    save_counts(count_sequences([str(corpus), str(other)], vocab_size=VOCAB), tmp_path / "counts.json")
-    blend = [CorpusSource(str(corpus), 0.7), CorpusSource(str(other), 0.3)]
-    plain = settings(blend=blend, split="80,20", path_to_cache=str(tmp_path / "cache"))
-    fast = replace(
-        plain,
-        fast_cache_load=True,
-        defer_npy_index_mmap=True,
-        per_dataset_sequences_path=str(tmp_path / "counts.json"),
-    )
-    with pytest.raises(LoaderError, match="a built index is missing"):
-        opened(replace(fast, defer_npy_index_mmap=False))
-    one, two = opened(plain), opened(fast)
-    assert two.train.dataset_index is None
-    for name in ("train", "validation"):
-        for index in range(8):
-            mine, theirs = getattr(one, name)[index], getattr(two, name)[index]
-            torch.testing.assert_close(mine["tokens"], theirs["tokens"])
-    assert (one.order, one.fingerprint) == (two.order, two.fingerprint)
 
 
 def test_counts_for_another_vocabulary_are_refused_and_not_misread(tmp_path: Path, corpus: Path) -> None:

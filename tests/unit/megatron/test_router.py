@@ -25,6 +25,8 @@ from harness.records import SequenceView
 from harness.thd import build_thd_batch, zero_loss_row
 from harness.train import StepResult
 
+from .conftest import one_rank
+
 ONE, CPU, VOCAB = ParallelConfig(), torch.device("cpu"), 128
 STILL = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
 SIZES = {
@@ -40,10 +42,8 @@ SIZES = {
 
 def train_a_step(**settings) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.dtype]]:
     """Return the routers' weights, biases included, before and after a step, and the dtypes of scores and biases."""
-    with runtime.start("cpu"):
-        layout = join(ONE, 1)
-        model, optimizer = ModelConfig(**{**SIZES, **settings}), OptimizerConfig(lr=0.01, warmup_steps=0)
-        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=optimizer)
+    optimizer = OptimizerConfig(lr=0.01, warmup_steps=0)
+    with one_rank(ModelConfig(**{**SIZES, **settings}), vocab_size=VOCAB, optimizer=optimizer) as step:
 
         def state() -> dict[str, torch.Tensor]:
             found = list(routers(step.chunks))
@@ -118,7 +118,7 @@ def test_tokens_of_a_source_have_the_load_that_they_have_alone(recompute) -> Non
 
     def train(rows: list[list[int]], *, sources: Sources | None = None) -> StepResult:
         model = ModelConfig(**SIZES, recompute=recompute, init_std=0.3)
-        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB, pad_rows_to=160)
+        step = MegatronStep(model, ONE, layout, device=CPU, vocab_size=VOCAB, pad_rows_to=160)
         step.sources = sources
         made = [
             build_thd_batch([views[one] for one in row], pad_to_multiple=16) if row else zero_loss_row() for row in rows
@@ -146,12 +146,8 @@ def test_the_losses_of_a_router_have_the_gradient_of_their_mean_over_real_tokens
 
     def gradient(coefficient: float) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Return the gradient of the last router, its weight, and the states of the real tokens of each row."""
-        with runtime.start("cpu"):
-            layout = join(ONE, 1)
-            experts = {**SIZES, "router_score": "softmax", "expert_bias": False, loss: coefficient}
-            step = MegatronStep.build(
-                ModelConfig(**experts, init_std=0.3), ONE, layout, device=CPU, vocab_size=VOCAB, optimizer=STILL
-            )
+        experts = {**SIZES, "router_score": "softmax", "expert_bias": False, loss: coefficient}
+        with one_rank(ModelConfig(**experts, init_std=0.3), vocab_size=VOCAB, optimizer=STILL) as step:
             router, states = list(routers(step.chunks))[-1], []
             router.register_forward_hook(lambda _, given, made: states.append(given[0].detach().reshape(-1, 32)))
             step.train(SimpleNamespace(rows=rows))

@@ -17,19 +17,19 @@ from recorded_graphs import Launches, recorded_graphs
 from harness.errors import ConfigError, ScheduleError
 from harness.formats import Provenance, open_writer
 from harness.loader import DataConfig, LiveConfig, LoaderConfig
-from harness.megatron import MegatronStep
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model import gpt
 from harness.megatron.model.attention import VarlenAttention
 from harness.megatron.run.fine_tuning import open_fine_tuning
 from harness.megatron.run.training import run_training
+from harness.megatron.step import MegatronStep
 from harness.megatron.unproven.row_graph import RowGraph
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.settings import SftConfig, TrainerConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
-from harness.thd import ThdBatch, build_thd_batch, static_row, zero_loss_row
+from harness.thd import ThdBatch, build_thd_batch, zero_loss_row
 from harness.train import METRICS_FILE, read_metrics
 
 from .conftest import VOCAB, make_sequence
@@ -47,7 +47,7 @@ def rows_of(step: int) -> list[ThdBatch]:
 
 def make(job: runtime.Runtime, model: ModelConfig = MODEL, *, graphs: bool = True) -> MegatronStep:
     parallel = ParallelConfig(static_rows=True, cuda_graphs=graphs)
-    return MegatronStep.build(
+    return MegatronStep(
         model,
         parallel,
         join(parallel, 1),
@@ -199,17 +199,6 @@ def test_rows_that_the_graph_is_not_for_are_refused() -> None:
         row.tokens[3] = VOCAB
         with pytest.raises(ConfigError, match=f"a token id is {VOCAB}"):
             step.train([row])
-
-
-def test_a_static_row_has_bounds_of_one_width_and_the_same_tokens() -> None:
-    row = build_thd_batch([make_sequence(n, n) for n in (9, 4)], pad_to_multiple=4)
-    static = static_row(row, total=16, num_sequences=3)
-    assert static.cu_seqlens.tolist() == [0, 8, 11, 11, 11, 11]
-    assert static.cu_seqlens_padded.tolist() == [0, 8, 12, 12, 16, 16]
-    full = static_row(build_thd_batch([make_sequence(17, 0)]), total=16, num_sequences=3)
-    assert full.cu_seqlens.tolist() == full.cu_seqlens_padded.tolist() == [0, 16, 16, 16, 16, 16]
-    assert (static.max_seqlen, full.max_seqlen) == (16, 16)
-    assert static.tokens[:12].tolist() == row.tokens.tolist()
 
 
 def test_runs_without_a_graph_are_refused_before_they_start(monkeypatch) -> None:

@@ -12,7 +12,7 @@ from stock_templates import tokenizer_for
 from harness.formats import load_manifest
 from harness.loader import DataConfig, open_datasets
 from harness.loader.datasets import BlendSource
-from harness.megatron.run.fine_tuning import find_tokenizer
+from harness.megatron.run.sampling import find_tokenizer
 from harness.plan.settings import SftConfig, TrainerConfig
 from harness.prep import PrepareConfig, TokenizerConfig, prepare
 from harness.prep.packing import PackingConfig

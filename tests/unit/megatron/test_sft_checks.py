@@ -48,13 +48,13 @@ def config(**model):
 
 
 def test_the_vocabulary_comes_from_the_dataset_or_from_the_settings(data):
-    assert check(config(), data(), 1) == 90
-    assert check(config(vocab_size=200), data(), 1) == 200
-    assert check(config(vocab_size=50), data(vocab_size=None), 1) == 50
+    assert check(config(), data()) == 90
+    assert check(config(vocab_size=200), data()) == 200
+    assert check(config(vocab_size=50), data(vocab_size=None)) == 50
     with pytest.raises(ConfigError, match="the vocabulary size is unknown"):
-        check(config(), data(vocab_size=None), 1)
+        check(config(), data(vocab_size=None))
     with pytest.raises(ConfigError, match=r"model.vocab_size is 50, and the dataset's tokenizer has 90"):
-        check(config(vocab_size=50), data(), 1)
+        check(config(vocab_size=50), data())
 
 
 def test_batches_larger_than_the_data_are_warned_of(tmp_path):
@@ -95,7 +95,12 @@ def test_the_most_sequences_of_a_row_are_known_for_graphs_before_the_first_step(
 
 def test_a_pack_size_above_the_limit_of_the_model_is_refused(data):
     with pytest.raises(ConfigError, match="pack_size 128 is above the model"):
-        check(config(max_sequence_length=100), data(pack_size=128), 1)
+        check(config(max_sequence_length=100), data(pack_size=128))
+    further = DataConfig(path=str(data().train.path), evaluation={"large": str(data(pack_size=128).train.path)})
+    with pytest.raises(ConfigError, match="pack_size 128 is above the model"):
+        check(config(max_sequence_length=100), open_datasets(further))
+    with pytest.raises(ConfigError, match="'a set' cannot name a validation set"):
+        DataConfig(evaluation={"a set": "x"})
 
 
 def run(tmp_path, data, *, resume="false", **changes):
@@ -278,18 +283,6 @@ def test_windows_of_two_folders_train_as_a_stored_dataset_of_the_same_global_bat
         return [[line[name] for name in names] for line in lines]
 
     assert curve("live-run") == curve("stored-run")
-
-
-def test_further_validation_sets_are_checked_too(data):
-    small, large = data(), data(pack_size=128)
-    with pytest.raises(ConfigError, match="pack_size 128 is above the model"):
-        check(
-            config(max_sequence_length=100),
-            open_datasets(DataConfig(path=str(small.train.path), evaluation={"large": str(large.train.path)})),
-            1,
-        )
-    with pytest.raises(ConfigError, match="'a set' cannot name a validation set"):
-        DataConfig(evaluation={"a set": "x"})
 
 
 def test_a_model_that_no_memory_of_the_machine_holds_is_refused_by_name():

@@ -15,60 +15,34 @@ from harness.train.attempts import Stop
 TRAINING = Beat(count=10, step=37, activity="training", idle_s=61.0, host="node1", process=4711)
 
 
-def beats_of(**ranks: Beat) -> dict[int, Beat]:
-    return {int(name[1:]): beat for name, beat in ranks.items()}
+READING = replace(TRAINING, activity="reading data", idle_s=62.4)
+OPENING = replace(TRAINING, activity="opening the data")
+BEHIND = replace(TRAINING, step=36, host="node2")
 
 
-def later(beats: dict[int, Beat], *silent: int) -> dict[int, Beat]:
-    return {rank: beat if rank in silent else replace(beat, count=beat.count + 4) for rank, beat in beats.items()}
+ME = "(host node1, process 4711)"
 
 
-def test_a_silent_rank_is_named_even_if_another_reads_data() -> None:
-    beats = beats_of(
-        r0=TRAINING, r1=replace(TRAINING, activity="reading data"), r2=replace(TRAINING, step=36, host="node2")
-    )
-    rank, sentence = find_culprit(beats, later(beats, 2))
-    assert rank == 2
-    assert sentence == ("rank 2 has died or is stopped (host node2, process 4711); last seen in step 36, training")
-
-
-def test_the_first_of_several_silent_ranks_is_named_and_the_others_are_counted() -> None:
-    beats = beats_of(r0=TRAINING, r4=TRAINING, r5=TRAINING)
-    rank, sentence = find_culprit(beats, later(beats, 4, 5))
-    assert rank == 4
-    assert sentence.startswith("rank 4 (and 1 more) has died or is stopped")
-
-
-def test_a_rank_that_reads_data_holds_up_those_that_train() -> None:
-    beats = beats_of(r0=TRAINING, r1=replace(TRAINING, activity="reading data", idle_s=62.4), r2=TRAINING)
-    assert find_culprit(beats, later(beats)) == (
-        1,
-        "rank 1 (host node1, process 4711) has been in step 37, reading data, for 62 s",
-    )
-
-
-def test_a_rank_one_step_behind_holds_up_the_others() -> None:
-    beats = beats_of(r0=TRAINING, r1=TRAINING, r2=replace(TRAINING, step=36))
-    assert find_culprit(beats, later(beats))[0] == 2
-
-
-def test_no_rank_is_named_if_all_train_the_same_step() -> None:
-    beats = beats_of(r0=TRAINING, r1=TRAINING)
-    assert find_culprit(beats, later(beats)) == (
-        None,
-        "all 2 ranks are in step 37, training, and none makes progress",
-    )
-
-
-def test_no_rank_is_named_if_all_read_data_unless_there_is_only_one() -> None:
-    reading = replace(TRAINING, activity="opening the data")
-    beats = beats_of(r0=reading, r1=replace(reading, idle_s=61.2))
-    assert find_culprit(beats, later(beats)) == (
-        None,
-        "all 2 ranks are in step 37, opening the data, and none makes progress",
-    )
-    alone = beats_of(r0=TRAINING)
-    assert find_culprit(alone, later(alone))[0] == 0
+@pytest.mark.parametrize(
+    ("beats", "silent", "culprit", "sentence"),
+    [
+        # A silent rank, even if another reads data; the first of several.
+        ([TRAINING, READING, BEHIND], {2}, 2, "rank 2 has died or is stopped (host node2, process 4711); last seen in"),
+        ([TRAINING] * 3, {1, 2}, 1, f"rank 1 (and 1 more) has died or is stopped {ME}; last seen in step 37, training"),
+        # One with work of its own holds up those that train, and one that is a step behind all others.
+        ([TRAINING, READING, TRAINING], (), 1, f"rank 1 {ME} has been in step 37, reading data, for 62 s"),
+        ([TRAINING, TRAINING, BEHIND], (), 2, "rank 2 (host node2, process 4711) has been in step 36, training, for"),
+        ([TRAINING] * 2, (), None, "all 2 ranks are in step 37, training, and none makes progress"),
+        ([OPENING, replace(OPENING, idle_s=61.2)], (), None, "all 2 ranks are in step 37, opening the data, and none"),
+        ([TRAINING], (), 0, f"rank 0 {ME} has been in step 37, training, for 61 s"),
+    ],
+)
+def test_the_rank_that_holds_the_others_up_is_named(beats, silent, culprit, sentence) -> None:
+    before = dict(enumerate(beats))
+    after = {rank: beat if rank in silent else replace(beat, count=14) for rank, beat in before.items()}
+    rank, found = find_culprit(before, after)
+    assert rank == culprit
+    assert found.startswith(sentence)
 
 
 @pytest.fixture

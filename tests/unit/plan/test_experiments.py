@@ -66,6 +66,7 @@ def test_an_experiment_trains_on_its_number_of_ranks_only(name: str, tmp_path) -
     config = compose_config("sft", SftConfig, [f"experiment={name}", f"data.path={tmp_path / 'data'}"])
     data = open_datasets(config.data)
     ranks = config.parallel.ranks
-    assert check(config, data, ranks) == config.model.vocab_size
+    config.check(ranks)
+    assert check(config, data) == config.model.vocab_size
     with pytest.raises(ConfigError, match=f"planned for {ranks} ranks, and there are 16"):
-        check(config, data, 16)
+        config.check(16)

@@ -90,7 +90,7 @@ def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
     planned = plan_memory(model, ONE, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=TOKENS, kernels=kernels)
     with runtime.start("cpu"):
         layout = join(ONE, 1)
-        step = MegatronStep.build(model, ONE, layout, device=CPU, vocab_size=VOCAB)
+        step = MegatronStep(model, ONE, layout, device=CPU, vocab_size=VOCAB)
         parameters = list(step.chunks[0].parameters())
         assert planned.weights == sum(one.numel() * one.element_size() for one in parameters)
         trained = [one for one in parameters if one.requires_grad]
@@ -118,7 +118,7 @@ def test_memory_of_an_optimizer_on_the_host_is_what_its_tensors_take(share, grad
     parallel = ParallelConfig(distributed_optimizer=True, gradient_dtype=gradients)
     planned = plan_memory(model, parallel, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=1, optimizer=optimizer)
     with runtime.start("cpu"):
-        step = MegatronStep.build(model, parallel, join(parallel, 1), device=CPU, vocab_size=VOCAB, optimizer=optimizer)
+        step = MegatronStep(model, parallel, join(parallel, 1), device=CPU, vocab_size=VOCAB, optimizer=optimizer)
         ids = np.arange(9, dtype=np.int32)
         step.train([build_thd_batch([SequenceView(ids, np.ones(9, np.uint8))])])
         (part,) = step.optimizer.chained_optimizers

@@ -26,11 +26,6 @@ from harness.train.checkpoints import RUN_FILE
 from harness.train.local import begin_attempt
 
 
-def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:
-    assert decide(tmp_path, exit_code=0).requeue is False
-    assert not (tmp_path / ATTEMPTS_FILE).exists()
-
-
 def test_attempts_without_progress_are_the_last_however_they_end(tmp_path: Path) -> None:
     answers = []
     for number in range(11):
@@ -74,25 +69,24 @@ def test_a_stop_that_no_rank_could_record_is_recognized_by_its_exit_code(tmp_pat
     )
 
 
-def test_the_same_failure_at_the_same_step_is_tried_three_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "most", "requeued"),
+    [
+        ([(7, "LoaderError")] * 3, 3, [True, True, False]),
+        # Another step or another failure begins a new count, and a signal in between does not.
+        ([(7, "hang"), (7, "hang"), (8, "hang"), (8, "LoaderError"), (8, "hang")], 3, [True] * 5),
+        ([(7, "hang"), (7, "signal"), (7, "hang")], 2, [True, True, False]),
+        ([(7, "hang"), (7, "lost"), (7, "hang")], 2, [True, True, False]),
+    ],
+)
+def test_the_same_failure_at_the_same_step_is_tried_so_often(tmp_path: Path, ends, most, requeued) -> None:
     answers = []
-    for _ in range(3):
-        write_stop(tmp_path, Stop(7, "LoaderError", "a worker died", rank=2))
-        answers.append(decide(tmp_path, exit_code=1, max_same=3))
-    assert [answer.requeue for answer in answers] == [True, True, False]
-    assert answers[-1].message.endswith("that was 3 times in the same way at the same step")
-
-
-def test_another_step_or_another_failure_restarts_the_count(tmp_path: Path) -> None:
-    for step, reason in ((7, "hang"), (7, "hang"), (8, "hang"), (8, "LoaderError"), (8, "hang")):
-        write_stop(tmp_path, Stop(step, reason, "x"))
-        assert decide(tmp_path, exit_code=1, max_same=3).requeue
-
-
-def test_a_stop_by_signal_in_between_does_not_reset_the_count(tmp_path: Path) -> None:
-    for reason, expected in (("hang", True), ("signal", True), ("hang", False)):
-        write_stop(tmp_path, Stop(7, reason, "x"))
-        assert decide(tmp_path, exit_code=1, max_same=2).requeue is expected
+    for step, reason in ends:
+        write_stop(tmp_path, Stop(step, reason, "a worker died", rank=2))
+        answers.append(decide(tmp_path, exit_code=1, max_same=most))
+    assert [answer.requeue for answer in answers] == requeued
+    if not requeued[-1]:
+        assert answers[-1].message.endswith(f"that was {most} times in the same way at the same step")
 
 
 def test_a_killed_run_is_judged_by_its_exit_code_and_its_last_whole_step(tmp_path: Path) -> None:
@@ -146,7 +140,9 @@ def test_a_successor_that_starts_its_ranks_again_records_its_predecessor_once(tm
     assert [(line.job, line.step) for line in read_attempts(tmp_path)] == [("12", 1), ("13", 2), ("13", 3)]
 
 
-def test_refused_input_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_finished_run_and_refused_input_are_not_tried_again(tmp_path: Path) -> None:
+    assert decide(tmp_path, exit_code=0).requeue is False
+    assert not (tmp_path / ATTEMPTS_FILE).exists()
     assert not decide(tmp_path / "not yet there", exit_code=2).requeue
     write_stop(tmp_path, Stop(3, "ConfigError", "x", requeue=False))
     assert not decide(tmp_path, exit_code=1).requeue
@@ -216,14 +212,6 @@ def test_a_job_whose_nodes_die_again_and_again_stops(tmp_path: Path, monkeypatch
         note_lost(tmp_path, job="12", restarts=11)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     note_lost(tmp_path, job="12", restarts=12)
-
-
-def test_an_attempt_lost_in_between_does_not_reset_the_count(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    for restarts, expected in ((1, True), (3, False)):
-        write_stop(tmp_path, Stop(7, "hang", "x"))
-        assert decide(tmp_path, exit_code=1, max_same=2).requeue is expected
-        note_lost(tmp_path, job="12", restarts=restarts + 1)
 
 
 def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:

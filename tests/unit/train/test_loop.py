@@ -9,7 +9,7 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.plan.settings import TrainerConfig
-from harness.train.loop import Evaluation, StepResult, train
+from harness.train.loop import Evaluation, Hooks, StepResult, train
 
 
 class LinearLoss:
@@ -32,99 +32,83 @@ def batches(first: int = 1):
     return (SimpleNamespace(state=number, epoch=0, step_in_epoch=number) for number in itertools.count(first))
 
 
-def run(config: TrainerConfig, step: LinearLoss, *, first_step: int = 1, validation=lambda: [1, 2, 3], **more):
-    saved, records = [], []
-    train(
-        batches(first_step),
-        step,
-        config,
-        validation={} if validation is None else {"validation": validation},
-        save=lambda number, state: saved.append((number, state)),
-        record=records.append,
-        first_step=first_step,
-        **more,
-    )
-    return saved, records
+class Noted(Hooks):
+    """Notes what a run is asked to save, record and log; stops for the reasons given, one after each step."""
+
+    def __init__(self, *reasons: str | None) -> None:
+        self.saved, self.local, self.records, self.logged = [], [], [], []
+        self.reasons = iter(reasons)
+
+    def save(self, number, state) -> None:
+        self.saved.append((number, state))
+
+    def save_locally(self, number, state) -> None:
+        self.local.append((number, state))
+
+    def record(self, made) -> None:
+        self.records.append(made)
+
+    def stop(self) -> str | None:
+        return next(self.reasons, None)
+
+    def log(self, line) -> None:
+        self.logged.append(line)
+
+
+def run(config: TrainerConfig, step: LinearLoss, *reasons, first_step: int = 1, most=None, validation=None, **more):
+    """Train, on `most` batches if that is given; return the reason to stop and what was noted."""
+    hooks, sets = Noted(*reasons), {"validation": lambda: [1, 2, 3]} if validation is None else validation
+    steps = itertools.islice(batches(first_step), most)
+    reason = train(steps, step, config, hooks, validation=sets, first_step=first_step, **more)
+    return reason, hooks
 
 
 def test_validation_and_checkpoints_come_at_their_intervals_and_at_the_end():
-    saved, records = run(TrainerConfig(steps=7, eval_interval=3, checkpoint_interval=2), LinearLoss())
-    assert saved == [(2, 2), (4, 4), (6, 6), (7, 7)]
-    assert [record.step for record in records] == [1, 2, 3, 4, 5, 6, 7]
-    assert [record.step for record in records if record.validation is not None] == [3, 6, 7]
-    assert records[2].validation == Evaluation(3.0, 5)
-    assert all(0 <= record.data_wait_s <= record.step_s for record in records)
+    _, noted = run(TrainerConfig(steps=7, eval_interval=3, checkpoint_interval=2), LinearLoss())
+    assert noted.saved == [(2, 2), (4, 4), (6, 6), (7, 7)]
+    assert [record.step for record in noted.records] == [1, 2, 3, 4, 5, 6, 7]
+    assert [record.step for record in noted.records if record.validation is not None] == [3, 6, 7]
+    assert noted.records[2].validation == Evaluation(3.0, 5)
+    assert all(0 <= record.data_wait_s <= record.step_s for record in noted.records)
+    _, noted = run(TrainerConfig(steps=4, eval_interval=0, checkpoint_interval=0), LinearLoss())
+    assert noted.saved == [(4, 4)]
+    assert [record.step for record in noted.records if record.validation is not None] == [4]
 
 
 def test_local_checkpoints_come_between_the_others():
-    local: list[tuple[int, int]] = []
     config = TrainerConfig(steps=9, checkpoint_interval=6, local_checkpoints="/scratch", local_checkpoint_interval=3)
-    saved, _ = run(config, LinearLoss(), save_locally=lambda number, state: local.append((number, state)))
-    assert (saved, local) == ([(6, 6), (9, 9)], [(3, 3)])
-
-
-def test_intervals_of_zero_leave_only_the_last_step():
-    saved, records = run(TrainerConfig(steps=4, eval_interval=0, checkpoint_interval=0), LinearLoss())
-    assert saved == [(4, 4)]
-    assert [record.step for record in records if record.validation is not None] == [4]
+    _, noted = run(config, LinearLoss())
+    assert (noted.saved, noted.local) == ([(6, 6), (9, 9)], [(3, 3)])
 
 
 def test_a_resumed_run_trains_the_steps_that_are_left():
     step = LinearLoss()
-    saved, records = run(TrainerConfig(steps=6, checkpoint_interval=5), step, first_step=5)
-    assert step.trained == [5, 6]
-    assert [record.step for record in records] == [5, 6]
-    assert saved == [(5, 5), (6, 6)]
+    _, noted = run(TrainerConfig(steps=6, checkpoint_interval=5), step, first_step=5)
+    assert step.trained == [record.step for record in noted.records] == [5, 6]
+    assert noted.saved == [(5, 5), (6, 6)]
 
 
 @pytest.mark.parametrize(("made", "saves"), [(4, [2, 4]), (5, [2, 4, 5]), (0, [])])
 def test_a_stream_that_ends_before_the_last_step_is_saved_once_and_returns_the_reason_to_stop(made, saves):
-    saved: list[int] = []
-    reason = train(
-        itertools.islice(batches(), made),
-        LinearLoss(),
-        TrainerConfig(steps=100, checkpoint_interval=2),
-        validation={},
-        save=lambda number, state: saved.append(number),
-        record=lambda record: None,
-        # A signal ends the wait for data; steps before it saw none.
-        stop=iter([*[None] * made, "SIGTERM"]).__next__,
-    )
-    assert (saved, reason) == (saves, "SIGTERM")
+    # A signal ends the wait for data; steps before it saw none.
+    config, reasons = TrainerConfig(steps=100, checkpoint_interval=2), [*[None] * made, "SIGTERM"]
+    reason, noted = run(config, LinearLoss(), *reasons, most=made, validation={})
+    assert ([number for number, _ in noted.saved], reason) == (saves, "SIGTERM")
 
 
 def test_a_run_without_a_number_of_steps_trains_until_the_batches_end():
-    saved: list[int] = []
-    step = LinearLoss()
-    train(
-        itertools.islice(batches(), 65),
-        step,
-        TrainerConfig(eval_interval=0, checkpoint_interval=20),
-        validation={},
-        save=lambda number, state: saved.append(number),
-        record=lambda record: None,
-    )
-    assert (len(step.trained), saved) == (65, [20, 40, 60, 65])
+    _, noted = run(TrainerConfig(eval_interval=0, checkpoint_interval=20), LinearLoss(), most=65, validation={})
+    assert (len(noted.records), [number for number, _ in noted.saved]) == (65, [20, 40, 60, 65])
 
 
-def test_without_a_validation_set_nothing_is_validated():
-    _, records = run(TrainerConfig(steps=2, eval_interval=1), LinearLoss(), validation=None)
-    assert [record.validation for record in records] == [None, None]
-
-
-def test_further_validation_sets_are_recorded_by_name_beside_the_runs_own():
-    records = []
-    train(
-        batches(),
-        LinearLoss(),
-        TrainerConfig(steps=2, eval_interval=2),
-        validation={"validation": lambda: [1], "code": lambda: [1, 2], "math": lambda: [1, 2, 3]},
-        save=lambda number, state: None,
-        record=records.append,
-    )
-    assert records[0].evaluations == {}
-    assert records[1].validation == Evaluation(1.0, 5)
-    assert records[1].evaluations == {"code": Evaluation(2.0, 5), "math": Evaluation(3.0, 5)}
+def test_validation_sets_are_recorded_by_name_beside_the_runs_own():
+    _, noted = run(TrainerConfig(steps=2, eval_interval=1), LinearLoss(), validation={})
+    assert [record.validation for record in noted.records] == [None, None]
+    sets = {"validation": lambda: [1], "code": lambda: [1, 2], "math": lambda: [1, 2, 3]}
+    _, noted = run(TrainerConfig(steps=2, eval_interval=2), LinearLoss(), validation=sets)
+    assert noted.records[0].evaluations == {}
+    assert noted.records[1].validation == Evaluation(1.0, 5)
+    assert noted.records[1].evaluations == {"code": Evaluation(2.0, 5), "math": Evaluation(3.0, 5)}
 
 
 class Plateau(LinearLoss):
@@ -140,16 +124,12 @@ class Plateau(LinearLoss):
 
 def test_validations_without_a_lower_loss_end_the_run_with_a_checkpoint():
     config = TrainerConfig(steps=20, eval_interval=2, checkpoint_interval=100, early_stop=2)
-    printed = []
-    saved, records = run(config, Plateau([5.0, 4.0, 4.0, 4.5]), log=printed.append)
-    assert saved == [(8, 8)]
-    assert records[-1].step == 8
-    assert printed == ["stopped early after step 8: 2 validations without a lower loss"]
+    _, noted = run(config, Plateau([5.0, 4.0, 4.0, 4.5]))
+    assert (noted.saved, noted.records[-1].step) == ([(8, 8)], 8)
+    assert noted.logged == ["stopped early after step 8: 2 validations without a lower loss"]
     # A lower loss in between restarts the count, and losses from before a resume count.
-    saved, _ = run(config, Plateau([5.0, 4.0, 4.1, 3.9, 4.0, 3.9]))
-    assert saved == [(12, 12)]
-    saved, _ = run(config, Plateau([4.5]), first_step=8, validated=[5.0, 4.0, 4.0])
-    assert saved == [(8, 8)]
+    assert run(config, Plateau([5.0, 4.0, 4.1, 3.9, 4.0, 3.9]))[1].saved == [(12, 12)]
+    assert run(config, Plateau([4.5]), first_step=8, validated=[5.0, 4.0, 4.0])[1].saved == [(8, 8)]
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved():

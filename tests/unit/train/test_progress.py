@@ -116,20 +116,14 @@ def test_a_terminal_has_a_bar_below_the_same_lines() -> None:
     assert all("left" in line and "tokens/s" in line for line in bars if "24/24" in line)
 
 
-def test_a_log_file_has_plain_lines_alone() -> None:
+def test_a_log_file_and_a_dumb_terminal_have_plain_lines_alone() -> None:
     lines = show(terminal=False, FORCE_COLOR="1", TTY_COMPATIBLE="1", CLICOLOR_FORCE="1").splitlines()
     assert len(lines) == 14
     assert lines[-1] == "[/INST] stays as it is"
     assert all(FIGURES.search(line) for line in lines[:-1])
     assert not any("\x1b" in line or "━" in line for line in lines)
-
-
-def test_a_dumb_terminal_has_plain_lines() -> None:
     assert "━" not in show(TERM="dumb")
-
-
-def test_other_ranks_print_nothing() -> None:
-    assert show(quiet=True) == ""
+    assert show(quiet=True) == ""  # ranks other than the first
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

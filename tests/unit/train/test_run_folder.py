@@ -34,20 +34,20 @@ def test_runs_are_numbered(tmp_path):
     checkpoint_in(tmp_path / "sft-009")
     (tmp_path / "sft-extra").mkdir()
     assert choose(tmp_path) == tmp_path / "sft-010"
+    # One that failed before its first checkpoint hides no other.
+    (tmp_path / "sft-010" / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert choose(tmp_path, resume="true") == choose(tmp_path, resume="auto") == tmp_path / "sft-009"
+    assert choose(tmp_path) == tmp_path / "sft-011"
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_hides_no_other(tmp_path):
-    checkpoint_in(tmp_path / "sft-001")
-    (tmp_path / "sft-002" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    assert choose(tmp_path, resume="true") == choose(tmp_path, resume="auto") == tmp_path / "sft-001"
-    assert choose(tmp_path) == tmp_path / "sft-003"
-
-
-def test_auto_starts_a_new_run_without_a_checkpoint_and_true_refuses(tmp_path):
-    assert choose(tmp_path, resume="auto") == tmp_path / "sft-001"
-    with pytest.raises(ConfigError, match="no run named sft with a whole checkpoint"):
-        choose(tmp_path, resume="true")
+@pytest.mark.parametrize("name", [None, "mine"])
+def test_auto_starts_a_new_run_without_a_checkpoint_and_true_refuses(tmp_path, name):
+    run_dir = None if name is None else str(tmp_path / name)
+    assert choose(tmp_path, run_dir, "auto") == tmp_path / (name or "sft-001")
+    with pytest.raises(ConfigError, match=r"(no run named sft with a|has no) whole checkpoint"):
+        choose(tmp_path, run_dir, "true")
+    with pytest.raises(ConfigError, match="'maybe' is not known"):
+        choose(tmp_path, run_dir, "maybe")
 
 
 def test_a_named_folder_with_a_run_in_it_is_not_overwritten(tmp_path):
@@ -75,12 +75,6 @@ def test_a_record_of_local_checkpoints_that_cannot_be_read_now_is_not_to_be_remo
     assert "remove" not in refused.value.fix
     leave_refusal(tmp_path, refused.value)
     assert json.loads((tmp_path / "_stopped.json").read_text())["requeue"] is True
-
-
-def test_a_named_folder_without_checkpoints_cannot_be_resumed(tmp_path):
-    with pytest.raises(ConfigError, match="no whole checkpoint"):
-        choose(tmp_path, str(tmp_path / "mine"), "true")
-    assert choose(tmp_path, str(tmp_path / "mine"), "auto") == tmp_path / "mine"
 
 
 @pytest.mark.parametrize("name", ["a/b", "x[1]", "", "../up", "-x"])
@@ -114,11 +108,6 @@ def test_a_folder_that_a_run_is_writing_to_is_refused_until_that_run_ends(tmp_pa
     with open_run_folder(folder, settings="steps: 2\n", resumes=True):
         pass
     assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml", "identity.json"]
-
-
-def test_an_unknown_value_of_resume_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="'maybe' is not known"):
-        choose(tmp_path, resume="maybe")
 
 
 def test_a_forked_process_of_a_killed_run_does_not_block_another_run(tmp_path):

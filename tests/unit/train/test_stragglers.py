@@ -43,24 +43,27 @@ def test_a_slow_rank_is_named_with_its_cause_after_k_steps_and_no_longer_when_it
     assert steps[16:] == [[], []]
 
 
-def test_a_gpu_that_is_slow_is_not_taken_for_a_stopped_process():
-    slow = SLOW["stopped"]
-    found = run(watch(on_gpu=True), ([waiting_for(slow)] * 3 + [slow], 7))[-1]
-    assert [(straggler.rank, straggler.cause) for straggler in found] == [(3, "compute")]
+ALMOST = replace(USUAL, data_s=0.7, compute_s=1.6, running_s=1.65)  # 40% data, 60% compute
 
 
-def test_the_first_two_steps_and_fewer_than_k_name_nobody():
-    slow = SLOW["compute"]
-    steps = run(watch(), ([waiting_for(slow)] * 3 + [slow], 7))
+@pytest.mark.parametrize(
+    ("slow", "places", "stages", "on_gpu", "named"),
+    [
+        (SLOW["compute"], [3], STAGES, False, (3, "compute")),
+        (SLOW["data"], [0], [0, 0], False, (0, "data")),
+        # A core that idles says nothing about a GPU.
+        (SLOW["stopped"], [3], STAGES, True, (3, "compute")),
+        # The ranks of a stage are compared with each other alone.
+        (SLOW["compute"], [0, 3, 4, 5], [0, 0, 0, 1, 1, 1], False, (0, "compute")),
+        # A cause explains more than half of what a rank takes longer.
+        (ALMOST, [3], STAGES, False, (3, "compute")),
+    ],
+)
+def test_one_slow_rank_is_named_after_two_first_steps_and_k_more(slow, places, stages, on_gpu, named):
+    times = [slow if rank in places else waiting_for(slow) for rank in range(len(stages))]
+    steps = run(watch(nodes=list("abcdef")[: len(stages)], stages=stages, on_gpu=on_gpu), (times, 7))
     assert steps[:6] == [[]] * 6
-    assert [straggler.rank for straggler in steps[6]] == [3]
-
-
-def test_a_rank_is_compared_with_the_others_of_its_stage_alone():
-    slow = SLOW["compute"]
-    times = [slow, waiting_for(slow), waiting_for(slow), *[slow] * 3]
-    found = run(watch(nodes=list("abcdef"), stages=[0, 0, 0, 1, 1, 1]), (times, 7))[-1]
-    assert found == [Straggler("compute", pytest.approx(slow.busy_s / USUAL.busy_s), 0, "a")]
+    assert [(straggler.rank, straggler.cause) for straggler in steps[6]] == [named]
 
 
 def test_a_node_all_ranks_of_which_are_slow_is_named_as_a_node():
@@ -104,18 +107,6 @@ def test_exchanges_up_to_three_times_as_long_are_no_slow_network():
 )
 def test_nobody_is_named_for_less(ranks, changes):
     assert run(watch(**changes), (ranks, 30)) == [[]] * 30
-
-
-def test_one_of_two_ranks_is_named():
-    slow = SLOW["data"]
-    found = run(watch(nodes=["a", "b"], stages=[0, 0]), ([slow, waiting_for(slow)], 7))[-1]
-    assert [(straggler.rank, straggler.cause) for straggler in found] == [(0, "data")]
-
-
-def test_a_cause_explains_more_than_half_of_what_a_rank_takes_longer():
-    slow = replace(USUAL, data_s=0.7, compute_s=1.6, running_s=1.65)  # 40% data, 60% compute
-    found = run(watch(), ([waiting_for(slow)] * 3 + [slow], 7))[-1]
-    assert [straggler.cause for straggler in found] == ["compute"]
 
 
 def test_one_long_step_names_nobody():

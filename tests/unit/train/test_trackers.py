@@ -173,12 +173,6 @@ def test_half_a_line_waits_for_its_other_half(tmp_path):
     assert new.take(after=2) == []
 
 
-def test_the_state_of_a_service_outlives_the_process(tmp_path):
-    SentState(tmp_path).update(run="abc")
-    SentState(tmp_path).update(step=7)
-    assert (SentState(tmp_path).run, SentState(tmp_path).step) == ("abc", 7)
-
-
 def test_a_copied_run_does_not_continue_the_curves_of_the_original(tmp_path):
     original, copy = tmp_path / "a", tmp_path / "b"
     (original / "wandb").mkdir(parents=True)

@@ -216,7 +216,7 @@ def test_everything_that_is_wrong_is_listed(run: Path) -> None:
     assert [what.partition(" has the hash")[0] for what in found(run)] == [
         "the run's metrics are missing",
         "the file weights",
-        "the checkpoint's file weights has 99 bytes, 100 were written",
+        "the file weights has 99 bytes, 100 were written",
         "the file model.safetensors is missing, 50 were written",
         "the file more is not in checksums.json",
     ]
@@ -225,7 +225,7 @@ def test_everything_that_is_wrong_is_listed(run: Path) -> None:
 def test_a_checkpoint_without_its_run_file_is_a_problem(run: Path) -> None:
     (run / "checkpoints/step-00000004/run.json").unlink()
     (what,) = found(run)
-    assert what.startswith("the checkpoint's run.json cannot be read")
+    assert what.startswith("the file run.json is missing")
 
 
 def test_a_renamed_checkpoint_is_a_problem(run: Path) -> None:

@@ -1,0 +1,117 @@
+"""The start of a run: its folder, and the checkpoint that it resumes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
+
+from harness.errors import CheckpointError, ConfigError
+from harness.megatron.job.runtime import on_rank_0
+from harness.megatron.model.lora import check_same_adapters
+from harness.megatron.state.checkpoint import find_newest, stored_moments
+from harness.megatron.state.local import LocalCopies
+from harness.plan import OptimizerConfig, RunConfig
+from harness.printing import print_line, print_text
+from harness.train import METRICS_FILE, Progress, alone_in, read_metrics
+from harness.train.attempts import note_lost, record_resume
+from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
+from harness.train.folder import choose_run_folder
+from harness.train.lines import MISREAD
+from harness.train.local import Identity, own_local_record, read_local_record
+
+
+def choose_folder(config: RunConfig) -> Path:
+    folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
+    job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    # The jobs of a sweep have a folder only once they train.
+    if job is not None and config.run_dir is not None and restarts.isdecimal() and folder.is_dir():
+        # Not while another run is active there: its records are its own.
+        with alone_in(folder):
+            note_lost(folder, job=job, restarts=int(restarts), predecessor=os.environ.get("HARNESS_PREDECESSOR"))
+    return folder
+
+
+def find_start(config: RunConfig, folder: Path) -> tuple[Path | None, list[CheckpointError]]:
+    """Return the checkpoint to resume from, on any disk, and the damage of newer ones, which it prints."""
+    if config.resume == "false":
+        return None, []
+    record = on_rank_0(lambda: own_local_record(folder))
+    local = LocalCopies(config.trainer.local_checkpoints, record) if record is not None else None
+    newest, passed_over = find_newest(folder / CHECKPOINTS, local)
+
+    def report() -> None:
+        for error in passed_over:
+            print_text(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
+        for note in local.notes if local is not None else ():
+            print_line(f"passed over: {note}", file=sys.stderr)
+        if record is None and (other := read_local_record(folder)) is not None and other.step:
+            what = f"the local checkpoints of run {other.run} up to step {other.step}, of which this folder is a copy"
+            print_line(f"passed over: {what}", file=sys.stderr)
+        if newest is None and config.resume == "true":
+            fix = "resume=auto starts from the first step"
+            raise ConfigError("there is no whole checkpoint left to resume from", where=str(folder), fix=fix)
+
+    on_rank_0(report)
+    return newest, passed_over
+
+
+def check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
+    """Return the progress of the checkpoint to resume from; refuse settings that cannot continue it."""
+    progress = read_progress(newest)
+    # Settings that cannot be read are no reason to refuse; they are kept as config.before-N.yaml.
+    with suppress(OSError, yaml.YAMLError, *MISREAD):
+        before = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+        check_same_adapters(config.model, before, str(folder))
+    if progress.step > config.trainer.last_step:
+        what = f"{progress.step} steps are done, and trainer.steps is {config.trainer.steps}"
+        raise ConfigError(what, where=str(newest), fix=f"trainer.steps={progress.step} or more, or start a new run")
+    return progress
+
+
+def read_validations(folder: Path, first_step: int) -> list[float]:
+    """Return the losses of the validations before `first_step`."""
+    path = folder / METRICS_FILE
+    steps = read_metrics(path) if path.exists() else []
+    return [step.validation_loss for step in steps if step.step < first_step and step.validation_loss is not None]
+
+
+def report_resume(
+    config: RunConfig,
+    folder: Path,
+    identity: Identity,
+    done: int,
+    newest: Path,
+    passed_over: list[CheckpointError],
+    log: Callable[[str], None],
+) -> None:
+    """Log and record from where a run resumes."""
+    last = config.trainer.last_step
+    log(f"resuming after step {done}, from {newest}")
+    written_by = json.loads((newest / RUN_FILE).read_text()).get("run", identity.run)
+    if written_by != identity.run:
+        log(
+            f"this folder was copied, moved or restored: its checkpoint is of run {written_by}, and it is run "
+            f"{identity.run} from here on"
+        )
+    for note in notes_of_moments(newest, config.optimizer):
+        log(note)
+    if done >= last:
+        log(
+            f"nothing is left to train: all {last:,} steps of trainer.steps are done; to train more, resume with "
+            f"a higher number, such as trainer.steps={2 * last}"
+        )
+    record_resume(folder, identity, done, newest, passed_over)
+
+
+def notes_of_moments(checkpoint: Path, optimizer: OptimizerConfig) -> list[str]:
+    """Return what the log of a run says of a checkpoint's moments that have another dtype than its own."""
+    stored = stored_moments(checkpoint)
+    if stored in (None, optimizer.moments_dtype):
+        return []
+    return [f"its optimizer's moments are {stored}, and were converted to {optimizer.moments_dtype}"]
