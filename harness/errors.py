@@ -184,7 +184,7 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             )
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             error = HarnessError(
-                f"memory ran out: {error or 'of this process'}",
+                f"memory ran out: {str(error).partition(chr(10))[0] or 'of this process'}",
                 where=f"`{' '.join(sys.argv)[:200]}`",
                 fix="use a machine with more memory, or give this process more of it, then run the same command again",
             )

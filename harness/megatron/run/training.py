@@ -126,15 +126,24 @@ def _explained(config: RunConfig) -> Iterator[None]:
         if (folder := _slurm_folder(config)) is not None:
             leave_refusal(folder, error)
         raise
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
+    except Exception as error:
+        if (found := _memory_error(error)) is None:
             raise
-        what = str(error).partition("\n")[0]
+        what = str(found).partition("\n")[0]
         raise ConfigError(
             f"memory ran out: {what[what.find(_NO_MEMORY) :] if _NO_MEMORY in what else what or 'of this process'}",
             where="model, or the size of a row",
             fix="a smaller model or rows, model.recompute=full, or more ranks; `harness plan` has the memory of one",
         ) from error
+
+
+def _memory_error(error: BaseException | None) -> BaseException | None:
+    """Return the error among this one and those it was raised for that says that memory ran out; None without one."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _check_memory(config: RunConfig, task: Task, layout: RankLayout, ranks: runtime.Runtime) -> None:

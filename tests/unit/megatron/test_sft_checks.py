@@ -301,6 +301,16 @@ def test_memory_that_runs_out_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(runtime, "start", fail)
     with pytest.raises(ConfigError, match="memory ran out: can't allocate memory: you tried to allocate 8 bytes"):
         training.run_training(SftConfig(), None)
+
+    def hide(*_, **__):
+        try:
+            raise MemoryError
+        finally:
+            raise ValueError("cannot close a file that is being written")
+
+    monkeypatch.setattr(runtime, "start", hide)
+    with pytest.raises(ConfigError, match="memory ran out: of this process"):
+        training.run_training(SftConfig(), None)
     monkeypatch.setattr(runtime, "start", lambda *_, **__: 1 + "")
     with pytest.raises(TypeError):
         training.run_training(SftConfig(), None)
