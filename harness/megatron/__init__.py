@@ -20,7 +20,7 @@ __all__ = ["prepare_process"]
 
 
 def prepare_process() -> None:
-    """Silence warnings of Megatron-Core that nobody can act on, and import it the fast way.
+    """Silence Megatron-Core's warnings about optional packages, and import it without loading the compiler on a CPU.
 
     Call it first in a program that trains, exports or measures, before other modules of `harness.megatron` are
     imported. Where Megatron-Core is imported already, it only sets the warning filters.

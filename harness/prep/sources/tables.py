@@ -189,12 +189,15 @@ def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str],
         PrepError: a page, or a row of texts, is larger than it may be, or pages have more values than the footer says.
     """
     group, where = metadata.row_group(number), f"{place}, row group {number}"
-    if not group.num_rows:  # which has no pages
-        return rows
     with contextlib.closing(open_source(place)) as source:
         for column in map(group.column, range(group.num_columns)):
             path = column.path_in_schema
             if not any(_is_in(path, name) for name in columns):
+                continue
+            if not group.num_rows:  # which has no pages
+                if column.num_values:
+                    what = f"the column {path} has {column.num_values:,} values in a row group without rows"
+                    raise PrepError(what, where=where, fix="write the file again")
                 continue
             chunk = Chunk(path, column.num_values, _start_of(column), column.total_compressed_size)
             largest = values = coded = 0

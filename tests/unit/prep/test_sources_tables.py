@@ -150,6 +150,20 @@ def test_a_table_without_rows_has_no_records(tmp_path, suffix):
     assert read_all(write(tmp_path / f"a{suffix}", table)) == []
 
 
+def test_a_footer_that_hides_rows_is_refused(tmp_path):
+    file = write(tmp_path / "a.parquet", pa.table({"messages": [TURNS] * 57}))
+    whole, hidden = file.read_bytes(), 0
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    for at in range(footer, len(whole) - 8):
+        if whole[at] == 2 * 57:  # as Thrift writes 57
+            file.write_bytes(whole[:at] + b"\0" + whole[at + 1 :])
+            if pq.read_metadata(file).row_group(0).num_rows == 0:
+                hidden += 1
+                with pytest.raises(PrepError, match="values in a row group without rows"):
+                    read_all(file)
+    assert hidden == 1
+
+
 def test_two_columns_of_one_name_are_refused(tmp_path):
     table = pa.Table.from_arrays([pa.array([TURNS]), pa.array([TURNS])], names=["messages", "messages"])
     file = write(tmp_path / "a.parquet", table)
