@@ -253,7 +253,7 @@ def _count_problem(manifest: Manifest) -> str | None:
     sizes = [file.num_bytes for file in _files(manifest)]
     counts = [manifest.pack_size, *(getattr(manifest, name) for name in _COUNTS), *sizes]
     if min(counts) < 0 or max(counts) >= 2**63 or any(shard.num_packs < 1 for shard in manifest.shards):
-        return "has a count that is negative, or larger than any, or a shard without packs"
+        return "has a negative count, one of 2^63 or more, or a shard without packs"
     if manifest.shards and stored != manifest.num_packs:
         return f"has num_packs {manifest.num_packs:,}, but its shards hold {stored:,}"
     if not 0 < manifest.num_packs <= manifest.num_sequences <= manifest.num_tokens:
