@@ -43,7 +43,7 @@ LINES = {
     "harness/formats": 5_618,
     "harness/indexed": 1_302,
     "harness/integrations": 3_097,
-    "harness/launch": 2_564,
+    "harness/launch": 2_559,
     "harness/loader": 4_987,
     "harness/megatron": 10_507,
     "harness/parity": 3_001,

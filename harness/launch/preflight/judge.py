@@ -49,20 +49,15 @@ _CANCELED = (" CANCELLED AT ", "srun: forcing job termination")
 _BY_CANCELING = (": Killed", ": Terminated", ": Exited with exit code 137", ": Exited with exit code 143")
 _STOPPED = ("Job step aborted", "Force Terminated")
 
+_CONTAINER_FIX = "look at the image (cluster.image), at cluster.mounts, and at free space for Enroot's folders"
+_MEMORY_FIX = "another job uses the node's memory, or cluster.memory is too little"
+_LAUNCH_FIX = "the node's clock or its munge key differs from the controller's"
 # What a message is about, by a part of it: the first that fits. The fix says what to do on this node.
 _KINDS = (
-    (
-        "pyxis",
-        "container",
-        "look at the image (cluster.image), at cluster.mounts, and at free space for Enroot's folders",
-    ),
-    (
-        "enroot",
-        "container",
-        "look at the image (cluster.image), at cluster.mounts, and at free space for Enroot's folders",
-    ),
-    ("oom", "memory", "another job uses the node's memory, or cluster.memory is too little"),
-    ("Out Of Memory", "memory", "another job uses the node's memory, or cluster.memory is too little"),
+    ("pyxis", "container", _CONTAINER_FIX),
+    ("enroot", "container", _CONTAINER_FIX),
+    ("oom", "memory", _MEMORY_FIX),
+    ("Out Of Memory", "memory", _MEMORY_FIX),
     (
         "Permission denied",
         "permission",
@@ -79,8 +74,8 @@ _KINDS = (
         "mount the environment on this node, or set cluster.python to one on a shared file system",
     ),
     ("Exec format error", "interpreter", "the node has another processor than the environment was built for"),
-    ("credential", "launch", "the node's clock or its munge key differs from the controller's"),
-    ("uthentication", "launch", "the node's clock or its munge key differs from the controller's"),
+    ("credential", "launch", _LAUNCH_FIX),
+    ("uthentication", "launch", _LAUNCH_FIX),
 )
 _LAUNCH_FIX = "its slurmd does not start steps: `scontrol show node {0}` and its slurmd.log have the cause"
 _ENDED_FIX = "run the command there by hand (`srun --nodelist={0}`), and look at the kernel's log"
