@@ -46,11 +46,11 @@ setup-msc: setup
 	$(BIN)/python -m pip install --quiet --editable '.[msc]'
 
 prepare: setup
-	$(BIN)/python -m recipes.prepare $(PREPARE)
+	$(BIN)/python -m harness.recipes.prepare $(PREPARE)
 
 # OMP_NUM_THREADS: one thread a rank, because ranks share the cores of the machine.
 sft: prepare
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m recipes.sft $(SFT)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m harness.recipes.sft $(SFT)
 
 # worksteal: a worker without tests takes some of another's, so that none waits for the last long ones.
 test: setup

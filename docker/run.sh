@@ -2,7 +2,7 @@
 # Start a container on one node with docker or podman:
 #
 #   docker/run.sh [-v HOST:CONTAINER ...] [--] COMMAND...
-#   docker/run.sh -v "$PWD/data:/data" -v "$PWD/runs:/runs" torchrun --nproc-per-node 8 -m recipes.sft data.path=/data/mine runs=/runs
+#   docker/run.sh -v "$PWD/data:/data" -v "$PWD/runs:/runs" torchrun --nproc-per-node 8 -m harness.recipes.sft data.path=/data/mine runs=/runs
 #
 # Variables: IMAGE, ENGINE, SHM_SIZE (shared memory, 32g) and ULIMITS.
 set -euo pipefail

@@ -16,7 +16,15 @@ import tempfile
 from pathlib import Path
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "pyarrow", "hydra-core", "numpy", "megatron-sft-harness")
-MODULES = ("torch", "pyarrow", "hydra", "harness.formats", "harness.megatron.step", "recipes.sft", "recipes.parity")
+MODULES = (
+    "torch",
+    "pyarrow",
+    "hydra",
+    "harness.formats",
+    "harness.megatron.step",
+    "harness.recipes.sft",
+    "harness.recipes.parity",
+)
 # Workers pass batches through shared memory; Docker's default of 64 MB causes a bus error.
 MIN_SHM_BYTES = 1 << 30
 
@@ -34,10 +42,11 @@ def read_versions() -> dict[str, str | None]:
 
 def train_one_step() -> float:
     """Return the loss of one step of `recipes.sft` on a small dataset."""
+    from harness.recipes.parity import make_dataset
+    from harness.recipes.sft import main
+
     from harness.config import compose_config
     from harness.plan import SftConfig
-    from recipes.parity import make_dataset
-    from recipes.sft import main
 
     with tempfile.TemporaryDirectory() as folder:
         data, run = make_dataset(Path(folder) / "data"), Path(folder) / "run"

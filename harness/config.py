@@ -262,7 +262,7 @@ def compose_run(
         name, arguments = "sft", [f"experiment={experiment}", *arguments]
     config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir, also=also)
     own = () if config_dir is None else ("--config-dir", str(config_dir.resolve()))
-    return ComposedRun(f"recipes.{name}", (*own, *arguments), config)
+    return ComposedRun(f"harness.recipes.{name}", (*own, *arguments), config)
 
 
 def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | None]], Callable[..., None]]:

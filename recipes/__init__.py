@@ -1,1 +1,1 @@
-"""Entry points: `python -m recipes.prepare`, `torchrun -m recipes.sft`, `torchrun -m recipes.pretrain`."""
+"""Entry points: `python -m harness.recipes.prepare`, `torchrun -m harness.recipes.sft` and so on."""

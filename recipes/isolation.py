@@ -1,10 +1,10 @@
 """Check that documents of a packed row do not see each other, with the model and layout of a run of `recipes.sft`.
 
-    python -m recipes.isolation
-    torchrun --nproc-per-node 2 -m recipes.isolation parallel=tp2 trainer.device=cuda
+    python -m harness.recipes.isolation
+    torchrun --nproc-per-node 2 -m harness.recipes.isolation parallel=tp2 trainer.device=cuda
 
 Settings are those of `recipes.sft`; no data is read, and weights are random. Exit code 1 where a document sees another.
-`python -m recipes.parity check=isolation` runs this on many layouts.
+`python -m harness.recipes.parity check=isolation` runs this on many layouts.
 """
 
 from __future__ import annotations

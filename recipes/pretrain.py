@@ -1,6 +1,6 @@
 """Continue pretraining on Megatron's own data: `.bin` and `.idx` pairs, blended and split as Megatron-Core does it.
 
-    torchrun --nproc-per-node 2 -m recipes.pretrain data.path=data/corpus model.vocab_size=32000
+    torchrun --nproc-per-node 2 -m harness.recipes.pretrain data.path=data/corpus model.vocab_size=32000
 
 Samples, their order and their index files are those of Megatron-Core's GPTDataset and BlendedDataset. Packed SFT
 datasets may be sources too. The loop, checkpoints, metrics and launch are those of `recipes.sft`.

@@ -1,9 +1,9 @@
 """Train the conversations of a run of `recipes.sft` unpacked, by a plain model of transformers and PyTorch's AdamW.
 
-    python -m recipes.reference model.init_from=DIR run_dir=runs/plain trainer.device=cpu
+    python -m harness.recipes.reference model.init_from=DIR run_dir=runs/plain trainer.device=cpu
 
 Settings are those of `recipes.sft`, on one CPU rank; its folder gets config.yaml, metrics.jsonl and digests.jsonl.
-`python -m recipes.parity check=reference` compares runs of every model family with it.
+`python -m harness.recipes.parity check=reference` compares runs of every model family with it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fine-tune a Megatron-Core GPT on a packed dataset.
 
-    torchrun --nproc-per-node 2 -m recipes.sft trainer.steps=60 resume=auto
+    torchrun --nproc-per-node 2 -m harness.recipes.sft trainer.steps=60 resume=auto
 
 Every rank plans the same global batches from sequence lengths, reads its own sequences, and trains. The run's folder
 gets config.yaml, metrics.jsonl, TensorBoard events, checkpoints, loss.png and report.md.

@@ -1,6 +1,6 @@
 """Several runs of one recipe (`sft`, `isolation` or `reference`) in the same processes, which start slowly.
 
-    torchrun --nproc-per-node 4 -m recipes.sft_runs RUNS.json
+    torchrun --nproc-per-node 4 -m harness.recipes.sft_runs RUNS.json
 
 The file is `{"program": NAME, "runs": [[port, overrides, folder, start], ...]}`: the ranks of a run meet at its port;
 the run's folder is first copied from `start`, unless that is null.
@@ -17,7 +17,8 @@ from pathlib import Path
 from harness.config import compose_config
 from harness.errors import exit_on_error
 from harness.plan import SftConfig
-from recipes import isolation, reference, sft
+
+from . import isolation, reference, sft
 
 if __name__ == "__main__":
     # The launcher's store remembers the run before; each run meets at its own port.

@@ -32,9 +32,9 @@ class _ParityGroup(TyperGroup):
 
 parity_app = typer.Typer(
     cls=_ParityGroup,
-    help="Prove that other settings train the same: `harness parity check=layouts` runs the matrix, as "
-    "`python -m recipes.parity` does; `harness parity --cfg` prints its settings. Further commands compare runs with "
-    "baselines, follow a matrix over the nights, and join the reports of many nodes.",
+    help="Prove that other settings train the same: `harness parity check=layouts` runs the matrix, and "
+    "`harness parity --cfg` prints its settings. Further commands compare runs with baselines, follow a matrix over "
+    "the nights, and join the reports of many nodes.",
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="of the baseline")]
@@ -86,7 +86,7 @@ class SummarizeSettings:
     name=_MATRIX, hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []}
 )
 def matrix(arguments: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None) -> None:
-    """Run the matrix; the same as `python -m recipes.parity`."""
+    """Run the matrix; the same as `python -m harness.recipes.parity`."""
     recipe_entry("parity")(arguments or [])
 
 

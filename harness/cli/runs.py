@@ -91,7 +91,7 @@ class RequeueSettings:
 
 @runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})
 def prepare(arguments: Arguments = None) -> None:
-    """Turn chats into packed datasets; the same as `python -m recipes.prepare`, whose `--help` names the settings."""
+    """Turn chats into packed datasets; `--help` names the settings."""
     recipe_entry("prepare")(arguments or [])
 
 
@@ -129,7 +129,7 @@ def train(
         # Refused once and here, not by every rank and their launcher.
         compose_run(recipe, options.overrides, config_dir=options.config_dir)
     require_cores(ranks, setting="parallel.ranks")
-    raise typer.Exit(start_ranks([sys.executable, "-m", f"recipes.{recipe}", *(arguments or [])], ranks))
+    raise typer.Exit(start_ranks([sys.executable, "-m", f"harness.recipes.{recipe}", *(arguments or [])], ranks))
 
 
 @dataclass
@@ -228,6 +228,6 @@ def _local_ranks(arguments: list[str]) -> int | None:
 
 
 def recipe_entry(name: str) -> Callable[[list[str]], None]:
-    """Return the entry point of `python -m recipes.<name>`, which takes the arguments."""
-    entry: Callable[[list[str]], None] = importlib.import_module(f"recipes.{name}").entry
+    """Return the entry point of `python -m harness.recipes.<name>`, which takes the arguments."""
+    entry: Callable[[list[str]], None] = importlib.import_module(f"harness.recipes.{name}").entry
     return entry

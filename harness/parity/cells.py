@@ -77,9 +77,9 @@ class Program:
     record: str
 
 
-TRAINING = Program("recipes.sft", METRICS_FILE)
-ISOLATION = Program("recipes.isolation", ISOLATION_FILE)
-REFERENCE = Program("recipes.reference", METRICS_FILE)
+TRAINING = Program("harness.recipes.sft", METRICS_FILE)
+ISOLATION = Program("harness.recipes.isolation", ISOLATION_FILE)
+REFERENCE = Program("harness.recipes.reference", METRICS_FILE)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def write_report(report: ParityReport, path: Path) -> None:
 
 def read_report(path: Path) -> ParityReport:
     """Read the report at `path`; raises FormatError where it is missing, damaged or of a newer schema."""
-    fix = "make it again with `python -m recipes.parity`"
+    fix = "make it again with `python -m harness.recipes.parity`"
     missing = "there is no parity report"
     with open_document(path, "parity report", SCHEMA, missing=missing, make=fix, repair=fix) as values:
         return from_plain(ParityReport, values)

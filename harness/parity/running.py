@@ -284,7 +284,9 @@ class CellBatch:
         fix = "name the python of a virtual environment in `versions`"
         what = f"the interpreter of {first.name} cannot be started"
         with os_errors_as(ConfigError, what, where=first.python, fix=fix):
-            self._process = start_job([*first.launcher, "-m", "recipes.sft_runs", str(listed)], first.log_file(folder))
+            self._process = start_job(
+                [*first.launcher, "-m", "harness.recipes.sft_runs", str(listed)], first.log_file(folder)
+            )
 
     @property
     def ranks(self) -> int:

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from recipes.parity import make_dataset
+from harness.recipes.parity import make_dataset
 
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1800)]
 
@@ -123,9 +122,9 @@ def test_training_runs_as_another_user_and_writes_to_a_mounted_folder(start, tmp
     runs = tmp_path / "runs"
     runs.mkdir(mode=0o777)
     runs.chmod(0o777)
-    job = "torchrun --standalone --nproc-per-node 2 -m recipes.sft data.path=/data run_dir=/runs/a trainer.steps=3"
+    job = "torchrun --standalone --nproc-per-node 2 -m harness.recipes.sft data.path=/data run_dir=/runs/a"
     mounts = f"-v {tmp_path / 'data'}:/data -v {runs}:/runs"
-    done = start(*mounts.split(), "--", *job.split(), "trainer.eval_batches=1")
+    done = start(*mounts.split(), "--", *job.split(), "trainer.steps=3", "trainer.eval_batches=1")
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [json.loads(line) for line in (runs / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]

@@ -69,7 +69,7 @@ def overrides_of(dataset: Path, folder: Path, *overrides: str) -> list[str]:
 
 
 def command(dataset: Path, folder: Path, *overrides: str, ranks: int = 1) -> list[str]:
-    return [*launcher(ranks), "recipes.sft", *overrides_of(dataset, folder, *overrides)]
+    return [*launcher(ranks), "harness.recipes.sft", *overrides_of(dataset, folder, *overrides)]
 
 
 def environment() -> dict[str, str]:

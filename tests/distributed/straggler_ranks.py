@@ -19,7 +19,7 @@ from harness.config import compose_config
 from harness.formats import PackReader
 from harness.megatron import prepare_process
 from harness.plan import SftConfig
-from recipes import sft
+from harness.recipes import sft
 
 from .forked import jobs_of
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import recipes.sft
 from harness.megatron.state.checkpoint import find_damage, find_newest
 from harness.plan import SftConfig
+from harness.recipes import sft
 from harness.storage import file_digest, read_checksums
 from harness.storage.checksums import CHECKSUMS_FILE
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE
@@ -26,7 +26,7 @@ FILES = {".metadata", "__0_0.distcp", "metadata.json", RUN_FILE, CHECKSUMS_FILE}
 def run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("checksums") / "run"
-    run_here(recipes.sft, SftConfig, overrides_of(dataset, folder, *SETTINGS, "trainer.steps=4"))
+    run_here(sft, SftConfig, overrides_of(dataset, folder, *SETTINGS, "trainer.steps=4"))
     return folder
 
 
@@ -106,5 +106,5 @@ def test_a_damaged_newer_checkpoint_does_not_replace_the_one_just_written(
     folder = shutil.copytree(run, tmp_path / "run")
     flip_a_bit(folder / CHECKPOINTS / "step-00000004" / "__0_0.distcp", 1000)
     resume = ["trainer.steps=3", "trainer.keep_checkpoints=1", "trainer.eval_interval=0", "resume=true"]
-    run_here(recipes.sft, SftConfig, overrides_of(dataset, folder, *resume))
+    run_here(sft, SftConfig, overrides_of(dataset, folder, *resume))
     assert find_newest(folder / CHECKPOINTS)[0] == folder / CHECKPOINTS / "step-00000003"

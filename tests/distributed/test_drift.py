@@ -19,7 +19,7 @@ from harness.config import compose_config
 from harness.errors import HarnessError
 from harness.megatron import prepare_process
 from harness.plan import SftConfig
-from recipes import sft
+from harness.recipes import sft
 
 from .conftest import overrides_of, read_metrics, run_jobs
 from .forked import jobs_of

@@ -22,6 +22,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from harness.recipes.parity import ParityConfig
 
 from harness.config import compose_config
 from harness.formats import open_dataset
@@ -33,10 +34,9 @@ from harness.parity.locate import recorded_run
 from harness.parity.result import REPORT_FILE, Check, read_report
 from harness.plan import SftConfig
 from harness.plan.hf_config import MTP_SETTINGS
+from harness.recipes import sft
 from harness.thd import ThdBatch, TokensAhead
 from harness.train import StepMetrics
-from recipes import sft
-from recipes.parity import ParityConfig
 
 from .conftest import overrides_of, run_command, run_here, run_jobs
 from .forked import jobs_of
@@ -291,7 +291,7 @@ def test_further_tokens_have_the_losses_of_plain_training_too_and_come_back_bit_
 def test_every_layout_trains_experts_for_twenty_steps_as_one_rank_does(tmp_path) -> None:
     folder = tmp_path / "parity"
     code, output = run_command(
-        [sys.executable, "-m", "recipes.parity", "check=experts", f"folder={folder}"], timeout_s=3000
+        [sys.executable, "-m", "harness.recipes.parity", "check=experts", f"folder={folder}"], timeout_s=3000
     )
     assert code == 0, output
     cells = read_report(folder / REPORT_FILE).cells

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.plan.settings import SftConfig
-from recipes import sft
+from harness.recipes import sft
 
 from .conftest import overrides_of, read_metrics, run_here
 

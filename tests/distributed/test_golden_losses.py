@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from recipes.parity import make_dataset
+from harness.recipes.parity import make_dataset
 
 from .conftest import read_metrics, run_command
 
@@ -21,7 +20,7 @@ def test_a_small_run_has_the_recorded_losses(tmp_path) -> None:
     golden = json.loads(GOLDEN.read_text())
     data = make_dataset(tmp_path / "data")
     settings = [f"data.path={data}", f"run_dir={tmp_path / 'run'}", *golden["settings"]]
-    code, output = run_command([sys.executable, "-m", "recipes.sft", *settings])
+    code, output = run_command([sys.executable, "-m", "harness.recipes.sft", *settings])
     assert code == 0, output
     steps = read_metrics(tmp_path / "run")
     assert len(steps) == len(golden["loss"]) == 8

@@ -83,7 +83,9 @@ thd.build_thd_batch = leaky
 
 @pytest.mark.nightly
 def test_the_matrix_reports_isolation_on_one_rank_and_two(tmp_path) -> None:
-    code, output = run_command([sys.executable, "-m", "recipes.parity", "check=isolation", f"folder={tmp_path}"])
+    code, output = run_command(
+        [sys.executable, "-m", "harness.recipes.parity", "check=isolation", f"folder={tmp_path}"]
+    )
     assert code == 0, output
     report = read_report(tmp_path / REPORT_FILE)
     assert report.verdict == "same"
@@ -95,7 +97,14 @@ def test_a_planted_leak_is_a_difference_in_the_report_and_exit_code_1(tmp_path) 
     (tmp_path / "plant").mkdir()
     (tmp_path / "plant" / "sitecustomize.py").write_text(LEAK)
     plant = ["env", f"PYTHONPATH={ROOT}:{tmp_path / 'plant'}"]
-    command = [*plant, sys.executable, "-m", "recipes.parity", "check=isolation", f"folder={tmp_path / 'parity'}"]
+    command = [
+        *plant,
+        sys.executable,
+        "-m",
+        "harness.recipes.parity",
+        "check=isolation",
+        f"folder={tmp_path / 'parity'}",
+    ]
     code, output = run_command([*command, 'isolation=["1 parallel=data"]'])
     assert code == 1, output
     (cell,) = read_report(tmp_path / "parity" / REPORT_FILE).cells

@@ -122,7 +122,7 @@ def test_the_documented_four_steps_show_a_rank_that_divides_by_its_own_tokens(tm
     (plant / "sitecustomize.py").write_text(OWN_TOKENS)
     cases = json.dumps(["1 parallel=data", "2 parallel=data"])
     settings = [f"folder={tmp_path / 'parity'}", "steps=4", f"layouts={cases}"]
-    command = [sys.executable, "-m", "recipes.parity", "check=layouts", *settings]
+    command = [sys.executable, "-m", "harness.recipes.parity", "check=layouts", *settings]
     code, output = run_command(["env", f"PYTHONPATH={ROOT}:{plant}", *command], timeout_s=3000)
     assert code == 1, output
     cells = {cell.name: cell for cell in read_report(tmp_path / "parity" / REPORT_FILE).cells}
@@ -158,7 +158,7 @@ def test_parity_names_a_setting_that_differs(tmp_path) -> None:
     smaller = ["trainer.eval_interval=2", "trainer.eval_batches=1", "model.num_layers=4", "model.hidden_size=32"]
     cases = ["1 parallel=data", "2 parallel=tp2_sp", "1 optimizer.weight_decay=0.5"]
     settings = [f"folder={tmp_path}", "steps=3", f"sft_more={json.dumps(smaller)}", f"layouts={json.dumps(cases)}"]
-    code, output = run_command([sys.executable, "-m", "recipes.parity", "check=layouts", *settings])
+    code, output = run_command([sys.executable, "-m", "harness.recipes.parity", "check=layouts", *settings])
     assert code == 1, output
     assert "layouts: weight_decay=0.5: step 4: loss is" in output
     assert "1 of 2 compared cells are the same: DIFFERENT" in output

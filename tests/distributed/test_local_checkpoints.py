@@ -14,8 +14,8 @@ import pytest
 
 from harness.megatron.state.local import LocalStore
 from harness.plan import SftConfig
+from harness.recipes import sft as sft_recipe
 from harness.train.local import own_local_record, read_local_record
-from recipes import sft as sft_recipe
 
 from .conftest import forked, kill_when, overrides_of, read_metrics, run_command, run_here
 from .test_resume import SAME
@@ -35,7 +35,11 @@ class Nodes:
 
     def command(self, ranks: int, *overrides: str) -> list[str]:
         disks = "trainer.local_checkpoints=" + str(self._folder / "disk-${oc.env:RANK}")
-        return [*forked(ranks), "recipes.sft", *overrides_of(self._dataset, self.run, *SETTINGS, disks, *overrides)]
+        return [
+            *forked(ranks),
+            "harness.recipes.sft",
+            *overrides_of(self._dataset, self.run, *SETTINGS, disks, *overrides),
+        ]
 
     def kill_after_copies(self, *overrides: str, ranks: int = 2, after: int = 0) -> int:
         """Kill a run once all copies of a local checkpoint are there; return its step, then the newest on the disks.

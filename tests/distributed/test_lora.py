@@ -12,7 +12,7 @@ import torch
 from harness.errors import ConfigError
 from harness.megatron.export.folder import export_checkpoint
 from harness.plan.settings import SftConfig
-from recipes import sft
+from harness.recipes import sft
 
 from .conftest import command, overrides_of, read_metrics, run_command, run_here
 from .test_weights import LATENT, SIZES, settings_of, tensors

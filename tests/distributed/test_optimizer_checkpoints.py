@@ -46,8 +46,8 @@ def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_
         before = None if start is None else str(tmp_path / f"{dtype}-{start}")
         jobs.append([port, overrides, str(tmp_path / f"{dtype}-{name}"), before])
     listed = tmp_path / "jobs.json"
-    listed.write_text(json.dumps({"program": "recipes.sft", "runs": jobs}))
-    code, output = run_command([*forked(2), "recipes.sft_runs", str(listed)])
+    listed.write_text(json.dumps({"program": "harness.recipes.sft", "runs": jobs}))
+    code, output = run_command([*forked(2), "harness.recipes.sft_runs", str(listed)])
     assert code == 0, output
     for dtype, nearness in (("float32", 1e-5), ("bfloat16", 2e-3)):
         expected = read_metrics(tmp_path / f"{dtype}-undisturbed")

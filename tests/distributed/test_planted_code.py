@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-import recipes.sft
 from harness.errors import CheckpointError, ConfigError, HarnessError
 from harness.megatron import compat
 from harness.megatron.chat import Chat, exported
 from harness.megatron.export.folder import export_checkpoint
 from harness.plan import SftConfig
+from harness.recipes import sft
 from harness.storage.checksums import CHECKSUMS_FILE, digest_files, write_checksums
 from harness.train.checkpoints import CHECKPOINTS
 
@@ -43,7 +43,7 @@ class Planted:
 @pytest.fixture(scope="module")
 def run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted") / "run"
-    run_here(recipes.sft, SftConfig, overrides_of(dataset, folder, *SETTINGS, "trainer.steps=2"))
+    run_here(sft, SftConfig, overrides_of(dataset, folder, *SETTINGS, "trainer.steps=2"))
     return folder
 
 
@@ -142,7 +142,7 @@ def test_resume_runs_no_planted_code(planted: tuple[Path, str | None], dataset: 
     settings = overrides_of(dataset, folder, *SETTINGS, "trainer.steps=3", "resume=true")
 
     def resume() -> None:
-        run_here(recipes.sft, SftConfig, settings)
+        run_here(sft, SftConfig, settings)
 
     if name is None:
         resume()
@@ -216,5 +216,5 @@ def test_initial_weights_are_safetensors_or_nothing(dataset: Path, tmp_path: Pat
     folder = a_model(tmp_path / "model", tmp_path / "marker")
     settings = overrides_of(dataset, tmp_path / "run", "trainer.steps=1", f"model.init_from={folder}")
     with pytest.raises(HarnessError):
-        run_here(recipes.sft, SftConfig, settings)
+        run_here(sft, SftConfig, settings)
     assert not (tmp_path / "marker").exists()

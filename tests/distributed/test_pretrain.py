@@ -13,7 +13,7 @@ from small_packs import VOCAB
 
 from harness.errors import HarnessError, LoaderError
 from harness.indexed.writer import IndexedWriter
-from recipes import pretrain as recipe
+from harness.recipes import pretrain as recipe
 
 from .conftest import Run, launcher, read_metrics, run_command, run_here
 
@@ -58,7 +58,7 @@ def pretrain(corpus: Path) -> Callable[..., Run]:
         if ranks == 1:
             run_here(recipe, recipe.PretrainConfig, [*settings, *SMALL, *overrides])
             return Run(0, "", read_metrics(folder))
-        code, output = run_command([*launcher(ranks), "recipes.pretrain", *settings, *SMALL, *overrides])
+        code, output = run_command([*launcher(ranks), "harness.recipes.pretrain", *settings, *SMALL, *overrides])
         return Run(code, output, read_metrics(folder))
 
     return run

@@ -17,7 +17,7 @@ from harness.parity import Tolerances
 from harness.parity.reference import make_model, train_reference
 from harness.parity.result import REPORT_FILE, read_report
 from harness.plan import FAMILIES, SftConfig
-from recipes import sft
+from harness.recipes import sft
 
 from .conftest import overrides_of, read_metrics, run_command, run_here
 
@@ -82,7 +82,7 @@ def test_a_fault_that_every_layout_shares_is_a_difference(
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_every_family_is_the_same_in_the_report(tmp_path) -> None:
-    command = [sys.executable, "-m", "recipes.parity", "check=reference", f"folder={tmp_path}"]
+    command = [sys.executable, "-m", "harness.recipes.parity", "check=reference", f"folder={tmp_path}"]
     code, output = run_command(command, timeout_s=3000)
     assert code == 0, output
     cells = read_report(tmp_path / REPORT_FILE).cells

@@ -16,8 +16,8 @@ from harness.megatron.export.folder import export_checkpoint
 from harness.plan.settings import SftConfig
 from harness.prep import tokenizer_hash
 from harness.prep.tokenize.recorded import end_tokens
+from harness.recipes import sft
 from harness.records import Pack
-from recipes import sft
 
 from .conftest import command, overrides_of, run_command, run_here
 from .test_weights import settings_of

@@ -20,9 +20,9 @@ from harness.prep import PrepareConfig, TokenizerConfig, prepare
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
 from harness.prep.tokenize.bpe import train_bpe
+from harness.recipes import sft
 from harness.storage import read_checksums
 from harness.storage.checksums import digest_files, write_checksums
-from recipes import sft
 
 from .conftest import run_here
 

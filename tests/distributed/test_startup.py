@@ -21,7 +21,7 @@ from .test_stopping import started
 
 def unlike(dataset: Path, folder: Path, *overrides: str, rank_1: str) -> list[str]:
     """Return the command of two ranks under torchrun, the second of which runs `rank_1` in its shell first."""
-    recipe = [sys.executable, "-m", "recipes.sft", *overrides_of(dataset, folder, *overrides)]
+    recipe = [sys.executable, "-m", "harness.recipes.sft", *overrides_of(dataset, folder, *overrides)]
     script = f'if [ "$RANK" = 1 ]; then {rank_1}; fi; exec "$@"'
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     return [*launcher, "bash", "-c", script, "bash", *recipe]
@@ -56,7 +56,7 @@ def test_a_dataset_missing_on_one_rank_ends_the_job_at_once_with_the_error_alone
     missing = tmp_path / "missing"
     launcher = "import sys; from harness.launch.local import start_ranks; sys.exit(start_ranks(sys.argv[1:], 2))"
     script = f'if [ "$RANK" = 1 ]; then set -- "$@" data.path={missing}; fi; exec "$@"'
-    recipe = [sys.executable, "-m", "recipes.sft", *overrides_of(dataset, tmp_path / "run")]
+    recipe = [sys.executable, "-m", "harness.recipes.sft", *overrides_of(dataset, tmp_path / "run")]
     code, output = run_command([sys.executable, "-c", launcher, "bash", "-c", script, "bash", *recipe])
     assert code == 2, output
     assert len(output.splitlines()) == 3, output

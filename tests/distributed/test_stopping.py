@@ -141,9 +141,9 @@ def test_a_signal_to_the_launcher_ends_the_run_after_a_checkpoint_and_it_resumes
         [port, overrides_of(dataset, place, *SETTINGS, f"trainer.steps={done + 3}", "resume=auto"), str(place), None]
         for port, place in zip(free_ports(3), (folder, tmp_path / "killed", tmp_path / "whole"), strict=True)
     ]
-    (tmp_path / "runs.json").write_text(json.dumps({"program": "recipes.sft", "runs": jobs}))
+    (tmp_path / "runs.json").write_text(json.dumps({"program": "harness.recipes.sft", "runs": jobs}))
     kept = checkpoints_in(tmp_path / "killed")[-1]
-    code, output = run_command([*forked(2), "recipes.sft_runs", str(tmp_path / "runs.json")])
+    code, output = run_command([*forked(2), "harness.recipes.sft_runs", str(tmp_path / "runs.json")])
     assert code == 0, output
     assert not (folder / "_stopped.json").exists()
     # Both resumed from their checkpoints, and not from the beginning.

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import recipes.sft
 from harness.errors import HarnessError
 from harness.megatron.export.folder import export_checkpoint
 from harness.megatron.hf_files import INDEX_FILE, HfWeights
@@ -31,6 +30,7 @@ from harness.plan import SftConfig
 from harness.plan.hf_config import MTP_SETTINGS, read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
+from harness.recipes import sft
 from harness.settings import to_plain
 
 from .conftest import command, overrides_of, run_command, run_here, run_jobs
@@ -458,7 +458,7 @@ def test_an_export_keeps_the_layers_that_predict_further_tokens_as_they_were(mod
     config = json.loads((base / "config.json").read_text())
     config = {**{key: value for key, value in config.items() if key not in MTP_SETTINGS}, MTP_SETTINGS[0]: 1}
     (base / "config.json").write_text(json.dumps(config))
-    run_here(recipes.sft, SftConfig, [*overrides_of(dataset, tmp_path / "run", "trainer.steps=1"), *settings_of(base)])
+    run_here(sft, SftConfig, [*overrides_of(dataset, tmp_path / "run", "trainer.steps=1"), *settings_of(base)])
     export_checkpoint(tmp_path / "run", tmp_path / "with", keep_mtp=True)
     export_checkpoint(tmp_path / "run", tmp_path / "without")
     with_them, without = tensors(tmp_path / "with"), tensors(tmp_path / "without")

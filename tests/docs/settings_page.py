@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from harness.recipes.parity import ParityConfig
+
 from harness.checks import LARGEST
 from harness.config import compose_config
 from harness.launch.cluster import SubmitConfig
 from harness.plan import PretrainConfig, RunConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import CONFIGS, Setting, explain_settings, to_plain
-from recipes.parity import ParityConfig
 
 INTRODUCTION = """# Settings
 

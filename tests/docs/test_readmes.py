@@ -28,6 +28,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from harness.recipes.parity import ParityConfig
 
 from harness.cli.app import app
 from harness.cli.launch import PlanSettings
@@ -37,7 +38,6 @@ from harness.launch.cluster import SubmitConfig
 from harness.plan import PretrainConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import CONFIGS, explain_settings
-from recipes.parity import ParityConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (".", "configs", "configs/experiment", "docker", "harness", "harness/formats", "recipes", "slurm", "tests")
@@ -114,9 +114,9 @@ def logical_commands(script: str) -> Iterator[list[str]]:
 def check_command(words: list[str]) -> None:
     """Fail where a command that is not run could not be: unknown settings, options, targets or files."""
     program = Path(words[0]).name
-    if "-m" in words and words[words.index("-m") + 1].startswith("recipes."):
+    if "-m" in words and words[words.index("-m") + 1].startswith("harness.recipes."):
         at = words.index("-m") + 1
-        check_settings(words[at].removeprefix("recipes."), words[at + 1 :])
+        check_settings(words[at].removeprefix("harness.recipes."), words[at + 1 :])
     elif program == "harness" and words[1] == "prepare":
         check_settings("prepare", words[2:])
     elif program == "harness" and words[1] == "train":
@@ -256,7 +256,7 @@ def test_the_tree_of_the_house_names_every_package_and_no_other() -> None:
     "line",
     [
         "harness train sft trainer.stepz=2",
-        "torchrun --nproc-per-node 2 -m recipes.sft data.pth=x",
+        "torchrun --nproc-per-node 2 -m harness.recipes.sft data.pth=x",
         "harness submit sft nodes=2 modle.seed=1",
         "harness inspcet data/mine",
         "harness inspect data/mine --packs 3",

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.recipes.parity import make_dataset
 
 from harness.parity.running import free_ports
 from harness.records import SequenceView
 from harness.thd import build_thd_batch, context_parallel_indices
-from recipes.parity import make_dataset
 
 from ..distributed.conftest import launcher, read_metrics, run_command
 
@@ -40,7 +40,7 @@ def run(folder: Path, data: Path, *overrides: str, ranks: int = 1) -> list[dict[
     code, output = run_command(
         [
             *launcher(ranks),
-            "recipes.sft",
+            "harness.recipes.sft",
             f"data.path={data}",
             f"run_dir={folder}",
             *settings,

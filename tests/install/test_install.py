@@ -145,8 +145,10 @@ def quickstart() -> str:
 
 def test_the_wheel_has_the_configs_and_the_recipes_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"harness/configs/sft.yaml", "harness/configs/experiment/sft_tiny.yaml", "recipes/sft.py"} <= set(names)
-    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"harness", "recipes"}
+    assert {"harness/configs/sft.yaml", "harness/configs/experiment/sft_tiny.yaml", "harness/recipes/sft.py"} <= set(
+        names
+    )
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"harness"}
     assert "harness/moved_since.py" not in names
 
 
@@ -207,7 +209,9 @@ def test_training_without_its_packages_names_what_is_missing(prep):
 
 
 def test_the_quickstart_trains_and_resumes_with_the_installed_package(train, tmp_path):
-    where = train.run("python", "-c", "import harness, recipes; print(harness.__file__, recipes.__file__)")
+    where = train.run(
+        "python", "-c", "import harness, harness.recipes.sft as sft; print(harness.__file__, sft.__file__)"
+    )
     assert all(path.startswith(str(train.folder)) for path in where.split())
     printed = train.run("bash", "-euo", "pipefail", "-c", quickstart(), cwd=tmp_path)
     assert "step 6: loss" in printed
@@ -219,6 +223,6 @@ def test_torchrun_starts_the_recipe_from_any_folder_with_a_users_own_experiment(
     settings = f"# @package _global_\nname: mine\ndata:\n  path: {dataset}\ntrainer:\n  steps: 2\n"
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text(settings)
     torchrun = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    recipe = ("-m", "recipes.sft", "--config-dir", "own", "experiment=mine", "trainer.device=cpu")
+    recipe = ("-m", "harness.recipes.sft", "--config-dir", "own", "experiment=mine", "trainer.device=cpu")
     train.run(*torchrun, *recipe, cwd=tmp_path)
     assert "step" in (tmp_path / "runs" / "mine-001" / "metrics.jsonl").read_text()

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+from harness.recipes.sft import main
 
 from harness.errors import ConfigError, LoaderError
 from harness.loader import DataConfig, open_datasets
 from harness.loader.blend import BlendOrder
 from harness.loader.datasets import BlendSource
 from harness.plan.settings import SftConfig
-from recipes.sft import main
 
 FORMATS = (("parquet", "memmap", "jsonl"), ("binidx", "npy", "parquet"))
 

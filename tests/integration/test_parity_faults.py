@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.recipes.parity import make_dataset
 
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.loader import Loader, LoaderConfig, RankBatch
@@ -26,7 +27,6 @@ from harness.schedule import ScheduleConfig
 from harness.thd import thd_from_arrays
 from harness.train.digests import BATCHES, DIGESTS_FILE, DigestWriter, merge_ranks, rank_rows
 from harness.train.metrics import METRICS_FILE
-from recipes.parity import make_dataset
 
 from ..distributed.conftest import run_command
 
@@ -48,7 +48,7 @@ def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = [f"model.{setting}" for setting in MODEL]
     code, output = run_command(
         [
-            *(sys.executable, "-m", "recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *model),
+            *(sys.executable, "-m", "harness.recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *model),
             *("loader.num_workers=1", f"trainer.steps={STEPS}", "trainer.eval_interval=3", "trainer.device=cpu"),
             "trainer.record_batches=true",
         ]

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.recipes.parity import make_dataset
 from rich.console import Console
 
 from harness.errors import ConfigError, exit_on_error
@@ -38,7 +39,6 @@ from harness.parity.result import CellResult, Check, Difference
 from harness.parity.running import last_words, rank_environment
 from harness.schedule import ScheduleConfig
 from harness.train.digests import content_digest
-from recipes.parity import make_dataset
 from tests.integrations.probes import PROBES, ProbeJob, trained_part
 
 CHECK = "integrations"

@@ -71,9 +71,9 @@ def assert_same(received: list[dict[str, Any]], expected: list[ThdBatch]) -> Non
 
 def sft_losses(dataset: Path, folder: Path, steps: int) -> dict[int, float]:
     """Train the same model on the same data with `recipes.sft`, in this process."""
-    import recipes.sft
     from harness.config import compose_config
     from harness.plan import SftConfig
+    from harness.recipes import sft
 
     overrides = [
         f"data.path={dataset}",
@@ -90,7 +90,7 @@ def sft_losses(dataset: Path, folder: Path, steps: int) -> dict[int, float]:
         "trainer.device=cpu",
         f"trainer.steps={steps}",
     ]
-    assert recipes.sft.main(compose_config("sft", SftConfig, overrides)) == 0
+    assert sft.main(compose_config("sft", SftConfig, overrides)) == 0
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines}
 

@@ -77,7 +77,13 @@ def test_a_killed_run_on_live_chunks_trains_each_row_once(
     out = tmp_path / "out"
     run, live = out / "run", out / "live"
     command = [
-        *("recipes.sft", "data=live", f"data.live.path={live}", "data.live.pack_size=128", "data.live.timeout_s=60"),
+        *(
+            "harness.recipes.sft",
+            "data=live",
+            f"data.live.path={live}",
+            "data.live.pack_size=128",
+            "data.live.timeout_s=60",
+        ),
         *(f"data.live.tokenizer.name={data / 'tokenizer'}", "data.live.open_packs=3"),
         *(f"run_dir={run}", "resume=auto", *TINY),
     ]
@@ -115,7 +121,7 @@ def test_a_run_killed_while_it_loads_a_checkpoint_resumes_with_the_same_losses(
     commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
 ) -> None:
     out = tmp_path / "run"
-    command = ["recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}", *TINY]
+    command = ["harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}", *TINY]
     assert commands.run([*command, "trainer.steps=2"], root=out).code == 0
     shutil.copytree(out, tmp_path / "kept")
 
@@ -148,7 +154,14 @@ def test_a_run_killed_at_any_write_resumes_with_the_same_losses(
     commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
 ) -> None:
     out = tmp_path / "run"
-    command = ["recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}", *TINY, "trainer.steps=6", "resume=auto"]
+    command = [
+        "harness.recipes.sft",
+        f"data.path={data / 'train'}",
+        f"run_dir={out}",
+        *TINY,
+        "trainer.steps=6",
+        "resume=auto",
+    ]
     whole = commands.run(command, root=out)
     assert whole.code == 0, whole.output
     expected = trained(out)
@@ -169,7 +182,7 @@ def test_a_killed_export_is_written_again(
     commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    trains = ["recipes.sft", f"data.path={data / 'train'}", f"run_dir={run}", *TINY, "trainer.steps=2"]
+    trains = ["harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={run}", *TINY, "trainer.steps=2"]
     assert commands.run(trains, root=run).code == 0
     export = ["harness", "export", run, out / "model"]
     out.mkdir()
@@ -196,7 +209,7 @@ def test_a_second_run_or_export_in_a_folder_is_refused_and_the_first_finishes(
     run, live, out = tmp_path / "run", tmp_path / "live", tmp_path / "out"
     # Without checkpoints before the last step it is the run itself that stops, and not one of their writers.
     late = ("trainer.steps=4", "trainer.checkpoint_interval=0")
-    stored = ["recipes.sft", f"data.path={data / 'train'}", *TINY, *late]
+    stored = ["harness.recipes.sft", f"data.path={data / 'train'}", *TINY, *late]
     assert commands.run([*stored, f"run_dir={tmp_path / 'alone'}"], root=run).code == 0
     train = [*stored, f"run_dir={run}", "resume=auto"]
     both = commands.run(train, train, root=run, at=8, stops=True)
@@ -216,7 +229,12 @@ def test_a_second_run_or_export_in_a_folder_is_refused_and_the_first_finishes(
     shutil.copytree(data / "live", live)
     settings = ("data=live", f"data.live.path={live}", "data.live.pack_size=128", *TINY, *late)
     runs = [
-        ["recipes.sft", *settings, f"data.live.tokenizer.name={data / 'tokenizer'}", f"run_dir={tmp_path / name}"]
+        [
+            "harness.recipes.sft",
+            *settings,
+            f"data.live.tokenizer.name={data / 'tokenizer'}",
+            f"run_dir={tmp_path / name}",
+        ]
         for name in ("first", "second")
     ]
     both = commands.run(*runs, root=tmp_path / "first", at=8, stops=True)

@@ -43,7 +43,7 @@ def parity(device: str, reports: Path | None, tmp_path: Path, request: pytest.Fi
         folder = tmp_path / "parity"
         more = json.dumps([f"trainer.device={device}", *sft])
         code, output = run_command(
-            [sys.executable, "-m", "recipes.parity", f"folder={folder}", f"sft_more={more}", *overrides],
+            [sys.executable, "-m", "harness.recipes.parity", f"folder={folder}", f"sft_more={more}", *overrides],
             timeout_s=3000,
         )
         if not (folder / REPORT_FILE).exists():

@@ -57,7 +57,7 @@ def run_case(recipe: str, overrides: list[str], output: Path) -> None:
     code: int | str | None = 99
     try:
         with exit_on_error():
-            main = importlib.import_module(f"recipes.{recipe}").main
+            main = importlib.import_module(f"harness.recipes.{recipe}").main
             code = getattr(main, "__wrapped__", main)(compose_config(recipe, SCHEMAS[recipe], overrides))
     except SystemExit as ended:
         code = ended.code

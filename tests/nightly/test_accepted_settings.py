@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import yaml
 from corpora import VOCAB, write_corpus
+from harness.recipes.parity import make_dataset
 
 from harness.plan import PretrainConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import Setting, explain_settings
-from recipes.parity import make_dataset
 
 from ..distributed.conftest import ROOT, environment, read_metrics
 from .conftest import TINY

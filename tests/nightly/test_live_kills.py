@@ -211,7 +211,7 @@ class Sft:
     def command(self, ranks: int, *overrides: str) -> list[str]:
         return [
             *launcher(ranks),
-            "recipes.sft",
+            "harness.recipes.sft",
             "data=live",
             f"data.live.path={self._stream.folder}",
             "data.live.pack_size=128",

@@ -26,7 +26,15 @@ LAYOUTS = {
 
 def sft(folder: Path, steps: int, *overrides: str, ranks: int = 1) -> list[dict[str, float]]:
     code, output = run_command(
-        [*launcher(ranks), "recipes.sft", f"run_dir={folder}", *SMALL, *SETTINGS, f"trainer.steps={steps}", *overrides]
+        [
+            *launcher(ranks),
+            "harness.recipes.sft",
+            f"run_dir={folder}",
+            *SMALL,
+            *SETTINGS,
+            f"trainer.steps={steps}",
+            *overrides,
+        ]
     )
     assert code == 0, output
     return read_metrics(folder)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.recipes.parity import make_dataset
 
 from harness.formats import FORMATS, Provenance, open_dataset, open_writer
 from harness.parity.result import REPORT_FILE
 from harness.records import Pack
-from recipes.parity import make_dataset
 
 from ..distributed.conftest import ROOT, environment
 from .conftest import TINY, Matrix
@@ -127,7 +127,10 @@ def test_a_killed_matrix_started_again_keeps_its_finished_cells(parity: Parity, 
     arguments = [f"folder={tmp_path / 'parity'}", "steps=8", "slots=1"]
     more = f"sft_more={json.dumps([f'trainer.device={device}', *TINY])}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "recipes.parity", *arguments, more], env=environment(), cwd=ROOT, stdout=subprocess.PIPE
+        [sys.executable, "-m", "harness.recipes.parity", *arguments, more],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
     )
     cells = tmp_path / "parity" / "cells"
     deadline = time.monotonic() + 1200

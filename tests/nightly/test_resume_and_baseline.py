@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from harness.recipes.parity import make_dataset
 
 from harness.formats import FORMATS, convert_dataset
 from harness.parity.baselines import against
 from harness.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
 from harness.parity.locate import recorded_run
 from harness.parity.result import REPORT_FILE, write_report
-from recipes.parity import make_dataset
 
 from ..distributed.conftest import ROOT, kill_after, launcher, run_command
 from .conftest import TINY
@@ -37,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(data: Path, folder: Path, *overrides: str, ranks: int = 1) -> list[str]:
-    return [*launcher(ranks), "recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *overrides]
+    return [*launcher(ranks), "harness.recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *overrides]
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness.recipes.parity import make_dataset
 
 from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, convert_dataset
-from recipes.parity import make_dataset
 from tests.benchmarks.__main__ import PEERS
 
 from ..distributed.conftest import ROOT, environment, launcher, read_metrics
@@ -78,7 +78,7 @@ def test_a_soak_of_2000_steps_grows_in_nothing(source, tmp_path, device, format,
         convert_dataset(source / split, tmp_path / "data" / split, format=format)
     arguments = [
         *launcher(1),
-        "recipes.sft",
+        "harness.recipes.sft",
         f"data.path={tmp_path / 'data'}",
         f"run_dir={tmp_path / 'run'}",
         *TINY,

@@ -24,7 +24,7 @@ from harness.loader.corpus import CorpusSource
 from harness.megatron.data.shared_indices import SharedIndices
 from harness.megatron.job import runtime
 from harness.plan import PretrainConfig
-from recipes import pretrain as recipe
+from harness.recipes import pretrain as recipe
 
 from ..distributed.conftest import run_here
 
@@ -58,7 +58,7 @@ def pretrain(folder: Path, *overrides: str) -> None:
 
 def pretrain_on_two_ranks(folder: Path, *overrides: str) -> tuple[int, str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launcher, "-m", "recipes.pretrain", f"run_dir={folder}", *SMALL, *overrides]
+    command = [sys.executable, *launcher, "-m", "harness.recipes.pretrain", f"run_dir={folder}", *SMALL, *overrides]
     kept = ("PATH", "HOME", "TMPDIR")
     env = {name: value for name, value in os.environ.items() if name in kept or name.startswith(("AWS_", "HARNESS_"))}
     env["OMP_NUM_THREADS"] = "1"

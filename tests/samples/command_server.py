@@ -142,9 +142,10 @@ def main() -> None:
 
         prepare_process()
 
+        import harness.recipes.sft
+
         import harness.megatron.export
         import harness.megatron.run
-        import recipes.sft  # noqa: F401
         from harness.config import compose_config
         from harness.plan.settings import SftConfig
 

@@ -23,10 +23,10 @@ class ModelCalledError(Exception):
 
 def main() -> None:
     prepare_process()
+    from harness.recipes.parity import make_dataset
     from megatron.core.models.gpt import GPTModel
 
     from harness.cli import main as run_harness
-    from recipes.parity import make_dataset
 
     def forward(*_: object, **__: object) -> None:
         for frame in traceback.extract_stack():

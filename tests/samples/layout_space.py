@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harness.recipes.parity import ParityConfig
 from small_packs import VOCAB
 
 from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.plan import ParallelConfig, SftConfig
-from recipes.parity import ParityConfig
 
 RANKS = (1, 2, 4)
 # Adapters stand on experts too. Those of `LATER` differ from others in few operations.

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from recipes.parity import make_dataset
+from harness.recipes.parity import make_dataset
 
 from ..distributed.conftest import ROOT, read_metrics
 from ..nightly.conftest import TINY

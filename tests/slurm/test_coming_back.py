@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 
 def ranks_on(slurm: Cluster, node: str) -> list[int]:
-    return [pid for pid in slurm.processes(node) if arguments_of(pid)[1:3] == ["-m", "recipes.sft"]]
+    return [pid for pid in slurm.processes(node) if arguments_of(pid)[1:3] == ["-m", "harness.recipes.sft"]]
 
 
 def arguments_of(pid: int) -> list[str]:

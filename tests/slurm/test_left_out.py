@@ -65,7 +65,14 @@ def test_a_spare_replaces_a_node_that_fails_the_preflight_and_nodes_that_train_c
     assert f"preflight: 2 nodes, copy of {data}: " in job.log
     assert f"{local}{data}/train" in (job.run_dir / "report.md").read_text()
     folder = tmp_path / "undisturbed"
-    program = [*launcher(2), "recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, "trainer.steps=3"]
+    program = [
+        *launcher(2),
+        "harness.recipes.sft",
+        f"data.path={data}",
+        f"run_dir={folder}",
+        *SETTINGS,
+        "trainer.steps=3",
+    ]
     code, output = run_command(program)
     assert code == 0, output
     assert job.losses == [line["loss"] for line in read_metrics(folder)]

@@ -29,7 +29,7 @@ def undisturbed(data, tmp_path_factory) -> list[float]:
     """The losses of two ranks on this machine, without Slurm."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     code, output = run_command(
-        [*launcher(2), "recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *LONG[:2]]
+        [*launcher(2), "harness.recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *LONG[:2]]
     )
     assert code == 0, output
     return [line["loss"] for line in read_metrics(folder)]
@@ -125,7 +125,7 @@ def test_a_rank_that_is_killed_or_hangs_is_named_and_the_job_resumes(submit, slu
     (rank_1,) = [
         pid
         for pid in slurm.processes("node2")
-        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"recipes.sft"]
+        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"harness.recipes.sft"]
     ]
     os.kill(rank_1, how)
     assert job.wait() == "COMPLETED", job.log
@@ -178,7 +178,7 @@ def test_a_run_resumes_on_another_number_of_nodes(submit, undisturbed):
 
 def test_a_job_that_keeps_failing_in_the_same_way_is_not_requeued(submit, tmp_path):
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\ncase $2 in recipes.*) exit 9 ;; esac\nexec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\ncase $2 in harness.recipes.*) exit 9 ;; esac\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     job = submit(
         *("trainer.steps=2", "cluster.ranks_per_node=1", "cluster.preflight.enabled=false"),

@@ -24,7 +24,7 @@ ONE_SPARE = ("cluster.ranks_per_node=1", "cluster.spares=1", "cluster.preflight.
 # Python runs this module at its start: on node2 every read of the dataset takes a while.
 SLOW_DISK = """
 import os, sys, time
-if os.environ.get("SLURMD_NODENAME") == "node2" and "recipes.sft" in sys.orig_argv:
+if os.environ.get("SLURMD_NODENAME") == "node2" and "harness.recipes.sft" in sys.orig_argv:
     sys.path.insert(0, os.getcwd())
     from harness.formats import PackReader
     read = PackReader.read
@@ -95,7 +95,7 @@ def _lose_node_2(job: SlurmJob, slurm: Cluster, lost: str) -> None:
         (rank_1,) = [
             pid
             for pid in slurm.processes("node2")
-            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"recipes.sft"]
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"harness.recipes.sft"]
         ]
         os.kill(rank_1, signal.SIGKILL)
     try:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 def test_a_sweep_of_two_learning_rates_runs_two_jobs_of_two_ranks(slurm, data, tmp_path):
     slurm.wait_idle()
-    command = [sys.executable, "-m", "recipes.sft", "--multirun", "hydra/launcher=submitit_slurm"]
+    command = [sys.executable, "-m", "harness.recipes.sft", "--multirun", "hydra/launcher=submitit_slurm"]
     launcher = ["tasks_per_node=2", "cpus_per_task=1", "timeout_min=5", "partition=batch"]
     slurm.on(
         "login",

@@ -17,7 +17,7 @@ def local(data, tmp_path_factory) -> list[float]:
     """The losses of four ranks on this machine, without Slurm."""
     folder = tmp_path_factory.mktemp("local") / "run"
     code, output = run_command(
-        [*launcher(4), "recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, "trainer.steps=6"]
+        [*launcher(4), "harness.recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, "trainer.steps=6"]
     )
     assert code == 0, output
     return [line["loss"] for line in read_metrics(folder)]

@@ -236,7 +236,7 @@ def test_the_number_of_ranks_starts_as_many_processes_unless_a_launcher_has(
         assert (started, here) == ([], [arguments])
     else:
         assert started == [
-            ([sys.executable, "-m", "recipes.sft", *(text for text in arguments if "=" in text)], processes)
+            ([sys.executable, "-m", "harness.recipes.sft", *(text for text in arguments if "=" in text)], processes)
         ]
 
 

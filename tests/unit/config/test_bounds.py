@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
+from harness.recipes.parity import ParityConfig
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,7 +28,6 @@ from harness.launch.cluster import SubmitConfig
 from harness.plan import PretrainConfig, RunConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import REQUIRED, Setting, explain_settings
-from recipes.parity import ParityConfig
 
 for module, _ in HARNESS.values():
     importlib.import_module(f"harness.cli.{module}")

@@ -28,13 +28,14 @@ def own(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object, recipe: str = "sft") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"recipes.{recipe}", *map(str, arguments)]
+    command = [sys.executable, "-m", f"harness.recipes.{recipe}", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_settings_and_flags_are_separated(tmp_path):
     options = Options.parse(
-        ["a=1", "--config-dir", str(tmp_path), "--config-name=mine", "+b.c=2", "--cfg", "a=--cfg"], where="recipes.sft"
+        ["a=1", "--config-dir", str(tmp_path), "--config-name=mine", "+b.c=2", "--cfg", "a=--cfg"],
+        where="harness.recipes.sft",
     )
     assert options == Options(["a=1", "+b.c=2", "a=--cfg"], tmp_path, "mine", show=True)
     assert Options.parse(["a=1", "--cfg", "job", "b=2"], where="") == Options(
@@ -59,7 +60,7 @@ def test_settings_and_flags_are_separated(tmp_path):
 )
 def test_a_flag_that_cannot_be_meant_is_refused(argument, message):
     with pytest.raises(ConfigError, match=message):
-        Options.parse([argument], where="recipes.sft")
+        Options.parse([argument], where="harness.recipes.sft")
 
 
 def test_an_experiment_of_a_users_own_folder_composes_with_the_built_in_groups(own):
@@ -68,11 +69,11 @@ def test_an_experiment_of_a_users_own_folder_composes_with_the_built_in_groups(o
     assert compose_config("sft", SftConfig, config_dir=own, config_name="larger").name == "larger"
     composed = compose_run("mine", ["trainer.eval_interval=3"], config_dir=own)
     assert composed.arguments == ("--config-dir", str(own), "experiment=mine", "trainer.eval_interval=3")
-    assert (composed.module, composed.config.trainer.steps) == ("recipes.sft", 7)
+    assert (composed.module, composed.config.trainer.steps) == ("harness.recipes.sft", 7)
 
 
 def test_a_recipe_that_trains_composes_like_an_experiment():
-    assert compose_run("pretrain", ["data.path=x"]).module == "recipes.pretrain"
+    assert compose_run("pretrain", ["data.path=x"]).module == "harness.recipes.pretrain"
 
 
 def test_an_unknown_experiment_names_the_nearest_one_and_all(own):
@@ -187,7 +188,7 @@ def test_help_names_only_groups_and_files_of_the_command():
     printed = run("--help", recipe="prepare").stdout
     assert "  data=  pack, pack_1k, pack_4k, train\n" in printed
     assert "harness prepare --cfg" in printed
-    for other in ("experiment=", "cluster=", "model=", "recipes.prepare"):
+    for other in ("experiment=", "cluster=", "model=", "harness.recipes.prepare"):
         assert other not in printed
 
 

@@ -32,7 +32,9 @@ HOSTILE = (
 )
 JOINED = st.lists(st.sampled_from(HOSTILE), min_size=1, max_size=4).map("".join)
 TEXTS = st.one_of(JOINED, st.text(min_size=1, max_size=8))
-JOB = Job("name", 2, "recipes.sft", ("a=b",), "/runs/a", "/work", "/bin/python", ("/d",), ("/d",), "/w", ("/l",))
+JOB = Job(
+    "name", 2, "harness.recipes.sft", ("a=b",), "/runs/a", "/work", "/bin/python", ("/d",), ("/d",), "/w", ("/l",)
+)
 CLUSTER = ClusterConfig(
     image="/i.sqsh", mounts=["/a:/a"], local_dir="/scratch/me", spares=1, mpi="pmix", env={"GIVEN": "b"}
 )

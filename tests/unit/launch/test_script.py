@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "sbatch"
 JOB = Job(
     name="sft_8b",
     nodes=4,
-    module="recipes.sft",
+    module="harness.recipes.sft",
     overrides=("experiment=sft_8b", "trainer.steps=1000"),
     run_dir="/shared/runs/sft_8b-001",
     workdir="/shared/harness",

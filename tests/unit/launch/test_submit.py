@@ -20,10 +20,8 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path, harness
     assert "#SBATCH --nodes=3" in lines
     assert "#SBATCH --time=00:10:00" in lines
     program = next(line for line in lines if line.startswith("program="))
-    expected = (
-        f"-m recipes.sft experiment=sft_tiny runs={runs} trainer.steps=5 run_dir={runs}/sft_tiny-005 resume=auto)"
-    )
-    assert program.endswith(expected)
+    expected = f"experiment=sft_tiny runs={runs} trainer.steps=5 run_dir={runs}/sft_tiny-005 resume=auto)"
+    assert program.endswith(f"-m harness.recipes.sft {expected}")
     assert sorted(path.name for path in runs.iterdir()) == ["sft_tiny-004", "sft_tiny-old-009"]
     assert f"mkdir -p {runs}/sft_tiny-005/logs && sbatch FILE" in errors
 
@@ -43,7 +41,7 @@ def test_secret_values_are_not_printed_and_their_script_is_for_its_owner_alone(t
     assert script.stat().st_mode & 0o777 == 0o600
     # A script that others could read before is theirs no more.
     script.chmod(0o644)
-    job = Job("a", 1, "recipes.sft", (), str(script.parent), "/", "python")
+    job = Job("a", 1, "harness.recipes.sft", (), str(script.parent), "/", "python")
     assert submit_job(job, "#!/bin/sh\n", is_private=True) == "7"
     assert script.stat().st_mode & 0o777 == 0o600
 

@@ -28,7 +28,7 @@ assert state() == before, (before, state())
 PREPARE = """
 import gc, sys, warnings
 from harness.megatron import prepare_process
-import recipes.sft, recipes.pretrain
+import harness.recipes.sft, harness.recipes.pretrain
 
 assert not {"torch", "megatron.core"} & set(sys.modules)
 assert gc.get_freeze_count() == 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness.recipes.parity import ParityConfig
 
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
@@ -13,7 +14,6 @@ from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.run.rehearsal import RankRehearsal, narrow, rehearse, usual_ranks
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
-from recipes.parity import ParityConfig
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*node*.yaml"))
 LAYOUTS = sorted(path.stem for path in (CONFIGS / "parallel").glob("*.yaml"))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.recipes.sft import main
 from live_streams import some_chats, some_packs, write_stream
 
 from harness.errors import ConfigError, HarnessError, LoaderError
@@ -23,7 +24,6 @@ from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.train.attempts import decide
 from harness.train.folder import open_run_folder
-from recipes.sft import main
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.recipes.parity import make_dataset
 from typer.testing import CliRunner
 
 from harness.cli.app import app
@@ -15,7 +16,6 @@ from harness.parity.assemble import summarize
 from harness.parity.baselines import against, baseline_of, read_baseline, record
 from harness.parity.compare import Tolerances
 from harness.parity.result import REPORT_FILE, CellResult, ParityReport, Series, read_report, write_report
-from recipes.parity import make_dataset
 
 from ...samples.recorded_runs import write_run
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.recipes.parity import ParityConfig, device_of, make_dataset, plan
 
 from harness.config import compose_config
 from harness.errors import ConfigError
@@ -14,7 +15,6 @@ from harness.formats import FORMATS
 from harness.parity.assemble import cell_result
 from harness.parity.cells import Cell, parse_case
 from harness.parity.running import Finished, fingerprints, run_cells
-from recipes.parity import ParityConfig, device_of, make_dataset, plan
 
 from ...samples.recorded_runs import write_run
 

@@ -7,11 +7,11 @@ import math
 import re
 
 import pytest
+from harness.recipes.parity import ParityConfig
 
 from harness.config import CONFIGS, compose_config
 from harness.parity.cells import KIND, parse_case
 from harness.plan.settings import SftConfig
-from recipes.parity import ParityConfig
 
 PARITY = compose_config("parity", ParityConfig)
 PRESETS = sorted(path.stem for path in (CONFIGS / "parallel").glob("*.yaml"))

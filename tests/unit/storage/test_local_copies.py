@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.recipes.parity import make_dataset
 
 from harness.errors import HarnessError
 from harness.launch.preflight.probe import copy_checks, known_hashes
@@ -17,7 +18,6 @@ from harness.loader import DataConfig, open_datasets
 from harness.plan.hf_config import find_weights
 from harness.storage import file_digest
 from harness.storage.local_copies import copy_to_node, local_copy
-from recipes.parity import make_dataset
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.recipes.parity import make_dataset
 
 from harness.errors import FormatError
 from harness.formats import open_dataset
@@ -22,7 +23,6 @@ from harness.train.digests import (
     rank_rows,
     read_digests,
 )
-from recipes.parity import make_dataset
 
 
 @pytest.fixture(scope="module")
