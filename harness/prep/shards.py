@@ -258,6 +258,9 @@ class _ShardWriter:
             counts.count("dropped", f"{where}: {num_tokens:,} tokens", reason=fitted.reason)
             return
         counts.placeholders += conversation.dropped_media or 0
+        if not fitted.is_split:
+            lengths = [len(piece) for piece in fitted.pieces]
+            counts.repeated_tokens += sum(lengths) - max(lengths)
         for kind, found in (
             ("partial", fitted.is_partial),
             ("truncated", fitted.is_cut),
