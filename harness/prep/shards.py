@@ -36,7 +36,7 @@ from harness.settings import load, to_plain
 from harness.storage import Place, file_digest, parse_place, stamp_of, sync_folder
 
 # Increment when the same settings begin to give other data.
-VERSION = 2
+VERSION = 3
 RECEIPT = "receipt.json"
 SAMPLES = "samples.jsonl"
 _FILES = (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS, TO_REPAIR, SAMPLES)
