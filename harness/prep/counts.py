@@ -30,6 +30,8 @@ class Counts:
         truncated: conversations that were cut and kept.
         split: conversations that were divided because they are longer than a pack.
         lost_tokens: trained tokens that were cut off or left out because their conversation is longer than a pack.
+        repeated_tokens: tokens beside those of the longest sequence of each conversation: turns that are served
+            differently repeat what is before them.
         media: kept conversations whose images, audio and videos were left out (`source.drop_media`).
         placeholders: places of these in their text that were removed.
         user_last: kept conversations that end with a user turn, which is read and never answered.
@@ -43,6 +45,7 @@ class Counts:
     truncated: int = 0
     split: int = 0
     lost_tokens: int = 0
+    repeated_tokens: int = 0
     media: int = 0
     placeholders: int = 0
     user_last: int = 0

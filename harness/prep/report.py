@@ -30,8 +30,14 @@ from harness.tables import Row, Table, TableCell, make_histogram, open_templates
 _MAX_SOURCES = 200
 # Samples of the page, and of one file.
 _MAX_SAMPLES, _MAX_SAMPLES_A_FILE = 24, 3
+# Tokens prepared over those of one rendering, above which the report warns.
+_MUCH_REPETITION = 1.5
 # Kinds of conversations that are kept and worth a look.
 _KINDS = {
+    "repeated_tokens": (
+        "tokens repeated",
+        "tokens repeat a conversation's beginning before a turn of its own sequence",
+    ),
     "truncated": ("cut", "conversations were cut"),
     "split": ("split", "conversations are longer than a pack and were divided"),
     "partial": ("kept in part", "conversations lost sequences that are longer than a pack"),
@@ -196,7 +202,8 @@ class PrepareReport(Counts):
 
     def facts_table(self) -> Table:
         """Return what was lost, and what the preparation found out."""
-        lost = [("lost", TableCell(loss, "warning"))] if (loss := self.loss()) else []
+        warnings = (("lost", self.loss()), ("repeated", self.repetition_warning()))
+        lost = [(name, TableCell(text, "warning")) for name, text in warnings if text]
         facts = [(name, TableCell(text, "code")) for name, text in self.facts().items()]
         return Table((), [*lost, *facts, ("vocabulary size", f"{self.vocab_size:,}")])
 
@@ -243,11 +250,27 @@ class PrepareReport(Counts):
             "data.pack_size"
         )
 
+    def repetition(self) -> float:
+        """Return the tokens prepared over those of one rendering of each conversation; duplicates count."""
+        tokens = sum(source.tokens for source in self.sources.values())
+        return tokens / (tokens - self.repeated_tokens) if tokens else 1.0
+
+    def repetition_warning(self) -> str:
+        """Return the settings that avoid much repetition; empty if there is little."""
+        if self.repetition() <= _MUCH_REPETITION:
+            return ""
+        return (
+            f"{self.repetition():.1f} times the tokens of one rendering: the chat template shows turns differently "
+            "once others follow, so each has a sequence of its own; tokenizer.train_on=last_turn makes one sequence of "
+            "a conversation, and so does tokenizer.history=kept where the template has a switch for it"
+        )
+
     def facts(self) -> dict[str, str]:
         """Return what the preparation found out: schema, mask and unused fields, as text by name."""
         mask = self.mask
         facts = {"schema": self.schema, "mask": mask.get("rule", ""), "because": mask.get("why", "")}
         facts |= {"history": mask.get("history", ""), "trained turns": mask.get("train_on", "")}
+        facts["tokens over one rendering"] = f"{self.repetition():.2f}"
         facts["unused fields"] = ", ".join(self.unused)
         return {name: text for name, text in facts.items() if text}
 

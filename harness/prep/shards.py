@@ -36,7 +36,7 @@ from harness.settings import load, to_plain
 from harness.storage import Place, file_digest, parse_place, stamp_of, sync_folder
 
 # Increment when the same settings begin to give other data.
-VERSION = 2
+VERSION = 3
 RECEIPT = "receipt.json"
 SAMPLES = "samples.jsonl"
 _FILES = (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS, TO_REPAIR, SAMPLES)
@@ -258,6 +258,9 @@ class _ShardWriter:
             counts.count("dropped", f"{where}: {num_tokens:,} tokens", reason=fitted.reason)
             return
         counts.placeholders += conversation.dropped_media or 0
+        if not fitted.is_split:
+            lengths = [len(piece) for piece in fitted.pieces]
+            counts.repeated_tokens += sum(lengths) - max(lengths)
         for kind, found in (
             ("partial", fitted.is_partial),
             ("truncated", fitted.is_cut),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -270,6 +271,38 @@ def test_the_terminal_says_what_share_is_lost_to_the_length_of_packs_and_how_to_
     )
     assert "data.over_long=split or a larger data.pack_size" in words
     assert "lost" not in run(settings(tmp_path / "e", source, pack_size=4096))[1]
+
+
+def test_the_report_names_the_factor_by_which_turns_of_their_own_repeat_a_conversation(tmp_path):
+    template = tmp_path / "forgetful.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think></think>"
+        "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    turns = [{"role": role, "content": f"{role} {n}"} for n in range(6) for role in ("user", "assistant")]
+    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}] * 10)
+    tokenizer = TokenizerConfig(vocab_size=300, chat_template=str(template))
+    config = settings(tmp_path / "d", source, pack_size=4096, validation_fraction=0)
+    report, output = run(replace(config, tokenizer=tokenizer))
+    reader = open_dataset(tmp_path / "d" / "train")
+    lengths = sorted(int(length) for length in reader.sequence_lengths)
+    assert len(lengths) == 60
+    assert report.repeated_tokens == sum(lengths) - 10 * lengths[-1]
+    factor = sum(lengths) / (10 * lengths[-1])
+    assert factor > 1.5
+    words = " ".join(output.split())
+    assert f"{factor:.1f} times the tokens of one rendering" in words
+    assert f"tokens over one rendering {factor:.2f}" in words
+    again, output = run(
+        replace(
+            config,
+            tokenizer=replace(tokenizer, train_on="last_turn"),
+            data=replace(config.data, path=str(tmp_path / "e")),
+        )
+    )
+    assert again.repeated_tokens == 0
+    assert "times the tokens" not in output
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])

@@ -161,9 +161,27 @@ class RenderedChat:
             start = trained_from(prompt)
             header = prompt[len(before) : start] if prompt.startswith(before) else ""
             place = self.upto(turn).rfind(header, 0, shared) if header.strip() else -1
-            if place >= 0:
+            # A header with opened reasoning may stand at an earlier turn alone, whose header is then not the last.
+            if place >= 0 and place == self.upto(turn).rfind(header.partition("<think>")[0], 0, shared):
                 self._beginnings[turn] = prompt[:start], place + len(header)
                 return start
+        return None
+
+    def begin_with_empty_reasoning(self, turn: int) -> int | None:
+        """Begin a turn without reasoning with its prompt, and close the reasoning that the prompt opens.
+
+        For example, MiniMax-M2's prompt ends in an opened block, and its turns without reasoning have none: a server
+        can only get such an answer from the model after the end of an empty block.
+
+        Returns:
+            first character that the model generates in `served`; None if no prompt of the turn opens its reasoning.
+        """
+        for prompt in self.prompts(turn):
+            header, tag, space = prompt.rpartition("<think>")
+            if tag and not space.strip() and self.upto(turn).startswith(header):
+                # As Qwen3 and MiniMax-M2 write a block of no reasoning, in lines of its own.
+                self._beginnings[turn] = prompt + ("\n</think>\n\n" if space else "</think>"), len(header)
+                return len(prompt)
         return None
 
     def prompt(self, turn: int) -> str:

@@ -7,7 +7,8 @@ rules, in this order of preference:
 - `stock`: for the published template of a model family, known by its hash: what follows the header of each turn
   (`harness.prep.tokenize.stock`);
 - `served`: what each turn adds to the generation prompt that a server renders for it. A turn whose text does not have
-  the end of that prompt is refused: the model would never generate it.
+  the end of that prompt is refused: the model would never generate it. Where the prompt opens the reasoning and the
+  turn has none, an empty block is closed and trained.
 
 Templates disagree on how they take a turn, and drop what they do not know: `harness.prep.tokenize.known_forms` finds
 the form in which one takes all of a conversation, or refuses it by name. Every rendering is then checked against the
@@ -217,6 +218,7 @@ class Masker:
         if start is None:
             prompt = next((prompt for prompt in chat.prompts(turn) if text.startswith(prompt)), None)
             start = len(prompt) if prompt is not None else chat.begin_as_served(turn, self._trained_from)
+            start = chat.begin_with_empty_reasoning(turn) if start is None else start
             if start is None:
                 shown = chat.prompt(turn)[-24:]
                 raise BadRecordError(

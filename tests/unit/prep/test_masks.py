@@ -145,11 +145,40 @@ def test_kept_history_is_refused_where_the_template_has_no_switch(tokenizer: Any
 
 
 def test_a_turn_that_does_not_begin_with_its_prompt_is_refused_by_name(tokenizer: Any) -> None:
-    bad = refused(tokenizer(OPENED), chat("Hi", "Hello"))
+    bad = refused(tokenizer(OPENED.replace("<think>", "<answer>")), chat("Hi", "Hello"))
 
     assert bad.reason == BadReason.NOT_AS_SERVED
     assert "turn 2 does not begin with the chat template's generation prompt" in bad.detail
-    assert "<think>" in bad.detail
+    assert "<answer>" in bad.detail
+
+
+@pytest.mark.parametrize(("opened", "closed"), [("<think>\n", "\n</think>\n\n"), ("<think>", "</think>")])
+def test_a_prompt_that_opens_the_reasoning_is_closed_for_a_turn_that_has_none(
+    tokenizer: Any, opened: str, closed: str
+) -> None:
+    template = OPENED.replace("<think>\n", opened)
+
+    first, second = encode(tokenizer(template), chat("Hi", "Hello", "Bye", "So long"))
+
+    assert (trained(first), trained(second)) == ([f"{closed}Hello<|im_end|>"], [f"{closed}So long<|im_end|>"])
+    assert first.text == f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{opened}{closed}Hello<|im_end|>\n"
+    # Earlier turns stay as the template shows them.
+    assert "<|im_start|>assistant\nHello<|im_end|>\n" in second.text
+
+
+def test_reasoning_in_some_turns_only_fits_a_prompt_that_opens_it(tokenizer: Any) -> None:
+    written = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    thought = {"role": "assistant", "content": "Hello", "reasoning_content": "Hm"}
+    plain = [{"role": "user", "content": "Bye"}, {"role": "assistant", "content": "So long"}]
+
+    made = encode(
+        tokenizer(OPENED.replace("{{ m.content }}", written)),
+        parsed([{"role": "user", "content": "Hi"}, thought, *plain]),
+    )
+
+    assert [trained(sequence) for sequence in made] == [
+        ["Hm\n</think>\n\nHello<|im_end|>", "\n</think>\n\nSo long<|im_end|>"]
+    ]
 
 
 def test_a_prompt_with_thinking_switched_off_counts_as_served(tokenizer: Any) -> None:

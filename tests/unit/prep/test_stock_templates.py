@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.prep.chat import BadReason, BadRecord, Conversation, parse_record
+from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader, parse_record
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 from harness.prep.tokenize.stock import stock_rule
 from tests.samples.stock_templates import SHAPES, stock_templates, tokenizer_for, training_twin
@@ -242,3 +242,39 @@ def test_every_published_template_is_known() -> None:
 
 def test_a_changed_template_is_not_known(tmp_path: Path) -> None:
     assert stock_rule(TEMPLATES["qwen3"] + " {{ '' }}") is None
+
+
+# Of every template: without reasoning, with it in all turns, in the first or the last one only, and with tools.
+FOLLOWED = {
+    "two_turns": SHAPES["two_turns"],
+    "reasoning_two_turns": SHAPES["reasoning_two_turns"],
+    "reasoning_in_the_first_turn": SHAPES["reasoning_in_the_first_turn"],
+    "reasoning_in_the_last_turn": ([*SHAPES["one_turn"][0], *SHAPES["reasoning"][0]], []),
+    "tool_result_two_turns": SHAPES["tool_result_two_turns"],
+    "reasoning_and_tools_two_turns": SHAPES["reasoning_and_tools_two_turns"],
+}
+# Contents that a template does not write, whatever is left out: another template is then the only advice.
+NO_TEXTS, NO_TOOLS = (
+    {"idefics3", "smolvlm"},
+    {*OF_PARTS, "deepseek_r1_distill", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl"},
+)
+
+
+@pytest.mark.parametrize("shape", FOLLOWED)
+def test_the_advice_of_a_refusal_leads_to_a_chat_that_is_prepared(stock: Stock, shape: str) -> None:
+    messages, tools = FOLLOWED[shape]
+    record = {"messages": messages} | ({"tools": tools} if tools else {})
+    ignored: list[str] = []
+    while True:
+        conversation = RecordReader(ignore_fields=ignored).parse(record, "line 1")
+        (made,) = stock.ours.encode_each([conversation]) if isinstance(conversation, Conversation) else (conversation,)
+        if not isinstance(made, BadRecord):
+            return
+        advice = re.search(r"source\.ignore_fields=\[([\w,]+)\]", made.detail)
+        if advice is None:
+            break
+        # Advice that was followed already would lead in a circle.
+        assert not set(advice.group(1).split(",")) & set(ignored), made
+        ignored += advice.group(1).split(",")
+    assert "tokenizer.chat_template" in made.detail or made.reason == BadReason.TEMPLATE_FAILED, made
+    assert stock.name in ALTERNATING | NO_TOOLS if tools else stock.name in NO_TEXTS, made
