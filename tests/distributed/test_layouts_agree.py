@@ -117,7 +117,7 @@ def test_an_eighth_of_the_accepted_layouts_trains_as_one_rank_does(tmp_path) -> 
 
 def test_losses_by_conversation_are_those_of_one_rank_on_layouts_of_two(tmp_path) -> None:
     # Of each kind, every size and switch that two ranks can have.
-    chosen = [one for one in an_eighth([some for some in accepted(AVERAGED) if some.ranks == 2])]
+    chosen = an_eighth([one for one in accepted(AVERAGED) if one.ranks == 2])
     assert {one.kind for one in chosen} == set(AVERAGED)
     assert differing(train_all(chosen, tmp_path)) == []
 
