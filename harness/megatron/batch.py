@@ -124,22 +124,14 @@ def to_device(
         loss_average: one of `LOSS_AVERAGES`.
     """
     weights, divisor = loss_weights(row, loss_average)
-    row = replace(row, loss_mask=weights)
     # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
     positions = np.arange(len(row), dtype=np.int64) - np.repeat(
         row.cu_seqlens_padded[:-1], np.diff(row.cu_seqlens_padded)
     )
-    fields: list[npt.NDArray[Any]] = [
-        row.tokens,
-        row.labels,
-        row.position_ids,
-        row.loss_mask,
-        row.padding_mask,
-        positions,
-    ]
+    fields: list[npt.NDArray[Any]] = [row.tokens, row.labels, row.position_ids, weights, row.padding_mask, positions]
     for distance in range(1, mtp_layers + 1):
         # Moved before they are cut, so that no rank needs a token of another.
-        ahead = tokens_ahead(row, distance)
+        ahead = tokens_ahead(replace(row, loss_mask=weights), distance)
         fields += [ahead.tokens, ahead.labels, ahead.loss_mask, ahead.padding_mask]
     if row.sources is not None:
         sizes = np.diff(row.cu_seqlens_padded)
