@@ -16,6 +16,9 @@ from harness.records import Int32Array, Int64Array, SequenceView, UInt8Array
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
 
+# Units that a loss is the mean over.
+LOSS_AVERAGES = ("token", "conversation")
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ThdBatch:
@@ -200,6 +203,22 @@ def thd_from_model_tokens(
         max_seqlen=int(padded.max()),
         padding_mask=~real,
     )
+
+
+def loss_weights(row: ThdBatch, average: str = "token") -> tuple[Float32Array, int]:
+    """Return the weights of a row's losses, float32 [T], and the row's part of what divides their sum.
+
+    The loss of a global batch is the sum over all its rows, divided by the sum of these parts. With `token` every
+    trained token counts by its mask. With `conversation` every sequence with a trained token counts as 1, which its
+    tokens share by their masks.
+    """
+    if average == "token":
+        return row.loss_mask, int(row.loss_mask.sum(dtype=np.float64))
+    sizes = np.diff(row.cu_seqlens_padded)
+    owners = np.repeat(np.arange(sizes.shape[0]), sizes)
+    sums = np.bincount(owners, weights=row.loss_mask, minlength=sizes.shape[0])
+    weights = row.loss_mask / np.where(sums > 0, sums, 1.0)[owners]
+    return weights.astype(np.float32), int(np.count_nonzero(sums))
 
 
 def visible_bounds(cu_seqlens: npt.ArrayLike, cu_seqlens_padded: npt.ArrayLike) -> tuple[Int32Array, Int32Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from harness.megatron.compat import packed_seq_params
-from harness.thd import ThdBatch, context_parallel_indices, tokens_ahead
+from harness.thd import ThdBatch, context_parallel_indices, loss_weights, tokens_ahead
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,10 @@ class RowTensors:
 
     Attributes:
         tokens, labels, position_ids: int64 [1, T / cp].
-        loss_mask: float32 [1, T / cp].
+        loss_mask: float32 [1, T / cp], the weights of `loss_weights`.
         padding_mask: bool [1, T / cp], True at padding.
+        divisor: int32, the row's part of what divides the sum of all losses; 0 on all of its context-parallel ranks but
+            the first.
         sources: int64 [1, T / cp], number of the dataset that each token is from; None for a row without them.
         packed_seq_params: boundaries of the whole row, the same on every rank of its context-parallel group; and this
             rank's slices of the tokens ahead, for layers that predict these.
@@ -35,6 +37,7 @@ class RowTensors:
     position_ids: torch.Tensor
     loss_mask: torch.Tensor
     padding_mask: torch.Tensor
+    divisor: torch.Tensor
     packed_seq_params: PackedSeqParams
     sources: torch.Tensor | None = None
 
@@ -111,28 +114,24 @@ def to_device(
     cp_rank: int = 0,
     mtp_layers: int = 0,
     is_static: bool = False,
+    loss_average: str = "token",
 ) -> RowTensors:
     """Copy this rank's context-parallel slice of a row to `device`; a GPU's copies do not wait.
 
     Args:
         mtp_layers: layers that predict further tokens, and need those ahead.
         is_static: the row is one of `static_row`.
+        loss_average: one of `LOSS_AVERAGES`.
     """
+    weights, divisor = loss_weights(row, loss_average)
     # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
     positions = np.arange(len(row), dtype=np.int64) - np.repeat(
         row.cu_seqlens_padded[:-1], np.diff(row.cu_seqlens_padded)
     )
-    fields: list[npt.NDArray[Any]] = [
-        row.tokens,
-        row.labels,
-        row.position_ids,
-        row.loss_mask,
-        row.padding_mask,
-        positions,
-    ]
+    fields: list[npt.NDArray[Any]] = [row.tokens, row.labels, row.position_ids, weights, row.padding_mask, positions]
     for distance in range(1, mtp_layers + 1):
         # Moved before they are cut, so that no rank needs a token of another.
-        ahead = tokens_ahead(row, distance)
+        ahead = tokens_ahead(replace(row, loss_mask=weights), distance)
         fields += [ahead.tokens, ahead.labels, ahead.loss_mask, ahead.padding_mask]
     if row.sources is not None:
         sizes = np.diff(row.cu_seqlens_padded)
@@ -152,6 +151,8 @@ def to_device(
         position_ids,
         loss_mask,
         padding_mask,
+        # Its context-parallel ranks sum the losses of their slices, and count the whole row once.
+        _copied(np.asarray(divisor if cp_rank == 0 else 0, np.int32), device),
         packed_seq_params(
             cu_seqlens=_copied(row.cu_seqlens, device),
             cu_seqlens_padded=_copied(row.cu_seqlens_padded, device) if is_padded else None,
@@ -186,15 +187,17 @@ def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.T
     return output
 
 
-def sum_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the summed loss, the trained tokens, and both as one float64 tensor [2] for the report.
+def sum_loss(
+    loss_mask: torch.Tensor, divisor: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the summed loss, its divisor, and for the report both with the trained tokens as one float64 tensor [3].
 
-    The sum, not the mean: Megatron divides gradients by the tokens of the whole global batch, so the loss does not
+    The sum, not the mean: Megatron divides gradients by the divisors of the whole global batch, so the loss does not
     depend on the placement of sequences.
     """
     total = (losses.float() * loss_mask).sum()
-    tokens = loss_mask.sum()
-    return total, tokens.to(torch.int), torch.stack((total.detach().double(), tokens.double()))
+    tokens = torch.count_nonzero(loss_mask)
+    return total, divisor, torch.stack((total.detach().double(), divisor.double(), tokens.double()))
 
 
 def padding_argument(chunk: Any, padding_mask: torch.Tensor) -> dict[str, torch.Tensor]:

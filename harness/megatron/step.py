@@ -32,7 +32,7 @@ from harness.megatron.unproven.row_graph import RowGraph
 from harness.megatron.unproven.user_buffers import open_user_buffers
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.layout import fp8_row_multiple
-from harness.thd import ThdBatch, pad_row, static_row
+from harness.thd import ThdBatch, loss_weights, pad_row, static_row
 from harness.train import Evaluation, StepResult
 
 # Runs one microbatch through one chunk: returns its output, and the function that computes the loss from it.
@@ -107,6 +107,7 @@ class MegatronStep:
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
         max_sequences: the most that a row has; needed for `parallel.cuda_graphs`, as is `pad_rows_to`.
         fill: replaces the random weights, before the optimizer copies them.
+        loss_average: as of `TrainerConfig`.
 
     Attributes:
         sources: the datasets of a blend, whose tokens the routers of experts then count apart; None for none.
@@ -125,6 +126,7 @@ class MegatronStep:
         pad_rows_to: int | None = None,
         max_sequences: int | None = None,
         fill: Callable[[list[GPTModel]], None] | None = None,
+        loss_average: str = "token",
     ) -> None:
         if parallel.overlap_tensor_parallel:
             if pad_rows_to is None:
@@ -132,7 +134,7 @@ class MegatronStep:
             open_user_buffers(model, parallel, device, tokens=pad_rows_to)
         self.chunks = chunks = build_model(model, parallel, vocab_size=vocab_size, device=device, fill=fill)
         self.layout, self.device, self.group_size = layout, device, parallel.group_size
-        self.vocab_size, self.pad_rows_to = vocab_size, pad_rows_to
+        self.vocab_size, self.pad_rows_to, self.loss_average = vocab_size, pad_rows_to, loss_average
         self.config = get_model_config(chunks[0])
         self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
         settings = optimizer or OptimizerConfig()
@@ -172,7 +174,7 @@ class MegatronStep:
         updated, grad_norm, _zeros = self.optimizer.step()
         if updated:
             self.scheduler.step(increment=1)
-        total, tokens = self._reduce(sums)
+        total, divisor, tokens = self._reduce(sums)
         loads: dict[str, float] = {}
         if self.sources is not None and self.has_experts:
             loads = source_loads(self.chunks, self.num_layers, self.sources.names, self.device)
@@ -181,7 +183,7 @@ class MegatronStep:
         if self.mtp_layers:
             mtp_losses, mtp_tokens = predicted_losses(self.chunks, self.mtp_layers, self.device)
         return StepResult(
-            loss=total / max(tokens, 1),
+            loss=total / max(divisor, 1),
             trained_tokens=int(tokens),
             grad_norm=float(grad_norm) if grad_norm is not None else float("nan"),
             learning_rate=learning_rate,
@@ -214,34 +216,34 @@ class MegatronStep:
         check_drift(self.chunks, number, self.device)
 
     def _count_tokens(self, rows: Sequence[ThdBatch]) -> dict[str, float]:
-        """Return the trained and the real tokens of the global batch; middle stages know only the latter themselves."""
-        trained = sum(row.num_trained_tokens for row in rows)
+        """Return the loss's divisor and the real tokens of the global batch; middle stages know only the latter."""
+        divisor = sum(loss_weights(row, self.loss_average)[1] for row in rows)
         real = sum(int(np.count_nonzero(~row.padding_mask)) for row in rows)
-        counts = torch.tensor([trained, real], dtype=torch.float64, device=self.device)
+        counts = torch.tensor([divisor, real], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             stages = parallel_state.get_pipeline_model_parallel_group()
             torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group=stages)
-        return {"trained": float(counts[0]), "real": float(counts[1])}
+        return {"divisor": float(counts[0]), "real": float(counts[1])}
 
     def evaluate(self, batches: Iterable[RankBatch]) -> Evaluation:
-        """Return the mean loss of a trained token over `batches`, computed without gradients."""
+        """Return the mean loss over `batches`, computed without gradients."""
         for chunk in self.chunks:
             chunk.eval()
         for router in routers(self.chunks):
             router.reset()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = self._sum([])
         with torch.no_grad():
             for batch in batches:
                 sums += self._sum(self.run_rows(batch.rows, self.forward_row))
-        total, tokens = self._reduce(sums)
+        total, divisor, tokens = self._reduce(sums)
         load = expert_metrics(self.chunks, self.num_layers, self.device).load if self.has_experts else 0.0
-        return Evaluation(loss=total / max(tokens, 1), trained_tokens=int(tokens), expert_load=load or None)
+        return Evaluation(loss=total / max(divisor, 1), trained_tokens=int(tokens), expert_load=load or None)
 
     def _sum(self, reports: list[torch.Tensor]) -> torch.Tensor:
         """Return the sum of the reports of rows; zeros on a stage that computes no loss."""
         if not reports:
-            return torch.zeros(2, dtype=torch.float64, device=self.device)
+            return torch.zeros(3, dtype=torch.float64, device=self.device)
         return torch.stack(reports).sum(dim=0)
 
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
@@ -272,6 +274,7 @@ class MegatronStep:
             cp_rank=self.layout.cp_rank,
             mtp_layers=self.mtp_layers,
             is_static=is_static,
+            loss_average=self.loss_average,
         )
 
     def forward_row(self, rows: RowsAhead, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
@@ -280,7 +283,7 @@ class MegatronStep:
         self.check_tokens(arrays)
         if row.sources is not None and self.sources is not None:
             show_sources(model, row.sources, len(self.sources.names))
-        return run_row(model, row), partial(sum_loss, row.loss_mask)
+        return run_row(model, row), partial(sum_loss, row.loss_mask, row.divisor)
 
     def check_tokens(self, arrays: ThdBatch) -> None:
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
@@ -291,8 +294,8 @@ class MegatronStep:
                 fix="set it to the vocabulary size of the dataset's tokenizer",
             )
 
-    def _reduce(self, sums: torch.Tensor) -> tuple[float, float]:
-        """Return the loss sum and trained tokens of the whole job, which start on the last pipeline stage."""
+    def _reduce(self, sums: torch.Tensor) -> tuple[float, float, float]:
+        """Return the sums of `sum_loss` over the whole job, which start on the last pipeline stage."""
         torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             torch.distributed.broadcast(
@@ -300,5 +303,5 @@ class MegatronStep:
                 src=parallel_state.get_pipeline_model_parallel_last_rank(),
                 group=parallel_state.get_pipeline_model_parallel_group(),
             )
-        total, tokens = sums.tolist()
-        return total, tokens
+        total, divisor, tokens = sums.tolist()
+        return total, divisor, tokens

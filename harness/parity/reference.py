@@ -137,7 +137,7 @@ def train_reference(config: SftConfig) -> int:
             began = time.perf_counter()
             adam.zero_grad()
             packs = data.train.read(batch.pack_ids.tolist())
-            loss, tokens = _mean_loss(model, packs, backward=True)
+            loss, tokens = _mean_loss(model, packs, trainer.loss_average, backward=True)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_grad or math.inf)
             rate = _learning_rate(optimizer, number - 1, last)
             for group in adam.param_groups:
@@ -147,7 +147,7 @@ def train_reference(config: SftConfig) -> int:
             if data.validation is not None and is_due(number, trainer.eval_interval, last):
                 stored = data.validation.read(list(range(len(data.validation))))
                 with torch.no_grad():
-                    validation = Evaluation(*_mean_loss(model, stored, backward=False))
+                    validation = Evaluation(*_mean_loss(model, stored, trainer.loss_average, backward=False))
             own = rank_rows(batch, process=0, dp_rank=0, is_first_stage=True, is_last_stage=True)
             digests.write(merge_ranks(number, batch, [own]))
             result = StepResult(loss, tokens, float(norm), rate, skipped=False)
@@ -198,18 +198,17 @@ def _learning_rate(optimizer: OptimizerConfig, done: int, last: int) -> float:
     return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * shares[optimizer.decay]
 
 
-def _mean_loss(model: Any, packs: Sequence[Pack], *, backward: bool) -> tuple[float, int]:
-    """Return the mean loss of the trained tokens of some packs, and their number; add the gradients of the mean."""
-    sequences = [one for pack in packs for one in pack.sequences()]
-    tokens, total = sum(int(one.loss_mask.sum()) for one in sequences), 0.0
-    for one in sequences:
-        if not one.loss_mask.any():
-            continue
+def _mean_loss(model: Any, packs: Sequence[Pack], average: str, *, backward: bool) -> tuple[float, int]:
+    """Return the mean loss of some packs by `trainer.loss_average`, and their trained tokens; add its gradients."""
+    trained = [one for pack in packs for one in pack.sequences() if one.loss_mask.any()]
+    sums, mean = [int(one.loss_mask.sum()) for one in trained], 0.0
+    for one, own in zip(trained, sums, strict=True):
         ids = torch.from_numpy(one.input_ids).long()
         logits = model(ids[None, :-1]).logits[0].float()
         each = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-        loss = (each * torch.from_numpy(one.loss_mask[:-1])).sum()
+        divisor = own * len(trained) if average == "conversation" else sum(sums)
+        loss = (each * torch.from_numpy(one.loss_mask[:-1])).sum() / divisor
         if backward:
-            (loss / tokens).backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
-    return total / max(tokens, 1), tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+        mean += float(loss.detach())
+    return mean, sum(int(one.loss_mask.astype(bool).sum()) for one in trained)

@@ -18,6 +18,7 @@ from harness.loader import CorpusConfig, DataConfig, LoaderConfig
 from harness.plan.layout import ParallelConfig, fp8_rank_multiple, fp8_row_multiple
 from harness.plan.model import ModelConfig
 from harness.schedule import ScheduleConfig
+from harness.thd import LOSS_AVERAGES
 
 _USUAL_STEPS, _NO_LAST_STEP = 60, 1 << 31
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -112,6 +113,8 @@ class TrainerConfig:
     Attributes:
         steps: optimizer steps of the whole run, those before a resume included; null for 60, and on live data until
             the stream ends.
+        loss_average: what the loss and validation losses are means over: every trained `token` counts alike, or every
+            `conversation` (a sequence of a pack with trained tokens, which share its weight), however long its answers.
         eval_interval: steps between validations, 0 for none; the last step is always validated.
         eval_batches: global batches of one validation; null for the whole validation set.
         early_stop: stop after this many validations in a row without a new lowest loss; 0 for never.
@@ -144,6 +147,7 @@ class TrainerConfig:
     """
 
     steps: int | None = bounded(None, lowest=1)
+    loss_average: str = "token"
     eval_interval: int = bounded(20)
     eval_batches: int | None = bounded(None, lowest=1)
     early_stop: int = bounded(0)
@@ -169,6 +173,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         check_numbers(self, "trainer")
         require_choice(self.on_straggler, ON_STRAGGLER, setting="trainer.on_straggler")
+        require_choice(self.loss_average, LOSS_AVERAGES, setting="trainer.loss_average")
         local = self.local_checkpoints
         if local and (not local.startswith("/") or not local.strip("/")):
             raise ConfigError(
@@ -481,6 +486,9 @@ class PretrainConfig(RunConfig):
         if weighted and self.trainer.eval_batches is None:
             what = "a blend with weights has no end, so its validation needs one"
             raise ConfigError(what, where="trainer.eval_batches", fix="set a number of global batches, such as 10")
+        if self.trainer.loss_average != "token":
+            what = "a corpus has no conversations that a loss could be a mean over"
+            raise ConfigError(what, where="trainer.loss_average", fix="trainer.loss_average=token")
         if self.model.vocab_size is None and self.model.init_from is None:
             raise ConfigError(
                 "the vocabulary size is unknown: a corpus does not record it",

@@ -49,7 +49,7 @@ class StepResult:
     """Result of one optimizer step, the same on every rank.
 
     Attributes:
-        loss: mean over the trained tokens of the global batch, in nats.
+        loss: mean over the global batch, in nats, by `TrainerConfig.loss_average`.
         trained_tokens: of the global batch.
         grad_norm: before clipping.
         learning_rate: used by this step.
@@ -78,7 +78,7 @@ class Evaluation:
     """Result of a validation.
 
     Attributes:
-        loss: mean in nats over the trained tokens.
+        loss: mean in nats over all of it, as of a step.
         expert_load: tokens of a layer's busiest expert over the mean, as a mean over layers; None for a dense model.
     """
 

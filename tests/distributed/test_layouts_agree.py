@@ -26,7 +26,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from layout_space import KINDS, LATER, NUM_PACKS, RANKS, Layout, accepted, an_eighth, layouts_of
+from layout_space import AVERAGED, KINDS, LATER, NUM_PACKS, RANKS, Layout, accepted, an_eighth, layouts_of
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from small_packs import write_small_packs
@@ -113,6 +113,13 @@ def differing(results: list[dict[str, Any]]) -> list[str]:
 
 def test_an_eighth_of_the_accepted_layouts_trains_as_one_rank_does(tmp_path) -> None:
     assert differing(train_all(an_eighth(accepted(KINDS)), tmp_path)) == []
+
+
+def test_losses_by_conversation_are_those_of_one_rank_on_layouts_of_two(tmp_path) -> None:
+    # Of each kind, every size and switch that two ranks can have.
+    chosen = an_eighth([one for one in accepted(AVERAGED) if one.ranks == 2])
+    assert {one.kind for one in chosen} == set(AVERAGED)
+    assert differing(train_all(chosen, tmp_path)) == []
 
 
 def test_the_documented_four_steps_show_a_rank_that_divides_by_its_own_tokens(tmp_path) -> None:
@@ -240,6 +247,7 @@ class Run:
             vocab_size=config.model.vocab_size,
             optimizer=config.optimizer,
             fill=torch.no_grad()(fill),
+            loss_average=config.trainer.loss_average,
         )
 
         def load() -> Loader:

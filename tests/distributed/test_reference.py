@@ -22,34 +22,50 @@ from harness.recipes import sft
 from .conftest import overrides_of, read_metrics, run_command, run_here
 
 STEPS = ("trainer.steps=4", "optimizer.decay_steps=4", "optimizer.warmup_steps=1", "optimizer.weight_decay=0.1")
+BY_CONVERSATION = "trainer.loss_average=conversation"
 ALIKE = Tolerances()
 
 
-def mean_of_each_row(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def mean_of_each_row(
+    mask: torch.Tensor, divisor: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what `sum_loss` returns, with a loss that is normalized by its own row, as many trainers have it."""
     total, tokens = (losses.float() * mask).sum(), mask.sum()
-    report = torch.stack((total.detach().double(), tokens.double()))
+    report = torch.stack((total.detach().double(), tokens.double(), tokens.double()))
     return total / tokens.clamp(min=1), torch.ones((), dtype=torch.int), report
 
 
 @pytest.fixture(scope="module")
 def plain(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """References of three families, in folders of their names."""
+    """References of three families, in folders of their names, and one of which every conversation counts alike."""
     place = tmp_path_factory.mktemp("plain")
     for family in ("qwen2", "deepseek_v3", "gpt_oss"):
         settings = overrides_of(dataset, place / family, *make_model(family, place / "models" / family), *STEPS)
         assert train_reference(compose_config("sft", SftConfig, settings)) == 0
+    model = make_model("qwen2", place / "models" / "qwen2")
+    settings = overrides_of(dataset, place / "by_conversation", *model, *STEPS, BY_CONVERSATION)
+    assert train_reference(compose_config("sft", SftConfig, settings)) == 0
     return place
 
 
-def differences(plain: Path, family: str, dataset: Path, run: Path, *more: str) -> dict[str, float]:
-    """Return the largest relative difference of a run's losses and gradient norms from those of the reference."""
+def differences(
+    plain: Path, family: str, dataset: Path, run: Path, *more: str, reference: str = ""
+) -> dict[str, float]:
+    """Return the largest relative difference of a run's losses and gradient norms from those of the reference.
+
+    Args:
+        reference: name of its folder; empty for that of the family.
+    """
     model = make_model(family, plain / "models" / family)
     run_here(sft, SftConfig, overrides_of(dataset, run, *model, *STEPS, *more))
-    expected, found = read_metrics(plain / family), read_metrics(run)
+    expected, found = read_metrics(plain / (reference or family)), read_metrics(run)
     assert [line["learning_rate"] for line in found] == pytest.approx([line["learning_rate"] for line in expected])
-    names = ("loss", "grad_norm")
-    columns = [[np.asarray([line[name] for line in lines]) for lines in (expected, found)] for name in names]
+    assert [line["trained_tokens"] for line in found] == [line["trained_tokens"] for line in expected]
+    names = ("loss", "grad_norm", "validation_loss")
+    columns = [
+        [np.asarray([line[name] for line in lines if line[name] is not None]) for lines in (expected, found)]
+        for name in names
+    ]
     return {
         name: float(abs(right - wrong).max() / right.min()) for name, (right, wrong) in zip(names, columns, strict=True)
     }
@@ -60,6 +76,16 @@ def test_a_family_trains_as_plain_transformers_do_on_unpacked_conversations(plai
     found = differences(plain, family, dataset, tmp_path / "run")
     assert found["loss"] <= ALIKE.loss
     assert found["grad_norm"] <= ALIKE.grad_norm
+
+
+@pytest.mark.parametrize("schedule", ["as_packed", "dp_balanced", "cost_balanced"])
+def test_conversations_count_alike_as_in_plain_pytorch_under_every_schedule(plain, schedule, dataset, tmp_path) -> None:
+    more = (BY_CONVERSATION, f"schedule={schedule}")
+    found = differences(plain, "qwen2", dataset, tmp_path / "run", *more, reference="by_conversation")
+    assert max(found.values()) <= 1e-6
+    # A mean over tokens is another loss.
+    by_token = differences(plain, "qwen2", dataset, tmp_path / "other", more[1], reference="by_conversation")
+    assert min(by_token.values()) > 1e-4
 
 
 @pytest.mark.parametrize(

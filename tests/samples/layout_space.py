@@ -20,6 +20,8 @@ RANKS = (1, 2, 4)
 # Adapters stand on experts too. Those of `LATER` differ from others in few operations.
 KINDS = ("dense", "lora", "qwen3_moe", "deepseek_like", "lora qwen3_moe")
 LATER = ("olmoe", "gpt_oss_like", "lora deepseek_like")
+# Losses that are means over conversations; on two ranks alone.
+AVERAGED = ("dense conversation", "lora deepseek_like conversation", "deepseek_like conversation")
 # Four layers for four stages; heads, groups and experts for four ranks. Rows are packs, of which the last step has
 # three: with four data-parallel ranks, one has a row of zero loss.
 SETTINGS = (
@@ -70,6 +72,8 @@ def config_of(kind: str) -> SftConfig:
         model = replace(model, kv_lora_rank=26)  # with 6 rotated numbers, a multiple of four ranks
     if "lora" in kind.split():
         model = replace(model, lora_rank=4, lora_alpha=4.0, mtp_layers=0)
+    if "conversation" in kind.split():
+        config = replace(config, trainer=replace(config.trainer, loss_average="conversation"))
     return replace(config, model=model)
 
 

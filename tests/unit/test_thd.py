@@ -13,6 +13,7 @@ from harness.thd import (
     ThdBatch,
     build_thd_batch,
     context_parallel_indices,
+    loss_weights,
     pad_row,
     padded_lengths,
     padding_multiple,
@@ -323,3 +324,16 @@ def test_what_lies_ahead_of_a_token_is_of_its_own_sequence_wherever_padding_is()
     assert (~further.padding_mask).tolist() == [True, False, False, False, True, False, False]
     # A row of nobody's tokens, and its padding, have nothing ahead.
     assert tokens_ahead(pad_row(zero_loss_row(2), 8), 1).padding_mask.all()
+
+
+def test_a_conversation_s_weight_is_shared_by_its_trained_tokens_and_one_that_trains_nothing_has_none() -> None:
+    three = [*TWO, view([31, 32, 33], [0, 0, 0])]
+    row = build_thd_batch(three, pad_to_multiple=4)
+    weights, divisor = loss_weights(row, "conversation")
+    assert (weights.tolist(), divisor) == ([0, 0.5, 0.5, 0, 1, 0, 0, 0, 0, 0, 0, 0], 2)
+    assert (weights.dtype, loss_weights(pad_row(row, 20), "conversation")[1]) == (np.float32, 2)
+    assert (loss_weights(row)[0].tolist(), loss_weights(row)[1]) == (row.loss_mask.tolist(), 3)
+    assert loss_weights(zero_loss_row(4), "conversation")[1] == loss_weights(zero_loss_row(4))[1] == 0
+    # Weights are on any scale.
+    again, same = loss_weights(replace(row, loss_mask=row.loss_mask * 100), "conversation")
+    assert (again.tolist(), same) == (weights.tolist(), 2)

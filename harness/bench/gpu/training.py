@@ -140,7 +140,7 @@ def _dense(row: ThdBatch, count: int, length: int, device: torch.device) -> RowT
     positions = np.tile(np.arange(length, dtype=np.int64), count)
     fields = (row.tokens, row.labels, positions, row.loss_mask, row.padding_mask)
     tokens, labels, position_ids, loss_mask, padding_mask = map(grid, fields)
-    return RowTensors(tokens, labels, position_ids, loss_mask, padding_mask, None)
+    return RowTensors(tokens, labels, position_ids, loss_mask, padding_mask, loss_mask.sum().to(torch.int), None)
 
 
 def measure_checkpoint(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:

@@ -54,5 +54,5 @@ def loss_function(
     With `--calculate-per-token-loss` Megatron divides by the tokens of the whole global batch, so the loss does not
     depend on the placement of sequences.
     """
-    total, tokens, report = sum_loss(loss_mask, losses)
-    return total, tokens, {"lm loss": report}
+    total, tokens, report = sum_loss(loss_mask, loss_mask.sum().to(torch.int), losses)
+    return total, tokens, {"lm loss": report[:2]}

@@ -28,11 +28,11 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
     """Megatron's GPTModel, whose layers after the last one each predict one token further.
 
     Layer k combines the states of a token, after the layer before it, with the embedding of the k-th token ahead, and
-    predicts the one after that. Its losses are summed over the tokens whose own loss is trained there, as the model's
-    are, and Megatron divides both by the trained tokens of the step.
+    predicts the one after that. Its losses are summed with the weights of the tokens whose own loss is trained there,
+    as the model's are, and Megatron divides both by the divisor of the step.
 
     Attributes:
-        predicted: float64 [MTP layers, 2] of this step on this rank: summed losses, and trained tokens.
+        predicted: float64 [MTP layers, 3] of this step on this rank: summed losses, summed weights, trained tokens.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -99,7 +99,8 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
             losses = losses.float() * fields.loss_mask
             scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
             hidden_states = MTPLossAutoScaler.apply(hidden_states, losses * scale)
-            sums.append(torch.stack((losses.detach().double().sum(), fields.loss_mask.double().sum())))
+            mask = fields.loss_mask.double()
+            sums.append(torch.stack((losses.detach().double().sum(), mask.sum(), torch.count_nonzero(mask))))
         self.predicted = self.predicted + torch.stack(sums)
         return hidden_states
 
@@ -138,11 +139,11 @@ def predicted_losses(
     Args:
         num_layers: that predict further tokens.
     """
-    sums = torch.zeros(num_layers, 2, dtype=torch.float64, device=device)
+    sums = torch.zeros(num_layers, 3, dtype=torch.float64, device=device)
     for chunk in chunks:
         sums += chunk.module.predicted
     torch.distributed.all_reduce(sums)
     # Tensor-parallel ranks all have the same losses.
     sums /= parallel_state.get_tensor_model_parallel_world_size()
     rows = sums.tolist()
-    return tuple(total / max(tokens, 1.0) for total, tokens in rows), round(sum(tokens for _, tokens in rows))
+    return tuple(total / (weights or 1.0) for total, weights, _ in rows), round(sum(tokens for *_, tokens in rows))

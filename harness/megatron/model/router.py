@@ -32,7 +32,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
 
     Attributes:
         layer: number of its layer, 0 for the model's first.
-        token_weight: weight of a real token in the losses, which Megatron divides by the trained tokens of the step.
+        token_weight: weight of a real token in the losses, which Megatron divides by the divisor of the step's loss.
         counts: float64 [experts], real tokens sent to each expert in this step, on this rank.
         sums: of this step, by the names of `_SUMS`.
         row_sources: int64 [T], the dataset of each token of this rank in the row that is computed; None for none.
@@ -239,10 +239,10 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
         yield from (module for module in chunk.modules() if isinstance(module, Router))
 
 
-def weigh_tokens(chunks: Sequence[DistributedDataParallel], *, trained: float, real: float) -> None:
-    """Let the routers' losses be means over the real tokens of the step, however few of these are trained."""
+def weigh_tokens(chunks: Sequence[DistributedDataParallel], *, divisor: float, real: float) -> None:
+    """Let the routers' losses be means over the real tokens of the step, whatever divides the loss of the step."""
     for router in routers(chunks):
-        router.token_weight = trained / max(real, 1.0)
+        router.token_weight = divisor / max(real, 1.0)
 
 
 def show_sources(chunk: torch.nn.Module, sources: torch.Tensor, number: int) -> None:

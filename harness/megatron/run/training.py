@@ -224,6 +224,7 @@ class _Run(Hooks):
             pad_rows_to=task.pad_rows_to,
             max_sequences=task.max_sequences,
             fill=fill,
+            loss_average=self._trainer.loss_average,
         )
         self.step.sources = task.sources
         if self.newest is not None:

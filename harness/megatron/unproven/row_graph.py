@@ -44,10 +44,10 @@ class RowGraph:
         self._is_warm = False
 
     def run_rows(self, rows: Sequence[ThdBatch]) -> torch.Tensor:
-        """Do what Megatron's schedule does, each row by the graph; return the summed loss and the trained tokens."""
+        """Do what Megatron's schedule does, each row by the graph; return the sums of their reports."""
         step = self._step
         copied = RowsAhead(map(self._to_shape, rows), partial(step.copy_row, is_static=True), step.copies)
-        sums = torch.zeros(2, dtype=torch.float64, device=step.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=step.device)
         for _ in rows:
             arrays, row = copied.take()
             step.check_tokens(arrays)
@@ -80,7 +80,7 @@ class RowGraph:
         step, config = self._step, self._step.config
 
         def forward(_: Any, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-            return run_row(model, row), partial(sum_loss, row.loss_mask)
+            return run_row(model, row), partial(sum_loss, row.loss_mask, row.divisor)
 
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
         try:

@@ -126,11 +126,12 @@ def test_a_chunk_gets_all_of_a_row_and_its_labels_only_where_losses_are_asked_fo
     assert seen.keys() == names.keys()
 
 
-def test_a_row_s_loss_is_the_sum_over_its_trained_tokens_and_its_report_is_exact_and_without_gradient() -> None:
+def test_a_row_s_loss_is_the_weighted_sum_over_its_tokens_and_its_report_is_exact_and_without_gradient() -> None:
     losses = torch.tensor([[2.0, 3.0, 5.0]], requires_grad=True)
-    total, tokens, report = sum_loss(torch.tensor([[1.0, 0.0, 1.0]]), losses)
+    mask = torch.tensor([[1.0, 0.0, 0.5]])
+    total, divisor, report = sum_loss(mask, torch.tensor(3, dtype=torch.int), losses)
     total.backward()
     assert losses.grad is not None
-    assert losses.grad.tolist() == [[1.0, 0.0, 1.0]]
-    assert (total.item(), tokens.item(), report.tolist()) == (7.0, 2, [7.0, 2.0])
-    assert (tokens.dtype, report.dtype, report.requires_grad) == (torch.int32, torch.float64, False)
+    assert losses.grad.tolist() == [[1.0, 0.0, 0.5]]
+    assert (total.item(), divisor.item(), report.tolist()) == (4.5, 3, [4.5, 3.0, 2.0])
+    assert (divisor.dtype, report.dtype, report.requires_grad) == (torch.int32, torch.float64, False)

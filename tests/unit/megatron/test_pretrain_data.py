@@ -126,6 +126,12 @@ def test_settings_that_cannot_train_are_refused_by_name(
     assert list(Path.cwd().iterdir()) == []  # such as the folder of the indices
 
 
+def test_a_mean_over_the_conversations_of_a_corpus_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="a corpus has no conversations") as refused:
+        PretrainConfig(trainer=TrainerConfig(loss_average="conversation")).check(1)
+    assert refused.value.where == "trainer.loss_average"
+
+
 def test_a_split_without_a_whole_sample_is_refused_when_all_of_it_is_requested(corpus: Path) -> None:
     with pytest.raises(ConfigError, match="valid gets 2 of 200 documents with") as refused:
         opened(settings(corpus, split="99,1,0", sequence_length=500), valid=None)
