@@ -6,10 +6,10 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import hydra
 import yaml
@@ -28,7 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 from harness.errors import ConfigError, HarnessError, exit_on_error
 from harness.launch.ranks import become_rank_of_slurm, bind_rank
 from harness.mistakes import KnownSettings
-from harness.plan import PretrainConfig, RunConfig, SftConfig
+from harness.plan import ModelConfig, PretrainConfig, RunConfig, SftConfig, read_hf_config
+from harness.plan.hf_config import complete_model, find_config
 from harness.printing import print_text
 from harness.settings import CONFIGS, nearest_name, render_settings
 from harness.storage import name_bus_errors
@@ -185,9 +186,9 @@ def compose_config(
         for text in overrides:
             _check_override(text, known)
         arguments = [*search, *map(known.as_hydra, overrides)]
-        _check_files(known, root, arguments, [first] if second is None else [first, second])
+        set_by = _check_files(known, root, arguments, [first] if second is None else [first, second])
         composed = compose(root, overrides=arguments)
-        config = OmegaConf.to_object(composed)
+        config = _to_settings(composed, set_by)
     if not isinstance(config, schema):
         raise known.other_recipe(root)
     return config
@@ -223,18 +224,58 @@ def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False)
         known.check_kinds(override.key_or_group, override.value(), where=text)
 
 
-def _check_files(known: KnownSettings, root: str, arguments: list[str], folders: Sequence[Path]) -> None:
-    """Raise ConfigError for a value in a chosen file that OmegaConf would change.
+def _check_files(
+    known: KnownSettings, root: str, arguments: list[str], folders: Sequence[Path]
+) -> dict[str, str | None]:
+    """Return where each setting was set, as in `model=qwen3_8b`, or None for one of a model that nobody has chosen.
 
     Args:
         arguments: as Hydra takes them.
         folders: in the order of Hydra's search; Hydra is initialized.
+
+    Raises:
+        ConfigError: a chosen file has a value that OmegaConf would change.
     """
     chosen = GlobalHydra.instance().config_loader().compute_defaults_list(root, arguments, RunMode.RUN)
+    set_by: dict[str, str | None] = {}
     for default in chosen.defaults:
-        places = [folder / f"{default.config_path}.yaml" for folder in folders]
+        path = str(default.config_path)
+        places = [folder / f"{path}.yaml" for folder in folders]
         if file := next((place for place in places if place.is_file()), None):
             known.check_content(get_yaml_loader()(file.read_text()), default.package or "", file)
+            is_usual = path.startswith("model/") and default.parent in TRAINING
+            is_chosen = not is_usual or "model" in chosen.overrides.override_choices
+            group, slash, name = path.rpartition("/")
+            place = (f"{group}={name}" if slash else f"{name}.yaml") if is_chosen else None
+            content = OmegaConf.to_container(OmegaConf.create(file.read_text()))
+            set_by |= dict.fromkeys(_keys(default.package or "", content), place)
+    for override in chosen.config_overrides:
+        set_by |= dict.fromkeys(_keys(override.key_or_group, override.value()), override.input_line or "")
+    return set_by
+
+
+def _keys(key: str, content: Any) -> Iterator[str]:
+    if not isinstance(content, Mapping):
+        yield key
+        return
+    for name, inner in content.items():
+        yield from _keys(f"{key}.{name}" if key else str(name), inner)
+
+
+def _to_settings(composed: DictConfig, set_by: Mapping[str, str | None]) -> Any:
+    """Return the settings as their dataclass, those of a model with the sizes of the weights that it starts from.
+
+    A model that was chosen by nobody, the default of the recipe, gives way to the weights. The weights' config.json
+    is not fetched from the hub for a model that was chosen: its sizes are checked when the weights are loaded.
+    """
+    weights = OmegaConf.select(composed, "model.init_from")
+    model = {key.removeprefix("model."): place for key, place in set_by.items() if key.startswith("model.")}
+    if weights is not None and (None in model.values() or Path(weights).is_dir()):
+        usual, chosen = ModelConfig(), {name: place for name, place in model.items() if place is not None}
+        composed.model.update({name: getattr(usual, name) for name in model if name not in chosen})
+        stored = read_hf_config(find_config(weights))
+        composed.model.update(complete_model(composed.model, stored, chosen, where=weights))
+    return OmegaConf.to_object(composed)
 
 
 def compose_run(
@@ -323,8 +364,8 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
                 folders = [
                     Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"
                 ]
-                _check_files(known, hydra_config.job.config_name or name, list(hydra_config.overrides.task), folders)
-                config = cast(Any, OmegaConf.to_object(composed))
+                root = hydra_config.job.config_name or name
+                config = _to_settings(composed, _check_files(known, root, [*hydra_config.overrides.task], folders))
             if getattr(config, "run_dir", "") is None:
                 config.run_dir = str(Path(HydraConfig.get().runtime.output_dir) / "run")
             code = main(config)

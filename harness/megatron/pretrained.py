@@ -91,12 +91,6 @@ def find_pretrained(model: ModelConfig) -> Pretrained | None:
     folder = find_weights(model.init_from)
     stored = read_hf_config(folder)
     check_model(model, stored, where=model.init_from)
-    if model.vocab_size not in (None, stored.vocab_size):
-        raise ConfigError(
-            f"model.vocab_size is {model.vocab_size:,}, and the weights have {stored.vocab_size:,} rows",
-            where=f"model.init_from={model.init_from}",
-            fix="leave model.vocab_size null",
-        )
     if model.mtp_layers not in (0, stored.mtp_layers):
         raise ConfigError(
             f"model.mtp_layers is {model.mtp_layers}, and the weights have {stored.mtp_layers} layers that predict "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,24 +145,53 @@ def _yarn_constants(family: Family) -> dict[str, Any]:
     return {"beta_fast": 32, "beta_slow": 1, "truncate": family.yarn_truncates}
 
 
+def complete_model(
+    values: Mapping[str, Any], stored: HfModel, set_by: Mapping[str, str], *, where: str
+) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that the weights determine and that nobody has set.
+
+    Args:
+        values: fields as they are composed.
+        set_by: where each field was set that somebody has set, such as `model=qwen3_8b`.
+        where: value of `model.init_from`.
+
+    Raises:
+        ConfigError: a field was set to another value than that of the weights; with both values and its place.
+    """
+    known = stored.settings | {"vocab_size": stored.vocab_size, "max_sequence_length": stored.max_positions}
+    chosen = {name: values[name] for name in known if name in set_by and values[name] is not None}
+    _refuse_other(chosen, stored, set_by, where=where)
+    return {name: value for name, value in known.items() if name not in chosen}
+
+
 def check_model(model: ModelConfig, stored: HfModel, *, where: str) -> None:
     """Raise ConfigError, with both values and the settings that fit, if weights have another shape than `model`."""
-    wrong = {
-        name: value
-        for name, value in stored.settings.items()
-        if value != (None if name == "head_dim" and model.query_size == model.hidden_size else getattr(model, name))
-    }
+    names = [*stored.settings, "max_sequence_length", *(["vocab_size"] if model.vocab_size is not None else [])]
+    _refuse_other({name: getattr(model, name) for name in names}, stored, {}, where=where)
+
+
+def _refuse_other(values: Mapping[str, Any], stored: HfModel, set_by: Mapping[str, str], *, where: str) -> None:
+    """Raise ConfigError for values that the weights do not have; a shorter `max_sequence_length` fits."""
+    sizes, known = stored.settings, stored.settings | {"vocab_size": stored.vocab_size}
+    given = dict(values)
+    if (given.get("head_dim") or 0) * sizes["num_attention_heads"] == sizes["hidden_size"]:
+        given["head_dim"] = None  # as the settings of the weights have it
+    wrong = {name: value for name, value in known.items() if name in given and value != given[name]}
     if wrong:
-        both = ", ".join(f"{name} {getattr(model, name)} (the weights have {value})" for name, value in wrong.items())
+        of = {name: f" of {set_by[name]}" if name in set_by else "" for name in wrong}
+        both = ", ".join(f"{name} {values[name]}{of[name]} (the weights have {value})" for name, value in wrong.items())
+        places = list(dict.fromkeys(set_by[name] for name in wrong if name in set_by))
         raise ConfigError(
             f"the settings of the model do not match its weights: {both}",
             where=f"model.init_from={where}",
-            fix=" ".join(f"model.{n}={v if isinstance(v, str) else json.dumps(v)}" for n, v in wrong.items()),
+            fix=f"leave these settings out of the run ({', '.join(places)}): model.init_from alone has all sizes"
+            if places
+            else " ".join(f"model.{n}={v if isinstance(v, str) else json.dumps(v)}" for n, v in wrong.items()),
         )
-    if model.max_sequence_length > stored.max_positions:
+    if given.get("max_sequence_length", 0) > stored.max_positions:
         raise ConfigError(
-            f"max_sequence_length is {model.max_sequence_length:,}, and the weights were trained for positions up to "
-            f"{stored.max_positions:,}",
+            f"max_sequence_length is {given['max_sequence_length']:,}, and the weights were trained for positions up "
+            f"to {stored.max_positions:,}",
             where=f"model.init_from={where}",
             fix=f"model.max_sequence_length={stored.max_positions} or less",
         )
@@ -206,15 +236,34 @@ def _yarn(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def find_config(init_from: str) -> Path:
+    """Return a folder with the config.json of `init_from`; of a model of the hub, nothing else is downloaded."""
+
+    def download() -> str:
+        from huggingface_hub import hf_hub_download
+
+        return str(Path(hf_hub_download(init_from, "config.json")).parent)
+
+    return _find(init_from, download)
+
+
 def find_weights(init_from: str) -> Path:
     """Return the folder of `init_from`: itself or its copy on this node, or the hub's, downloaded if need be."""
-    if Path(init_from).is_dir():
-        return Path(local_copy(init_from))
-    try:
+
+    def download() -> str:
         from huggingface_hub import snapshot_download
 
         # Ranks of a node that call this at the same time wait for one download.
-        return Path(snapshot_download(init_from, allow_patterns=["*.json", "*.safetensors"]))
+        return snapshot_download(init_from, allow_patterns=["*.json", "*.safetensors"])
+
+    return _find(init_from, download)
+
+
+def _find(init_from: str, download: Callable[[], str]) -> Path:
+    if Path(init_from).is_dir():
+        return Path(local_copy(init_from))
+    try:
+        return Path(download())
     except Exception as error:  # the hub's client raises many kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(

@@ -20,7 +20,9 @@ class ModelConfig:
             with experts, qwen3_moe, mixtral, olmoe (norms of query and key over all heads), deepseek_v2
             and deepseek_v3 (latent attention; Moonlight too), glm4_moe (GLM-4.5), glm4_moe_lite (GLM-4.7-Flash) and
             gpt_oss (attention sinks, windows, biases).
-        init_from: a folder of Hugging Face weights (safetensors), or a name on its hub; null draws random weights.
+        init_from: a folder of Hugging Face weights (safetensors), or a name on its hub; null draws random weights. It
+            alone is enough: the sizes, the family, the vocabulary and max_sequence_length are those of its config.json
+            where they are not set, and other values are refused.
         num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups: sizes.
         head_dim: size of a head; null for hidden_size / num_attention_heads.
         max_sequence_length: the longest sequence that positions are meant for, in tokens.

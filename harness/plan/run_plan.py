@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from rich.console import RenderableType
 
 from harness.errors import ConfigError, HarnessError
 from harness.loader import DataConfig, RunData, open_datasets
-from harness.plan.hf_config import find_weights, read_hf_config
+from harness.plan.hf_config import find_config, read_hf_config
 from harness.plan.layout import DTYPE_BYTES, ParallelConfig
 from harness.plan.memory import (
     ROOM,
@@ -209,9 +208,8 @@ def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
     model, (data, why) = config.model, _open(config.data) if packs is None else (None, "")
     vocab_size = model.vocab_size
     notes: list[str] = []
-    # If the settings have the vocabulary size, planning downloads no weights.
-    if model.init_from is not None and (vocab_size is None or Path(model.init_from).is_dir()):
-        vocab_size = read_hf_config(find_weights(model.init_from)).vocab_size
+    if model.init_from is not None and vocab_size is None:
+        vocab_size = read_hf_config(find_config(model.init_from)).vocab_size
     vocab_size = vocab_size or (data.vocab_size if data is not None else None)
     if vocab_size is None and packs is not None:
         vocab_size = ASSUMED_VOCABULARY

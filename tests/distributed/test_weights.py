@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from harness.errors import HarnessError
 from harness.megatron.export.folder import export_checkpoint
@@ -33,7 +34,7 @@ from harness.plan.model import ModelConfig
 from harness.recipes import sft
 from harness.settings import to_plain
 
-from .conftest import command, overrides_of, run_command, run_here, run_jobs
+from .conftest import command, overrides_of, read_metrics, run_command, run_here, run_jobs
 
 SIZES = {
     "hidden_size": 32,
@@ -292,6 +293,21 @@ def test_weights_come_back_bit_by_bit_after_a_step_that_changes_nothing(
     np.testing.assert_array_equal(logits, expected(models[name]))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2_tied", "qwen3_moe"])
+def test_init_from_alone_trains_as_with_every_size_by_hand(models, dataset, tmp_path, name) -> None:
+    for run, settings in (("alone", [f"model.init_from={models[name]}"]), ("by_hand", settings_of(models[name]))):
+        others = [text for text in overrides_of(dataset, tmp_path / run) if not text.startswith("model.")]
+        run_here(recipes.sft, SftConfig, [*others, "trainer.steps=2", *settings])
+    alone, by_hand = (read_metrics(tmp_path / run) for run in ("alone", "by_hand"))
+    assert len(alone) == 2
+    for key in ("loss", "grad_norm"):
+        assert [step[key] for step in alone] == [step[key] for step in by_hand]
+    recorded = yaml.safe_load((tmp_path / "alone" / "config.yaml").read_text())["model"]
+    # The field of its default preset, which nobody chose, is not kept either.
+    sizes = {**read_hf_config(models[name]).settings, "vocab_size": 300, "max_sequence_length": 1024, "init_std": 0.02}
+    assert {key: recorded[key] for key in sizes} == sizes
+
+
 def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, tmp_path) -> None:
     found = read_hf_config(models["qwen3"])
     model = ModelConfig(**{**to_plain(ModelConfig()), **found.settings, "init_from": str(models["qwen3"])})
@@ -303,7 +319,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
         ("rotary_base", 500, "rotary_base 500 (the weights have 10000)"),
         ("family", "qwen2", "family qwen2 (the weights have qwen3)"),
         ("max_sequence_length", 4096, "the weights were trained for positions up to 1,024"),
-        ("vocab_size", 301, "model.vocab_size is 301, and the weights have 300 rows"),
+        ("vocab_size", 301, "vocab_size 301 (the weights have 300)"),
     ):
         with pytest.raises(HarnessError) as refused:
             find_pretrained(ModelConfig(**{**to_plain(model), name: value}))

@@ -20,6 +20,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from harness.config import compose_config, compose_run
 from harness.errors import HarnessError
 from harness.launch.cluster import SubmitConfig
 from harness.plan import PretrainConfig, SftConfig
+from harness.plan.hf_config import to_hf_config
 from harness.prep import PrepareConfig
 from harness.settings import CONFIGS, explain_settings
 
@@ -155,7 +157,12 @@ def parse_command(arguments: list[str]) -> None:
 def check_settings(recipe: str, words: list[str]) -> None:
     settings = [word for word in words if not word.startswith("-")]
     if not any(word in ("-m", "--multirun") for word in words):
-        compose_config(recipe, SCHEMAS[recipe], settings)
+        with tempfile.TemporaryDirectory() as folder:
+            # In place of weights that only the reader has.
+            config = to_hf_config(compose_config("sft", SCHEMAS["sft"], ["model=qwen3_8b"]).model, vocab_size=151936)
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            settings = [re.sub("^model.init_from=.*", f"model.init_from={folder}", text) for text in settings]
+            compose_config(recipe, SCHEMAS[recipe], settings)
 
 
 def run_shell(block: Block, folder: Path) -> str:

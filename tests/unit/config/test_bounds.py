@@ -96,7 +96,7 @@ def compose_quickly(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable
             return files[0]
 
         monkeypatch.setattr(harness.config, "compose", applied)
-        monkeypatch.setattr(harness.config, "_check_files", lambda *args: None)
+        monkeypatch.setattr(harness.config, "_check_files", lambda *args: {})
         monkeypatch.setattr(ConfigStore, "store", lambda *args, **given: None)
         return lambda text: compose_config(recipe, RECIPES[recipe], [text])
 
