@@ -59,6 +59,10 @@ def _kinds_of(name: str) -> set[str]:
     return kinds | {kind for other, kind in _OTHER_NAMES.items() if other in lower} or set(_KINDS)
 
 
+def _has_parts(part: object) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("content"), list)
+
+
 @dataclass
 class _Removal:
     """Takes media and placeholders out of turns, and keeps the kinds of media and the count of what was removed."""
@@ -73,11 +77,13 @@ class _Removal:
         held = {name for name in MEDIA_FIELDS.intersection(turn) if not is_empty(turn[name])}
         kept = {name: value for name, value in turn.items() if name not in held}
         self.kinds = self.kinds.union(*map(_kinds_of, held))
-        for name in ("content", "value"):
+        for name in ("content", "value", "parts", "output"):
             parts = kept.get(name)
             if isinstance(parts, list):
+                # What a tool returns may be parts, too.
+                parts = [self.without_media(part) if _has_parts(part) else part for part in parts]
                 media = [part for part in parts if isinstance(part, Mapping) and is_media_part(part)]
-                kept[name] = [part for part in parts if part not in media]
+                kept[name] = [part for part in parts if not any(part is one for one in media)]
                 named = (" ".join(map(str, (part.get("type", ""), *part))) for part in media)
                 self.kinds = self.kinds.union(*map(_kinds_of, named))
                 self.count += len(media)
@@ -88,7 +94,8 @@ class _Removal:
         if isinstance(value, list):
             return [self.without_placeholders(item) for item in value]
         if isinstance(value, Mapping):
-            names = [name for name in ("content", "value", "text") if isinstance(value.get(name), str | list)]
+            fields = ("content", "value", "text", "parts", "output")
+            names = [name for name in fields if isinstance(value.get(name), str | list)]
             return {**value, **{name: self.without_placeholders(value[name]) for name in names}}
         for kind in sorted(self.kinds) if isinstance(value, str) else ():
             value, count = _PLACEHOLDER[kind].subn("", value)

@@ -15,6 +15,7 @@ from harness.errors import ConfigError, PrepError
 from harness.prep.chat.media import without_media
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import SCHEMAS
+from harness.prep.chat.schemas.batch import BATCH_FIELDS, unwrapped
 from harness.prep.chat.schemas.sharegpt import CALL_ROLES
 from harness.prep.chat.turns import (
     ANSWER_FIELDS,
@@ -24,6 +25,7 @@ from harness.prep.chat.turns import (
     TURN_FIELDS,
     as_list,
     is_media_column,
+    is_media_part,
 )
 from harness.prep.chat.values import BadRecordError, decoded, is_empty, load_json
 
@@ -37,7 +39,12 @@ _SCHEMAS_OF = {
     name: tuple(key for key, schema in SCHEMAS.items() if name in schema.fields)
     for name in _FIELDS.difference(CHAT_FIELDS, ANSWER_FIELDS)
 }
-_LISTS_OF_TURNS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen")
+# Lists of items, which may be a text of another schema.
+_LISTS_OF_ITEMS = ("input", "output")
+_LISTS_OF_TURNS = (
+    *("messages", "conversations", "conversation", "prompt", "completion", "chosen", "contents"),
+    *_LISTS_OF_ITEMS,
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,8 @@ class RecordReader:
         schema: a key of `SCHEMAS`; empty to detect it in each record.
         columns: other names of fields, of a record (`messages`) or of its turns (`role` or `messages.role`): the
             field, and the name that the records have for it.
-        ignore_fields: fields of a record, its turns and their parts that are left out on purpose.
+        ignore_fields: fields of a record, its turns and their parts, and types of parts and items, that are left out on
+            purpose.
         drop_media: leave images, audio and videos out with their placeholders, instead of refusing such records.
 
     Raises:
@@ -94,8 +102,7 @@ class RecordReader:
             if not isinstance(record, Mapping):
                 detail = f"a JSON {type(record).__name__}, expected an object"
                 raise BadRecordError(BadReason.NOT_AN_OBJECT, detail)
-            if self._is_rewriting:
-                record = self._rewritten(record)
+            record = self._rewritten(unwrapped(record))
             dropped = None
             if self.drop_media:
                 kept, removed = without_media(record, _LISTS_OF_TURNS)
@@ -142,18 +149,18 @@ class RecordReader:
         """Return the names of a record's fields that are neither read nor ignored; those of null do not count."""
         if not isinstance(record, Mapping):
             return set()
-        used = self._used
-        if not self.schema:
-            try:
-                used = self._used_by(SCHEMAS[_detect(self._rewritten(record))].fields)
-            except BadRecordError:
-                return set()
+        try:
+            record = unwrapped(record)
+            used = self._used if self.schema else self._used_by(SCHEMAS[_detect(self._rewritten(record))].fields)
+        except BadRecordError:
+            return set()
         # Half a surrogate pair in a name cannot be printed.
         return {str(key).encode(errors="replace").decode() for key in record.keys() - used if record[key] is not None}
 
     def columns_to_read(self, names: Iterable[str]) -> list[str]:
         """Return those of a table's columns that `parse_row` needs, to read or to refuse."""
-        return [name for name in names if name in self._used and name not in self.ignore_fields]
+        used = self._used | BATCH_FIELDS if "body" in (names := list(names)) else self._used
+        return [name for name in names if name in used and name not in self.ignore_fields]
 
     @cached_property
     def _used(self) -> frozenset[str]:
@@ -176,11 +183,14 @@ class RecordReader:
 
     def _rewritten(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a record with the names of our fields, and without those that are ignored."""
+        if not self._is_rewriting:
+            return record
         record = self._renamed(record, self._record_columns)
         if not self._turn_columns and not self.ignore_fields and not self.drop_media:
             return record
-        lists = {name: self._turns(record[name]) for name in _LISTS_OF_TURNS if not is_empty(record.get(name))}
-        return {**record, **lists}
+        names = [name for name in _LISTS_OF_TURNS if not is_empty(record.get(name))]
+        names = [name for name in names if name not in _LISTS_OF_ITEMS or isinstance(record[name], list)]
+        return {**record, **{name: self._turns(record[name]) for name in names}}
 
     def _renamed(self, item: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
         moved = {*columns.values(), *columns.keys(), *self.ignore_fields}
@@ -196,21 +206,25 @@ class RecordReader:
         value = as_list(value)
         if not isinstance(value, list):
             return value
-        return [self._turn(turn) if isinstance(turn, Mapping) else turn for turn in value]
+        return [self._turn(turn) if isinstance(turn, Mapping) else turn for turn in value if not self._ignores(turn)]
+
+    def _ignores(self, part: object) -> bool:
+        """Return whether a part or an item is of a type that is left out; media are only by `drop_media`."""
+        if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+            return False
+        return part["type"] in self.ignore_fields and not is_media_part(part)
 
     def _turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
         turn = self._renamed(turn, self._turn_columns)
-        for name in ("content", "tool_calls", "function_call", "value") if self.ignore_fields else ():
+        for name in ("content", "tool_calls", "function_call", "value", "parts") if self.ignore_fields else ():
             value = turn.get(name)
             is_call = name in ("tool_calls", "function_call") or turn.get("from", turn.get("role")) in CALL_ROLES
             if is_call and isinstance(value, str):
                 with suppress(BadRecordError):  # refused when it is parsed
                     value = decoded(value, "", BadReason.BAD_TOOLS)
             if isinstance(value, list):
-                turn = {
-                    **turn,
-                    name: [self._renamed(part, {}) if isinstance(part, Mapping) else part for part in value],
-                }
+                kept = (part for part in value if not self._ignores(part))
+                turn = {**turn, name: [self._renamed(part, {}) if isinstance(part, Mapping) else part for part in kept]}
             elif is_call and isinstance(value, Mapping):
                 turn = {**turn, name: self._renamed(value, {})}
         return turn
@@ -264,7 +278,7 @@ def detect_schema(
         if isinstance(record, Mapping):
             names |= dict.fromkeys(map(str, record))
             try:
-                found[_detect(reader._rewritten(record))] += 1
+                found[_detect(reader._rewritten(unwrapped(record)))] += 1
             except BadRecordError as bad:
                 problem = problem or (bad.detail if bad.reason == BadReason.UNKNOWN_SCHEMA else "")
     if len(found) == 1 and not problem:
@@ -309,7 +323,7 @@ def _detect(record: Mapping[str, Any]) -> str:
     if len(fitting) > 1:
         fitting = [name for name in SCHEMAS if name in fitting]
     if len(fitting) > 1:
-        fitting = [name for name in fitting if SCHEMAS[name].use != "last"]
+        fitting = [name for name in fitting if SCHEMAS[name].use != "last"] or fitting
     if len(fitting) == 1 and SCHEMAS[fitting[0]].use != "asked":
         return fitting[0]
     if fitting == ["preference"]:

@@ -16,7 +16,6 @@ from harness.prep.chat.values import (
     decoded,
     first_name,
     is_empty,
-    optional_text,
     parse_call,
     parse_calls,
     parse_template_kwargs,
@@ -41,7 +40,7 @@ _MEDIA_COLUMN = re.compile(
     r"(?!(?:num|n|has|is|with|count)_)(?:[a-z0-9]+_)*(?:image|img|picture|photo|audio|video|media|attachment)s?"
     r"(?:_(?:path|url|uri|file|filename|name|id|bytes|b64|base64|data|list|token)s?)*|files"
 )
-_MEDIA_PART = re.compile(r"image|audio|video|file|media", re.IGNORECASE)
+_MEDIA_PART = re.compile(r"image|audio|video|file|media|inline_?data", re.IGNORECASE)
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _ROLES = frozenset(ROLES)
 _SHAREGPT_ROLES = ("human", "gpt", "model", "function_call", "tool_call", "observation", "tool_response")
@@ -88,7 +87,9 @@ def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conv
 
 def _system_prompt(record: Mapping[str, Any]) -> tuple[str, str]:
     """Return the field that holds the record's system prompt, and the prompt; empty if there is none."""
-    prompts = {name: optional_text(record.get(name), f"`{name}`") for name in ("system", "system_prompt")}
+    # Anthropic's may be parts of text.
+    prompts = {name: _parse_content(record.get(name), f"`{name}`") or "" for name in ("system", "system_prompt")}
+    prompts = {name: "".join(text) for name, text in prompts.items()}
     held = {name: text for name, text in prompts.items() if text.strip()}
     if len({text.strip() for text in held.values()}) > 1:
         detail = "`system` and `system_prompt` differ; to leave one out: source.ignore_fields=[system_prompt]"
@@ -217,11 +218,15 @@ def _parse_part(part: object, what: str) -> str:
     if not isinstance(part, Mapping):
         raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {type(part).__name__}, expected text")
     kind = part.get("type")
-    others = [key for key, value in part.items() if key not in ("type", "text") and not is_empty(value)]
+    # Where a request may be cached changes nothing that the model sees.
+    others = [
+        key for key, value in part.items() if key not in ("type", "text", "cache_control") and not is_empty(value)
+    ]
     if isinstance(kind, str) and _MEDIA_PART.search(kind):
         raise BadRecordError(BadReason.MEDIA, f"{what} is of type {show(kind)}; {TEXT_ALONE}")
     if kind not in _TEXT_PARTS:
-        raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {show(kind)}, expected 'text'")
+        fix = f"; to leave out: source.ignore_fields=[{kind}]" if isinstance(kind, str) and kind.isidentifier() else ""
+        raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {show(kind)}, expected 'text'{fix}")
     if others:
         media = any(_MEDIA_PART.search(str(key)) for key in others)
         fix = "" if media else f"; to leave out: source.ignore_fields=[{min(map(str, others))}]"

@@ -165,8 +165,8 @@ def parse_call(value: object, what: str) -> ToolCall:
         call = {key: call.get(key) for key in ("id", "type")}
     if not isinstance(function, Mapping):
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has a function of type {type(function).__name__}")
-    _refuse_others(call, _CALL_FIELDS, what, can_be_ignored=True)
-    _refuse_others(function, _FUNCTION_FIELDS, what, can_be_ignored=is_flat)
+    refuse_others(call, _CALL_FIELDS, what, can_be_ignored=True)
+    refuse_others(function, _FUNCTION_FIELDS, what, can_be_ignored=is_flat)
     if call.get("type") not in (None, "", "function"):
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {show(call['type'])}, expected 'function'")
     name, id_ = function.get("name"), call.get("id")
@@ -192,7 +192,7 @@ def _parse_arguments(value: object, what: str) -> str | Mapping[str, Any]:
     return value if isinstance(value, str) else arguments
 
 
-def _refuse_others(item: Mapping[str, Any], known: frozenset[str], what: str, *, can_be_ignored: bool) -> None:
+def refuse_others(item: Mapping[str, Any], known: frozenset[str], what: str, *, can_be_ignored: bool) -> None:
     if item.keys() <= known:
         return
     if unknown := [key for key, value in item.items() if key not in known and not is_empty(value)]:
@@ -214,4 +214,5 @@ def parse_template_kwargs(value: object) -> Mapping[str, Any]:
         if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED_KWARGS:
             detail = f"{what} sets {show(name)}, which a record cannot set"
             raise BadRecordError(BadReason.BAD_TEMPLATE_KWARGS, detail)
-    return kwargs
+    # A record that sets a variable to null leaves it to the template.
+    return {name: value for name, value in kwargs.items() if value is not None}

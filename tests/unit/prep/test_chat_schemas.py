@@ -553,7 +553,7 @@ REFUSED = {
     "unknown_field": [
         (with_calls({"name": "f", "arguments": {}, "index": 3}), "ignore_fields=[index]"),
         (with_calls({"function": {"name": "f"}, "index": 3}), "'index'; to leave out: source.ignore_fie"),
-        (with_part({"type": "text", "text": "x", "cache_control": {"a": 1}}), "ignore_fields=[cache_control]"),
+        (with_part({"type": "text", "text": "x", "citations": [1]}), "ignore_fields=[citations]"),
         (with_turn({**ASK, "tool_calls": [{"name": "f"}]}), "'tool_calls', which belongs to turns of role 'assistant'"),
         (with_turn({**ASK, "thinking": "x"}), "'thinking', which belongs to turns of role 'assistant'"),
         (with_turn({**ASK, "tool_call_id": "x"}), "'tool_call_id', which belongs to turns of role 'tool'"),
@@ -567,7 +567,7 @@ REFUSED = {
         (with_part({"type": "text", "text": "x", "image": "x"}), "has the field 'image'"),
     ],
     "not_text": [
-        (with_part({"type": "tool_use", "id": "x"}), "is of type 'tool_use', expected 'text'"),
+        (with_part({"type": "document", "id": "x"}), "is of type 'document', expected 'text'"),
         (with_part({"type": "text"}), "NoneType"),
         (with_part(7), "of type int"),
         (with_turn({"role": "user", "content": {"x": 1}}), "type dict"),

@@ -1,4 +1,7 @@
-"""Records of OpenAI and Hugging Face: `{"messages": [{"role": "user", "content": "Hi"}, ...], "tools": [...]}`."""
+"""Records of OpenAI and Hugging Face: `{"messages": [{"role": "user", "content": "Hi"}, ...], "tools": [...]}`.
+
+Content may be blocks of Anthropic.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.prep.chat.records import BadReason, Conversation, Schema
+from harness.prep.chat.schemas.blocks import without_blocks
 from harness.prep.chat.turns import CHAT_FIELDS, as_list, chat, first_turn, list_of_turns
 from harness.prep.chat.values import BadRecordError, is_empty
 
+# Names of a question and its answer, in lists of pairs and in records that are one pair.
+PAIR_FIELDS = (("question", "answer"), ("query", "response"), ("prompt", "response"), ("instruction", "response"))
 # The list has one of these names.
 LIST_FIELDS = ("messages", "conversations", "conversation")
 
@@ -22,19 +28,30 @@ def list_field(record: Mapping[str, Any]) -> str:
     return held[0] if held else next((name for name in LIST_FIELDS if name in record), LIST_FIELDS[0])
 
 
+def pair_fields(item: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the names of the question and the answer of an item of a list of pairs; None if it is none."""
+    pairs = (*PAIR_FIELDS, ("input", "output"), ("prompt", "completion"))
+    return next((pair for pair in pairs if all(item.get(name) is not None for name in pair)), None)
+
+
 def holds_turns(record: Mapping[str, Any], *, kind: str) -> bool:
-    """Tell if a record holds turns with the field `kind`; `role` is assumed where its `messages` show nothing."""
+    """Tell if a record holds turns of a kind: `role`, `from` or `pair`; `role` where its `messages` show nothing."""
     for name in LIST_FIELDS:
         value = record.get(name)
         is_list = isinstance(as_list(value), list) or (isinstance(value, str) and value.lstrip().startswith("["))
         if is_list or (name == "messages" and value is not None):
-            found = "from" if first_turn(record, name).get("from") is not None else "role"
-            return kind == found
+            return kind == _kind_of(first_turn(record, name))
     return False
 
 
+def _kind_of(turn: Mapping[str, Any]) -> str:
+    if turn.get("from") is not None:
+        return "from"
+    return "pair" if turn.get("role") is None and pair_fields(turn) else "role"
+
+
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
-    return chat(record, list_of_turns(record, list_field(record)), where)
+    return chat(record, without_blocks(list_of_turns(record, list_field(record))), where)
 
 
 MESSAGES = Schema(

@@ -14,7 +14,7 @@ from harness.prep.chat.values import BadRecordError, is_empty
 
 
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
-    if record.get("label") is False:
+    if record.get("label") is False or str(record.get("label")).lower() == "false":  # tables of text spell it
         raise BadRecordError(
             BadReason.UNWANTED, "`label` is false: the completion is one that the model should not write"
         )

@@ -1,0 +1,57 @@
+"""Questions and answers: lists of pairs as Capybara has them, `{"conversation": [{"input": ..., "output": ...}]}`.
+
+A record may also be one pair, `{"question": ..., "answer": ...}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.prep.chat.records import BadReason, Conversation, Schema
+from harness.prep.chat.schemas.messages import LIST_FIELDS, PAIR_FIELDS, holds_turns, list_field, pair_fields
+from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, answer_turn, chat, list_of_turns
+from harness.prep.chat.values import BadRecordError, is_empty, refuse_others, text_field
+
+# Beside one question they belong to it, and nothing says how.
+_CONTEXT = ("context", "input", "passage", "choices", "options")
+
+
+def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+    if _is_pair(record):
+        if held := [name for name in _CONTEXT if not is_empty(record.get(name))]:
+            fix = f"join it with the question before, or leave it out: source.ignore_fields=[{held[0]}]"
+            raise BadRecordError(BadReason.UNKNOWN_FIELD, f"the record has `{held[0]}` beside a question; {fix}")
+        return chat(record, _turns(record, ""), where)
+    turns = []
+    for number, pair in enumerate(list_of_turns(record, list_field(record)), start=1):
+        turns += _turns(pair, f"pair {number}")
+    return chat(record, turns, where)
+
+
+def _turns(pair: Any, what: str) -> list[dict[str, Any]]:
+    names = pair_fields(pair) if isinstance(pair, Mapping) else None
+    if names is None:
+        raise BadRecordError(
+            BadReason.BAD_TURN, f"{what} is not a question and its answer, such as `input` and `output`"
+        )
+    if not what:
+        return [{"role": "user", "content": text_field(pair, names[0])}, answer_turn(pair, names[1])]
+    refuse_others(pair, frozenset((*names, *ANSWER_FIELDS)), what, can_be_ignored=True)
+    try:
+        return _turns(pair, "")
+    except BadRecordError as bad:
+        raise BadRecordError(bad.reason, f"{what}: {bad.detail}") from None
+
+
+def _is_pair(record: Mapping[str, Any]) -> bool:
+    has_list = any(not is_empty(record.get(name)) for name in LIST_FIELDS)
+    return not has_list and any(all(isinstance(record.get(name), str) for name in pair) for pair in PAIR_FIELDS)
+
+
+PAIRS = Schema(
+    fields=frozenset((*LIST_FIELDS, *ANSWER_FIELDS, *_CONTEXT)).union(*PAIR_FIELDS) | CHAT_FIELDS,
+    fits=lambda record: holds_turns(record, kind="pair") or _is_pair(record),
+    parse=_parse,
+    use="last",
+)

@@ -1,0 +1,248 @@
+"""Records of Anthropic, Gemini, OpenAI's Responses and batches, and pairs become the same conversations."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.prep.chat import BadReason, BadRecord, Conversation, Message, RecordReader, ToolCall, detect_schema
+from harness.prep.chat import parse_record as parse
+
+CALL = ToolCall("weather", {"city": "Oslo"}, "c1")
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+ASKED = {"role": "user", "content": "Oslo?"}
+# The same conversation of every provider.
+WANTED = (
+    Message("system", ("Be brief.",)),
+    Message("user", "Oslo?"),
+    Message("assistant", ("I look.",), reasoning="A tool knows.", tool_calls=(CALL,)),
+    Message("tool", "3 C", tool_call_id="c1"),
+    Message("assistant", ("Cold.",)),
+)
+ANTHROPIC = {
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "tools": [{"name": "weather", "input_schema": SCHEMA}],
+    "messages": [
+        ASKED,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "A tool knows.", "signature": "abc"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "3 C", "is_error": False}],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": "Cold."}]},
+    ],
+}
+RESPONSES = {
+    "instructions": "Be brief.",
+    "tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}],
+    "input": [
+        {"role": "user", "content": "Oslo?"},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "A tool knows."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {
+            "type": "function_call",
+            "call_id": "c1",
+            "name": "weather",
+            "arguments": {"city": "Oslo"},
+            "status": "completed",
+        },
+        {"type": "function_call_output", "call_id": "c1", "output": "3 C"},
+    ],
+    "output": [
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Cold.", "annotations": []}],
+        }
+    ],
+}
+GEMINI = {
+    "systemInstruction": {"parts": [{"text": "Be brief."}]},
+    "tools": [{"functionDeclarations": [{"name": "weather", "parameters": SCHEMA}]}],
+    "contents": [
+        {"role": "user", "parts": [{"text": "Oslo?"}]},
+        {
+            "role": "model",
+            "parts": [
+                {"text": "A tool knows.", "thought": True},
+                {"text": "I look."},
+                {"functionCall": {"id": "c1", "name": "weather", "args": {"city": "Oslo"}}, "thoughtSignature": "abc"},
+            ],
+        },
+        {"role": "user", "parts": [{"functionResponse": {"id": "c1", "name": "weather", "response": {"t": 3}}}]},
+        {"role": "model", "parts": [{"text": "Cold."}]},
+    ],
+}
+
+
+def refusal(record: object, **settings: object) -> tuple[BadReason, str]:
+    parsed = parse(record, "line 1", **settings)
+    assert isinstance(parsed, BadRecord), parsed
+    return parsed.reason, parsed.detail
+
+
+def texts(messages: tuple[Message, ...]) -> list[tuple[object, ...]]:
+    return [(turn.role, turn.text, turn.reasoning, turn.tool_calls, turn.tool_call_id) for turn in messages]
+
+
+@pytest.mark.parametrize(("schema", "record"), [("messages", ANTHROPIC), ("responses", RESPONSES), ("gemini", GEMINI)])
+def test_the_same_chat_of_each_provider_is_detected_and_becomes_the_same_conversation(schema, record):
+    assert detect_schema([record]) == schema
+    made = parse(record, "line 1")
+    assert isinstance(made, Conversation), made
+    assert made.tools == (TOOL,)
+    wanted = list(WANTED)
+    if schema == "gemini":
+        wanted[3] = Message("tool", '{"t": 3}', tool_call_id="c1", name="weather")
+        assert made.messages[3].name == "weather"
+    assert texts(made.messages) == texts(tuple(wanted))
+    assert RecordReader().unused_keys(record) == set()
+
+
+def test_blocks_in_another_order_become_turns_in_that_order():
+    blocks = [
+        {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+        {"type": "text", "text": "Then"},
+        {"type": "thinking", "thinking": "one"},
+        {"type": "thinking", "thinking": "two"},
+        {"type": "text", "text": "Last"},
+    ]
+    made = parse({"messages": [ASKED, {"role": "assistant", "content": blocks, "weight": 0}]}, "").messages[1:]
+    assert [(turn.text, turn.reasoning, len(turn.tool_calls), turn.trained) for turn in made] == [
+        ("", "", 1, False),
+        ("Then", "", 0, False),
+        ("Last", "one\n\ntwo", 0, False),
+    ]
+    results = [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "Go on"}]
+    record = {"messages": [{"role": "user", "content": results}, {"role": "assistant", "content": "Yes"}]}
+    assert [(turn.role, turn.text) for turn in parse(record, "").messages][:2] == [("tool", ""), ("user", "Go on")]
+
+
+@pytest.mark.parametrize(
+    ("block", "reason", "words"),
+    [
+        ({"type": "redacted_thinking", "data": "x"}, "not_text", "ignore_fields=[redacted_thinking]"),
+        ({"type": "server_tool_use", "name": "x"}, "not_text", "'server_tool_use'"),
+        ({"type": "image", "source": {}}, "media", "source.drop_media=true"),
+        ({"type": "tool_use", "name": "f", "input": "x"}, "bad_tools", "not JSON"),
+        ({"type": "tool_use", "input": {}}, "bad_tools", "the name None"),
+        ({"type": "tool_use", "name": "f", "more": 1}, "unknown_field", "ignore_fields=[more]"),
+        ({"type": "tool_result", "content": "x"}, "bad_turn", "role 'user'"),
+        ({"type": "thinking", "thinking": 3}, "not_text", "the thinking of block 2 of turn 2 (assistant)"),
+    ],
+)
+def test_a_block_that_is_not_read_is_refused_by_its_name(block, reason, words):
+    known = {"type": "thinking", "thinking": "I see"}
+    record = {"messages": [ASKED, {"role": "assistant", "content": [known, block]}]}
+    found, detail = refusal(record)
+    assert (found, words in detail) == (reason, True), detail
+
+
+def test_blocks_and_items_are_left_out_by_their_types():
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    record = {"messages": [ASKED, {"role": "assistant", "content": [hidden, {"type": "text", "text": "Cold."}]}]}
+    assert parse(record, "", ignore_fields=["redacted_thinking"]).messages[1].text == "Cold."
+    search = {"type": "web_search_call", "id": "w", "status": "completed"}
+    record = {"input": "Oslo?", "output": [search, *RESPONSES["output"]]}
+    assert refusal(record)[0] == "not_text"
+    assert parse(record, "", ignore_fields=["web_search_call"]).messages[1].text == "Cold."
+    image = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}
+    assert refusal(image, ignore_fields=["image_url"])[0] == "media"
+
+
+def test_a_failed_tool_and_hidden_reasoning_are_refused_unless_ignored():
+    failed = {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "1", "content": "x", "is_error": True}],
+    }
+    assert "ignore_fields=[is_error]" in refusal({"messages": [failed, {"role": "assistant", "content": "a"}]})[1]
+    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+    record = {"input": "Oslo?", "output": [hidden, *RESPONSES["output"]]}
+    assert "ignore_fields=[encrypted_content]" in refusal(record)[1]
+    assert len(parse(record, "", ignore_fields=["encrypted_content"]).messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"contents": [{"role": "bot", "parts": []}]}, "role 'bot'"),
+        ({"contents": [{"role": "user"}]}, "has no `parts`"),
+        ({"contents": ["Hi"]}, "turn 1 is a str"),
+        ({"contents": [{"role": "user", "parts": [{"inlineData": {"data": "x"}}]}]}, "only text can be trained on"),
+        ({"contents": [{"role": "model", "parts": [{"executableCode": {"code": "x"}}]}]}, "'executableCode'"),
+        ({**GEMINI, "tools": [{"googleSearch": {"a": 1}}]}, "'googleSearch'"),
+        ({**GEMINI, "tools": [{"functionDeclarations": "x"}]}, "expected a list"),
+        ({"contents": [{"role": "model", "parts": [{"functionCall": {"name": "f", "x": 1}}]}]}, "'x'"),
+        ({"input": [{"type": ["a"]}]}, "['a']"),
+        ({"input": [{"type": "message", "role": "user", "content": "a", "x": 1}]}, "ignore_fields=[x]"),
+        ({**RESPONSES, "status": "incomplete"}, "cut short"),
+        ({"input": [3, {"role": "user"}]}, "no schema"),
+        ({"conversation": [{"input": "a", "output": "b"}, {"input": "c"}]}, "pair 2 is not a question"),
+        ({"conversation": [{"input": "a", "output": ""}]}, "pair 1: `output` is empty"),
+        ({"conversation": [{"input": "a", "output": "b", "image": "c"}]}, "'image'"),
+        ({"question": "a", "context": "b", "answer": "c"}, "ignore_fields=[context]"),
+        ({"question": "a", "text": "b", "answer": "c"}, "pairs, text"),
+    ],
+)
+def test_a_record_that_cannot_be_read_names_what_is_wrong(record, words):
+    assert words in refusal(record)[1], refusal(record)
+
+
+def test_pairs_of_questions_and_answers_become_turns():
+    plain = [("user", "Hi"), ("assistant", "Hello")]
+    for record in (
+        {"conversation": [{"input": "Hi", "output": "Hello"}]},
+        {"conversations": [{"question": "Hi", "answer": "Hello"}], "source": "x"},
+        {"question": "Hi", "answer": "Hello"},
+        {"prompt": "Hi", "response": "Hello", "system": ""},
+    ):
+        assert detect_schema([record]) == "pairs"
+        assert [(turn.role, turn.text) for turn in parse(record, "").messages] == plain
+    # A schema of turns is read, whatever questions stand beside it.
+    assert detect_schema([{"messages": [ASKED], "question": "a", "answer": "b"}]) == "messages"
+
+
+BODY = {"model": "m", "messages": [ASKED], "tools": [TOOL]}
+CHOICE = {"finish_reason": "stop", "message": {"role": "assistant", "content": "Cold.", "refusal": None}}
+BATCH = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": BODY}
+
+
+def test_a_line_of_a_batch_is_its_request_with_the_answer():
+    line = {**BATCH, "response": {"status_code": 200, "body": {"choices": [CHOICE]}}, "error": None}
+    assert detect_schema([line]) == "messages"
+    made = parse(line, "line 1")
+    assert [turn.text for turn in made.messages] == ["Oslo?", "Cold."]
+    assert made.tools == (TOOL,)
+    assert RecordReader().unused_keys(line) == {"model"}
+    items = {**BATCH, "body": {"input": "Oslo?"}, "response": {"body": {"output": RESPONSES["output"]}}}
+    assert [turn.text for turn in parse(items, "line 1").messages] == ["Oslo?", "Cold."]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, "none of the 1 turns is the assistant's"),
+        ({"body": "{"}, "not JSON"),
+        ({"body": []}, "expected an object"),
+        ({"error": {"code": "x"}}, "the request failed"),
+        ({"response": {"status_code": 429}}, "status 429"),
+        ({"response": {"body": {"choices": [CHOICE, CHOICE]}}}, "2 choices"),
+        ({"response": {"body": {"choices": [{**CHOICE, "finish_reason": "length"}]}}}, "cut short"),
+    ],
+)
+def test_a_line_of_a_batch_without_one_whole_answer_is_refused(more, words):
+    assert words in refusal({**BATCH, **more})[1]
+
+
+def test_template_variables_that_are_null_are_none():
+    chat = [ASKED, {"role": "assistant", "content": "Cold."}]
+    for empty in (None, {}, "{}", "null", {"enable_thinking": None}):
+        assert parse({"messages": chat, "chat_template_kwargs": empty}, "").template_kwargs == {}
+    assert parse({"messages": chat, "chat_template_kwargs": {"a": 1}}, "").template_kwargs == {"a": 1}
