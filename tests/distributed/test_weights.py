@@ -297,7 +297,7 @@ def test_weights_come_back_bit_by_bit_after_a_step_that_changes_nothing(
 def test_init_from_alone_trains_as_with_every_size_by_hand(models, dataset, tmp_path, name) -> None:
     for run, settings in (("alone", [f"model.init_from={models[name]}"]), ("by_hand", settings_of(models[name]))):
         others = [text for text in overrides_of(dataset, tmp_path / run) if not text.startswith("model.")]
-        run_here(recipes.sft, SftConfig, [*others, "trainer.steps=2", *settings])
+        run_here(sft, SftConfig, [*others, "trainer.steps=2", *settings])
     alone, by_hand = (read_metrics(tmp_path / run) for run in ("alone", "by_hand"))
     assert len(alone) == 2
     for key in ("loss", "grad_norm"):

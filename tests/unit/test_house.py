@@ -37,7 +37,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_223,
+    "harness": 2_283,
     "harness/bench": 3_198,
     "harness/cli": 2_410,
     "harness/formats": 5_618,
@@ -45,20 +45,21 @@ LINES = {
     "harness/integrations": 3_097,
     "harness/launch": 2_559,
     "harness/loader": 4_987,
-    "harness/megatron": 10_507,
-    "harness/parity": 3_001,
-    "harness/plan": 3_848,
-    "harness/prep": 9_014,
+    "harness/megatron": 10_509,
+    "harness/parity": 3_002,
+    "harness/plan": 3_905,
+    "harness/prep": 9_514,
+    "harness/recipes": 10,
     "harness/schedule": 653,
     "harness/storage": 2_763,
     "harness/train": 3_142,
-    "recipes": 498,
-    "tests": 48_896,
+    "recipes": 499,
+    "tests": 49_521,
     "tests/benchmarks": 1_950,
 }
 SHAPE = {
-    "core ring, lines": 17_948,
-    "from packs to the optimizer's step, lines": 3_486,
+    "core ring, lines": 18_455,
+    "from packs to the optimizer's step, lines": 3_512,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -66,7 +67,7 @@ SHAPE = {
     "names in __all__": 189,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 100,
+    "Markdown by hand, kB": 101,
 }
 MOST_LINES_IN_ALL = 62_802
 

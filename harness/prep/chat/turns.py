@@ -88,9 +88,8 @@ def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conv
 def _system_prompt(record: Mapping[str, Any]) -> tuple[str, str]:
     """Return the field that holds the record's system prompt, and the prompt; empty if there is none."""
     # Anthropic's may be parts of text.
-    prompts = {name: _parse_content(record.get(name), f"`{name}`") or "" for name in ("system", "system_prompt")}
-    prompts = {name: "".join(text) for name, text in prompts.items()}
-    held = {name: text for name, text in prompts.items() if text.strip()}
+    texts = {name: "".join(_parse_content(record.get(name), f"`{name}`") or "") for name in ("system", "system_prompt")}
+    held = {name: text for name, text in texts.items() if text.strip()}
     if len({text.strip() for text in held.values()}) > 1:
         detail = "`system` and `system_prompt` differ; to leave one out: source.ignore_fields=[system_prompt]"
         raise BadRecordError(BadReason.BAD_TURN, detail)

@@ -31,7 +31,7 @@ def _plain(item: object, what: str) -> dict[str, Any]:
     """Return an object with the names of Python and without empty fields."""
     if not isinstance(item, Mapping):
         raise BadRecordError(BadReason.BAD_TURN, f"{what} is a {type(item).__name__}, expected an object")
-    return {_SPELLINGS.get(key, key): value for key, value in item.items() if not is_empty(value)}
+    return {_SPELLINGS.get(str(key), str(key)): value for key, value in item.items() if not is_empty(value)}
 
 
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
