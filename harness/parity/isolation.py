@@ -6,7 +6,7 @@ stay the same bit for bit: layer outputs, logits, losses, and the gradients of l
 the batch on every rank are compared with a slow reference made from the documents alone: an error inside a document,
 such as a wrong position or a mask shifted by one, crosses no boundary and shows only there.
 
-`python -m harness.recipes.parity check=isolation` runs this on many layouts, `recipes.isolation` on one.
+`python -m harness.recipes.parity check=isolation` runs this on many layouts, `harness.recipes.isolation` on one.
 """
 
 from __future__ import annotations

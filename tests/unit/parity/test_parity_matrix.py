@@ -87,7 +87,7 @@ def test_isolation_is_checked_on_each_layout_by_itself(tmp_path) -> None:
     cells, _ = plan(config("check=isolation", "max_ranks=2"), tmp_path, tmp_path, "cpu")
     assert {cell.case.ranks for cell in cells} == {1, 2}
     assert {cell.reference for cell in cells} == {None}
-    assert " -m recipes.isolation " in cells[0].command(tmp_path, None)
+    assert " -m harness.recipes.isolation " in cells[0].command(tmp_path, None)
     alone, _ = plan(config("check=isolation", 'isolation=["2 parallel=cp2"]'), tmp_path, tmp_path, "cpu")
     assert [cell.name for cell in alone] == ["isolation: 2x cp2"]
 
