@@ -22,6 +22,7 @@ _READING = frozenset(("chat", "live", "preflight"))
 # First the commands in the order of the work, then the groups: the module in this package, and the help. A module is
 # imported when its command runs, so that `--version` and `--help` wait for nothing.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "sft": ("end_to_end", "Prepare chats, train a model on them and export it."),
     "prepare": ("runs", "Turn chats into packed datasets."),
     "train": ("runs", "Train on one rank or several."),
     "export": ("runs", "Write a checkpoint as a folder that serves."),

@@ -1,4 +1,4 @@
-"""Start the ranks of a job as processes on this machine, and end with the exit code of theirs."""
+"""Start the ranks of a job, or the stages of a command, as processes here, and end with the exit code of theirs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from types import FrameType
+from typing import Any
 
 # Rank 0 finds the listening socket of the job's store under this number.
 STORE_FD = "HARNESS_STORE_FD"
@@ -28,22 +30,62 @@ _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
+class _Children:
+    """Processes to which this one forwards the signals to stop that it gets."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.received: list[signal.Signals] = []
+
+    def start(self, command: Sequence[str], **options: Any) -> None:
+        process = subprocess.Popen(
+            command,
+            # Ctrl-C in a terminal reaches only this process, which forwards it.
+            start_new_session=True,
+            preexec_fn=end_with_parent(),  # noqa: PLW1509 - safe: it makes two system calls
+            **options,
+        )
+        self.processes.append(process)
+        for number in self.received:  # while it was started
+            process.send_signal(number)
+
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(_FORWARDED[signal.Signals(number)])
+        for process in self.processes:
+            process.send_signal(self.received[-1])
+
+
+@contextmanager
+def _forwarding() -> Iterator[_Children]:
+    """Yield children that get the signals to stop of this process; those left after an error are killed."""
+    children = _Children()
+    # `nohup` and a shell's background jobs ignore some of them.
+    before = {number: was for number in _FORWARDED if (was := signal.getsignal(number)) is not signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, children.forward)
+        yield children
+    finally:
+        for process in children.processes:
+            if process.poll() is None:
+                process.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_command(command: Sequence[str]) -> int:
+    """Run a program to its end, and forward signals to stop to it; return its exit code, as `start_ranks` does."""
+    with _forwarding() as children:
+        children.start(command)
+        return _wait_for(children.processes)
+
+
 def start_ranks(command: Sequence[str], num_ranks: int) -> int:
     """Run `command` as every rank of a job on this machine; return 0, or the exit code of the rank that failed first.
 
     The code is 128 and the signal's number for a rank that was killed. Signals to stop are forwarded to the ranks,
     which have the time they need; when this process is killed, they get SIGTERM.
     """
-    ranks: list[subprocess.Popen[bytes]] = []
-    received: list[signal.Signals] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(_FORWARDED[signal.Signals(number)])
-        for rank in ranks:
-            rank.send_signal(received[-1])
-
-    # `nohup` and a shell's background jobs ignore some of them.
-    before = {number: was for number in _FORWARDED if (was := signal.getsignal(number)) is not signal.SIG_IGN}
     # The store in which ranks meet listens before rank 0 starts, so that no other process can take its port.
     store = socket.create_server(("127.0.0.1", 0))
     place = {
@@ -54,32 +96,14 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
     }
     if num_ranks > 1:  # they share the cores of the machine
         place["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    try:
-        for number in before:
-            signal.signal(number, forward)
+    with closing(store), _forwarding() as children:
         for rank in range(num_ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({} if rank else {STORE_FD: str(store.fileno())})
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **place, **own},
-                # Ctrl-C in a terminal reaches only this process, which forwards it.
-                start_new_session=True,
-                pass_fds=[] if rank else [store.fileno()],
-                preexec_fn=end_with_parent(),  # noqa: PLW1509 - safe: it makes two system calls
-            )
-            ranks.append(process)
-            for signal_number in received:  # while it was started
-                process.send_signal(signal_number)
+            environment = {**os.environ, **place, **own}
+            passed = [] if rank else [store.fileno()]
+            children.start(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=passed)
         store.close()
-        return _wait_for(ranks)
-    finally:
-        store.close()
-        for rank_left in ranks:  # after an error of this process
-            if rank_left.poll() is None:
-                rank_left.kill()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        return _wait_for(children.processes)
 
 
 def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:

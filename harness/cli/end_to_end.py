@@ -1,0 +1,225 @@
+"""The command `harness sft`: from a model and chats to a trained model, by the commands that also run alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.errors import ConfigError, HarnessError
+from harness.launch.local import run_command
+from harness.mistakes import KnownSettings
+from harness.prep import PrepareConfig
+from harness.printing import escape_markdown, print_line, redact_all
+from harness.settings import CONFIGS
+from harness.storage import write_atomically
+
+end_to_end_app = typer.Typer()
+
+# Settings that follow from MODEL, CHATS and OUT.
+_CHOSEN = {
+    "source.path": "CHATS names the chats",
+    "data.path": "the dataset is OUT/data",
+    "model.init_from": "MODEL names the weights",
+    "run_dir": "the run is OUT/run",
+    "runs": "the run is OUT/run",
+    "resume": "the run resumes by itself",
+    "preview": "`harness prepare source.path=CHATS tokenizer.name=MODEL --preview 3` shows chats",
+}
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The stages of one command line.
+
+    Attributes:
+        out: folder of all results.
+        prepare, train: settings of the two recipes.
+    """
+
+    out: Path
+    prepare: list[str]
+    train: list[str]
+
+    @property
+    def data(self) -> Path:
+        return self.out / "data"
+
+    @property
+    def run(self) -> Path:
+        return self.out / "run"
+
+
+@end_to_end_app.command(context_settings={"ignore_unknown_options": True})
+def sft(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="weights and tokenizer: a folder, or a name of the hub")
+    ],
+    chats: Annotated[str, typer.Argument(metavar="CHATS", help="a file, folder, glob, bucket or dataset of the hub")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OUT] [KEY=VALUE]...", help="folder of the results; settings of prepare and train sft"),
+    ] = None,
+) -> None:
+    """Prepare chats, plan, train and export in one command.
+
+    Runs `harness prepare`, `plan`, `train sft` and `export`, and prints each command. OUT, by default
+    runs/MODEL-CHATS, receives the dataset, the run, the exported model and a report. After an interruption the same
+    command continues; what is finished is not done again.
+    """
+    out, settings = _find_out(model, chats, arguments or [])
+    stages = _divide(model, chats, out, settings)
+    missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
+    if missing:
+        what = f"training needs {' and '.join(missing)}, not installed here"
+        raise HarnessError(what, where=sys.executable, fix="install the package with the extra `train`")
+    gpus = _check(stages)
+    commands = [["prepare", *stages.prepare]]
+    _run(commands[-1])
+    if gpus:
+        layout, planned = plan_layout(stages.train, gpus)
+        stages.train.extend(layout)
+        commands.append(planned)
+        _run(planned)
+    commands.append(["train", "sft", *stages.train, "resume=auto"])
+    _run(commands[-1])
+    exported = _exported(stages)
+    commands.append(["export", str(stages.run), str(exported)])
+    if exported.exists():
+        print_line(f"{exported} is exported already.")
+    else:
+        _run(commands[-1])
+    report = out / "report.md"
+    write_atomically(report, _report(stages, exported, commands).encode())
+    print_line(f"report {report}; to chat with the model: harness chat {shlex.quote(str(exported))}")
+
+
+def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the folder of the results, named by its argument or after model and chats, and the settings."""
+    for name, text in (("MODEL", model), ("CHATS", chats)):
+        if "=" in text.partition("/")[0] or text.startswith("-"):
+            fix = "harness sft MODEL CHATS [OUT] [KEY=VALUE]..."
+            raise ConfigError(f"{text!r} is given in the place of {name}", where="harness sft", fix=fix)
+    named = [text for text in arguments if "=" not in text and not text.startswith("-")]
+    if len(named) > 1:
+        fix = "one folder, and settings as key=value"
+        raise ConfigError(f"{' and '.join(named)} are given in the place of OUT", where="harness sft", fix=fix)
+    default = Path("runs") / "-".join(Path(text.rstrip("/")).name.split(".")[0] or "chats" for text in (model, chats))
+    return Path(named[0]) if named else default, [text for text in arguments if text not in named]
+
+
+def _divide(model: str, chats: str, out: Path, settings: Sequence[str]) -> _Stages:
+    """Divide settings between the two recipes, which share no name but those that this command sets.
+
+    Raises:
+        ConfigError: a setting follows from the arguments.
+    """
+    known = KnownSettings("harness prepare", PrepareConfig, [CONFIGS])
+    stages = _Stages(out, [f"source.path={chats}", f"tokenizer.name={model}"], [f"model.init_from={model}"])
+    for text in settings:
+        key, _, value = text.partition("=")
+        if (why := _CHOSEN.get(key)) is not None:
+            raise ConfigError(f"harness sft sets {key} itself", where=text, fix=f"leave it out: {why}")
+        is_file = key in known.groups and value in known.files(key)
+        (stages.prepare if key in known.types or is_file or text == "--overwrite" else stages.train).append(text)
+    stages.prepare.append(f"data.path={stages.data}")
+    stages.train.extend([f"data.path={stages.data}", f"run_dir={stages.run}"])
+    return stages
+
+
+def _check(stages: _Stages) -> list[int]:
+    """Compose the settings of both recipes before the first stage runs; return the bytes of each GPU to train on.
+
+    Adds the number of ranks, and that packs are no longer than the model's positions, where they are not set.
+    """
+    from harness.config import Options, compose_config, compose_run
+
+    options = Options.parse(stages.train, where="harness sft")
+    names = KnownSettings("", PrepareConfig, [CONFIGS]).types
+    run = compose_run("sft", options.overrides, config_dir=options.config_dir, also=names).config
+    prepare = compose_config("prepare", PrepareConfig, Options.parse(stages.prepare, where="harness sft").overrides)
+    positions = run.model.max_sequence_length
+    is_sized = any(text.partition("=")[0] in ("data.pack_size", "data") for text in stages.prepare)
+    if not is_sized and prepare.data.pack_size > positions:
+        stages.prepare.append(f"data.pack_size={positions}")
+    gpus: list[int] = []
+    if run.trainer.device != "cpu":
+        import torch
+
+        count = run.parallel.ranks or torch.cuda.device_count()
+        gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())][:count]
+    if not run.parallel.ranks:
+        stages.train.append(f"parallel.ranks={len(gpus) or 1}")
+    return gpus
+
+
+def plan_layout(settings: Sequence[str], gpus: Sequence[int]) -> tuple[list[str], list[str]]:
+    """Return the settings of the fastest layout that fits this machine's GPUs, and the command that plans it.
+
+    Args:
+        settings: of the training; a layout among them stays.
+        gpus: bytes of each.
+    """
+    from harness.config import Options, compose_run
+    from harness.plan.search import search_layouts
+    from harness.plan.work import Machine
+
+    keys = {text.partition("=")[0] for text in settings}
+    layout: list[str] = []
+    if not any(key.split(".")[0] == "parallel" for key in keys - {"parallel.ranks"}):
+        options = Options.parse(settings, where="harness sft")
+        run = compose_run("sft", options.overrides, config_dir=options.config_dir).config
+        found = search_layouts(run, machine=Machine(ranks=max(len(gpus), 1)), packs=None, gpu_bytes=min(gpus))
+        # Where none fits, the plan of the settings says how much is missing.
+        layout = [text for text in (found.fitting or [found.smallest])[0].overrides if text.split("=")[0] not in keys]
+    return layout, ["plan", "sft", *settings, *layout, f"gpu_gib={min(gpus) / 2**30:.1f}"]
+
+
+def _exported(stages: _Stages) -> Path:
+    """Return the folder of the model of the run's newest checkpoint."""
+    from harness.train.checkpoints import CHECKPOINTS, read_progress, whole_checkpoints
+
+    newest = whole_checkpoints(stages.run / CHECKPOINTS)[-1:]
+    if not newest:
+        raise ConfigError("the run has no checkpoint", where=str(stages.run), fix="train one step or more")
+    return stages.out / f"model-step-{read_progress(newest[0]).step}"
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run a command of `harness`; if it fails, end with its exit code."""
+    print_line(f"$ {shlex.join(['harness', *redact_all(list(command))])}")
+    code = run_command([sys.executable, "-m", "harness", *command])
+    if code:
+        print_line(f"`harness {command[0]}` ended with {code}; the same `harness sft` continues here", file=sys.stderr)
+        raise typer.Exit(code)
+
+
+def _report(stages: _Stages, exported: Path, commands: Sequence[Sequence[str]]) -> str:
+    """Return a page: data, losses, the model, and the commands that ran."""
+    from harness.train import METRICS_FILE, read_metrics
+
+    steps = read_metrics(stages.run / METRICS_FILE)
+    validated = [step.validation_loss for step in steps if step.validation_loss is not None]
+    losses: dict[str, list[float]] = {
+        "training loss": [step.loss for step in (steps[0], steps[-1])],
+        "validation loss": [*validated[:1], *validated[1:][-1:]],
+    }
+    lines = [
+        f"# {escape_markdown(stages.out.name)}",
+        f"![loss]({stages.run.name}/loss.png)",
+        *(f"- {name}: {' to '.join(f'{loss:.4f}' for loss in values)}" for name, values in losses.items() if values),
+        f"- [dataset]({stages.data.name}/report.md)",
+        f"- [run]({stages.run.name}/report.md): {steps[-1].step:,} steps",
+        f"- [model]({exported.name}/README.md)",
+        "",
+        "```shell",
+        *(shlex.join(["harness", *redact_all(list(command))]) for command in commands),
+        "```",
+    ]
+    return "\n".join([*lines[:1], "", lines[1], "", *lines[2:], ""])

@@ -1,0 +1,149 @@
+"""`harness sft MODEL CHATS`: one command from chats to a model, which continues where it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.cli.end_to_end import plan_layout
+from harness.train import read_metrics
+from tests.samples.stock_templates import stock_templates, tokenizer_for
+
+QUESTION, ANSWER = "What is {} + 2?", "It is {}."
+SETTINGS = ["trainer.device=cpu", "optimizer.lr=1e-3", "data.validation_fraction=0.1", "data.pack_size=256"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a small Qwen3 of random weights, and 60 conversations."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("sft")
+    tokenizer_for(stock_templates()["qwen3"], folder / "model", texts=[QUESTION, ANSWER])
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(vocab_size=336, max_position_embeddings=512, **sizes, **heads)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    chats = [
+        [{"role": "user", "content": QUESTION.format(n)}, {"role": "assistant", "content": ANSWER.format(n + 2)}]
+        for n in range(60)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in chats))
+    return folder
+
+
+def command(folder: Path, out: Path, *settings: str) -> list[str]:
+    arguments = [str(folder / "model"), str(folder / "chats.jsonl"), str(out), *SETTINGS, *settings]
+    return [sys.executable, "-m", "harness", "sft", *arguments]
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def test_one_command_writes_data_run_model_and_report_and_is_done_once(folder, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    first = command(folder, tmp_path / "out", "trainer.steps=3")
+    code, printed = run(*first)
+    assert code == 0, printed
+    out = tmp_path / "out"
+    assert sorted(path.name for path in out.iterdir()) == ["data", "model-step-3", "report.md", "run"]
+    model = AutoModelForCausalLM.from_pretrained(out / "model-step-3")
+    tokenizer = AutoTokenizer.from_pretrained(out / "model-step-3")
+    assert model.config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    page = (out / "report.md").read_text()
+    assert all(f"\nharness {name} " in page for name in ("prepare", "train", "export"))
+    metrics = (out / "run" / "metrics.jsonl").read_bytes()
+
+    code, printed = run(*first)
+    assert code == 0, printed
+    assert "already prepared" in printed
+    assert "nothing is left to train" in printed
+    assert f"{out / 'model-step-3'} is exported already" in printed
+    assert (out / "run" / "metrics.jsonl").read_bytes() == metrics
+    # More steps continue the run, and give a model next to the first.
+    code, printed = run(*command(folder, out, "trainer.steps=4"))
+    assert code == 0, printed
+    assert [step.step for step in read_metrics(out / "run" / "metrics.jsonl")][-4:] == [1, 2, 3, 4]
+    assert (out / "model-step-4" / "config.json").is_file()
+
+
+def test_a_command_that_is_killed_while_it_trains_continues_with_its_checkpoint(folder, tmp_path) -> None:
+    out = tmp_path / "out"
+    line = command(folder, out, "trainer.steps=400", "trainer.checkpoint_interval=2", "trainer.keep_checkpoints=2")
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    while not list(out.glob("run/checkpoints/step-*/run.json")):
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    # Its stages get SIGTERM, checkpoint and end; the output closes with the last of them.
+    assert process.stdout is not None
+    process.stdout.read()
+    process.wait()
+    done = len(read_metrics(out / "run" / "metrics.jsonl"))
+    assert done < 400
+
+    code, printed = run(*command(folder, out, f"trainer.steps={done + 2}"))
+    assert code == 0, printed
+    assert "resuming after step" in printed
+    assert [step.step for step in read_metrics(out / "run" / "metrics.jsonl")] == list(range(1, done + 3))
+    assert (out / f"model-step-{done + 2}").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "fix"),
+    [
+        (["data.path=elsewhere"], "harness sft sets data.path itself", "the dataset is OUT/data"),
+        (["resume=true"], "harness sft sets resume itself", "the run resumes by itself"),
+        (["data.pack_sise=512"], "data.pack_sise", "did you mean data.pack_size"),
+        (["a", "b"], "a and b are given in the place of OUT", "one folder"),
+        (["trainer.stepz=3"], "trainer.stepz", "did you mean trainer.steps"),
+        (["source.limit=many"], "source.limit", "int"),
+    ],
+)
+def test_a_mistake_in_any_stage_is_refused_before_the_first(
+    folder, tmp_path, monkeypatch, changes, message, fix
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, printed = run(
+        sys.executable, "-m", "harness", "sft", str(folder / "model"), str(folder / "chats.jsonl"), *changes
+    )
+    assert (code, "Traceback" in printed) == (2, False)
+    assert message in printed
+    assert fix in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stage_that_fails_ends_the_command_with_its_message_and_code(folder, tmp_path) -> None:
+    code, printed = run(
+        sys.executable, "-m", "harness", "sft", str(folder / "model"), str(folder / "none.jsonl"), str(tmp_path / "out")
+    )
+    assert code == 2
+    assert "none.jsonl" in printed
+    assert "`harness prepare` ended with 2" in printed
+    assert not (tmp_path / "out" / "run").exists()
+
+
+def test_a_layout_is_chosen_for_the_gpus_unless_one_is_named(folder, tmp_path, harness) -> None:
+    chats, model = folder / "chats.jsonl", folder / "model"
+    code, _, errors = harness(
+        "prepare", f"source.path={chats}", f"tokenizer.name={model}", f"data.path={tmp_path / 'data'}", *SETTINGS[2:]
+    )
+    assert code == 0, errors
+    settings = [f"model.init_from={model}", f"data.path={tmp_path / 'data'}", "parallel.ranks=4"]
+    layout, planned = plan_layout(settings, [80 * 2**30] * 4)
+    assert "parallel.distributed_optimizer=true" in layout
+    assert "parallel.ranks=4" not in layout
+    assert planned == ["plan", "sft", *settings, *layout, "gpu_gib=80.0"]
+    named = [*settings, "parallel.tensor_parallel_size=2"]
+    assert plan_layout(named, [80 * 2**30] * 4) == ([], ["plan", "sft", *named, "gpu_gib=80.0"])
