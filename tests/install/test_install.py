@@ -22,6 +22,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.samples.chat_models import save_qwen3
+from tests.samples.stock_templates import TOOLS, call, result, turn
+
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
@@ -226,3 +229,51 @@ def test_torchrun_starts_the_recipe_from_any_folder_with_a_users_own_experiment(
     recipe = ("-m", "harness.recipes.sft", "--config-dir", "own", "experiment=mine", "trainer.device=cpu")
     train.run(*torchrun, *recipe, cwd=tmp_path)
     assert "step" in (tmp_path / "runs" / "mine-001" / "metrics.jsonl").read_text()
+
+
+# Asks an exported model for the next turn of a conversation, as a server does.
+ASK = """import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer, model = (kind.from_pretrained(sys.argv[1]) for kind in (AutoTokenizer, AutoModelForCausalLM))
+chat = json.loads(sys.argv[2])
+turns, tools = chat["messages"], chat["tools"]
+prompt = tokenizer.apply_chat_template(turns, tools=tools, add_generation_prompt=True, tokenize=False)
+ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+answer = model.generate(**ids, max_new_tokens=200)[0, ids["input_ids"].shape[1]:]
+print("answer", json.dumps(tokenizer.decode(answer)))
+"""
+
+
+def test_the_first_hour_goes_from_chats_with_tools_to_a_model_that_calls_answers_and_stops(train, tmp_path):
+    chats = [
+        {
+            "messages": [
+                turn("user", f"How warm is it in {city}?"),
+                turn("assistant", "", tool_calls=[call("get_weather", {"city": city})]),
+                result(f"{degrees} degrees"),
+                turn("assistant", f"It is {degrees} degrees."),
+            ],
+            "tools": TOOLS,
+        }
+        for city, degrees in (("Paris", 12), ("Rome", 20), ("Oslo", 3))
+    ]
+    lines = [json.dumps(chat) for chat in chats]
+    save_qwen3(tmp_path / "model", texts=lines)
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines * 20))
+
+    shown = train.run(
+        "harness", "prepare", "source.path=chats.jsonl", "tokenizer.name=model", "--preview", "1", cwd=tmp_path
+    )
+    assert "get_weather" in shown
+    settings = ("data.validation_fraction=0", "data.pack_size=1024", "trainer.steps=80", "optimizer.lr=4e-3")
+    train.run("harness", "sft", "model", "chats.jsonl", "out", "trainer.device=cpu", *settings, cwd=tmp_path)
+    assert "nothing wrong" in train.run("harness", "verify", "out/run", cwd=tmp_path)
+
+    expected = (
+        (1, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>'),
+        (3, "It is 12 degrees.<|im_end|>"),
+    )
+    for turns, answer in expected:
+        asked = json.dumps(chats[0] | {"messages": chats[0]["messages"][:turns]})
+        printed = train.run("python", "-c", ASK, "out/model-step-80", asked, cwd=tmp_path)
+        assert json.loads(printed.split("answer ", 1)[1].splitlines()[0]).endswith(answer)

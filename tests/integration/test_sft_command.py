@@ -13,7 +13,7 @@ import pytest
 
 from harness.cli.end_to_end import plan_layout
 from harness.train import read_metrics
-from tests.samples.stock_templates import stock_templates, tokenizer_for
+from tests.samples.chat_models import save_qwen3
 
 QUESTION, ANSWER = "What is {} + 2?", "It is {}."
 SETTINGS = ["trainer.device=cpu", "optimizer.lr=1e-3", "data.validation_fraction=0.1", "data.pack_size=256"]
@@ -22,16 +22,8 @@ SETTINGS = ["trainer.device=cpu", "optimizer.lr=1e-3", "data.validation_fraction
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A folder with a small Qwen3 of random weights, and 60 conversations."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     folder = tmp_path_factory.mktemp("sft")
-    tokenizer_for(stock_templates()["qwen3"], folder / "model", texts=[QUESTION, ANSWER])
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(vocab_size=336, max_position_embeddings=512, **sizes, **heads)
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    save_qwen3(folder / "model", texts=[QUESTION, ANSWER])
     chats = [
         [{"role": "user", "content": QUESTION.format(n)}, {"role": "assistant", "content": ANSWER.format(n + 2)}]
         for n in range(60)

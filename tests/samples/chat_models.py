@@ -1,4 +1,4 @@
-"""A small random Llama with a tokenizer and a chat template, as transformers saves one."""
+"""Small random models with a tokenizer and a chat template, as transformers saves them."""
 
 from __future__ import annotations
 
@@ -29,4 +29,26 @@ def save_chat_model(folder: Path, *, layers: int, positions: int, spread: float)
         initializer_range=spread,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def save_qwen3(folder: Path, *, texts: list[str]) -> Path:
+    """Save a Qwen3 with its published template and a tokenizer of these texts."""
+    import transformers
+
+    from tests.samples.stock_templates import stock_templates, tokenizer_for
+
+    tokenizer_for(stock_templates()["qwen3"], folder, texts=texts)
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=400,
+        max_position_embeddings=1024,
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
