@@ -72,7 +72,9 @@ class ModelConfig:
         router_groups, router_top_groups: a token's experts come from its best router_top_groups of router_groups
             equal groups; null for all.
         router_scale: factor of the weights of a token's experts.
-        aux_loss: coefficient of the loss that balances the experts over the tokens of a row; 0 for none.
+        aux_loss: coefficient of the loss that balances the experts; 0 for none.
+        aux_loss_scope: tokens that it balances together: those of a `row`, or of each `sequence` (Megatron's
+            seq_aux_loss), which does not depend on the sequences beside it.
         z_loss: coefficient of the loss that keeps the router's logits small; 0 for none.
         expert_bias: add a bias to an expert's score when experts are chosen, as balancing without a loss does; needs
             router_score sigmoid.
@@ -134,6 +136,7 @@ class ModelConfig:
     router_top_groups: int | None = bounded(None, lowest=1, highest=100_000)
     router_scale: float = bounded(1.0, above=0, highest=1000)
     aux_loss: float = bounded(0.0, lowest=0, highest=100)
+    aux_loss_scope: str = "row"
     z_loss: float = bounded(0.0, lowest=0, highest=100)
     expert_bias: bool = False
     expert_bias_rate: float = bounded(0.001, lowest=0, highest=1)

@@ -34,6 +34,7 @@ _CHOICES = {
     "fuse_weight_gradient": ("auto", "on", "off"),
     "grouped_gemm": ("auto", "on", "off"),
     "router_score": ("softmax", "sigmoid"),
+    "aux_loss_scope": ("row", "sequence"),
 }
 _TP = "parallel.tensor_parallel_size"
 _OF_EXPERTS = (
@@ -47,6 +48,7 @@ _OF_EXPERTS = (
     "router_top_groups",
     "router_scale",
     "aux_loss",
+    "aux_loss_scope",
     "z_loss",
     "expert_bias",
     "expert_bias_rate",
@@ -225,6 +227,9 @@ def _check_experts(model: ModelConfig) -> None:
     if model.expert_bias and model.router_score != "sigmoid":
         what = "Megatron-Core adds a bias to the scores of a sigmoid router only"
         raise ConfigError(what, where="model.expert_bias", fix="model.router_score=sigmoid, or model.expert_bias=false")
+    if model.aux_loss_scope == "sequence" and not model.aux_loss:
+        what = "there is no loss that balances the experts of a sequence: aux_loss is 0"
+        raise ConfigError(what, where="model.aux_loss_scope", fix="model.aux_loss=0.001, or model.aux_loss_scope=row")
     if model.grouped_gemm == "on" and (reason := model.why_not_grouped):
         raise ConfigError(
             f"the products of experts cannot be grouped: {reason}",

@@ -26,7 +26,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from layout_space import AVERAGED, KINDS, LATER, NUM_PACKS, RANKS, Layout, accepted, an_eighth, layouts_of
+from layout_space import AVERAGED, KINDS, LATER, NUM_PACKS, RANKS, SEQUENCES, Layout, accepted, an_eighth, layouts_of
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from small_packs import write_small_packs
@@ -115,10 +115,11 @@ def test_an_eighth_of_the_accepted_layouts_trains_as_one_rank_does(tmp_path) -> 
     assert differing(train_all(an_eighth(accepted(KINDS)), tmp_path)) == []
 
 
-def test_losses_by_conversation_are_those_of_one_rank_on_layouts_of_two(tmp_path) -> None:
+@pytest.mark.parametrize("kinds", [AVERAGED, SEQUENCES])
+def test_losses_by_conversation_and_of_sequences_are_those_of_one_rank_on_layouts_of_two(tmp_path, kinds) -> None:
     # Of each kind, every size and switch that two ranks can have.
-    chosen = an_eighth([one for one in accepted(AVERAGED) if one.ranks == 2])
-    assert {one.kind for one in chosen} == set(AVERAGED)
+    chosen = an_eighth([one for one in accepted(kinds) if one.ranks == 2])
+    assert {one.kind for one in chosen} == set(kinds)
     assert differing(train_all(chosen, tmp_path)) == []
 
 

@@ -20,8 +20,9 @@ RANKS = (1, 2, 4)
 # Adapters stand on experts too. Those of `LATER` differ from others in few operations.
 KINDS = ("dense", "lora", "qwen3_moe", "deepseek_like", "lora qwen3_moe")
 LATER = ("olmoe", "gpt_oss_like", "lora deepseek_like")
-# Losses that are means over conversations; on two ranks alone.
+# Losses that are means over conversations, and of experts balanced over sequences; on two ranks alone.
 AVERAGED = ("dense conversation", "lora deepseek_like conversation", "deepseek_like conversation")
+SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
 # Four layers for four stages; heads, groups and experts for four ranks. Rows are packs, of which the last step has
 # three: with four data-parallel ranks, one has a row of zero loss.
 SETTINGS = (
@@ -72,6 +73,9 @@ def config_of(kind: str) -> SftConfig:
         model = replace(model, kv_lora_rank=26)  # with 6 rotated numbers, a multiple of four ranks
     if "lora" in kind.split():
         model = replace(model, lora_rank=4, lora_alpha=4.0, mtp_layers=0)
+    if "sequences" in kind.split():
+        # Layers are computed again while other rows are on their way through a pipeline.
+        model = replace(model, aux_loss=0.1, aux_loss_scope="sequence", recompute="full")
     if "conversation" in kind.split():
         config = replace(config, trainer=replace(config.trainer, loss_average="conversation"))
     return replace(config, model=model)

@@ -38,6 +38,8 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         row_sources: int64 [T], the dataset of each token of this rank in the row that is computed; None for none.
         source_counts: float64 [datasets, experts], as `counts`, of each dataset.
         shared_experts_ran: True if this layer's shared experts saw the tokens that are routed next.
+        balances_sequences: the balancing loss is that of each sequence, and `row` is set.
+        row: PackedSeqParams of the row that the layer computes, also where it is computed again.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -45,6 +47,8 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         self.layer = 0
         self.token_weight = 1.0
         self.shared_experts_ran = False
+        self.balances_sequences = False
+        self.row: Any = None
         self.reset()
 
     def reset(self) -> None:
@@ -101,9 +105,9 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         return attached
 
     def _balance(self, logits: torch.Tensor, weights: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        """Attach the balancing loss of the row to `weights`, and record it.
+        """Attach the balancing loss of the row, or of its sequences, to `weights`, and record it.
 
-        Of a row of T tokens, with n_i of them sent to expert i of E, and p_i the sum of its scores, the loss is
+        Of T tokens, with n_i of them sent to expert i of E, and p_i the sum of its scores, the loss is
         E * sum(n_i * p_i) / (topk * T * T): 1 if all is even. It counts for every token, and each rank adds the part
         of its own scores.
         """
@@ -111,16 +115,34 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         best = torch.zeros_like(scores).scatter(1, scores.topk(self.topk, dim=1).indices, 1.0)
         if padding is not None:
             scores, best = scores * ~padding.unsqueeze(1), best * ~padding.unsqueeze(1)
-        sent = best.detach().sum(dim=0)
+        if self.balances_sequences:
+            owners, number = self._owners(scores.shape[0])
+            zeros = scores.new_zeros(number, scores.shape[1])
+            summed, sent = zeros.index_add(0, owners, scores), zeros.index_add(0, owners, best.detach())
+        else:
+            summed, sent = scores.sum(dim=0, keepdim=True), best.detach().sum(dim=0, keepdim=True)
         if self.tp_cp_group.size() > 1:
             torch.distributed.all_reduce(sent, group=self.tp_cp_group)
-        tokens = (sent.sum() / self.topk).clamp(min=1)
-        loss = (scores.sum(dim=0) * sent).sum() * (scores.shape[1] / (self.topk * tokens))
+        tokens = (sent.sum(dim=1) / self.topk).clamp(min=1)
+        loss = ((summed * sent).sum(dim=1) * (scores.shape[1] / (self.topk * tokens))).sum()
         self.sums["aux_loss"] += loss.detach().double()
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient:
             weights = MoEAuxLossAutoScaler.apply(weights, loss * (coefficient * self.token_weight))
         return weights
+
+    def _owners(self, tokens: int) -> tuple[torch.Tensor, int]:
+        """Return the number of the sequence of each of this rank's tokens, int64 [tokens], and how many there are."""
+        row, config = self.row, self.config
+        bounds = row.cu_seqlens_q if row.cu_seqlens_q_padded is None else row.cu_seqlens_q_padded
+        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        number = bounds.shape[0] - 1
+        # A context-parallel rank has the same share of every sequence.
+        sizes = bounds.diff() // config.context_parallel_size
+        places = torch.arange(number, device=bounds.device)
+        owners = torch.repeat_interleave(places, sizes, output_size=tokens * parts)
+        rank = parallel_state.get_tensor_model_parallel_rank() if parts > 1 else 0
+        return owners.chunk(parts)[rank], number
 
     @torch.no_grad()
     def _count(self, logits: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor | None) -> None:
@@ -171,6 +193,9 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
             continue
         experts = layer.mlp
         experts.router.layer = number
+        if model.aux_loss_scope == "sequence":
+            experts.router.balances_sequences = True
+            layer.register_forward_pre_hook(_showing_rows(experts.router), with_kwargs=True)
         if experts.shared_experts is not None:
             experts.shared_experts.register_forward_hook(_noting(experts.router))
         for parameter in experts.router.parameters():
@@ -182,6 +207,13 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
         if device.type == "cpu" and hasattr(experts.experts, "local_experts"):  # not grouped, as on GPUs
             for index, expert in zip(experts.local_expert_indices, experts.experts.local_experts, strict=True):
                 _draw(expert, chunk.config, (model.seed * 10_007 + number + 1) * 100_003 + index)
+
+
+def _showing_rows(router: Router) -> Any:
+    def show(module: torch.nn.Module, inputs: Any, named: Any) -> None:
+        router.row = named["packed_seq_params"]
+
+    return show
 
 
 def _noting(router: Router) -> Any:

@@ -22,7 +22,7 @@ from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig
 from harness.records import SequenceView
-from harness.thd import build_thd_batch, zero_loss_row
+from harness.thd import ThdBatch, build_thd_batch, zero_loss_row
 from harness.train import StepResult
 
 from .conftest import one_rank
@@ -134,7 +134,7 @@ def test_tokens_of_a_source_have_the_load_that_they_have_alone(recompute) -> Non
     assert alone["a"].source_expert_loads == {}
 
 
-@pytest.mark.parametrize("loss", ["aux_loss", "z_loss"])
+@pytest.mark.parametrize("loss", ["aux_loss", "aux_loss of sequences", "z_loss"])
 def test_the_losses_of_a_router_have_the_gradient_of_their_mean_over_real_tokens(loss) -> None:
     """However few tokens are trained, and however rows are padded: compared with the formula and plain autograd."""
     lengths = {0: [9, 30], 1: [18]}  # of the sequences of each row
@@ -145,14 +145,21 @@ def test_the_losses_of_a_router_have_the_gradient_of_their_mean_over_real_tokens
         rows.append(build_thd_batch(views, pad_to_multiple=16))
 
     def gradient(coefficient: float) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Return the gradient of the last router, its weight, and the states of the real tokens of each row."""
-        experts = {**SIZES, "router_score": "softmax", "expert_bias": False, loss: coefficient}
+        """Return the gradient of the last router, its weight, and states of the tokens of each row or sequence."""
+        experts = {**SIZES, "router_score": "softmax", "expert_bias": False, loss.split()[0]: coefficient}
+        if coefficient and "sequences" in loss:
+            experts["aux_loss_scope"] = "sequence"
         with one_rank(ModelConfig(**experts, init_std=0.3), vocab_size=VOCAB, optimizer=STILL) as step:
             router, states = list(routers(step.chunks))[-1], []
             router.register_forward_hook(lambda _, given, made: states.append(given[0].detach().reshape(-1, 32)))
             step.train(SimpleNamespace(rows=rows))
             real = [all_of[~row.padding_mask] for all_of, row in zip(states, rows, strict=True)]
+            if "sequences" in loss:
+                real = [part for one, row in zip(real, rows, strict=True) for part in one.split(sizes_of(row))]
             return router.weight.main_grad.clone(), router.weight.detach().clone(), real
+
+    def sizes_of(row: ThdBatch) -> list[int]:
+        return np.diff(row.cu_seqlens).tolist()
 
     (without, weight, states), (found, *_) = gradient(0.0), gradient(0.5)
     weight.requires_grad_()
