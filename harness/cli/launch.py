@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -101,7 +102,7 @@ def plan(
     """
     from harness.config import Options, compose_run
     from harness.plan.run_plan import AssumedPacks, plan_run
-    from harness.plan.search import search_layouts
+    from harness.plan.search import search_layouts, suggest_settings
     from harness.plan.work import Machine
 
     settings: PlanSettings = context.obj[0]
@@ -140,6 +141,18 @@ def plan(
     file_system, disk = _scaled(settings.file_system_gb_s, 1e9), _scaled(settings.disk_gb_s, 1e9)
     shown = planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)
     open_console().print(shown)
+    if gpu_bytes is not None and not planned.fits(gpu_bytes):
+        lines = suggest_settings(
+            config, lambda run: plan_run(run, ranks=planned.ranks, mfu=settings.mfu, **inputs).fits(gpu_bytes)
+        )
+        with suppress(ConfigError):  # of data that is not here
+            divided = replace(config, parallel=replace(config.parallel, ranks=planned.ranks))
+            fastest = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting[:1]
+            lines += [" ".join(one.overrides) for one in fastest]
+        for line in lines:
+            print_line(f"it fits with: {line}")
+        if not lines:
+            print_line("no savings and no layout of these ranks fit: use more ranks, shorter rows or a smaller model")
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)

@@ -274,11 +274,32 @@ def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
 
     A vocabulary that the settings do not have counts as none, so that what is refused is too large for certain.
     """
-    if config.trainer.device == "cpu":
+    memory, gpu_bytes = _memory(config, ranks), gpu_gib * 2**30
+    if memory is None or memory.fits(gpu_bytes):
         return
-    model, dp_size, gpu_bytes = config.model.on("cuda"), config.parallel.dp_size(ranks), gpu_gib * 2**30
+    from harness.plan.search import suggest_settings
+
+    def fits(run: RunConfig) -> bool:
+        run.check(ranks)
+        return (found := _memory(run, ranks)) is None or found.fits(gpu_bytes)
+
+    raise ConfigError(
+        f"{config.name} does not fit the cluster's GPUs: the fullest rank, of pipeline stage {memory.stage}, needs "
+        f"{memory.explain(gpu_bytes)}",
+        where=f"cluster.gpu_gib={gpu_gib:g}",
+        fix="".join(f"add {line}; or " for line in suggest_settings(config, fits))
+        + "divide the model over more ranks (`harness plan auto` lists layouts that fit), or shorten its rows; "
+        "cluster.gpu_gib is another for other GPUs, and null submits the run without this check",
+    )
+
+
+def _memory(config: RunConfig, ranks: int) -> Memory | None:
+    """Return the memory of the fullest rank without a look at the data; None on a CPU."""
+    if config.trainer.device == "cpu":
+        return None
+    model, dp_size = config.model.on("cuda"), config.parallel.dp_size(ranks)
     samples_a_row = config.data.micro_batch_size if isinstance(config, PretrainConfig) else 1
-    memory = plan_memory(
+    return plan_memory(
         model,
         config.parallel,
         vocab_size=model.vocab_size or 1,
@@ -288,14 +309,6 @@ def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
         kernels=kernels_on_gpu(model, config.parallel),
         optimizer=config.optimizer,
     )
-    if not memory.fits(gpu_bytes):
-        raise ConfigError(
-            f"{config.name} does not fit the cluster's GPUs: the fullest rank, of pipeline stage {memory.stage}, needs "
-            f"{memory.explain(gpu_bytes)}",
-            where=f"cluster.gpu_gib={gpu_gib:g}",
-            fix="divide the model over more ranks (`harness plan auto` lists layouts that fit), shorten its rows or "
-            "recompute; cluster.gpu_gib is another for other GPUs, and null submits the run without this check",
-        )
 
 
 def plan_microbatches(inputs: Inputs, ranks: int, tokens: float) -> int:

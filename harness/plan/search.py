@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -25,6 +27,16 @@ from harness.plan.work import Machine, plan_work
 from harness.tables import Table
 
 _RECOMPUTE = ("none", "selective", "full")
+# Settings that save memory and change no layout, the cheapest in time first.
+_SAVINGS: tuple[tuple[str, object], ...] = (
+    ("parallel.distributed_optimizer", True),
+    ("model.recompute", "selective"),
+    ("model.recompute", "full"),
+    ("optimizer.moments_dtype", "bfloat16"),
+    ("optimizer.offload", 1.0),
+)
+_ADAPTERS = ("model.lora_rank", 16)
+C = TypeVar("C", bound=RunConfig)
 # Rows hold one pack, or as many.
 _PACKS_A_ROW = (1, 2, 4)
 
@@ -170,6 +182,41 @@ def search_layouts(
             best[key] = candidate
     fitting = sorted(best.values(), key=lambda one: (one.plan.step_s, one.plan.memory.total))
     return LayoutSearch(fitting, smallest, len(found))
+
+
+def suggest_settings(config: C, fits: Callable[[C], bool]) -> list[str]:
+    """Return changes to a run that does not fit its GPUs, each a line of settings with which it does.
+
+    The fewest savings that suffice on the same layout, and LoRA adapters with as few.
+
+    Args:
+        fits: returns True if a run with these settings fits; ConfigError counts as False.
+    """
+    lines = []
+    for first in ((), (_ADAPTERS,)) if config.model.init_from and not config.model.lora_rank else ((),):
+        tried = (
+            changes
+            for number in range(0 if first else 1, len(_SAVINGS) + 1)
+            for added in itertools.combinations(_SAVINGS, number)
+            if len(dict(added)) == number and _changes((changes := (*first, *added)), config)
+        )
+        for changes in tried:
+            with suppress(ConfigError):
+                if fits(_changed(config, changes)):
+                    lines.append(" ".join(f"{key}={str(value).lower()}" for key, value in changes))
+                    break
+    return lines
+
+
+def _changes(changes: Sequence[tuple[str, object]], config: RunConfig) -> bool:
+    return all(attrgetter(key)(config) != value for key, value in changes)
+
+
+def _changed(config: C, changes: Sequence[tuple[str, object]]) -> C:
+    for key, value in changes:
+        section, _, name = key.partition(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
 
 
 def _choices(base: SftConfig, ranks: int, pack_size: int) -> Iterator[tuple[ParallelConfig, str, int]]:

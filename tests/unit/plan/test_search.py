@@ -11,8 +11,8 @@ from layout_space import KINDS, RANKS, accepted, config_of
 
 from harness.config import compose_config
 from harness.errors import ConfigError
-from harness.plan.run_plan import AssumedPacks, plan_run
-from harness.plan.search import LayoutSearch, search_layouts
+from harness.plan.run_plan import AssumedPacks, check_memory, plan_run
+from harness.plan.search import LayoutSearch, search_layouts, suggest_settings
 from harness.plan.settings import SftConfig
 from harness.plan.work import Machine
 
@@ -121,6 +121,27 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
     text = found.explain_misfit(GPU)
     assert f"the smallest needs {memory.total / 2**30:,.1f} GiB of 72.0 usable" in text
     assert f"optimizer {memory.optimizer / 2**30:,.1f}" in text
+
+
+def test_a_run_that_does_not_fit_is_offered_the_fewest_savings_with_which_it_does() -> None:
+    settings = ["model=llama3_8b", "model.init_from=weights", "model.vocab_size=128256", "parallel.ranks=8"]
+    packs = AssumedPacks(1000, 8192, sequence_tokens=1024)
+
+    def fits(*further: str) -> bool:
+        run = compose_config("sft", SftConfig, [*settings, *further])
+        return plan_run(run, packs=packs).fits(GPU)
+
+    assert not fits()
+    config = compose_config("sft", SftConfig, settings)
+    lines = suggest_settings(config, lambda run: plan_run(run, packs=packs).fits(GPU))
+    assert lines == ["parallel.distributed_optimizer=true model.recompute=full", "model.lora_rank=16"]
+    assert all(fits(*line.split()) for line in lines)
+    assert not any(fits(one) for one in lines[0].split())
+    with pytest.raises(ConfigError) as refused:
+        check_memory(config, 8, gpu_gib=80)
+    assert refused.value.fix.startswith(
+        "add parallel.distributed_optimizer=true model.recompute=full; or add model.lora"
+    )
 
 
 def test_ranks_that_hold_no_whole_copy_and_data_that_is_not_there_are_refused(tmp_path) -> None:
