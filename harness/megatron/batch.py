@@ -188,16 +188,27 @@ def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.T
 
 
 def sum_loss(
-    loss_mask: torch.Tensor, divisor: torch.Tensor, losses: torch.Tensor
+    loss_mask: torch.Tensor,
+    divisor: torch.Tensor,
+    losses: torch.Tensor,
+    *,
+    sources: torch.Tensor | None = None,
+    num_sources: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the summed loss, its divisor, and for the report both with the trained tokens as one float64 tensor [3].
+    """Return the summed loss, its divisor, and for the report a float64 tensor [3 + 2 * num_sources].
 
-    The sum, not the mean: Megatron divides gradients by the divisors of the whole global batch, so the loss does not
-    depend on the placement of sequences.
+    The report has the sum, the divisor and the trained tokens, then the sum and the weights of each source. The sum,
+    not the mean: Megatron divides gradients by the divisors of the whole global batch, so the loss does not depend on
+    the placement of sequences.
     """
-    total = (losses.float() * loss_mask).sum()
-    tokens = torch.count_nonzero(loss_mask)
-    return total, divisor, torch.stack((total.detach().double(), divisor.double(), tokens.double()))
+    weighed = losses.float() * loss_mask
+    total, tokens = weighed.sum(), torch.count_nonzero(loss_mask)
+    report = torch.stack((total.detach().double(), divisor.double(), tokens.double()))
+    if sources is not None:
+        zeros = report.new_zeros(2, num_sources)
+        values = torch.stack((weighed.detach().double().reshape(-1), loss_mask.double().reshape(-1)))
+        report = torch.cat((report, zeros.index_add(1, sources.reshape(-1), values).reshape(-1)))
+    return total, divisor, report
 
 
 def padding_argument(chunk: Any, padding_mask: torch.Tensor) -> dict[str, torch.Tensor]:

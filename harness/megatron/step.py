@@ -110,7 +110,8 @@ class MegatronStep:
         loss_average: as of `TrainerConfig`.
 
     Attributes:
-        sources: the datasets of a blend, whose tokens the routers of experts then count apart; None for none.
+        sources: the datasets of a blend, whose losses are summed apart, and whose tokens the routers of experts count
+            apart; None for none.
     """
 
     def __init__(
@@ -169,12 +170,13 @@ class MegatronStep:
         if self._graph is not None:
             sums = self._graph.run_rows(rows)
         else:
-            sums = self._sum(self.run_rows(rows, self.forward_row, forward_only=False))
+            number = 0 if self.sources is None else len(self.sources.names)
+            sums = self._sum(self.run_rows(rows, self.forward_row, forward_only=False), num_sources=number)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         updated, grad_norm, _zeros = self.optimizer.step()
         if updated:
             self.scheduler.step(increment=1)
-        total, divisor, tokens = self._reduce(sums)
+        total, divisor, tokens, *of_sources = self._reduce(sums)
         loads: dict[str, float] = {}
         if self.sources is not None and self.has_experts:
             loads = source_loads(self.chunks, self.num_layers, self.sources.names, self.device)
@@ -189,17 +191,26 @@ class MegatronStep:
             learning_rate=learning_rate,
             skipped=not updated,
             experts=expert_metrics(self.chunks, self.num_layers, self.device) if self.has_experts else None,
+            source_losses=self._source_losses(of_sources),
             source_expert_loads=loads,
             mtp_losses=mtp_losses,
             mtp_tokens=mtp_tokens,
         )
 
     def _rows_of(self, batch: RankBatch) -> list[ThdBatch]:
-        """Return the rows, with the dataset of each sequence where the routers of experts count these."""
-        if self.sources is None or not self.has_experts:
+        """Return the rows of a batch, of a blend with the dataset of each sequence."""
+        if self.sources is None or self._graph is not None:
             return batch.rows
         pairs = zip(batch.rows, batch.sequence_ids, strict=True)
         return [replace(row, sources=self.sources.of(sequences)) for row, sequences in pairs]
+
+    def _source_losses(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return the mean loss of each source, from the sums of all sources and then their weights."""
+        if self.sources is None or not sums:
+            return {}
+        totals, weights = sums[: len(sums) // 2], sums[len(sums) // 2 :]
+        found = zip(self.sources.names, totals, weights, strict=True)
+        return {name: total / weight for name, total, weight in found if weight > 0}
 
     def gather_weights(self) -> None:
         """Make the weights of every rank those of the last step; every rank takes part.
@@ -240,10 +251,10 @@ class MegatronStep:
         load = expert_metrics(self.chunks, self.num_layers, self.device).load if self.has_experts else 0.0
         return Evaluation(loss=total / max(divisor, 1), trained_tokens=int(tokens), expert_load=load or None)
 
-    def _sum(self, reports: list[torch.Tensor]) -> torch.Tensor:
+    def _sum(self, reports: list[torch.Tensor], *, num_sources: int = 0) -> torch.Tensor:
         """Return the sum of the reports of rows; zeros on a stage that computes no loss."""
         if not reports:
-            return torch.zeros(3, dtype=torch.float64, device=self.device)
+            return torch.zeros(3 + 2 * num_sources, dtype=torch.float64, device=self.device)
         return torch.stack(reports).sum(dim=0)
 
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
@@ -281,9 +292,11 @@ class MegatronStep:
         """Run the next row through a chunk; return its losses, and the function that sums those of trained tokens."""
         arrays, row = rows.take()
         self.check_tokens(arrays)
-        if row.sources is not None and self.sources is not None:
-            show_sources(model, row.sources, len(self.sources.names))
-        return run_row(model, row), partial(sum_loss, row.loss_mask, row.divisor)
+        number = 0 if self.sources is None else len(self.sources.names)
+        if row.sources is not None and self.has_experts:
+            show_sources(model, row.sources, number)
+        summed = partial(sum_loss, row.loss_mask, row.divisor, sources=row.sources, num_sources=number)
+        return run_row(model, row), summed
 
     def check_tokens(self, arrays: ThdBatch) -> None:
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
@@ -294,7 +307,7 @@ class MegatronStep:
                 fix="set it to the vocabulary size of the dataset's tokenizer",
             )
 
-    def _reduce(self, sums: torch.Tensor) -> tuple[float, float, float]:
+    def _reduce(self, sums: torch.Tensor) -> list[float]:
         """Return the sums of `sum_loss` over the whole job, which start on the last pipeline stage."""
         torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
@@ -303,5 +316,5 @@ class MegatronStep:
                 src=parallel_state.get_pipeline_model_parallel_last_rank(),
                 group=parallel_state.get_pipeline_model_parallel_group(),
             )
-        total, divisor, tokens = sums.tolist()
-        return total, divisor, tokens
+        values: list[float] = sums.tolist()
+        return values

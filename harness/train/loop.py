@@ -55,6 +55,8 @@ class StepResult:
         learning_rate: used by this step.
         skipped: True if the optimizer refused the step because gradients were not finite.
         experts: None for a dense model.
+        source_losses: mean loss of the trained tokens of each dataset of a blend, by their weights, by name; without
+            those that the step trains no token of.
         source_expert_loads: load of the busiest expert, as in `ExpertMetrics`, for the tokens of each dataset of a
             blend alone, by name; without those that the step has no token of.
         mtp_losses: mean over the tokens that each layer after the model's own predicts, the nearest first; empty where
@@ -68,6 +70,7 @@ class StepResult:
     learning_rate: float
     skipped: bool
     experts: ExpertMetrics | None = None
+    source_losses: Mapping[str, float] = field(default_factory=dict)
     source_expert_loads: Mapping[str, float] = field(default_factory=dict)
     mtp_losses: tuple[float, ...] = ()
     mtp_tokens: int = 0
@@ -98,6 +101,7 @@ class StepRecord:
         data_wait_s: the part of step_s spent waiting for the loader.
         compute_s, data_s: time in computation and in the loader, without waiting for other ranks.
         evaluations: of further validation sets, by name.
+        initial: of every validation set before this step, the first of the run; else empty.
     """
 
     step: int
@@ -109,6 +113,7 @@ class StepRecord:
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
     compute_s: float = 0.0
     data_s: float = 0.0
+    initial: Mapping[str, Evaluation] = field(default_factory=dict)
 
 
 class TrainStep(Protocol):
@@ -158,6 +163,8 @@ def train(
 ) -> str | None:
     """Train from `first_step` to `config.steps`, or until the batches end.
 
+    Where there are validations, the first is before step 1.
+
     Args:
         batches: global batches in order, starting with that of `first_step`. If they end before `config.steps`, the
             steps so far are saved.
@@ -172,6 +179,8 @@ def train(
         HarnessError: the loss of a step is not finite; nothing is saved from that step on.
     """
     loop = _Loop(step, config, hooks, validation, list(validated))
+    if first_step == 1 and config.eval_interval:
+        loop.validate_first()
     for number in range(first_step, config.last_step + 1):
         batch = loop.read(number, batches)
         if batch is None:
@@ -193,8 +202,14 @@ class _Loop:
     losses: list[float]
     unsaved: LoaderState | None = None
     reason: str | None = None
+    _initial: dict[str, Evaluation] = field(default_factory=dict)
     _lap: tuple[float, float] = (0.0, 0.0)
     _read_s: tuple[float, float] = (0.0, 0.0)
+
+    def validate_first(self) -> None:
+        self._initial = self._evaluate(1)
+        for name, found in self._initial.items():
+            self.hooks.log(f"before step 1: {name} loss {found.loss:.4f}")
 
     def read(self, number: int, batches: Iterator[RankBatch]) -> RankBatch | None:
         """Return the next batch; None, with the steps so far saved, if there is none."""
@@ -224,7 +239,8 @@ class _Loop:
         evaluations = self._validate(number)
         own = evaluations.pop(OWN_VALIDATION, None)
         took = waited + computed
-        self.hooks.record(StepRecord(number, batch, result, own, took, waited, evaluations, compute_s, data_s))
+        initial, self._initial = self._initial, {}
+        self.hooks.record(StepRecord(number, batch, result, own, took, waited, evaluations, compute_s, data_s, initial))
         self.losses += [] if own is None else [own.loss]
         has_stalled = own is not None and _has_stalled(self.losses, self.config.early_stop)
         reason = self.hooks.stop()
@@ -245,13 +261,15 @@ class _Loop:
         return now - then, now - then - (waits_s - before)
 
     def _validate(self, number: int) -> dict[str, Evaluation]:
+        is_validated = is_due(number, self.config.eval_interval, self.config.last_step)
+        return self._evaluate(number) if is_validated else {}
+
+    def _evaluate(self, number: int) -> dict[str, Evaluation]:
         def watched(batches: Iterable[RankBatch]) -> Iterator[RankBatch]:
             for batch in batches:
                 self.hooks.at(number, "validating")
                 yield batch
 
-        if not is_due(number, self.config.eval_interval, self.config.last_step):
-            return {}
         return {name: self.step.evaluate(watched(open_batches())) for name, open_batches in self.validation.items()}
 
     def _save(self, number: int, state: LoaderState, *, ends: bool) -> None:

@@ -20,7 +20,7 @@ from harness.tables import Table
 from harness.train.lines import DAMAGED_FIX, MISREAD, ROOM_FIX, LineFile, describe_hole, keep_lines_before, whole_lines
 from harness.train.loop import OWN_VALIDATION, StepRecord
 from harness.train.stragglers import CAUSES, RankTimes, Straggler
-from harness.train.trackers import PATIENCE_S, SERVICES, EventFile, Tracker, curve_values
+from harness.train.trackers import PATIENCE_S, SERVICES, EventFile, Tracker, curves_of
 
 T = TypeVar("T")
 METRICS_FILE = "metrics.jsonl"
@@ -48,6 +48,9 @@ class StepMetrics:
             1 is even.
         packs_consumed: of this epoch, after this step.
         evaluation_losses: as validation_loss, of further validation sets by name.
+        initial_losses: of step 1, losses before it by validation set; `validation` is that of the training data.
+        source_losses: mean loss of the trained tokens of each dataset of a blend, by its path; without those that the
+            step trains no token of.
         experts: statistics of a mixture of experts by the names of `ExpertMetrics`; empty for a dense model.
         source_expert_loads: load of the busiest expert over the mean for the tokens of each dataset of a blend alone,
             by its path; without those that the step has no token of. Empty for a dense model, and without a blend.
@@ -76,6 +79,8 @@ class StepMetrics:
     imbalance_cost: float
     packs_consumed: int
     evaluation_losses: dict[str, float] = field(default_factory=dict)
+    initial_losses: dict[str, float] = field(default_factory=dict)
+    source_losses: dict[str, float] = field(default_factory=dict)
     experts: dict[str, float] = field(default_factory=dict)
     source_expert_loads: dict[str, float] = field(default_factory=dict)
     mtp_losses: list[float] = field(default_factory=list)
@@ -109,6 +114,8 @@ def step_metrics(
         imbalance_cost=batch.imbalance.cost_ratio,
         packs_consumed=batch.state.packs_consumed,
         evaluation_losses={name: evaluation.loss for name, evaluation in record.evaluations.items()},
+        initial_losses={name: evaluation.loss for name, evaluation in record.initial.items()},
+        source_losses=dict(result.source_losses),
         experts={} if result.experts is None else asdict(result.experts),
         source_expert_loads=dict(result.source_expert_loads),
         mtp_losses=list(result.mtp_losses),
@@ -162,7 +169,8 @@ class MetricsWriter:
         self._file.append(json.dumps(line) + "\n")
         with self._events_may_fail():
             if self._events is not None:
-                self._events.add(curve_values(values), metrics.step)
+                for step, curves in curves_of(values):
+                    self._events.add(curves, step)
         self._report([tracker.problem() for tracker in self._trackers])
 
     def sync(self) -> None:
@@ -218,11 +226,22 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, r
 def _validations(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
     losses: dict[str, dict[int, float]] = {"validation": {}}
     for step in steps:
+        for name, loss in step.initial_losses.items():
+            losses.setdefault(name, {})[0] = loss
         if step.validation_loss is not None:
             losses["validation"][step.step] = step.validation_loss
         for name, loss in step.evaluation_losses.items():
             losses.setdefault(name, {})[step.step] = loss
     return losses
+
+
+def _source_losses(steps: Sequence[StepMetrics]) -> dict[str, str]:
+    """Return the first and the last loss of each dataset of a blend."""
+    found: dict[str, list[str]] = {}
+    for step in steps:
+        for name, loss in step.source_losses.items():
+            found.setdefault(name, []).append(f"{loss:.4f} at step {step.step}")
+    return {name: ", ".join(dict.fromkeys((texts[0], texts[-1]))) for name, texts in found.items()}
 
 
 def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
@@ -334,6 +353,7 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
     rows = {
         "training loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
         **{f"{name} loss": _summary(losses) for name, losses in _validations(steps).items()},
+        **{f"training loss of {name}": text for name, text in _source_losses(steps).items()},
         **_expert_rows(steps),
         **{
             f"loss {number} tokens further": _summary({s.step: s.mtp_losses[number - 1] for s in steps if s.mtp_losses})

@@ -26,7 +26,7 @@ import yaml
 
 from harness.printing import print_line, redact
 from harness.train.local import read_identity
-from harness.train.trackers import curve_values
+from harness.train.trackers import curves_of
 
 # For runs that no variable (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME) puts elsewhere.
 PROJECT = "megatron-sft-harness"
@@ -88,7 +88,7 @@ class NewLines:
         whole = text[: text.rfind(b"\n") + 1]
         self._read += len(whole)
         lines = [json.loads(line) for line in whole.splitlines()]
-        return [(line["step"], curve_values(line)) for line in lines if line["step"] > after]
+        return [one for line in lines if line["step"] > after for one in curves_of(line)]
 
 
 class Wandb:

@@ -45,6 +45,16 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
+def curves_of(line: Mapping[str, Any]) -> list[tuple[int, dict[str, float]]]:
+    """Return the steps that a metrics line has numbers of, with these by curve: its own, and before the first, 0."""
+    names = {
+        name: "validation" if name == OWN_VALIDATION else f"validation/{name}"
+        for name in line.get("initial_losses", {})
+    }
+    initial = {f"{names[name]}/loss": loss for name, loss in line.get("initial_losses", {}).items()}
+    return [*([(0, initial)] if initial else []), (line["step"], curve_values(line))]
+
+
 def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a metrics line by curve.
 
@@ -57,6 +67,7 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     values = {f"train/{key}": plain[key] for key in plain if key not in ("step", "validation_loss", "mtp_tokens")}
     values |= {"validation/loss": line["validation_loss"]}
     values |= {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
+    values |= {f"train/{name}/loss": loss for name, loss in line.get("source_losses", {}).items()}
     values |= {f"train/mtp_loss_{number}": loss for number, loss in enumerate(line.get("mtp_losses", ()), start=1)}
     values |= {f"experts/{name}": value for name, value in line.get("experts", {}).items()}
     values |= {f"experts/{name}/load": load for name, load in line.get("source_expert_loads", {}).items()}

@@ -135,6 +135,14 @@ def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(data
     sources = {str(dataset), str(dataset / "validation")}
     assert {name for step in steps for name in step.source_expert_loads} == sources
     assert all(load > 1 for step in steps for load in step.source_expert_loads.values())
+    on_two = recorded_run(place / "deepseek_like-tp2_ep2").steps
+    for one, two in zip(steps, on_two, strict=True):
+        assert set(one.source_losses) == set(one.source_expert_loads)
+        assert two.source_losses == pytest.approx(one.source_losses, rel=1e-6)
+    # Of a global batch that is of one source, its loss is that of the step.
+    assert [step.loss for step in steps if len(step.source_losses) == 1] == pytest.approx(
+        [loss for step in steps if len(step.source_losses) == 1 for loss in step.source_losses.values()], rel=1e-6
+    )
     assert "![load of experts](experts.png)" in (place / "deepseek_like" / "one" / "report.md").read_text()
 
 

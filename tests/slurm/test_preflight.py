@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -83,6 +84,11 @@ def test_folders_that_are_not_shared_are_reported(refused, slurm, tmp_path):
     for name in ("runs", "weights", "streams/live", "own"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "weights" / "model.safetensors").write_text("never read")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 300}
+    sizes |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": "llama", "tie_word_embeddings": True, **sizes, **heads}
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(config))
     with (
         mounted(slurm, "node2", tmp_path / "own", tmp_path / "runs"),
         mounted(slurm, "node2", tmp_path / "own", tmp_path / "weights"),
@@ -94,7 +100,7 @@ def test_folders_that_are_not_shared_are_reported(refused, slurm, tmp_path):
             "cluster.preflight.timeout_s=40",
         )
     assert "preflight: node2: run folder: the run's folder is not shared" in log
-    assert f"preflight: node2: weights {weights}: files is 0, on node1 it is 1" in log
+    assert f"preflight: node2: weights {weights}: files is 0, on node1 it is 2" in log
     assert f"preflight: node2: live chunks {live}: folder is missing, on node1 it is there" in log
 
 

@@ -107,18 +107,22 @@ def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_t
     assert "layers are not Transformer Engine's" in slow_parts(model, ONE, gpu, has_engine=False)[1]
 
 
+@pytest.mark.parametrize("average", ["token", "conversation"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_tokens_of_a_source_have_the_load_that_they_have_alone(recompute) -> None:
+def test_tokens_of_a_source_have_the_load_and_the_loss_that_they_have_alone(recompute, average) -> None:
     """Whatever is computed again, and however sources and padding lie in the rows of a step."""
     lengths = {0: 9, 1: 30, 2: 18, 3: 43}  # of sequences; the first two are of one source
     views = {
-        number: SequenceView((np.arange(length, dtype=np.int32) * (number + 3)) % VOCAB, np.ones(length, np.uint8))
+        number: SequenceView(
+            (np.arange(length, dtype=np.int32) * (number + 3)) % VOCAB, (np.arange(length) % 3 != 0).astype(np.uint8)
+        )
         for number, length in lengths.items()
     }
 
     def train(rows: list[list[int]], *, sources: Sources | None = None) -> StepResult:
         model = ModelConfig(**SIZES, recompute=recompute, init_std=0.3)
-        step = MegatronStep(model, ONE, layout, device=CPU, vocab_size=VOCAB, pad_rows_to=160)
+        options = {"pad_rows_to": 160, "loss_average": average}
+        step = MegatronStep(model, ONE, layout, device=CPU, vocab_size=VOCAB, **options)
         step.sources = sources
         made = [
             build_thd_batch([views[one] for one in row], pad_to_multiple=16) if row else zero_loss_row() for row in rows
@@ -131,7 +135,9 @@ def test_tokens_of_a_source_have_the_load_that_they_have_alone(recompute) -> Non
         alone = {"a": train([[0, 1]]), "b": train([[3], [2]])}
     assert both.source_expert_loads == pytest.approx({name: one.experts.load for name, one in alone.items()}, rel=1e-12)
     assert both.source_expert_loads["a"] != pytest.approx(both.source_expert_loads["b"], rel=0.01)
-    assert alone["a"].source_expert_loads == {}
+    assert both.source_losses == pytest.approx({name: one.loss for name, one in alone.items()}, rel=1e-6)
+    assert both.source_losses["a"] != pytest.approx(both.source_losses["b"], rel=1e-3)
+    assert alone["a"].source_expert_loads == alone["a"].source_losses == {}
 
 
 @pytest.mark.parametrize("loss", ["aux_loss", "aux_loss of sequences", "z_loss"])

@@ -75,6 +75,18 @@ def test_validation_and_checkpoints_come_at_their_intervals_and_at_the_end():
     assert [record.step for record in noted.records if record.validation is not None] == [4]
 
 
+def test_the_first_step_of_a_run_has_the_validations_before_it():
+    sets = {"validation": lambda: [1], "code": lambda: [1, 2]}
+    _, noted = run(TrainerConfig(steps=2, eval_interval=2), LinearLoss(), validation=sets)
+    assert noted.records[0].initial == {"validation": Evaluation(1.0, 5), "code": Evaluation(2.0, 5)}
+    assert noted.records[1].initial == {}
+    assert noted.logged == ["before step 1: validation loss 1.0000", "before step 1: code loss 2.0000"]
+    # A resumed run has had them, and one without intervals is validated at its end alone.
+    for interval, first in ((2, 2), (0, 1)):
+        _, noted = run(TrainerConfig(steps=2, eval_interval=interval), LinearLoss(), validation=sets, first_step=first)
+        assert [record.initial for record in noted.records] == [{}] * len(noted.records)
+
+
 def test_local_checkpoints_come_between_the_others():
     config = TrainerConfig(steps=9, checkpoint_interval=6, local_checkpoints="/scratch", local_checkpoint_interval=3)
     _, noted = run(config, LinearLoss())
@@ -124,11 +136,12 @@ class Plateau(LinearLoss):
 
 def test_validations_without_a_lower_loss_end_the_run_with_a_checkpoint():
     config = TrainerConfig(steps=20, eval_interval=2, checkpoint_interval=100, early_stop=2)
-    _, noted = run(config, Plateau([5.0, 4.0, 4.0, 4.5]))
+    _, noted = run(config, Plateau([9.0, 5.0, 4.0, 4.0, 4.5]))
     assert (noted.saved, noted.records[-1].step) == ([(8, 8)], 8)
-    assert noted.logged == ["stopped early after step 8: 2 validations without a lower loss"]
+    stopped = "stopped early after step 8: 2 validations without a lower loss"
+    assert noted.logged == ["before step 1: validation loss 9.0000", stopped]
     # A lower loss in between restarts the count, and losses from before a resume count.
-    assert run(config, Plateau([5.0, 4.0, 4.1, 3.9, 4.0, 3.9]))[1].saved == [(12, 12)]
+    assert run(config, Plateau([9.0, 5.0, 4.0, 4.1, 3.9, 4.0, 3.9]))[1].saved == [(12, 12)]
     assert run(config, Plateau([4.5]), first_step=8, validated=[5.0, 4.0, 4.0])[1].saved == [(8, 8)]
 
 

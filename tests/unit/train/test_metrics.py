@@ -23,7 +23,9 @@ def write(folder, steps, *, first_step=1) -> None:
 
 
 def test_written_metrics_are_read_back_and_tensorboard_shows_the_same_numbers(tmp_path):
-    steps = [metrics(1, 3.0), metrics(2, 2.5, validation_loss=1.5, evaluation_losses={"code": 2.5})]
+    before = {"validation": 4.0, "code": 3.5}
+    last = metrics(2, 2.5, validation_loss=1.5, evaluation_losses={"code": 2.5}, source_losses={"data/a": 2.25})
+    steps = [metrics(1, 3.0, initial_losses=before, source_losses={"data/a": 2.0, "data/b": 5.0}), last]
     write(tmp_path, steps)
     assert read_metrics(tmp_path / "metrics.jsonl") == steps
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -32,9 +34,14 @@ def test_written_metrics_are_read_back_and_tensorboard_shows_the_same_numbers(tm
     assert shown["train/loss"] == [(1, 3.0), (2, 2.5)]
     # Curves of validation are a group of their own.
     assert {name: shown[name] for name in shown if "valid" in name or "code" in name} == {
-        "validation/loss": [(2, 1.5)],
-        "validation/code/loss": [(2, 2.5)],
+        "validation/loss": [(0, 4.0), (2, 1.5)],
+        "validation/code/loss": [(0, 3.5), (2, 2.5)],
     }
+    assert (shown["train/data/a/loss"], shown["train/data/b/loss"]) == ([(1, 2.0), (2, 2.25)], [(1, 5.0)])
+    report = write_report(tmp_path, steps, {}).read_text()
+    assert "| validation loss | 4.0000 at step 0, 1.5000 at step 2; perplexity 4.5 |" in report
+    assert "| training loss of data/a | 2.0000 at step 1, 2.2500 at step 2 |" in report
+    assert "| training loss of data/b | 5.0000 at step 1 |" in report
 
 
 def test_the_load_of_experts_is_drawn_and_reported_in_training_of_each_source_and_in_each_validation_set(tmp_path):
