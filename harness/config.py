@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import ConfigError, HarnessError, exit_on_error
 from harness.launch.ranks import become_rank_of_slurm, bind_rank
-from harness.mistakes import KnownSettings
+from harness.mistakes import SYNONYMS, KnownSettings, word_of
 from harness.plan import ModelConfig, PretrainConfig, RunConfig, SftConfig, read_hf_config
 from harness.plan.hf_config import complete_model, find_config
 from harness.printing import print_text
@@ -106,6 +106,10 @@ class Options:
             elif name in _WITH_VALUE:
                 taken = _take_value(name, value if equals else None, rest, where=where, fix=f"{name} VALUE")
                 values[_WITH_VALUE[name]] = taken
+            elif name.startswith("--") and (word := word_of(name)) in SYNONYMS:
+                # Refused with the settings, which name the one that is meant.
+                has_next = not equals and rest[:1] and "=" not in rest[0] and not rest[0].startswith("-")
+                overrides.append(f"{word}={rest.pop(0) if has_next else value or 'true'}")
             elif name.startswith("-"):
                 flags_here = ", ".join(_FLAGS + _FLAGS_OF.get(where.rpartition(" ")[2], ()))
                 fix = f"settings are key=value; flags are {flags_here}"
