@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import select
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ class CheckpointError(HarnessError):
     """A checkpoint is missing, cut short, or belongs to another run."""
 
 
+# Exit code of a command whose output is no longer read, as that of a program that SIGPIPE ends.
+_UNREAD = 141
 # Packages that commands import when they run, and the extra that installs each.
 _EXTRAS = {
     **dict.fromkeys(("torch", "megatron", "psutil", "safetensors", "tensorboard", "matplotlib"), "train"),
@@ -145,6 +148,15 @@ def _end_output() -> OSError | None:
     return None
 
 
+def _is_unread() -> bool:
+    """Return True where standard output is a pipe whose reader has ended."""
+    with contextlib.suppress(OSError, ValueError):  # closed, or no file
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(events & select.POLLERR for _, events in poll.poll(0))
+    return False
+
+
 def discard_output() -> None:
     """Drop what standard output has not taken, and all that follows."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -156,7 +168,8 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
     """Context manager that turns a HarnessError into its message and exit code 2, and Ctrl-C into exit code 130.
 
     A missing package of one of the extras is such an error too, and so is a full or failing disk, also where standard
-    output is a file on it, and a file that is closed to this user.
+    output is a file on it, and a file that is closed to this user. Where the reader of standard output, such as `head`,
+    has ended, so does the command, with exit code 141 as other programs.
 
     Args:
         reads_input: the command reads standard input. For every other one, input that is piped in reads as empty, also
@@ -179,9 +192,8 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             sys.exit(130)
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _EXTRAS:
             extra = _EXTRAS[(error.name or "").partition(".")[0]]
-            error = ConfigError(
-                f"the package {error.name} is not installed", where=sys.executable, fix=f"pip install '.[{extra}]'"
-            )
+            fix = f"pip install 'megatron-sft-harness[{extra}]'"
+            error = ConfigError(f"the package {error.name} is not installed", where=sys.executable, fix=fix)
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             error = HarnessError(
                 f"memory ran out: {str(error).partition(chr(10))[0] or 'of this process'}",
@@ -190,7 +202,10 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             )
         if error is not None and (system := os_error_of(error)) is not None and is_of_disk(system):
             error = _of_disk(system)
-        refused = None if isinstance(error, BrokenPipeError) else _end_output()
+        refused = _end_output()
+        is_unread = isinstance(refused, BrokenPipeError) or (isinstance(error, BrokenPipeError) and _is_unread())
+        if is_unread and not isinstance(error, HarnessError):
+            sys.exit(_UNREAD)
         if refused is not None and is_of_disk(refused) and not isinstance(error, HarnessError):
             error = HarnessError(
                 f"standard output cannot be written: {refused.strerror}",

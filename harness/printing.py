@@ -6,6 +6,7 @@ write to a terminal, `code_span` and `escape_markdown` to Markdown, and errors a
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -110,6 +111,9 @@ def open_console(*, width: int | None = None, stderr: bool = False, **options: A
 
     class PlainConsole(Console):
         """Shows what each text holds, also within tables and groups, which render their parts through `render`."""
+
+        def on_broken_pipe(self) -> None:  # Rich would end the process with exit code 1
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
         def render(self, renderable: Any, options: Any = None) -> Any:
             if isinstance(renderable, Text) and (plain := printable(renderable.plain)) != renderable.plain:

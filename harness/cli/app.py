@@ -6,6 +6,8 @@ Exit codes: 0 all is well, 1 a check found something, 2 the command could not be
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,38 +15,59 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from harness.errors import exit_on_error
+from harness.errors import ConfigError, exit_on_error
 from harness.printing import print_line
 
 _PROJECT = "megatron-sft-harness"
 # Commands with an argument or a mode that reads standard input.
 _READING = frozenset(("chat", "live", "preflight"))
-# First the commands in the order of the work, then the groups: the module in this package, and the help. A module is
+# Groups by the purpose of the commands, in the order of the work: the module in this package, and the help. A module is
 # imported when its command runs, so that `--version` and `--help` wait for nothing.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "prepare": ("runs", "Turn chats into packed datasets."),
-    "train": ("runs", "Train on one rank or several."),
-    "export": ("runs", "Write a checkpoint as a folder that serves."),
-    "chat": ("runs", "Chat with the model of a run."),
-    "requeue": ("runs", "Record how a run ended and decide whether to start it again."),
-    "plan": ("launch", "Compute memory, time and layouts of a training run, without a GPU."),
-    "submit": ("launch", "Start a training run on a Slurm cluster."),
-    "status": ("jobs", "Show how far a run is, how its attempts ended, and its jobs."),
-    "logs": ("jobs", "Print the log of a run's job, or of a rank."),
-    "cancel": ("jobs", "Cancel every job of a run."),
-    "inspect": ("data", "Show what a dataset contains."),
-    "verify": ("data", "Check all bytes of a dataset, a run, a checkpoint or an export."),
-    "convert": ("data", "Write a dataset in another format."),
-    "import": ("data", "Make a dataset from the files of other tools."),
-    "repack": ("data", "Pack a dataset's sequences again, without tokenizing."),
-    "diff": ("data", "Compare two datasets pack by pack."),
-    "cluster": ("jobs", "Propose the settings of a Slurm cluster."),
-    "live": ("live", "Train while data is being made."),
-    "indexed": ("indexed", "Make Megatron's indexed datasets from token shards."),
-    "preflight": ("preflight", "Check that every node of a job can start training."),
-    "parity": ("parity", "Prove that other settings train the same."),
-    "bench": ("bench", "Measure speed on this machine."),
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "From chats to a model": {
+        "prepare": ("runs", "Turn chats into packed datasets."),
+        "train": ("runs", "Train on one rank or several."),
+        "export": ("runs", "Write a checkpoint as a folder that serves."),
+        "chat": ("runs", "Chat with the model of a run."),
+    },
+    "Before a run": {
+        "plan": ("launch", "Compute memory, time and layouts of a training run, without a GPU."),
+        "bench": ("bench", "Measure speed on this machine."),
+    },
+    "Check and compare": {
+        "inspect": ("data", "Show what a dataset contains."),
+        "verify": ("data", "Check all bytes of a dataset, a run, a checkpoint or an export."),
+        "diff": ("data", "Compare two datasets pack by pack."),
+        "parity": ("parity", "Prove that other settings train the same."),
+    },
+    "On a Slurm cluster": {
+        "cluster": ("jobs", "Propose the settings of a Slurm cluster."),
+        "preflight": ("preflight", "Check that every node of a job can start training."),
+        "submit": ("launch", "Start a training run on a Slurm cluster."),
+        "status": ("jobs", "Show how far a run is, how its attempts ended, and its jobs."),
+        "logs": ("jobs", "Print the log of a run's job, or of a rank."),
+        "cancel": ("jobs", "Cancel every job of a run."),
+        "requeue": ("runs", "Record how a run ended and decide whether to start it again."),
+    },
+    "Data of other kinds": {
+        "convert": ("data", "Write a dataset in another format."),
+        "import": ("data", "Make a dataset from the files of other tools."),
+        "repack": ("data", "Pack a dataset's sequences again, without tokenizing."),
+        "live": ("live", "Train while data is being made."),
+        "indexed": ("indexed", "Make Megatron's indexed datasets from token shards."),
+    },
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+
+@contextmanager
+def _ends_unread() -> Iterator[None]:
+    """End a command whose output is no longer read here: typer ends it with exit code 1, of a check that failed."""
+    try:
+        yield
+    except BrokenPipeError:
+        with exit_on_error():
+            raise
 
 
 class _Commands(TyperGroup):
@@ -52,6 +75,33 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            from harness.settings import nearest_name
+
+            near = nearest_name(args[0], COMMANDS)
+            fix = (f"did you mean {near}? " if near else "") + "`harness --help` lists all commands"
+            raise ConfigError(f"there is no command {args[0]!r}", where="harness", fix=fix)
+        return super().resolve_command(ctx, args)
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with _ends_unread():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with _ends_unread():
+                return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if error.param is None or error.ctx is None or error.message:
+                raise
+            # An argument is missing: show the command with those that were given.
+            names = [each for each in error.ctx.command.params if each.param_type_name == "argument" and each.required]
+            command, missing = error.ctx.command_path, error.param.metavar
+            given = [str(error.ctx.params.get(each.name) or each.metavar) for each in names]
+            fix = f"{' '.join([command, *given])} ({missing}: {getattr(error.param, 'help', '')})"
+            raise ConfigError(f"{missing} is missing", where=command, fix=fix) from None
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
@@ -70,8 +120,9 @@ class _Commands(TyperGroup):
         return self.commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, text) for name, (_, text) in group.items()])
 
 
 # Plain help: markup would import what draws it.
@@ -114,7 +165,7 @@ def _root(
 def main() -> None:
     """Run the command line; a HarnessError becomes its message and exit code 2."""
     with exit_on_error(reads_input=bool(_READING.intersection(sys.argv[1:2]))):
-        app()
+        app(prog_name="harness")
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def _rehearse(config: RunConfig, world_size: int) -> None:
         raise HarnessError(
             f"a rehearsal needs {' and '.join(missing)}, not installed here",
             where=sys.executable,
-            fix="install the package with the extra `train`, or leave rehearse=true out",
+            fix="pip install 'megatron-sft-harness[train]', or leave rehearse=true out",
         )
     from harness.megatron import prepare_process
 
