@@ -6,12 +6,11 @@ import contextlib
 import errno
 import os
 import re
-import select
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.printing import indented, print_line, print_text, printable, redact
+from harness.printing import UNREAD, indented, print_line, print_text, printable, redact
 
 
 class HarnessError(Exception):
@@ -85,8 +84,6 @@ class CheckpointError(HarnessError):
     """A checkpoint is missing, cut short, or belongs to another run."""
 
 
-# Exit code of a command whose output is no longer read, as that of a program that SIGPIPE ends.
-_UNREAD = 141
 # Packages that commands import when they run, and the extra that installs each.
 _EXTRAS = {
     **dict.fromkeys(("torch", "megatron", "psutil", "safetensors", "tensorboard", "matplotlib"), "train"),
@@ -148,15 +145,6 @@ def _end_output() -> OSError | None:
     return None
 
 
-def _is_unread() -> bool:
-    """Return True where standard output is a pipe whose reader has ended."""
-    with contextlib.suppress(OSError, ValueError):  # closed, or no file
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        return any(events & select.POLLERR for _, events in poll.poll(0))
-    return False
-
-
 def discard_output() -> None:
     """Drop what standard output has not taken, and all that follows."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -203,9 +191,8 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
         if error is not None and (system := os_error_of(error)) is not None and is_of_disk(system):
             error = _of_disk(system)
         refused = _end_output()
-        is_unread = isinstance(refused, BrokenPipeError) or (isinstance(error, BrokenPipeError) and _is_unread())
-        if is_unread and not isinstance(error, HarnessError):
-            sys.exit(_UNREAD)
+        if isinstance(refused, BrokenPipeError) and not isinstance(error, HarnessError):
+            sys.exit(UNREAD)
         if refused is not None and is_of_disk(refused) and not isinstance(error, HarnessError):
             error = HarnessError(
                 f"standard output cannot be written: {refused.strerror}",

@@ -6,8 +6,6 @@ Exit codes: 0 all is well, 1 a check found something, 2 the command could not be
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +17,8 @@ from harness.errors import ConfigError, exit_on_error
 from harness.printing import print_line
 
 _PROJECT = "megatron-sft-harness"
+# The base of errors in a command line, which typer does not export.
+_USAGE_ERROR: Any = typer.BadParameter.__base__
 # Commands with an argument or a mode that reads standard input.
 _READING = frozenset(("chat", "live", "preflight"))
 # Groups by the purpose of the commands, in the order of the work: the module in this package, and the help. A module is
@@ -60,16 +60,6 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
-@contextmanager
-def _ends_unread() -> Iterator[None]:
-    """End a command whose output is no longer read here: typer ends it with exit code 1, of a check that failed."""
-    try:
-        yield
-    except BrokenPipeError:
-        with exit_on_error():
-            raise
-
-
 class _Commands(TyperGroup):
     """The commands of `harness`, each imported when it is called."""
 
@@ -84,24 +74,6 @@ class _Commands(TyperGroup):
             fix = (f"did you mean {near}? " if near else "") + "`harness --help` lists all commands"
             raise ConfigError(f"there is no command {args[0]!r}", where="harness", fix=fix)
         return super().resolve_command(ctx, args)
-
-    def make_context(self, *arguments: Any, **options: Any) -> Any:
-        with _ends_unread():
-            return super().make_context(*arguments, **options)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            with _ends_unread():
-                return super().invoke(ctx)
-        except typer.BadParameter as error:
-            if error.param is None or error.ctx is None or error.message:
-                raise
-            # An argument is missing: show the command with those that were given.
-            names = [each for each in error.ctx.command.params if each.param_type_name == "argument" and each.required]
-            command, missing = error.ctx.command_path, error.param.metavar
-            given = [str(error.ctx.params.get(each.name) or each.metavar) for each in names]
-            fix = f"{' '.join([command, *given])} ({missing}: {getattr(error.param, 'help', '')})"
-            raise ConfigError(f"{missing} is missing", where=command, fix=fix) from None
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
@@ -162,10 +134,28 @@ def _root(
     """
 
 
+def _missing_argument(error: Any) -> ConfigError | None:
+    """Return the error of an argument that is missing, with the command and those that were given; None for others."""
+    if not isinstance(error, typer.BadParameter) or error.param is None or error.ctx is None or error.message:
+        return None
+    names = [each for each in error.ctx.command.params if each.param_type_name == "argument" and each.required]
+    command, missing = error.ctx.command_path, error.param.metavar
+    given = [str(error.ctx.params.get(each.name) or each.metavar) for each in names]
+    fix = f"{' '.join([command, *given])} ({missing}: {getattr(error.param, 'help', '')})"
+    return ConfigError(f"{missing} is missing", where=command, fix=fix)
+
+
 def main() -> None:
     """Run the command line; a HarnessError becomes its message and exit code 2."""
     with exit_on_error(reads_input=bool(_READING.intersection(sys.argv[1:2]))):
-        app(prog_name="harness")
+        try:
+            code = app(prog_name="harness", standalone_mode=False)
+        except _USAGE_ERROR as error:
+            if (missing := _missing_argument(error)) is not None:
+                raise missing from None
+            error.show()
+            code = error.exit_code
+        sys.exit(code)
 
 
 if __name__ == "__main__":
