@@ -38,6 +38,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "inspect": ("data", "Show what a dataset contains."),
         "verify": ("data", "Check all bytes of a dataset, a run, a checkpoint or an export."),
         "diff": ("data", "Compare two datasets pack by pack."),
+        "compare": ("parity", "Compare the loss curves of runs, and plot them together."),
         "parity": ("parity", "Prove that other settings train the same."),
     },
     "On a Slurm cluster": {
