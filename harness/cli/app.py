@@ -31,6 +31,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "chat": ("runs", "Chat with the model of a run."),
     },
     "Before a run": {
+        "models": ("launch", "Show what can be trained, and whether a model can."),
         "plan": ("launch", "Compute memory, time and layouts of a training run, without a GPU."),
         "bench": ("bench", "Measure speed on this machine."),
     },
