@@ -38,8 +38,8 @@ Settings are composed from the defaults of the dataclasses, the files of the gro
 `configs/sft.yaml`), the experiment and the command line; later ones win. For an experiment of your own see
 [recipes/README.md](../recipes/README.md).
 
-Commands with settings of their own (`plan`, `compare`, `convert`, `import`, `repack`, `live produce`, `indexed convert`,
-`chat`, `bench`) print them with `--help` or `--cfg`.
+Commands with settings of their own (`plan`, `compare`, `convert`, `import`, `repack`, `live produce`,
+`indexed convert`, `chat`, `bench`) print them with `--help` or `--cfg`.
 """
 
 
