@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from harness.errors import ConfigError, HarnessError, exit_on_error
 from harness.launch.ranks import become_rank_of_slurm, bind_rank
 from harness.mistakes import SYNONYMS, KnownSettings, word_of
-from harness.paths import explain_path, is_dataset, suggest_recipe
+from harness.paths import explain_path, is_dataset, is_there, suggest_recipe
 from harness.plan import ModelConfig, PretrainConfig, RunConfig, SftConfig, read_hf_config
 from harness.plan.hf_config import complete_model, find_config
 from harness.printing import print_text
@@ -131,7 +131,7 @@ def _fix_of_path(path: Path, *, where: str) -> str:
     if not prepares and not is_dataset(path) and (explained := explain_path(path, expected="a dataset")):
         return explained[1]
     name = "source.path" if prepares else "data.path"
-    return "settings are key=value" + (f", such as {name}={path}" if path.exists() else "")
+    return "settings are key=value" + (f", such as {name}={path}" if is_there(path) else "")
 
 
 def _take_value(flag: str, value: str | None, rest: list[str], *, where: str, fix: str) -> str:

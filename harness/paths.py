@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import shlex
+from itertools import islice
 from pathlib import Path
 
 _CHATS = (".csv", ".tsv", ".txt", ".json", ".jsonl")
 # A prepared folder holds a dataset in each.
 _SPLITS = ("train", "validation", "test")
 _MOST_NAMES = 4
+# Of a folder that are looked into: it may have a million files on a network's disk.
+_MOST_ENTRIES = 1000
+
+
+def is_there(path: Path) -> bool:
+    """Return True for a path that exists; False too for text that cannot be a path, such as one that is too long."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def is_run(path: Path) -> bool:
     """Return whether a folder is that of a training run."""
-    has_trained = any((path / name).exists() for name in ("metrics.jsonl", "checkpoints", "identity.json"))
-    return has_trained and (path / "config.yaml").is_file()
+    has_trained = any(is_there(path / name) for name in ("metrics.jsonl", "checkpoints", "identity.json"))
+    return has_trained and is_there(path / "config.yaml")
 
 
 def is_dataset(path: Path) -> bool:
     """Return whether a folder is a dataset or holds those that `harness prepare` writes together."""
-    return any((path / name / "manifest.json").is_file() for name in ("", *_SPLITS))
+    return any(is_there(path / name / "manifest.json") for name in ("", *_SPLITS))
 
 
 def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
@@ -29,11 +40,13 @@ def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
         expected: completes "... and not", such as `a dataset`.
     """
     quoted = shlex.quote(str(path))
+    if not is_there(path):
+        return None
     if is_run(path):
         fix = f"`harness status {quoted}` shows the run, `harness compare {quoted} OTHER` compares it with another"
         return f"a run's folder and not {expected}", fix
     if path.is_dir():
-        entries = sorted(path.iterdir())
+        entries = sorted(entry for entry in islice(path.iterdir(), _MOST_ENTRIES) if entry.is_dir())
         for kind, belongs, command in (("run", is_run, "status"), ("dataset", is_dataset, "inspect")):
             if found := [str(entry) for entry in entries if belongs(entry)]:
                 shown = ", ".join(found[:_MOST_NAMES]) + (", ..." if len(found) > _MOST_NAMES else "")
@@ -41,7 +54,7 @@ def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
                 return f"a folder of {len(found):,} {kind}{'s' * (len(found) > 1)} and not {expected}", fix
     if (path / "manifest.json").is_file():
         return f"a dataset and not {expected}", f"`harness inspect {quoted}` shows it"
-    if path.suffix.lower() in _CHATS and path.is_file():
+    if path.suffix.lower() in _CHATS:
         return f"a {path.suffix} file and not {expected}", f"{pack_command(path)} packs its conversations"
     return None
 
@@ -56,5 +69,5 @@ def suggest_recipe(name: str) -> str:
     path = Path(name)
     if is_dataset(path):
         return f"did you mean sft data.path={shlex.quote(name)}? "
-    explained = explain_path(path, expected="a recipe") if path.exists() else None
+    explained = explain_path(path, expected="a recipe")
     return f"{explained[1]}; " if explained else ""

@@ -17,7 +17,7 @@ import typer
 from harness.checks import bounded, check_numbers, require_cores
 from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names
 from harness.errors import ConfigError, HarnessError
-from harness.paths import is_run, suggest_recipe
+from harness.paths import is_run, is_there, suggest_recipe
 from harness.printing import open_console, print_line
 
 runs_app = typer.Typer()
@@ -167,7 +167,7 @@ def export(
     mtp: Annotated[bool, typer.Option("--mtp", help="also the MTP layers of the initial weights, untrained")] = False,
 ) -> None:
     """Write a checkpoint as a folder that serves: weights, end tokens, the data's tokenizer and template, a card."""
-    if is_run(out) and not source.exists():
+    if is_run(out) and not is_there(source):
         raise ConfigError(
             "OUT is a run's folder, and RUN does not exist", where=str(out), fix=f"harness export {out} {source}"
         )

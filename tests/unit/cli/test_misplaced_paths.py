@@ -61,6 +61,10 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         ("train sft data.path=chats.jsonl", "the line has no input_ids", PACK),
         ("train sft data.path=chats.csv", "a .csv file and not a dataset", PACK_TABLE),
         ("train sft data.path=data/mine run_dir=runs/first", "it has a run of 3 steps", "resume=true continues it; "),
+        (f"train {'x' * 300}", "there is no recipe 'xxx", "one of sft, pretrain"),
+        (f"train sft {'x' * 300}", "xxx' is not a setting", "settings are key=value"),
+        (f"plan {'x' * 300}", "there is no experiment 'xxx", "one of "),
+        (f"export {'x' * 300} runs/first", "OUT is a run's folder", "harness export runs/first xxx"),
         ("trian sft", "there is no command 'trian'", "did you mean train? "),
     ],
 )
