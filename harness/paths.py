@@ -37,25 +37,30 @@ def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
     """Return the error of a path that is something else than expected, and its fix; None if it is not recognized.
 
     Args:
-        expected: completes "... and not", such as `a dataset`.
+        expected: completes "..., not", such as `a dataset`.
     """
     quoted = shlex.quote(str(path))
     if not is_there(path):
         return None
     if is_run(path):
         fix = f"`harness status {quoted}` shows the run, `harness compare {quoted} OTHER` compares it with another"
-        return f"a run's folder and not {expected}", fix
+        return f"a run's folder, not {expected}", fix
     if path.is_dir():
         entries = sorted(entry for entry in islice(path.iterdir(), _MOST_ENTRIES) if entry.is_dir())
         for kind, belongs, command in (("run", is_run, "status"), ("dataset", is_dataset, "inspect")):
             if found := [str(entry) for entry in entries if belongs(entry)]:
                 shown = ", ".join(found[:_MOST_NAMES]) + (", ..." if len(found) > _MOST_NAMES else "")
-                fix = f"name one of them: {shown}" if kind in expected else f"`harness {command} {found[0]}` shows one"
-                return f"a folder of {len(found):,} {kind}{'s' * (len(found) > 1)} and not {expected}", fix
+                fix = (
+                    f"name one of them: {shown}"
+                    if kind in expected
+                    else f"`harness {command} {found[0]}` shows one of them"
+                )
+                itself = " itself" if kind in expected else ""
+                return f"a folder of {len(found):,} {kind}{'s' * (len(found) > 1)}, not {expected}{itself}", fix
     if (path / "manifest.json").is_file():
-        return f"a dataset and not {expected}", f"`harness inspect {quoted}` shows it"
+        return f"a dataset, not {expected}", f"`harness inspect {quoted}` shows it"
     if path.suffix.lower() in _CHATS:
-        return f"a {path.suffix} file and not {expected}", f"{pack_command(path)} packs its conversations"
+        return f"a {path.suffix} file, not {expected}", f"{pack_command(path)} packs its conversations"
     return None
 
 

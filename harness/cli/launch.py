@@ -115,7 +115,7 @@ def models(
     console.print(Table(head, rows).to_terminal())
     print_line("")
     refused = [(", ".join(names), need) for need, names in missing.items()]
-    console.print(Table(("refused model_type", "because its models need"), refused).to_terminal())
+    console.print(Table(("refused model_type", "what these models need"), refused).to_terminal())
     print_line("")
     print_text("refused in every family:\n" + "\n".join(f"  {feature}" for feature in REFUSED_FEATURES))
     print_line("`harness models MODEL` reads the config.json of a folder or of a model of the hub")

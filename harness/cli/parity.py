@@ -227,8 +227,8 @@ def _print_comparison(compared: RunComparison, *, tolerance: float) -> None:
     step, before, after = curve.first
     size = relative_difference(before, after)
     print_line(
-        f"different: {curve.curve} differs first at step {step:,}, {before!r} and {after!r}: a relative difference of "
-        f"{size:.1e}, above {tolerance:g}"
+        f"different: {curve.curve} first differs at step {step:,}: {before!r} and {after!r}, a relative difference of "
+        f"{size:.1e} with a tolerance of {tolerance:g}"
     )
 
 

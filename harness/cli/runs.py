@@ -169,7 +169,7 @@ def export(
     """Write a checkpoint as a folder that serves: weights, end tokens, the data's tokenizer and template, a card."""
     if is_run(out) and not is_there(source):
         raise ConfigError(
-            "OUT is a run's folder, and RUN does not exist", where=str(out), fix=f"harness export {out} {source}"
+            "the arguments are reversed: OUT is a run's folder", where=str(out), fix=f"harness export {out} {source}"
         )
     from harness.megatron import prepare_process
 

@@ -93,7 +93,7 @@ def read_curves(folder: Path) -> RunCurves:
         raise FormatError(f"the run's settings {error}", where=str(path), fix=fix) from None
     steps = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else []
     if not steps:
-        raise ConfigError("the run has no step yet", where=str(folder), fix="wait for its first step")
+        raise ConfigError("the run has not completed a step yet", where=str(folder), fix="wait for its first step")
     return RunCurves(str(folder), steps, settings)
 
 

@@ -129,7 +129,7 @@ def refuse(bad: list[BadRecord]) -> None:
     for record in bad:
         equal.setdefault(f"{record.reason}: {record.detail}", []).append(record.where)
     shown = [
-        f"{places[0]}: {text}" + (f" (as in {len(places) - 1:,} more nearby)" if len(places) > 1 else "")
+        f"{places[0]}: {text}" + (f" (and {len(places) - 1:,} more records nearby)" if len(places) > 1 else "")
         for text, places in list(equal.items())[:_SHOWN_BAD]
     ]
     if len(equal) > _SHOWN_BAD:

@@ -28,8 +28,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-NO_DATASET, NO_RUN = "a run's folder and not a dataset", "a folder of 2 runs and not a run"
-A_DATASET = "a folder of 1 dataset and not a dataset"
+NO_DATASET, NO_RUN = "a run's folder, not a dataset", "a folder of 2 runs, not a run itself"
+A_DATASET = "a folder of 1 dataset, not a dataset itself"
 EITHER, SFT = "name one of them: runs/first, runs/second", "did you mean sft data.path=data/mine? one of "
 PACK = "`harness prepare source.path=chats.jsonl data.path=data/chats` packs"
 PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs its conversations"
@@ -39,16 +39,16 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
     ("command", "what", "fix"),
     [
         ("inspect runs/first", NO_DATASET, "`harness status runs/first` shows the run, `harness compare runs/first"),
-        ("inspect runs", "a folder of 2 runs and not a dataset", "`harness status runs/first` shows one"),
+        ("inspect runs", "a folder of 2 runs, not a dataset", "`harness status runs/first` shows one of them"),
         ("inspect data", A_DATASET, "name one of them: data/mine"),
-        ("inspect chats.csv", "a .csv file and not a dataset", PACK_TABLE),
+        ("inspect chats.csv", "a .csv file, not a dataset", PACK_TABLE),
         ("diff data/mine data/mine", A_DATASET, "name one of them: data/mine/train"),
         ("diff runs/first runs/second", NO_DATASET, "`harness status runs/first` shows the run, `harness compare"),
         ("convert data/mine out", "FORMAT is missing", "harness convert data/mine out FORMAT (FORMAT: one of npy"),
         ("convert data/mine", "DST is missing", "harness convert data/mine DST FORMAT (DST: folder to write"),
-        ("export mine runs/first", "OUT is a run's folder, and RUN does not exist", "harness export runs/first mine"),
+        ("export mine runs/first", "the arguments are reversed", "harness export runs/first mine"),
         ("export runs out", NO_RUN, EITHER),
-        ("export data out", "a folder of 1 dataset and not a run", "`harness inspect data/mine` shows one"),
+        ("export data out", "a folder of 1 dataset, not a run", "`harness inspect data/mine` shows one of them"),
         ("chat runs", NO_RUN, EITHER),
         ("status runs", NO_RUN, EITHER),
         ("plan data/mine", "there is no experiment 'data/mine'", SFT),
@@ -59,12 +59,12 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         ("train sft data/mine", "'data/mine' is not a setting", "settings are key=value, such as data.path=data/mine"),
         ("prepare chats.jsonl", "'chats.jsonl' is not a setting", "settings are key=value, such as source.path=chats"),
         ("train sft data.path=chats.jsonl", "the line has no input_ids", PACK),
-        ("train sft data.path=chats.csv", "a .csv file and not a dataset", PACK_TABLE),
+        ("train sft data.path=chats.csv", "a .csv file, not a dataset", PACK_TABLE),
         ("train sft data.path=data/mine run_dir=runs/first", "it has a run of 3 steps", "resume=true continues it; "),
         (f"train {'x' * 300}", "there is no recipe 'xxx", "one of sft, pretrain"),
         (f"train sft {'x' * 300}", "xxx' is not a setting", "settings are key=value"),
         (f"plan {'x' * 300}", "there is no experiment 'xxx", "one of "),
-        (f"export {'x' * 300} runs/first", "OUT is a run's folder", "harness export runs/first xxx"),
+        (f"export {'x' * 300} runs/first", "the arguments are reversed", "harness export runs/first xxx"),
         ("trian sft", "there is no command 'trian'", "did you mean train? "),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_folder_of_datasets_suggests_one_of_them(tmp_path: Path) -> None:
     for name in ("validation", "train"):
         write(tmp_path / name)
     error = error_of(tmp_path)
-    assert error.what == "a folder of 2 datasets and not a dataset"
+    assert error.what == "a folder of 2 datasets, not a dataset itself"
     assert error.fix == f"name one of them: {tmp_path / 'train'}, {tmp_path / 'validation'}"
 
 

@@ -59,7 +59,7 @@ def test_the_first_step_beyond_the_tolerance_is_named(harness, make):
     runs = make("a", run_of(LOSSES)), make("b", run_of([6.0, 5.0, 4.04, 3.3]))
     code, printed, _ = harness("compare", *runs)
     assert code == 1
-    assert "different: loss differs first at step 3, 4.0 and 4.04: a relative difference of 1.0e-02, above" in printed
+    assert "different: loss first differs at step 3: 4.0 and 4.04, a relative difference of 1.0e-02 with" in printed
     assert harness("compare", *runs, "tolerance.loss=0.05")[0] == 1
     assert harness("compare", *runs, "tolerance.loss=0.11")[0] == 0
 
@@ -68,7 +68,7 @@ def test_a_validation_that_both_made_is_judged_and_the_gradient_norm_is_not(harn
     a = [*run_of([6.0, 5.0]), step_of(3, 4.0, validation_loss=4.5, evaluation_losses={"math": 2.0})]
     b = [*run_of([6.0, 5.0], grad_norm=2.0), step_of(3, 4.0, validation_loss=4.5, evaluation_losses={"math": 2.5})]
     code, printed, _ = harness("compare", make("a", a), make("b", b))
-    assert (code, "different: math differs first at step 3, 2.0 and 2.5" in printed) == (1, True)
+    assert (code, "different: math first differs at step 3: 2.0 and 2.5" in printed) == (1, True)
     only_one = [*run_of([6.0, 5.0], grad_norm=2.0), step_of(3, 4.0)]
     assert harness("compare", "a", make("c", only_one))[0] == 0
 
@@ -103,7 +103,7 @@ def test_one_of_three_runs_that_differs_is_exit_code_1_and_json_has_no_nan(harne
     [
         (["a"], "one run cannot be compared"),
         (["a", "late"], "no common steps: they have 1 to 4 and 7 to 7"),
-        (["a", "empty"], "the run has no step yet"),
+        (["a", "empty"], "the run has not completed a step yet"),
         (["a", "nowhere"], "there is no run in this folder"),
         (["a", "b", "out=missing/x.png"], "the plot cannot be written"),
         (["a", "b", "tolerance.loss=2"], "loss is 2.0"),
