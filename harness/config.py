@@ -27,7 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import ConfigError, HarnessError, exit_on_error
 from harness.launch.ranks import become_rank_of_slurm, bind_rank
-from harness.mistakes import KnownSettings
+from harness.mistakes import SYNONYMS, KnownSettings, word_of
+from harness.paths import explain_path, is_dataset, is_there, suggest_recipe
 from harness.plan import ModelConfig, PretrainConfig, RunConfig, SftConfig, read_hf_config
 from harness.plan.hf_config import complete_model, find_config
 from harness.printing import print_text
@@ -106,19 +107,31 @@ class Options:
             elif name in _WITH_VALUE:
                 taken = _take_value(name, value if equals else None, rest, where=where, fix=f"{name} VALUE")
                 values[_WITH_VALUE[name]] = taken
+            elif name.startswith("--") and (word := word_of(name)) in SYNONYMS:
+                # Refused with the settings, which name the one that is meant.
+                has_next = not equals and rest[:1] and "=" not in rest[0] and not rest[0].startswith("-")
+                overrides.append(f"{word}={rest.pop(0) if has_next else value or 'true'}")
             elif name.startswith("-"):
                 flags_here = ", ".join(_FLAGS + _FLAGS_OF.get(where.rpartition(" ")[2], ()))
                 fix = f"settings are key=value; flags are {flags_here}"
                 raise ConfigError(f"unknown flag {name}", where=where, fix=fix)
             elif not equals and not name.startswith("~"):
-                fix = "settings are key=value" + (f", such as source.path={name}" if Path(name).exists() else "")
-                raise ConfigError(f"{name!r} is not a setting", where=where, fix=fix)
+                raise ConfigError(f"{name!r} is not a setting", where=where, fix=_fix_of_path(Path(name), where=where))
             else:
                 overrides.append(argument)
         folder = values.pop("config_dir", None)
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError("there is no such folder", where=folder, fix="--config-dir names a folder of YAML files")
         return cls(overrides, None if folder is None else Path(folder), hydra_flags=flags, **values)
+
+
+def _fix_of_path(path: Path, *, where: str) -> str:
+    """Return the fix for an argument that is no setting, and perhaps a path."""
+    prepares = where.endswith("prepare")
+    if not prepares and not is_dataset(path) and (explained := explain_path(path, expected="a dataset")):
+        return explained[1]
+    name = "source.path" if prepares else "data.path"
+    return "settings are key=value" + (f", such as {name}={path}" if is_there(path) else "")
 
 
 def _take_value(flag: str, value: str | None, rest: list[str], *, where: str, fix: str) -> str:
@@ -298,7 +311,8 @@ def compose_run(
             raise ConfigError(
                 f"there is no experiment {experiment!r}",
                 where=" and ".join(str(folder / "experiment") for folder in _folders(config_dir)),
-                fix=(f"did you mean {near}? " if near else "") + f"one of {', '.join([*names, *TRAINING])}",
+                fix=(f"did you mean {near}? " if near else suggest_recipe(experiment))
+                + f"one of {', '.join([*names, *TRAINING])}",
             )
         name, arguments = "sft", [f"experiment={experiment}", *arguments]
     config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir, also=also)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.printing import indented, print_line, print_text, printable, redact
+from harness.printing import UNREAD, indented, print_line, print_text, printable, redact
 
 
 class HarnessError(Exception):
@@ -156,7 +156,8 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
     """Context manager that turns a HarnessError into its message and exit code 2, and Ctrl-C into exit code 130.
 
     A missing package of one of the extras is such an error too, and so is a full or failing disk, also where standard
-    output is a file on it, and a file that is closed to this user.
+    output is a file on it, and a file that is closed to this user. Where the reader of standard output, such as `head`,
+    has ended, so does the command, with exit code 141 as other programs.
 
     Args:
         reads_input: the command reads standard input. For every other one, input that is piped in reads as empty, also
@@ -179,9 +180,8 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             sys.exit(130)
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _EXTRAS:
             extra = _EXTRAS[(error.name or "").partition(".")[0]]
-            error = ConfigError(
-                f"the package {error.name} is not installed", where=sys.executable, fix=f"pip install '.[{extra}]'"
-            )
+            fix = f"pip install 'megatron-sft-harness[{extra}]'"
+            error = ConfigError(f"the package {error.name} is not installed", where=sys.executable, fix=fix)
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             error = HarnessError(
                 f"memory ran out: {str(error).partition(chr(10))[0] or 'of this process'}",
@@ -190,7 +190,9 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             )
         if error is not None and (system := os_error_of(error)) is not None and is_of_disk(system):
             error = _of_disk(system)
-        refused = None if isinstance(error, BrokenPipeError) else _end_output()
+        refused = _end_output()
+        if isinstance(refused, BrokenPipeError) and not isinstance(error, HarnessError):
+            sys.exit(UNREAD)
         if refused is not None and is_of_disk(refused) and not isinstance(error, HarnessError):
             error = HarnessError(
                 f"standard output cannot be written: {refused.strerror}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -35,6 +35,118 @@ _NOISE = (
     *("full_key", "object_type", "reference_type", "To append to your", "See https:", "raised while composing"),
     *("Could not override", "Error merging override", "Did you mean to override"),
 )
+
+# Commands that have the settings of a section; all others are those of a training run.
+_HOMES = dict.fromkeys(("data", "source", "tokenizer"), "harness prepare")
+# Settings by their names in TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift. The first of several that the
+# command has is the one; a text with spaces is the answer itself.
+SYNONYMS = {
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "adam_epsilon": "optimizer.eps",
+    "max_grad_norm": "optimizer.clip_grad",
+    "lr_scheduler_type": "optimizer.decay",
+    "warmup_ratio": "optimizer.warmup_steps is a number of steps",
+    "lr_warmup_iters": "optimizer.warmup_steps",
+    "per_device_train_batch_size": "loader.global_batch_size is the number of packs of a step over all ranks, and "
+    "schedule.max_tokens_per_rank the tokens of a rank in a microbatch",
+    "micro_batch_size": "microbatches are planned from the lengths of sequences: schedule.max_tokens_per_rank is the "
+    "tokens of a rank in each",
+    "gradient_accumulation_steps": "the number of microbatches follows from loader.global_batch_size and "
+    "schedule.max_tokens_per_rank",
+    "train_batch_size": "loader.global_batch_size",
+    "dataloader_num_workers": "loader.num_workers",
+    "seed": "loader.seed|data.seed",
+    "max_length": "data.sequence_length|data.pack_size",
+    "max_seq_length": "data.sequence_length|data.pack_size",
+    "seq_length": "data.sequence_length|data.pack_size",
+    "sequence_len": "data.sequence_length|data.pack_size",
+    "cutoff_len": "data.sequence_length|data.pack_size",
+    "packing": "conversations are always packed, into packs of data.pack_size tokens",
+    "sample_packing": "conversations are always packed, into packs of data.pack_size tokens",
+    "dataset": "source.path",
+    "datasets": "source.path",
+    "val_size": "data.validation_fraction",
+    "val_set_size": "data.validation_fraction",
+    "split_dataset_ratio": "data.validation_fraction",
+    "template": "tokenizer.chat_template",
+    "chat_template": "tokenizer.chat_template",
+    "assistant_only_loss": "only tokens that the assistant generates are trained; tokenizer.train_on selects turns",
+    "train_on_inputs": "only tokens that the assistant generates are trained; tokenizer.train_on selects turns",
+    "model_name_or_path": "model.init_from",
+    "base_model": "model.init_from",
+    "pretrained_checkpoint": "model.init_from",
+    "bf16": "model.dtype=bfloat16",
+    "torch_dtype": "model.dtype",
+    "gradient_checkpointing": "model.recompute=full",
+    "lora_r": "model.lora_rank",
+    "lora_alpha": "model.lora_alpha",
+    "lora_target_modules": "model.lora_targets",
+    "target_modules": "model.lora_targets",
+    "lora_dropout": "LoRA adapters are trained without dropout",
+    "tp": "parallel.tensor_parallel_size",
+    "tensor_model_parallel_size": "parallel.tensor_parallel_size",
+    "pp": "parallel.pipeline_parallel_size",
+    "pipeline_model_parallel_size": "parallel.pipeline_parallel_size",
+    "cp": "parallel.context_parallel_size",
+    "ep": "parallel.expert_parallel_size",
+    "expert_model_parallel_size": "parallel.expert_parallel_size",
+    "use_distributed_optimizer": "parallel.distributed_optimizer",
+    "deepspeed": "parallel.distributed_optimizer=true",
+    "fsdp": "parallel.distributed_optimizer=true",
+    "num_train_epochs": "trainer.steps is a number of steps, of loader.global_batch_size packs each",
+    "num_epochs": "trainer.steps is a number of steps, of loader.global_batch_size packs each",
+    "max_steps": "trainer.steps",
+    "train_iters": "trainer.steps",
+    "eval_steps": "trainer.eval_interval",
+    "eval_iters": "trainer.eval_batches",
+    "save_steps": "trainer.checkpoint_interval",
+    "save_interval": "trainer.checkpoint_interval",
+    "save_total_limit": "trainer.keep_checkpoints",
+    "logging_steps": "every step is printed and kept in the run's metrics.jsonl",
+    "report_to": "trainer.trackers",
+    "output_dir": "run_dir|data.path",
+    "run_name": "name",
+    "resume_from_checkpoint": "resume=true",
+}
+# Settings that take a name or a path, by the group of files that it is easily given to.
+_NAMES = {
+    "data": ("source.path", "data.path"),
+    "model": ("model.init_from",),
+    "source": ("source.path",),
+    "tokenizer": ("tokenizer.name",),
+}
+
+
+def word_of(name: str) -> str:
+    """Return a setting's name as `SYNONYMS` has it: `max_length` for `--max-length` and `trainer.max_length`."""
+    return name.lstrip("-").rpartition(".")[2].replace("-", "_")
+
+
+def suggest_setting(key: str, value: str, known: Collection[str]) -> str:
+    """Return the beginning of a fix for an unknown setting: the one that it stands for, or the nearest; else empty.
+
+    Args:
+        value: that it was given; empty where it is unknown.
+        known: settings of the command.
+    """
+    near = nearest_name(key, sorted(known))
+    is_misplaced = key in known or ("." in key and (near or "").rpartition(".")[2] == key.rpartition(".")[2])
+    meant = "" if is_misplaced else SYNONYMS.get(word_of(key), "")
+    if not meant:
+        return f"did you mean {near}? " if near else ""
+    if " " in meant:
+        return f"{meant}; "
+    names = meant.split("|")
+    name = next((name for name in names if name.partition("=")[0] in known), None)
+    setting, _, fixed = (name or names[-1]).partition("=")
+    if given := value if not fixed else "" if value.lower() == "false" else fixed:
+        setting += f"={given}"
+    if name is not None:
+        return f"did you mean {setting}? "
+    return f"`{_HOMES.get(setting.partition('.')[0], 'harness train sft')} {setting}` sets it; "
 
 
 @dataclass(frozen=True)
@@ -107,7 +219,7 @@ class KnownSettings:
         if key in self.sections and not value.startswith("{"):
             raise self.error(f"{key} is a section of settings, not one of them", where=text, fix=f"{key}.NAME=VALUE; ")
         if key not in self.types and key not in self.sections and not is_map:
-            raise self.unknown(key, where=text)
+            raise self.unknown(key, value, where=text)
         if prefix and prefix != "++" and not is_map:
             raise self.error(f"{prefix} changes groups, and {key} is a setting", where=text, fix=f"{key}=VALUE; ")
         return value
@@ -202,16 +314,19 @@ class KnownSettings:
     def check_file(self, name: str, *, where: str) -> None:
         """Raise ConfigError unless there is a file of this name, such as `model/tiny`."""
         if self.find(name) is None:
-            group, _, stem = name.rpartition("/")
+            group, _, stem = name.partition("/")
             near = nearest_name(stem, names := self.files(group))
-            fix = (f"did you mean {group}={near}? " if near else "") + f"files of {group}: {', '.join(names) or 'none'}"
+            of_names = next((key for key in _NAMES.get(group, ()) if key in self.types), None)
+            meant = f"{group}={near}" if near else f"{of_names}={stem}" if of_names else ""
+            fix = (f"did you mean {meant}? " if meant else "") + f"files of {group}: {', '.join(names) or 'none'}"
             raise ConfigError(f"the group {group} has no file {stem!r}", where=where, fix=fix)
 
-    def unknown(self, key: str, *, where: str) -> ConfigError:
-        """Return the error of an unknown setting, with the nearest one."""
+    def unknown(self, key: str, value: str, *, where: str) -> ConfigError:
+        """Return the error of an unknown setting, with the one that is meant."""
         known = {*self.types, *self.sections, *self.groups, *self.also}
-        near = nearest_name(key, sorted(name for name in known if not key.startswith(f"{name}.") or name in self.types))
-        hint = f"did you mean {near}? " if near else ""
+        hint = suggest_setting(
+            key, value, {name for name in known if not key.startswith(f"{name}.") or name in self.types}
+        )
         if key in self.groups:
             hint = f"a file of the group {key} begins with `# @package _global_`; "
         return self.error(f"unknown setting {key!r}", where=where, fix=hint)
@@ -242,7 +357,7 @@ class KnownSettings:
             except ConfigError as refused:
                 return refused
         if re.search(r"Key '[^']*' (is )?not in", message) and key:
-            return self.unknown(key, where=where)
+            return self.unknown(key, own[-1].partition("=")[2] if own else "", where=where)
         if wrong := _NO_TYPE.search(message):
             kind = _TYPES.get(wrong[2], wrong[2])
             return self.error(f"{wrong[1]} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")

@@ -14,6 +14,8 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Exit code of a command whose output is no longer read, as of a program that SIGPIPE ends: 1 is that of a check.
+UNREAD = 141
 # Control characters but line break and tab, marks that reverse or separate text, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
@@ -89,7 +91,12 @@ def _hide_values(text: str) -> str:
 
 def print_text(text: object = "", *, end: str = "\n", file: IO[str] | None = None, flush: bool = False) -> None:
     """Print text of several lines to `file`, None for standard output, without credentials and control characters."""
-    print(printable(redact(str(text))), end=end, file=file, flush=flush)
+    try:
+        print(printable(redact(str(text))), end=end, file=file, flush=flush)
+    except BrokenPipeError:
+        if file is not None:
+            raise
+        sys.exit(UNREAD)
 
 
 def print_line(text: object, *, file: IO[str] | None = None, flush: bool = False) -> None:
@@ -110,6 +117,9 @@ def open_console(*, width: int | None = None, stderr: bool = False, **options: A
 
     class PlainConsole(Console):
         """Shows what each text holds, also within tables and groups, which render their parts through `render`."""
+
+        def on_broken_pipe(self) -> None:  # Rich would end the process with exit code 1
+            sys.exit(UNREAD)
 
         def render(self, renderable: Any, options: Any = None) -> Any:
             if isinstance(renderable, Text) and (plain := printable(renderable.plain)) != renderable.plain:

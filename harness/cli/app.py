@@ -13,39 +13,54 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from harness.errors import exit_on_error
+from harness.errors import ConfigError, exit_on_error
 from harness.printing import print_line
 
 _PROJECT = "megatron-sft-harness"
+# The base of errors in a command line, which typer does not export.
+_USAGE_ERROR: Any = typer.BadParameter.__base__
 # Commands with an argument or a mode that reads standard input.
 _READING = frozenset(("chat", "live", "preflight"))
-# First the commands in the order of the work, then the groups: the module in this package, and the help. A module is
+# Groups by the purpose of the commands, in the order of the work: the module in this package, and the help. A module is
 # imported when its command runs, so that `--version` and `--help` wait for nothing.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "sft": ("end_to_end", "Prepare chats, train a model on them and export it."),
-    "prepare": ("runs", "Turn chats into packed datasets."),
-    "train": ("runs", "Train on one rank or several."),
-    "export": ("runs", "Write a checkpoint as a folder that serves."),
-    "chat": ("runs", "Chat with the model of a run."),
-    "requeue": ("runs", "Record how a run ended and decide whether to start it again."),
-    "plan": ("launch", "Compute memory, time and layouts of a training run, without a GPU."),
-    "submit": ("launch", "Start a training run on a Slurm cluster."),
-    "status": ("jobs", "Show how far a run is, how its attempts ended, and its jobs."),
-    "logs": ("jobs", "Print the log of a run's job, or of a rank."),
-    "cancel": ("jobs", "Cancel every job of a run."),
-    "inspect": ("data", "Show what a dataset contains."),
-    "verify": ("data", "Check all bytes of a dataset, a run, a checkpoint or an export."),
-    "convert": ("data", "Write a dataset in another format."),
-    "import": ("data", "Make a dataset from the files of other tools."),
-    "repack": ("data", "Pack a dataset's sequences again, without tokenizing."),
-    "diff": ("data", "Compare two datasets pack by pack."),
-    "cluster": ("jobs", "Propose the settings of a Slurm cluster."),
-    "live": ("live", "Train while data is being made."),
-    "indexed": ("indexed", "Make Megatron's indexed datasets from token shards."),
-    "preflight": ("preflight", "Check that every node of a job can start training."),
-    "parity": ("parity", "Prove that other settings train the same."),
-    "bench": ("bench", "Measure speed on this machine."),
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "From chats to a model": {
+        "sft": ("end_to_end", "Prepare chats, train a model on them and export it."),
+        "prepare": ("runs", "Turn chats into packed datasets."),
+        "train": ("runs", "Train on one rank or several."),
+        "export": ("runs", "Write a checkpoint as a folder that serves."),
+        "chat": ("runs", "Chat with the model of a run."),
+    },
+    "Before a run": {
+        "models": ("launch", "Show what can be trained, and whether a model can."),
+        "plan": ("launch", "Compute memory, time and layouts of a training run, without a GPU."),
+        "bench": ("bench", "Measure speed on this machine."),
+    },
+    "Check and compare": {
+        "inspect": ("data", "Show what a dataset contains."),
+        "verify": ("data", "Check all bytes of a dataset, a run, a checkpoint or an export."),
+        "diff": ("data", "Compare two datasets pack by pack."),
+        "compare": ("parity", "Compare the loss curves of runs, and plot them together."),
+        "parity": ("parity", "Prove that other settings train the same."),
+    },
+    "On a Slurm cluster": {
+        "cluster": ("jobs", "Propose the settings of a Slurm cluster."),
+        "preflight": ("preflight", "Check that every node of a job can start training."),
+        "submit": ("launch", "Start a training run on a Slurm cluster."),
+        "status": ("jobs", "Show how far a run is, how its attempts ended, and its jobs."),
+        "logs": ("jobs", "Print the log of a run's job, or of a rank."),
+        "cancel": ("jobs", "Cancel every job of a run."),
+        "requeue": ("runs", "Record how a run ended and decide whether to start it again."),
+    },
+    "Data of other kinds": {
+        "convert": ("data", "Write a dataset in another format."),
+        "import": ("data", "Make a dataset from the files of other tools."),
+        "repack": ("data", "Pack a dataset's sequences again, without tokenizing."),
+        "live": ("live", "Train while data is being made."),
+        "indexed": ("indexed", "Make Megatron's indexed datasets from token shards."),
+    },
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 class _Commands(TyperGroup):
@@ -53,6 +68,15 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            from harness.settings import nearest_name
+
+            near = nearest_name(args[0], COMMANDS)
+            fix = (f"did you mean {near}? " if near else "") + "`harness --help` lists all commands"
+            raise ConfigError(f"there is no command {args[0]!r}", where="harness", fix=fix)
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
@@ -71,8 +95,9 @@ class _Commands(TyperGroup):
         return self.commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, text) for name, (_, text) in group.items()])
 
 
 # Plain help: markup would import what draws it.
@@ -112,10 +137,28 @@ def _root(
     """
 
 
+def _missing_argument(error: Any) -> ConfigError | None:
+    """Return the error of an argument that is missing, with the command and those that were given; None for others."""
+    if not isinstance(error, typer.BadParameter) or error.param is None or error.ctx is None or error.message:
+        return None
+    names = [each for each in error.ctx.command.params if each.param_type_name == "argument" and each.required]
+    command, missing = error.ctx.command_path, error.param.metavar
+    given = [str(error.ctx.params.get(each.name) or each.metavar) for each in names]
+    fix = f"{' '.join([command, *given])} ({missing}: {getattr(error.param, 'help', '')})"
+    return ConfigError(f"{missing} is missing", where=command, fix=fix)
+
+
 def main() -> None:
     """Run the command line; a HarnessError becomes its message and exit code 2."""
     with exit_on_error(reads_input=bool(_READING.intersection(sys.argv[1:2]))):
-        app()
+        try:
+            code = app(prog_name="harness", standalone_mode=False)
+        except _USAGE_ERROR as error:
+            if (missing := _missing_argument(error)) is not None:
+                raise missing from None
+            error.show()
+            code = error.exit_code
+        sys.exit(code)
 
 
 if __name__ == "__main__":

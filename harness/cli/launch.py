@@ -1,11 +1,11 @@
-"""Commands before a job: plan and submit."""
+"""Commands before a job: models, plan and submit."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from harness.checks import bounded, check_numbers
-from harness.cli.settings import class_of, complete_names, list_experiments
+from harness.cli.settings import AsJson, class_of, complete_names, list_experiments, print_json
 from harness.errors import ConfigError, HarnessError
 from harness.launch.cluster import SubmitConfig
 from harness.printing import open_console, print_line, print_text
 from harness.settings import explain_settings, render_settings, to_plain
+from harness.tables import Table
 
 if TYPE_CHECKING:
     from harness.plan import RunConfig
+    from harness.plan.catalog import ModelReport
     from harness.plan.search import LayoutSearch
 
 launch_app = typer.Typer()
@@ -82,6 +84,62 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         check_numbers(self, "")
+
+
+@launch_app.command()
+def models(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="a folder with a config.json, or a model of the hub")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what can be trained, by family; with MODEL, whether that one can: exit code 1 if it cannot.
+
+    Of MODEL, only its config.json is read.
+    """
+    from harness.plan.catalog import REFUSED_FEATURES, describe_model, list_families, list_missing
+
+    if model is not None:
+        report = describe_model(model)
+        if as_json:
+            print_json(asdict(report))
+        else:
+            _print_model(report)
+        raise typer.Exit(1 if report.refusals else 0)
+    families, missing = list_families(), list_missing()
+    if as_json:
+        print_json({"families": [asdict(one) for one in families], "refused": missing, "features": REFUSED_FEATURES})
+        return
+    console = open_console(width=120)
+    rows = [(one.name, one.architecture, ", ".join(one.presets), ", ".join(one.features)) for one in families]
+    head = ("family (model_type)", "architecture", "presets (model=NAME)", "in addition to Llama's layers")
+    console.print(Table(head, rows).to_terminal())
+    print_line("")
+    refused = [(", ".join(names), need) for need, names in missing.items()]
+    console.print(Table(("refused model_type", "what these models need"), refused).to_terminal())
+    print_line("")
+    print_text("refused in every family:\n" + "\n".join(f"  {feature}" for feature in REFUSED_FEATURES))
+    print_line("`harness models MODEL` reads the config.json of a folder or of a model of the hub")
+
+
+def _print_model(report: ModelReport) -> None:
+    named = f"model_type {report.model_type}" + (f", {report.architecture}" if report.architecture else "")
+    if report.refusals:
+        print_line(f"{report.model} ({named}) cannot be trained:")
+        for refusal in report.refusals:
+            print_line(f"  {refusal}")
+        print_line("`harness models` lists the families that can")
+        return
+    print_line(f"{report.model} ({named}) can be trained: model.init_from={report.model}")
+    active = f", {report.active_parameters / 1e9:,.2f} B of them for each token"
+    has_idle = report.active_parameters < report.parameters
+    print_line(f"  {report.parameters / 1e9:,.2f} B parameters" + active * has_idle)
+    for name, value in report.settings.items():
+        print_line(f"  model.{name}={'null' if value is None else str(value).lower()}")
+    if report.mtp_layers:
+        print_line(
+            f"  layers that predict further tokens: {report.mtp_layers}, trained with model.mtp_layers=1 or more"
+        )
 
 
 @launch_app.command(cls=class_of(PlanSettings, takes_recipe=True))
@@ -205,7 +263,7 @@ def _rehearse(config: RunConfig, world_size: int) -> None:
         raise HarnessError(
             f"a rehearsal needs {' and '.join(missing)}, not installed here",
             where=sys.executable,
-            fix="install the package with the extra `train`, or leave rehearse=true out",
+            fix="pip install 'megatron-sft-harness[train]', or leave rehearse=true out",
         )
     from harness.megatron import prepare_process
 

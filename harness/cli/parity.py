@@ -1,21 +1,26 @@
-"""`harness parity`: the matrix of `recipes.parity`, baselines, the nights of a matrix, and the nodes of a night."""
+"""`harness compare`, and `harness parity`: the matrix of `recipes.parity`, baselines, and the nodes of a night."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from harness.checks import bounded, check_numbers
 from harness.cli.runs import recipe_entry
-from harness.cli.settings import class_of
-from harness.parity.compare import Tolerances
+from harness.cli.settings import AsJson, class_of, print_json
+from harness.errors import ConfigError, HarnessError, os_errors_as
+from harness.parity.compare import Tolerances, relative_difference
 from harness.printing import open_console, print_line
+from harness.tables import Table
 
 if TYPE_CHECKING:
     from harness.parity import ParityReport
+    from harness.parity.overlay import CurveDifference, RunComparison
 
 _BASELINES = "tests/golden/baselines"
 _MATRIX = "matrix"
@@ -36,6 +41,8 @@ parity_app = typer.Typer(
     "`harness parity --cfg` prints its settings. Further commands compare runs with baselines, follow a matrix over "
     "the nights, and join the reports of many nodes.",
 )
+
+compare_app = typer.Typer()
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="of the baseline")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run with trainer.record_digests=true")]
@@ -135,6 +142,100 @@ def summarize(
     report = parity.summarize(folders, command=parity.command_line())
     _show(report, context.obj.out)
     raise typer.Exit(0 if report.verdict == "same" else 1)
+
+
+@dataclass
+class LossTolerance:
+    """Difference that still counts as the same.
+
+    Attributes:
+        loss: largest relative difference of a loss or a validation loss at any step. The default is several times the
+            noise that was measured between layouts on a CPU in float32; 1e-5 fits GPUs, and 0 means bit-identical.
+    """
+
+    loss: float = bounded(Tolerances().loss, lowest=0, highest=1)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "tolerance")
+
+
+@dataclass
+class CompareRunsSettings:
+    """Settings of `harness compare`.
+
+    Attributes:
+        out: PNG file to write, with the curves of all runs.
+    """
+
+    out: str = "compare.png"
+    tolerance: LossTolerance = field(default_factory=LossTolerance)
+
+
+@compare_app.command(cls=class_of(CompareRunsSettings))
+def compare(
+    context: typer.Context,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="folders of two or more runs")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare the loss curves of runs with those of the first; exit code 1 where a loss differs.
+
+    Prints the differences over the common steps and the settings that differ, and plots all curves. The runs may still
+    be training.
+    """
+    from harness.parity.overlay import compare_curves, read_curves
+    from harness.storage import write_atomically
+    from harness.train.metrics import draw_runs
+
+    settings: CompareRunsSettings = context.obj
+    if len(runs) < 2:
+        raise ConfigError("one run cannot be compared", where=str(runs[0]), fix=f"harness compare {runs[0]} OTHER")
+    reference, *others = map(read_curves, runs)
+    compared = [compare_curves(reference, run, tolerance=settings.tolerance.loss) for run in others]
+    plot = draw_runs({run.name: run.steps for run in (reference, *others)}, title="loss of runs")
+    with os_errors_as(HarnessError, "the plot cannot be written", where=settings.out, fix="out= names another file"):
+        write_atomically(Path(settings.out), plot)
+    if as_json:
+        plain = [{**asdict(one), "is_same": one.first is None} for one in compared]
+        # JSON has no NaN and no infinity.
+        print_json(json.loads(json.dumps({"plot": settings.out, "runs": plain}), parse_constant=lambda _: None))
+    else:
+        for one in compared:
+            _print_comparison(one, tolerance=settings.tolerance.loss)
+        print_line(f"curves: {settings.out}")
+    raise typer.Exit(0 if all(one.first is None for one in compared) else 1)
+
+
+def _print_comparison(compared: RunComparison, *, tolerance: float) -> None:
+    steps, both = compared.curves[0].steps, (compared.reference, compared.run)
+    console = open_console(width=100)
+    print_line(
+        f"{compared.run} compared with {compared.reference} over {len(steps):,} steps, {steps[0]} to {steps[-1]}"
+    )
+    head = ("curve", *both, "at step", "largest relative difference", "at step", "mean")
+    console.print(Table(head, [_row(curve) for curve in compared.curves], "lrrrrrr").to_terminal())
+    if compared.settings:
+        rows = [(name, *map(str, values)) for name, values in compared.settings.items()]
+        console.print(Table(("setting that differs", *both), rows).to_terminal())
+    if compared.other_data is None:
+        print_line("data: every common step has the same numbers of tokens and packs")
+    else:
+        print_line(f"data: from step {compared.other_data:,} on, steps have different numbers of tokens or packs")
+    if (curve := compared.first) is None:
+        print_line(f"same: no loss has a relative difference above {tolerance:g}")
+        return
+    assert curve.first is not None
+    step, before, after = curve.first
+    size = relative_difference(before, after)
+    print_line(
+        f"different: {curve.curve} first differs at step {step:,}: {before!r} and {after!r}, a relative difference of "
+        f"{size:.1e} with a tolerance of {tolerance:g}"
+    )
+
+
+def _row(curve: CurveDifference) -> list[str]:
+    values = [f"{value:.4f}" for value in curve.last]
+    largest = [f"{curve.largest:.1e}", f"{curve.largest_step:,}", f"{curve.mean:.1e}"]
+    return [curve.curve, *values, f"{curve.steps[-1]:,}", *largest]
 
 
 def _show(report: ParityReport, out: str | None) -> None:

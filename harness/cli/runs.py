@@ -14,9 +14,10 @@ from typing import Annotated
 
 import typer
 
-from harness.checks import bounded, check_numbers, require_choice, require_cores
+from harness.checks import bounded, check_numbers, require_cores
 from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names
 from harness.errors import ConfigError, HarnessError
+from harness.paths import is_run, is_there, suggest_recipe
 from harness.printing import open_console, print_line
 
 runs_app = typer.Typer()
@@ -111,13 +112,15 @@ def train(
     from harness.launch.local import start_ranks
     from harness.launch.ranks import become_rank_of_slurm
 
-    require_choice(recipe, TRAINING, setting="harness train")
+    if recipe not in TRAINING:
+        fix = f"{suggest_recipe(recipe)}one of {', '.join(TRAINING)}"
+        raise ConfigError(f"there is no recipe {recipe!r}", where="harness train", fix=fix)
     # Settings are printed on any machine.
     is_shown = {"--cfg", "-c", "--info", "-i"} & {argument.partition("=")[0] for argument in arguments or []}
     missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
     if missing and not is_shown:
         what = f"training needs {' and '.join(missing)}, not installed here"
-        raise HarnessError(what, where=sys.executable, fix="install the package with the extra `train`")
+        raise HarnessError(what, where=sys.executable, fix="pip install 'megatron-sft-harness[train]'")
     if ranks is None and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
         ranks = _local_ranks(arguments or [])
     if ranks is None or is_shown:
@@ -164,6 +167,10 @@ def export(
     mtp: Annotated[bool, typer.Option("--mtp", help="also the MTP layers of the initial weights, untrained")] = False,
 ) -> None:
     """Write a checkpoint as a folder that serves: weights, end tokens, the data's tokenizer and template, a card."""
+    if is_run(out) and not is_there(source):
+        raise ConfigError(
+            "the arguments are reversed: OUT is a run's folder", where=str(out), fix=f"harness export {out} {source}"
+        )
     from harness.megatron import prepare_process
 
     prepare_process()

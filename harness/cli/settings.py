@@ -23,9 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperCommand
 
 from harness.errors import ConfigError
-from harness.mistakes import KnownSettings
+from harness.mistakes import SYNONYMS, KnownSettings, suggest_setting, word_of
 from harness.printing import open_console, print_line, print_text, redact_all
-from harness.settings import CONFIGS, REQUIRED, explain_settings, nearest_name
+from harness.settings import CONFIGS, REQUIRED, explain_settings
 from harness.tables import Table
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
@@ -97,6 +97,9 @@ class SettingsCommand(TyperCommand):
                 own.append(argument)
             elif argument == "data.overwrite=true" and "--overwrite" in switches:
                 own.append("--overwrite")
+            elif not self.takes_recipe and name.startswith("--") and name not in switches and word_of(name) in SYNONYMS:
+                # Refused with the settings, which name the one that is meant.
+                settings.append(argument if equals or not rest else f"{name}={rest.pop(0)}")
             elif (
                 _ASSIGNMENT.fullmatch(argument) and (name in keys or name.partition(".")[0] in own_roots)
                 if self.takes_recipe
@@ -201,12 +204,14 @@ def _parse_assignment(argument: str, types: Mapping[str, str], command: str) -> 
     change = _CHANGE_OF_HYDRA.match(argument)
     match = _ASSIGNMENT.fullmatch(argument[change.end() :] if change else argument)
     if match is None:
-        raise ConfigError(f"{argument!r} is not a setting", where=command, fix="write settings as key=value")
+        word, _, text = argument.partition("=")
+        fix = f"{suggest_setting(word_of(word), text, types)}write settings as key=value"
+        raise ConfigError(f"{argument!r} is not a setting", where=command, fix=fix)
     key, text = match.groups()
     name = next((name for name in types if types[name].startswith(_MAP) and key.startswith(f"{name}.")), key)
     if name not in types:
-        near, fix = nearest_name(key, types), f"`{command} --cfg` prints every setting"
-        raise ConfigError(f"unknown setting {key!r}", where=command, fix=f"did you mean {near}? {fix}" if near else fix)
+        fix = f"{suggest_setting(key, text, types)}`{command} --cfg` prints every setting"
+        raise ConfigError(f"unknown setting {key!r}", where=command, fix=fix)
     if change is not None:
         what = f"{change[0]} changes the groups of a recipe, and {key} is a setting of this command"
         raise ConfigError(what, where=argument, fix=f"{key}={text}")

@@ -147,7 +147,9 @@ class TokenizerFile:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise ConfigError(
-                "showing text needs the `tokenizers` library", where=sys.executable, fix="pip install tokenizers"
+                "showing text needs the `tokenizers` library",
+                where=sys.executable,
+                fix="pip install 'megatron-sft-harness[tokenize]'",
             ) from error
         file = folder / "tokenizer.json"
         fix = "tokenizer.name=DIR names a folder with a tokenizer.json"

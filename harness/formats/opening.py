@@ -22,6 +22,7 @@ from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces
 from harness.formats.index import PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import PackReader, stamp_shard
+from harness.paths import explain_path, is_run
 from harness.records import Pack
 from harness.storage import (
     BucketFolder,
@@ -85,6 +86,8 @@ def _open_local(path: str) -> PackReader:
         manifest = load_manifest(folder)
         if manifest is not None:
             return _open_checked(folder, manifest)
+        if is_run(place):  # its metrics are no packs
+            raise _nothing(place)
         _refuse_parts(folder)
         _refuse_lost_shards([place])
     elif not place.exists() and glob.has_magic(path):
@@ -389,16 +392,10 @@ def _incomplete(folder: Folder) -> FormatError:
 
 
 def _nothing(path: Path) -> FormatError:
+    if explained := explain_path(path, expected="a dataset"):
+        return FormatError(explained[0], where=str(path), fix=explained[1])
     if path.is_dir():
-        folder = LocalFolder(path)
-        datasets = [name for name in folder.names() if (path / name / MANIFEST_NAME).is_file()]
-        if not datasets:
-            return _incomplete(folder)
-        return FormatError(
-            f"a folder of {len(datasets):,} datasets and not a dataset itself ({_some(datasets)})",
-            where=str(path),
-            fix=f"name one of them, such as {path / min(datasets, key=natural_key)}",
-        )
+        return _incomplete(LocalFolder(path))
     if path.exists():
         return FormatError(f"no format knows the suffix {path.suffix!r}", where=str(path), fix=_suffixes())
     near: list[str] = []

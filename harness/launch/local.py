@@ -14,6 +14,8 @@ from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any
 
+from harness.printing import UNREAD
+
 # Rank 0 finds the listening socket of the job's store under this number.
 STORE_FD = "HARNESS_STORE_FD"
 # Forwarded to every rank, which checkpoints on the first two; a hangup asks for the same.
@@ -115,7 +117,7 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         if codes and failed is None:
             failed, since = codes[0], time.monotonic()
         waited = time.monotonic() - since if failed is not None else 0.0
-        if waited > _KILL_S:
+        if waited > _KILL_S or failed == UNREAD:  # nobody reads what the others would print
             for rank in left:
                 os.killpg(rank.pid, signal.SIGKILL)
         elif waited > _GRACE_S and not asked:

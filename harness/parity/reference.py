@@ -162,7 +162,7 @@ def _transformers() -> Any:
         raise ConfigError(
             "the reference is a model of transformers, which is not installed",
             where="check=reference",
-            fix="install the `tokenize` extra, or pip install transformers",
+            fix="pip install 'megatron-sft-harness[tokenize]'",
         ) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,31 +75,10 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         missing = f": they need {MISSING[name]}" if name in MISSING else ""
         raise refuse(f"models of type {name!r} are not supported{missing}")
     family = FAMILIES[name]
-    quantized = (values.get("quantization_config") or {}).get("quant_method", "unknown means")
-    is_read = quantized == "mxfp4" and family.experts is not None and family.experts.are_stacked
-    if values.get("quantization_config") and not is_read:
-        raise refuse(f"weights quantized by {quantized} are not supported: save them in bfloat16 with transformers")
-    if values.get("hidden_act", "silu") != "silu":
-        raise refuse(f"the activation {values['hidden_act']!r} is not supported (silu is)")
-    for name in ("mlp_bias",) if family.has_qkv_bias else ("attention_bias", "mlp_bias"):
-        if values.get(name):
-            raise refuse(f"{name} is set, and is not supported")
-    positions = int(values["max_position_embeddings"])
-    window = values.get("sliding_window")
-    is_windowed = not family.window_setting or values.get(family.window_setting)
-    if is_windowed and window is not None and window < positions:
-        raise refuse(f"attention with a window of {window:,} tokens is not supported")
-    rope = values.get("rope_parameters") or {
-        "rope_theta": values.get("rope_theta", 10000.0),
-        **(values.get("rope_scaling") or {}),
-    }
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "llama3":
-        for name, known in _LLAMA3.items():
-            if (value := rope.get(name)) != known:
-                raise refuse(f"rope scaling llama3 with {name} {value} is not supported: Megatron-Core has {known}")
-    elif kind not in ("default", "linear", "yarn"):
-        raise refuse(f"rope scaling {kind!r} is not supported (llama3, linear and yarn are)")
+    for odd in list_odd_features(values, family):
+        raise refuse(odd)
+    rope = _read_rope(values)
+    kind = _kind_of(rope)
     heads = int(values["num_attention_heads"])
     head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)
     return HfModel(
@@ -117,9 +96,47 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
             **(_DENSE if family.experts is None else family.read(values, refuse)),
         },
         vocab_size=int(values["vocab_size"]),
-        max_positions=positions,
+        max_positions=int(values["max_position_embeddings"]),
         mtp_layers=max(int(values.get(name) or 0) for name in MTP_SETTINGS),
     )
+
+
+def list_odd_features(values: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Yield each feature of a config.json that no model of its family is trained with; `Family.read` finds more.
+
+    Raises:
+        KeyError: a value is missing.
+    """
+    quantized = (values.get("quantization_config") or {}).get("quant_method", "unknown means")
+    is_read = quantized == "mxfp4" and family.experts is not None and family.experts.are_stacked
+    if values.get("quantization_config") and not is_read:
+        yield f"weights quantized by {quantized} are not supported: save them in bfloat16 with transformers"
+    if values.get("hidden_act", "silu") != "silu":
+        yield f"the activation {values['hidden_act']!r} is not supported (silu is)"
+    for name in ("mlp_bias",) if family.has_qkv_bias else ("attention_bias", "mlp_bias"):
+        if values.get(name):
+            yield f"{name} is set, and is not supported"
+    window = values.get("sliding_window")
+    is_windowed = not family.window_setting or values.get(family.window_setting)
+    if is_windowed and window is not None and window < int(values["max_position_embeddings"]):
+        yield f"attention with a window of {window:,} tokens is not supported"
+    rope = _read_rope(values)
+    kind = _kind_of(rope)
+    if kind == "llama3":
+        for name, known in _LLAMA3.items():
+            if (value := rope.get(name)) != known:
+                yield f"rope scaling llama3 with {name} {value} is not supported: Megatron-Core has {known}"
+    elif kind not in ("default", "linear", "yarn"):
+        yield f"rope scaling {kind!r} is not supported (llama3, linear and yarn are)"
+
+
+def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    scaling = {"rope_theta": values.get("rope_theta", 10000.0), **(values.get("rope_scaling") or {})}
+    return values.get("rope_parameters") or scaling
+
+
+def _kind_of(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def _read_yarn(rope: dict[str, Any], family: Family, refuse: Refuse) -> dict[str, Any]:

@@ -27,7 +27,9 @@ _MAX_RETRIES = 10
 def check_engine(engine: str) -> None:
     """Raise ConfigError where the engine's package is not installed."""
     if engine == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError("Ray is not installed", where="engine", fix="pip install '.[ray]', or set engine=local")
+        raise ConfigError(
+            "Ray is not installed", where="engine", fix="pip install 'megatron-sft-harness[ray]', or set engine=local"
+        )
 
 
 def do_shards(

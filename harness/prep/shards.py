@@ -125,9 +125,16 @@ def refuse(bad: list[BadRecord]) -> None:
     """Raise PrepError that lists the first of the bad records, if there are any."""
     if not bad:
         return
-    shown = [f"{record.where}: {record.reason}: {record.detail}" for record in bad[:_SHOWN_BAD]]
-    if len(bad) > _SHOWN_BAD:
-        shown.append(f"and {len(bad) - _SHOWN_BAD:,} more nearby")
+    equal: dict[str, list[str]] = {}
+    for record in bad:
+        equal.setdefault(f"{record.reason}: {record.detail}", []).append(record.where)
+    shown = [
+        f"{places[0]}: {text}" + (f" (and {len(places) - 1:,} more records nearby)" if len(places) > 1 else "")
+        for text, places in list(equal.items())[:_SHOWN_BAD]
+    ]
+    if len(equal) > _SHOWN_BAD:
+        rest = sum(map(len, list(equal.values())[_SHOWN_BAD:]))
+        shown.append(f"and {rest:,} more nearby")
     fix = "fix the records, or leave bad ones out with source.on_bad=skip"
     if any(record.reason == BadReason.CONTROL_TOKEN for record in bad):
         fix += "; tokenizer.control_tokens=allow turns such text into the token itself"

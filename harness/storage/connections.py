@@ -149,7 +149,7 @@ def _load_boto3() -> Any:
             f"credentials from {f'the profile {profile}' if profile else 'the files of `aws configure`'} need boto3, "
             "which is not installed",
             where="AWS_PROFILE" if profile else "~/.aws",
-            fix="pip install '.[s3]', or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            fix="pip install 'megatron-sft-harness[s3]', or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         ) from None
 
 
@@ -207,7 +207,7 @@ class MscStore:
             raise ConfigError(
                 "msc:// needs NVIDIA's multi-storage-client, which is not installed",
                 where=f"msc://{profile}",
-                fix="pip install '.[msc]', and name its settings in MSC_CONFIG",
+                fix="pip install 'megatron-sft-harness[msc]', and name its settings in MSC_CONFIG",
             ) from None
         self._client = StorageClient(StorageClientConfig.from_file(None, profile))
         self._range = Range

@@ -14,6 +14,7 @@ import yaml
 
 from harness.checks import require_choice
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError, os_errors_as
+from harness.paths import is_run
 from harness.plan import PretrainConfig, SftConfig
 from harness.settings import find_odd, to_plain
 from harness.storage import Marker, make_folder, write_atomically
@@ -72,8 +73,9 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
     folder = Path(run_dir)
     _refuse_if_running(folder)
     if resume == "false" and folder.is_dir() and any(folder.iterdir()):
-        fix = "resume=true continues the run in it; run_dir= names another folder"
-        raise ConfigError("the run folder is not empty", where=str(folder), fix=fix)
+        fix = "resume=true continues it; run_dir= names another folder, and without run_dir each run has its own"
+        held = f": it has a run of {steps_done(folder):,} steps" if is_run(folder) else ""
+        raise ConfigError(f"the run folder is not empty{held}", where=str(folder), fix=fix)
     if resume == "true" and not may_resume(folder):
         fix = "resume=auto starts a new run in that case"
         raise ConfigError("the run folder has no whole checkpoint to resume from", where=str(folder), fix=fix)

@@ -223,7 +223,8 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, r
     return steps
 
 
-def _validations(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
+def validation_losses(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
+    """Return the losses of each validation set, by name and step; `validation` is that of the training data."""
     losses: dict[str, dict[int, float]] = {"validation": {}}
     for step in steps:
         for name, loss in step.initial_losses.items():
@@ -252,11 +253,29 @@ def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
     """
     figure, axes = _axes(title, "loss (nats per trained token)")
     axes.plot([s.step for s in steps], [s.loss for s in steps], label="training", color="#1f6feb", linewidth=1.6)
-    for number, (name, losses) in enumerate(_validations(steps).items()):
+    for number, (name, losses) in enumerate(validation_losses(steps).items()):
         style: dict[str, Any] = {"color": "#d1570c", "markersize": 5} if number == 0 else {"markersize": 4}
         if losses:
             axes.plot(list(losses), list(losses.values()), "o--" if number == 0 else "o:", label=name, **style)
     _save(figure, axes, path)
+
+
+def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> bytes:
+    """Draw the training and validation losses of several runs over the steps; return the PNG.
+
+    Args:
+        runs: steps of each run by its name.
+    """
+    figure, axes = _axes(title, "loss (nats per trained token)")
+    for number, (run, steps) in enumerate(runs.items()):
+        color = f"C{number}"
+        axes.plot([s.step for s in steps], [s.loss for s in steps], label=run, color=color, linewidth=1.4)
+        for name, losses in validation_losses(steps).items():
+            if losses:
+                style = "o--" if name == "validation" else "o:"
+                points = [*losses], [*losses.values()]
+                axes.plot(*points, style, label=f"{run}, {name}", color=color, markersize=4)
+    return _png(figure, axes)
 
 
 def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
@@ -292,12 +311,17 @@ def _axes(title: str, label: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, axes: Any, path: Path) -> None:
+def _png(figure: Any, axes: Any) -> bytes:
     axes.legend(frameon=False)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
+    return drawn.getvalue()
+
+
+def _save(figure: Any, axes: Any, path: Path) -> None:
+    drawn = _png(figure, axes)
     with _report_may_fail(path):
-        write_atomically(path, drawn.getvalue())
+        write_atomically(path, drawn)
 
 
 def _summary(losses: Mapping[int, float]) -> str:
@@ -352,7 +376,7 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
     seconds, tokens = sum(s.step_s for s in steps), sum(s.tokens for s in steps)
     rows = {
         "training loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
-        **{f"{name} loss": _summary(losses) for name, losses in _validations(steps).items()},
+        **{f"{name} loss": _summary(losses) for name, losses in validation_losses(steps).items()},
         **{f"training loss of {name}": text for name, text in _source_losses(steps).items()},
         **_expert_rows(steps),
         **{

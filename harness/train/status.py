@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from harness.errors import CheckpointError, ConfigError, FormatError
+from harness.paths import explain_path
 from harness.train.attempts import Attempt, read_attempts, read_stop
 from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
 from harness.train.lines import MISREAD, StepLine, read_sound_lines
@@ -66,7 +67,9 @@ class RunStatus:
 def read_status(folder: Path) -> RunStatus:
     """Return the state of a run; raise ConfigError if the folder is not one of a run."""
     if not (folder / "config.yaml").exists() and not (folder / "job.sbatch").exists():
-        raise ConfigError("there is no run in this folder", where=str(folder), fix="name the folder of a run")
+        usual = ("there is no run in this folder", "name the folder of a run")
+        what, fix = explain_path(folder, expected="a run") or usual
+        raise ConfigError(what, where=str(folder), fix=fix)
     steps = None
     with suppress(OSError, yaml.YAMLError, *MISREAD):
         steps = int(yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["steps"])

@@ -41,7 +41,7 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"the package {name} is not installed",
                 where=f"trainer.trackers, {sys.executable}",
-                fix=f"pip install '.[{name}]', or leave {name} out of trainer.trackers",
+                fix=f"pip install 'megatron-sft-harness[{name}]', or leave {name} out of trainer.trackers",
             )
 
 

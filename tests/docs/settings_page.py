@@ -31,14 +31,15 @@ harness train sft model=qwen3_0_6b parallel=data_distributed optimizer.lr=1e-5 o
 ```
 
 `--cfg` prints all settings as they are composed, with explanations, and starts nothing. An unknown key is refused with
-the nearest known one. Lists are written `'[a, b]'`, an empty optional setting `null`.
+the nearest known one, and the name of a setting in TRL, axolotl, LLaMA-Factory, Megatron-Bridge or ms-swift with ours.
+Lists are written `'[a, b]'`, an empty optional setting `null`.
 
 Settings are composed from the defaults of the dataclasses, the files of the groups, the file of the recipe (such as
 `configs/sft.yaml`), the experiment and the command line; later ones win. For an experiment of your own see
 [recipes/README.md](../recipes/README.md).
 
-Commands with settings of their own (`plan`, `convert`, `import`, `repack`, `live produce`, `indexed convert`, `chat`,
-`bench`) print them with `--help` or `--cfg`.
+Commands with settings of their own (`plan`, `compare`, `convert`, `import`, `repack`, `live produce`,
+`indexed convert`, `chat`, `bench`) print them with `--help` or `--cfg`.
 """
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardOptions, ShardReader, ShardWriter, find_files
+from harness.paths import pack_command
 from harness.records import MAX_TOKEN_ID, Int32Array, Int64Array, Pack
 from harness.storage import Folder
 from harness.storage.files import OutputFile
@@ -39,10 +40,8 @@ _OWN_LINE = re.compile(
     rb'\{"input_ids":\[[\d,]+\],"labels":\[[\d,-]+\],"position_ids":\[[\d,]+\],"lengths":\[[\d,]+\],'
     rb'"pack_length":\d+,"num_samples":\d+\}\n'
 )
-_PACK_FIRST = (
-    "a packed line has the lists input_ids, labels, and lengths or position_ids; "
-    "`harness prepare source.path=FILE data.path=DIR` packs conversations"
-)
+_PACK = "`harness prepare source.path=FILE data.path=DIR`"
+_PACK_FIRST = f"{_PACK} packs conversations; a packed line has the lists input_ids, labels, and lengths or position_ids"
 _SMALLER = "pack again with a smaller data.pack_size: a pack is one line"
 
 
@@ -176,7 +175,8 @@ class JsonlShard(ShardReader):
         try:
             return pack_of_line(self.line(row))
         except FormatError as error:
-            raise FormatError(f"the line {error.what}", where=self.where(row), fix=error.fix) from None
+            fix = error.fix.replace(_PACK, pack_command(self._path))
+            raise FormatError(f"the line {error.what}", where=self.where(row), fix=fix) from None
 
     def line(self, row: int, most: int = MAX_LINE_BYTES) -> bytes:
         """Return the bytes of a line, newline included; raises FormatError if it has more than `most`."""

@@ -430,9 +430,9 @@ def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
         raise ConfigError(what, where="data.object_storage_cache_path", fix="name a folder on this machine")
     in_s3 = [path for path in remote if path.startswith("s3://")]
     if in_s3 and find_spec("boto3") is None:
-        raise ConfigError(
-            "Megatron-Core reads from S3 with boto3, which is not installed", where=in_s3[0], fix="pip install '.[s3]'"
-        )
+        fix = "pip install 'megatron-sft-harness[s3]'"
+        what = "Megatron-Core reads from S3 with boto3, which is not installed"
+        raise ConfigError(what, where=in_s3[0], fix=fix)
     for path in remote if not config.fast_cache_load else ():
         for suffix in (IDX, BIN):
             stamp_of(parse_place(path + suffix))

@@ -27,6 +27,7 @@ from harness.megatron.model.gpt import build_chunks
 from harness.megatron.state.checkpoint import find_damage, find_newest
 from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
 from harness.megatron.weights import expert_names, hf_tensors
+from harness.paths import explain_path
 from harness.plan import ModelConfig, ParallelConfig, read_hf_config
 from harness.plan.hf_config import MTP_SETTINGS, find_weights, to_hf_config
 from harness.printing import print_text
@@ -227,8 +228,9 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     run = source.resolve().parents[1] if is_checkpoint else source
     config = run / SETTINGS_FILE
     if not config.is_file():
-        fix = "name the folder of a run (runs/sft-001), or one of its checkpoints"
-        raise ConfigError("not a run: there is no config.yaml", where=str(config), fix=fix)
+        usual = "name the folder of a run (runs/sft-001), or one of its checkpoints"
+        what, fix = explain_path(source, expected="a run") or ("not a run: there is no config.yaml", usual)
+        raise ConfigError(what, where=str(source), fix=fix)
     path: Path | None = source
     if is_checkpoint:
         if (damage := find_damage(source)) is not None:

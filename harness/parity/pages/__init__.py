@@ -92,7 +92,7 @@ def render_page(report: ParityReport) -> str:
 
         templates = open_templates(Path(__file__).parent / "templates", trim_blocks=True, lstrip_blocks=True)
     except ImportError as error:
-        fix = "install the extra `report`: pip install '.[report]'"
+        fix = "pip install 'megatron-sft-harness[report]'"
         raise ConfigError(f"a report needs {error.name}", where=HTML_FILE, fix=fix) from None
     pool = Pool()
     charts, styles = draw_charts(report, pool), styles_of(report)

@@ -111,7 +111,7 @@ def test_a_path_that_does_not_exist_is_one_clear_error_with_code_2(harness, argu
         (["live", "produce", "a", "b", "chunks.kind=packs", "tokenizer.name=x"], "packs are tokenized already"),
         (["plan", "sft_tiny", "trainer.step=2"], "did you mean trainer.steps?"),
         (["submit", "sft_tiny", "--dry-run", "--cluste=x"], "unknown flag --cluste"),
-        (["train", "other"], "choose one of: sft, pretrain"),
+        (["train", "other"], "one of sft, pretrain"),
         (["train", "sft", "modle.num_layers=1"], "did you mean model.num_layers?"),
         (["parity", "check=nothing"], "check 'nothing' is unknown"),
     ],

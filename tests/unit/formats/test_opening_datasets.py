@@ -54,14 +54,14 @@ def test_a_folder_of_datasets_suggests_one_of_them(tmp_path: Path) -> None:
     for name in ("validation", "train"):
         write(tmp_path / name)
     error = error_of(tmp_path)
-    assert error.what == "a folder of 2 datasets and not a dataset itself (train, validation)"
-    assert error.fix == f"name one of them, such as {tmp_path / 'train'}"
+    assert error.what == "a folder of 2 datasets, not a dataset itself"
+    assert error.fix == f"name one of them: {tmp_path / 'train'}, {tmp_path / 'validation'}"
 
 
 def test_an_unknown_suffix_names_the_known_ones(tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("1,2")
-    error = error_of(tmp_path / "data.csv")
-    assert "'.csv'" in error.what
+    (tmp_path / "data.arrows").write_text("1,2")
+    error = error_of(tmp_path / "data.arrows")
+    assert "'.arrows'" in error.what
     assert ".parquet" in error.fix
 
 

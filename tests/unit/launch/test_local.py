@@ -45,6 +45,12 @@ def test_ranks_that_outlive_a_failed_one_are_ended(monkeypatch):
     assert start_ranks(["sh", "-c", "[ $RANK = 1 ] && exit 3; trap '' TERM; sleep 1000"], 2) == 3
 
 
+def test_ranks_end_at_once_where_nobody_reads_their_output(tmp_path):
+    late = tmp_path / "late"
+    assert start_ranks(["sh", "-c", f"[ $RANK = 0 ] && exit 141; sleep 4; touch {late}"], 2) == 141
+    assert not late.exists()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGKILL, None)])
 def test_a_signal_to_the_launcher_reaches_every_rank(number, code):
     script = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness import open_dataset, prepare
-from harness.errors import ConfigError
+from harness.errors import ConfigError, PrepError
 from harness.prep import PrepareConfig, TokenizerConfig
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
@@ -126,3 +126,15 @@ def loaded_modules(code: str, *names: str) -> set[str]:
 def test_a_tokenizer_or_a_plan_imports_no_pyarrow_and_no_tokenizer_library():
     code = "from harness.prep import ChatTokenizer, plan_packs; from harness.prep.chat import parse_record"
     assert loaded_modules(code, "pyarrow", "rich", "tokenizers", "transformers", "torch", "hydra") == set()
+
+
+def test_equal_bad_records_are_one_line_with_a_count(tmp_path, chats):
+    no_user, no_text = {"messages": [{"role": "user"}]}, {"messages": [{"role": "user", "content": 7}]}
+    bad = [no_user] * 12 + [no_text]
+    chats.write_text("".join(json.dumps(chat) + "\n" for chat in (*CHATS, *bad)))
+    with pytest.raises(PrepError) as caught:
+        prepare(chats, TokenizerConfig(vocab_size=400), tmp_path / "data", num_workers=0)
+    lines = [line.strip() for line in caught.value.where.splitlines()]
+    assert lines[0] == f"{chats}, line 81: empty_turn: turn 1 (user) has no content (and 11 more records nearby)"
+    assert len(lines) == 2
+    assert lines[1].startswith(f"{chats}, line 93: ")

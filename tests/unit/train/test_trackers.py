@@ -86,7 +86,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError, match=f"the package {name} is not installed") as error:
             check_trackers(["tensorboard", name])
-        assert error.value.fix.startswith(f"pip install '.[{name}]'")
+        assert error.value.fix.startswith(f"pip install 'megatron-sft-harness[{name}]'")
     check_trackers(["tensorboard"])
     check_trackers([])
 

@@ -1,0 +1,78 @@
+"""Recognize a path that was given for something else: a run, a dataset, a folder of these, or a file of chats."""
+
+from __future__ import annotations
+
+import shlex
+from itertools import islice
+from pathlib import Path
+
+_CHATS = (".csv", ".tsv", ".txt", ".json", ".jsonl")
+# A prepared folder holds a dataset in each.
+_SPLITS = ("train", "validation", "test")
+_MOST_NAMES = 4
+# Of a folder that are looked into: it may have a million files on a network's disk.
+_MOST_ENTRIES = 1000
+
+
+def is_there(path: Path) -> bool:
+    """Return True for a path that exists; False too for text that cannot be a path, such as one that is too long."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is that of a training run."""
+    has_trained = any(is_there(path / name) for name in ("metrics.jsonl", "checkpoints", "identity.json"))
+    return has_trained and is_there(path / "config.yaml")
+
+
+def is_dataset(path: Path) -> bool:
+    """Return whether a folder is a dataset or holds those that `harness prepare` writes together."""
+    return any(is_there(path / name / "manifest.json") for name in ("", *_SPLITS))
+
+
+def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
+    """Return the error of a path that is something else than expected, and its fix; None if it is not recognized.
+
+    Args:
+        expected: completes "..., not", such as `a dataset`.
+    """
+    quoted = shlex.quote(str(path))
+    if not is_there(path):
+        return None
+    if is_run(path):
+        fix = f"`harness status {quoted}` shows the run, `harness compare {quoted} OTHER` compares it with another"
+        return f"a run's folder, not {expected}", fix
+    if path.is_dir():
+        entries = sorted(entry for entry in islice(path.iterdir(), _MOST_ENTRIES) if entry.is_dir())
+        for kind, belongs, command in (("run", is_run, "status"), ("dataset", is_dataset, "inspect")):
+            if found := [str(entry) for entry in entries if belongs(entry)]:
+                shown = ", ".join(found[:_MOST_NAMES]) + (", ..." if len(found) > _MOST_NAMES else "")
+                fix = (
+                    f"name one of them: {shown}"
+                    if kind in expected
+                    else f"`harness {command} {found[0]}` shows one of them"
+                )
+                itself = " itself" if kind in expected else ""
+                return f"a folder of {len(found):,} {kind}{'s' * (len(found) > 1)}, not {expected}{itself}", fix
+    if (path / "manifest.json").is_file():
+        return f"a dataset, not {expected}", f"`harness inspect {quoted}` shows it"
+    if path.suffix.lower() in _CHATS:
+        return f"a {path.suffix} file, not {expected}", f"{pack_command(path)} packs its conversations"
+    return None
+
+
+def pack_command(path: Path) -> str:
+    """Return the command that packs the conversations of a file."""
+    return f"`harness prepare source.path={shlex.quote(str(path))} data.path=data/{shlex.quote(path.stem)}`"
+
+
+def suggest_recipe(name: str) -> str:
+    """Return the beginning of a fix where a path was given for a recipe or an experiment; else empty."""
+    path = Path(name)
+    if is_dataset(path):
+        return f"did you mean sft data.path={shlex.quote(name)}? "
+    explained = explain_path(path, expected="a recipe")
+    return f"{explained[1]}; " if explained else ""

@@ -1,0 +1,130 @@
+"""List the models that can be trained, and decide from a config.json alone whether one can, with every reason."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from harness.errors import ConfigError
+from harness.plan.families import FAMILIES, MISSING
+from harness.plan.families.base import Family
+from harness.plan.hf_config import find_config, list_odd_features, read_hf_config
+from harness.plan.layout import ParallelConfig
+from harness.plan.memory import count_experts, count_weights
+from harness.plan.model import ModelConfig
+from harness.settings import CONFIGS
+
+_FEATURES = {
+    "experts": "mixture of experts",
+    "has_latents": "latent attention",
+    "has_qkv_bias": "biases of queries, keys and values",
+    "has_head_norms": "norms of queries and keys",
+    "has_sinks": "attention sinks",
+    "has_windows": "windows of attention in every second layer",
+    "predicts_further": "layers that predict further tokens (MTP)",
+}
+# Refused in models of every family, but where the family has it; the reader of config.json names each.
+REFUSED_FEATURES = (
+    "quantized weights (mxfp4 of gpt_oss is read)",
+    "activations other than silu",
+    "biases that models of the family do not have",
+    "attention with a window shorter than the positions (gpt_oss has them)",
+    "rope scaling other than llama3, linear and yarn",
+)
+
+
+@dataclass(frozen=True)
+class TrainableFamily:
+    """A family of models that can be trained.
+
+    Attributes:
+        name: `model_type` of its config.json, and value of `model.family`.
+        architecture: its class in transformers.
+        presets: files of configs/model.
+        features: differences from the shape of Llama.
+    """
+
+    name: str
+    architecture: str
+    presets: list[str]
+    features: list[str]
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """One model, as its config.json describes it.
+
+    Attributes:
+        model_type, architecture: of the config.json.
+        refusals: each reason why it cannot be trained; empty if it can.
+        settings: fields of `ModelConfig` that its weights determine; empty where it is refused.
+        parameters, active_parameters: of the model, and of those the ones that one token uses; 0 where it is refused.
+        mtp_layers: layers after its own that predict further tokens.
+    """
+
+    model: str
+    model_type: str
+    architecture: str
+    refusals: list[str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    parameters: int = 0
+    active_parameters: int = 0
+    mtp_layers: int = 0
+
+
+def list_families() -> list[TrainableFamily]:
+    """Return the families that can be trained, with the presets of each."""
+    presets: dict[str, list[str]] = {}
+    for file in sorted((CONFIGS / "model").glob("*.yaml")):
+        family = yaml.safe_load(file.read_text()).get("family", ModelConfig.family)
+        presets.setdefault(family, []).append(file.stem)
+    return [
+        TrainableFamily(family.name, family.architecture, presets.get(family.name, []), _features_of(family))
+        for family in FAMILIES.values()
+    ]
+
+
+def list_missing() -> dict[str, list[str]]:
+    """Return what models of refused families need, and the names of the families."""
+    needs: dict[str, list[str]] = {}
+    for name, need in MISSING.items():
+        needs.setdefault(need, []).append(name)
+    return needs
+
+
+def describe_model(model: str) -> ModelReport:
+    """Read the config.json of a folder or of a model of the hub, and nothing else of it.
+
+    Raises:
+        ConfigError: there is no such model, or its config.json cannot be read.
+    """
+    folder = find_config(model)
+    try:
+        stored = read_hf_config(folder)
+        sizes = {**stored.settings, "vocab_size": stored.vocab_size, "max_sequence_length": stored.max_positions}
+        config = ModelConfig(**sizes)
+    except ConfigError as error:
+        try:
+            values = json.loads((folder / "config.json").read_text())
+            model_type, architecture = str(values.get("model_type")), str((values.get("architectures") or [""])[0])
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            raise error from None
+        refusals: list[str] = []
+        with suppress(LookupError, TypeError, ValueError, AttributeError):  # `error` names it
+            for refusal in list_odd_features(values, FAMILIES[model_type]):
+                refusals.append(refusal)
+        return ModelReport(model, model_type, architecture, list(dict.fromkeys([*refusals, error.what])))
+    alone = ParallelConfig()
+    total = count_weights(config, alone, stage=0, vocab_size=stored.vocab_size)
+    experts = count_experts(config, alone, stage=0)
+    idle = experts * (config.num_experts - config.experts_per_token) // max(1, config.num_experts)
+    family = FAMILIES[config.family]
+    return ModelReport(model, family.name, family.architecture, [], sizes, total, total - idle, stored.mtp_layers)
+
+
+def _features_of(family: Family) -> list[str]:
+    return [text for name, text in _FEATURES.items() if getattr(family, name)]

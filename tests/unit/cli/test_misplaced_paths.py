@@ -1,0 +1,108 @@
+"""Paths and arguments given for something else: one line that names what they are and the command that takes them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.formats import open_writer
+from harness.records import Pack
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two runs, a prepared dataset and chats."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second"):
+        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text("model: {}\n")
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text('{"step": 3}\n')
+    with open_writer(tmp_path / "data" / "mine" / "train", format="parquet", pack_size=8) as writer:
+        writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
+    (tmp_path / "chats.csv").write_text("question,answer\n1,2\n")
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
+    return tmp_path
+
+
+NO_DATASET, NO_RUN = "a run's folder, not a dataset", "a folder of 2 runs, not a run itself"
+A_DATASET = "a folder of 1 dataset, not a dataset itself"
+EITHER, SFT = "name one of them: runs/first, runs/second", "did you mean sft data.path=data/mine? one of "
+PACK = "`harness prepare source.path=chats.jsonl data.path=data/chats` packs"
+PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs its conversations"
+
+
+@pytest.mark.parametrize(
+    ("command", "what", "fix"),
+    [
+        ("inspect runs/first", NO_DATASET, "`harness status runs/first` shows the run, `harness compare runs/first"),
+        ("inspect runs", "a folder of 2 runs, not a dataset", "`harness status runs/first` shows one of them"),
+        ("inspect data", A_DATASET, "name one of them: data/mine"),
+        ("inspect chats.csv", "a .csv file, not a dataset", PACK_TABLE),
+        ("diff data/mine data/mine", A_DATASET, "name one of them: data/mine/train"),
+        ("diff runs/first runs/second", "both are runs, not datasets", "harness compare runs/first runs/second"),
+        ("diff data/mine/train runs/second", NO_DATASET, "`harness status runs/second` shows the run, `harness compar"),
+        ("convert data/mine out", "FORMAT is missing", "harness convert data/mine out FORMAT (FORMAT: one of npy"),
+        ("convert data/mine", "DST is missing", "harness convert data/mine DST FORMAT (DST: folder to write"),
+        ("export mine runs/first", "the arguments are reversed", "harness export runs/first mine"),
+        ("export runs out", NO_RUN, EITHER),
+        ("export data out", "a folder of 1 dataset, not a run", "`harness inspect data/mine` shows one of them"),
+        ("chat runs", NO_RUN, EITHER),
+        ("status runs", NO_RUN, EITHER),
+        ("plan data/mine", "there is no experiment 'data/mine'", SFT),
+        ("submit data/mine", "there is no experiment 'data/mine'", SFT),
+        ("train data/mine", "there is no recipe 'data/mine'", SFT),
+        ("train chats.jsonl", "there is no recipe 'chats.jsonl'", PACK),
+        ("train sft chats.jsonl", "'chats.jsonl' is not a setting", PACK),
+        ("train sft data/mine", "'data/mine' is not a setting", "settings are key=value, such as data.path=data/mine"),
+        ("prepare chats.jsonl", "'chats.jsonl' is not a setting", "settings are key=value, such as source.path=chats"),
+        ("train sft data.path=chats.jsonl", "the line has no input_ids", PACK),
+        ("train sft data.path=chats.csv", "a .csv file, not a dataset", PACK_TABLE),
+        ("train sft data.path=data/mine run_dir=runs/first", "it has a run of 3 steps", "resume=true continues it; "),
+        (f"train {'x' * 300}", "there is no recipe 'xxx", "one of sft, pretrain"),
+        (f"train sft {'x' * 300}", "xxx' is not a setting", "settings are key=value"),
+        (f"plan {'x' * 300}", "there is no experiment 'xxx", "one of "),
+        (f"export {'x' * 300} runs/first", "the arguments are reversed", "harness export runs/first xxx"),
+        ("trian sft", "there is no command 'trian'", "did you mean train? "),
+    ],
+)
+def test_a_path_that_is_something_else_is_recognized(harness, command, what, fix):
+    code, _, error = harness(*command.split())
+    assert code == 2
+    assert what in error
+    assert f"fix:   {fix}" in error
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["inspect data/mine", "prepare --cfg", "plan --cfg", "verify data/mine"])
+def test_a_command_whose_output_is_not_read_ends_quietly(command, unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    reads, writes = os.pipe()
+    os.close(reads)
+    arguments = [sys.executable, "-m", "harness", *command.split()]
+    done = subprocess.run(arguments, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_missing_package_is_an_error_that_names_its_extra():
+    program = "import sys; sys.modules['matplotlib'] = None; from harness.errors import exit_on_error\n"
+    program += "with exit_on_error():\n    import matplotlib"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "fix:   pip install 'megatron-sft-harness[train]'" in done.stderr
+
+
+def test_help_lists_commands_by_purpose_those_of_the_first_hour_first(harness):
+    code, printed, _ = harness("--help")
+    assert code == 0
+    titles = [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[-5:] == [
+        *("From chats to a model:", "Before a run:", "Check and compare:", "On a Slurm cluster:"),
+        "Data of other kinds:",
+    ]
+    places = [printed.index(f"\n  {name} ") for name in ("prepare", "train", "export", "plan", "verify", "submit")]
+    assert places == sorted(places)

@@ -1,0 +1,65 @@
+"""Settings by the names that other tools give them: refused, with our name and the value that was given."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.config import TRAINING
+from harness.mistakes import SYNONYMS
+from harness.prep import PrepareConfig
+from harness.settings import explain_settings
+
+# Of TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift.
+WORDS = (
+    *("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "max_seq_length"),
+    *("seq_length", "cutoff_len", "sequence_len", "micro_batch_size", "num_train_epochs", "num_epochs", "max_steps"),
+    *("tp", "pp", "cp", "ep", "tensor_model_parallel_size", "dataset", "datasets", "model_name_or_path", "base_model"),
+    *("template", "chat_template", "lora_r", "lora_alpha", "lora_dropout", "warmup_ratio", "output_dir", "save_steps"),
+    *("logging_steps", "eval_steps", "packing", "bf16", "gradient_checkpointing", "weight_decay", "seed", "report_to"),
+    *("deepspeed", "train_iters", "val_set_size", "run_name", "lr_scheduler_type", "max_grad_norm"),
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "fix"),
+    [
+        ("train sft learning_rate=1e-5", "did you mean optimizer.lr=1e-5? "),
+        ("train sft --learning-rate 1e-5", "did you mean optimizer.lr=1e-5? "),
+        ("train sft trainer.max_steps=60", "did you mean trainer.steps=60? "),
+        ("train sft bf16=true", "did you mean model.dtype=bfloat16? "),
+        ("train sft bf16=false", "did you mean model.dtype? "),
+        ("train sft modle.seed=3", "did you mean model.seed? "),
+        ("train sft max_length=2048", "`harness prepare data.pack_size=2048` sets it; "),
+        ("train sft --packing", "conversations are always packed, into packs of data.pack_size tokens; "),
+        ("train pretrain seq_length=2048", "did you mean data.sequence_length=2048? "),
+        ("prepare --max_length=2048", "did you mean data.pack_size=2048? "),
+        ("prepare learning_rate=3", "`harness train sft optimizer.lr=3` sets it; "),
+        ("plan sft_tiny --tp 2", "did you mean parallel.tensor_parallel_size=2? "),
+        ("submit sft_tiny lora_r=8", "did you mean model.lora_rank=8? "),
+        ("repack a b --max-length 2048", "did you mean data.pack_size=2048? "),
+        ("repack a b --seed=3", "did you mean data.seed=3? "),
+        ("chat a --seed 3", "did you mean seed? "),
+        ("convert a b npy cutoff_len=2048", "did you mean data.pack_size=2048? "),
+        ("train sft model=Qwen/Qwen3-0.6B", "did you mean model.init_from=Qwen/Qwen3-0.6B? "),
+        ("train sft model=qwen3_8bb", "did you mean model=qwen3_8b? "),
+        ("train sft data=chats.jsonl", "did you mean data.path=chats.jsonl? "),
+        ("prepare data=chats.jsonl", "did you mean source.path=chats.jsonl? "),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # recipes are imported by other tests
+def test_a_setting_of_another_tool_is_refused_with_our_name_and_its_value(harness, command, fix):
+    code, _, error = harness(*command.split())
+    assert code == 2
+    assert f"fix:   {fix}" in error
+
+
+def test_every_name_of_another_tool_stands_for_a_setting_that_exists():
+    schemas = (*TRAINING.values(), PrepareConfig)
+    settings = {setting.key for schema in schemas for setting in explain_settings(schema)}
+    meant = {name.partition("=")[0] for text in SYNONYMS.values() if " " not in text for name in text.split("|")}
+    named = {word for text in SYNONYMS.values() if " " in text for word in text.replace(",", "").split() if "." in word}
+    assert {name for name in meant | named if name not in settings and name != "metrics.jsonl"} == set()
+
+
+def test_the_words_that_people_use_are_known():
+    assert [word for word in WORDS if word not in SYNONYMS] == []
