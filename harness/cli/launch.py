@@ -297,7 +297,7 @@ def submit(
     from harness.launch.queue import read_excluded
     from harness.launch.script import render
     from harness.launch.submit import check_arguments, plan_job, refuse_second_job, submit_job
-    from harness.plan.run_plan import check_memory
+    from harness.plan.search import check_memory
 
     own, rest = context.obj
     check_arguments([*own, *rest])

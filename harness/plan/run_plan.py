@@ -269,31 +269,7 @@ def plan_run(
     return plan_layout(inputs, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
 
 
-def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
-    """Raise ConfigError if the fullest rank needs more than GPUs of this many GiB have for tensors.
-
-    A vocabulary that the settings do not have counts as none, so that what is refused is too large for certain.
-    """
-    memory, gpu_bytes = _memory(config, ranks), gpu_gib * 2**30
-    if memory is None or memory.fits(gpu_bytes):
-        return
-    from harness.plan.search import suggest_settings
-
-    def fits(run: RunConfig) -> bool:
-        run.check(ranks)
-        return (found := _memory(run, ranks)) is None or found.fits(gpu_bytes)
-
-    raise ConfigError(
-        f"{config.name} does not fit the cluster's GPUs: the fullest rank, of pipeline stage {memory.stage}, needs "
-        f"{memory.explain(gpu_bytes)}",
-        where=f"cluster.gpu_gib={gpu_gib:g}",
-        fix="".join(f"add {line}; or " for line in suggest_settings(config, fits))
-        + "divide the model over more ranks (`harness plan auto` lists layouts that fit), or shorten its rows; "
-        "cluster.gpu_gib is another for other GPUs, and null submits the run without this check",
-    )
-
-
-def _memory(config: RunConfig, ranks: int) -> Memory | None:
+def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
     """Return the memory of the fullest rank without a look at the data; None on a CPU."""
     if config.trainer.device == "cpu":
         return None

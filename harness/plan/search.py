@@ -21,7 +21,14 @@ from rich.text import Text
 from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig, fp8_rank_multiple
 from harness.plan.memory import ROOM
-from harness.plan.run_plan import AssumedPacks, RunPlan, open_inputs, plan_layout, plan_microbatches
+from harness.plan.run_plan import (
+    AssumedPacks,
+    RunPlan,
+    memory_without_data,
+    open_inputs,
+    plan_layout,
+    plan_microbatches,
+)
 from harness.plan.settings import RunConfig, SftConfig
 from harness.plan.work import Machine, plan_work
 from harness.tables import Table
@@ -182,6 +189,29 @@ def search_layouts(
             best[key] = candidate
     fitting = sorted(best.values(), key=lambda one: (one.plan.step_s, one.plan.memory.total))
     return LayoutSearch(fitting, smallest, len(found))
+
+
+def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
+    """Raise ConfigError if the fullest rank needs more than GPUs of this many GiB have for tensors.
+
+    A vocabulary that the settings do not have counts as none, so that what is refused is too large for certain.
+    """
+    memory, gpu_bytes = memory_without_data(config, ranks), gpu_gib * 2**30
+    if memory is None or memory.fits(gpu_bytes):
+        return
+
+    def fits(run: RunConfig) -> bool:
+        run.check(ranks)
+        return (found := memory_without_data(run, ranks)) is None or found.fits(gpu_bytes)
+
+    raise ConfigError(
+        f"{config.name} does not fit the cluster's GPUs: the fullest rank, of pipeline stage {memory.stage}, needs "
+        f"{memory.explain(gpu_bytes)}",
+        where=f"cluster.gpu_gib={gpu_gib:g}",
+        fix="".join(f"add {line}; or " for line in suggest_settings(config, fits))
+        + "divide the model over more ranks (`harness plan auto` lists layouts that fit), or shorten its rows; "
+        "cluster.gpu_gib is another for other GPUs, and null submits the run without this check",
+    )
 
 
 def suggest_settings(config: C, fits: Callable[[C], bool]) -> list[str]:

@@ -21,7 +21,8 @@ from harness.plan.hf_config import to_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import Kernels, count_weights, layer_activation_bytes, plan_memory
 from harness.plan.model import ModelConfig
-from harness.plan.run_plan import AssumedPacks, RunPlan, check_memory, plan_run
+from harness.plan.run_plan import AssumedPacks, RunPlan, plan_run
+from harness.plan.search import check_memory
 from harness.plan.settings import OptimizerConfig, PretrainConfig, SftConfig
 from harness.plan.work import Machine
 from harness.records import Pack, SequenceView

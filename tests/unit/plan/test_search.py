@@ -11,8 +11,8 @@ from layout_space import KINDS, RANKS, accepted, config_of
 
 from harness.config import compose_config
 from harness.errors import ConfigError
-from harness.plan.run_plan import AssumedPacks, check_memory, plan_run
-from harness.plan.search import LayoutSearch, search_layouts, suggest_settings
+from harness.plan.run_plan import AssumedPacks, plan_run
+from harness.plan.search import LayoutSearch, check_memory, search_layouts, suggest_settings
 from harness.plan.settings import SftConfig
 from harness.plan.work import Machine
 
