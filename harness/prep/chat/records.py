@@ -19,6 +19,7 @@ class BadReason(StrEnum):
     NOT_UTF8 = "not_utf8"
     NOT_JSON = "not_json"
     NOT_AN_OBJECT = "not_an_object"
+    BAD_ROW = "bad_row"
     UNKNOWN_SCHEMA = "unknown_schema"
     NO_MESSAGES = "no_messages"
     BAD_TURN = "bad_turn"

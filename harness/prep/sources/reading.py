@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 
 from harness.errors import PrepError
-from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
+from harness.prep.chat import BadRecord, Conversation, RecordReader
+from harness.prep.sources.delimited import SEPARATORS, DelimitedReader
 from harness.prep.sources.tables import ROW, Undecodable, cut_parquet, read_arrow, read_parquet
 from harness.prep.sources.text import COMPRESSED, ITEM, LINE, find_unit, open_text, read_items, read_lines
 from harness.storage import ObjectPath, Place, parse_place, stamp_of
@@ -63,7 +64,7 @@ class SourceChunk:
         path: the file.
         unit: `line` (counted from 1), `row` of a table or `item` of a list (both counted from 0).
         first: number of the first record.
-        records: lines and items as bytes, or decoded rows.
+        records: lines and items as bytes, or decoded rows; blank where a line of a CSV file begins no row.
         num_bytes: size in the file, for progress; rows share the size of their file evenly.
         reader: parser of the records.
     """
@@ -84,7 +85,7 @@ class SourceChunk:
             if isinstance(record, bytes):
                 yield self.reader.parse_line(record, where)
             elif isinstance(record, Undecodable):
-                yield BadRecord(where, BadReason.NOT_UTF8, record.why)
+                yield BadRecord(where, record.reason, record.why)
             else:
                 yield self.reader.parse_row(record, where)
 
@@ -161,6 +162,8 @@ def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
         unit = find_unit(file, is_json=suffix in JSON_SUFFIXES)
         if is_compressed(file) or size <= shard_bytes:
             yield SourceShard(str(file), 0 if unit == ITEM else 1, 0, size, unit)
+        elif suffix in SEPARATORS:
+            yield from _cut_rows(file, size, shard_bytes)
         elif unit == ITEM:
             yield from _cut_items(file, size, shard_bytes)
         else:
@@ -193,6 +196,17 @@ def _cut_items(file: Place, size: int, shard_bytes: int) -> Iterator[SourceShard
                     yield SourceShard(str(file), first, start, offset, ITEM)
                     start, first = offset, at
     yield SourceShard(str(file), first, start, size, ITEM)
+
+
+def _cut_rows(file: Place, size: int, shard_bytes: int) -> Iterator[SourceShard]:
+    start, first = 0, 1
+    with open_stream(file) as source:
+        reader = DelimitedReader(file, source, SEPARATORS[suffix_of(file)])
+        for line, offset, _ in reader.rows(reader.header()):
+            if offset - start >= shard_bytes:
+                yield SourceShard(str(file), first, start, offset)
+                start, first = offset, line
+    yield SourceShard(str(file), first, start, size)
 
 
 def read_shard(shard: SourceShard) -> Iterator[SourceChunk]:
@@ -270,8 +284,10 @@ def _open(shard: SourceShard) -> Iterator[SourceChunk]:
         if not packed:
             stream.seek(shard.start)
         end, before = None if packed else shard.end, shard.start
-        records: Iterator[tuple[int, list[bytes]]]
-        if shard.unit == ITEM:
+        records: Iterator[tuple[int, list[Any]]]
+        if suffix in SEPARATORS:
+            records = _read_rows(file, stream, shard.first, end)
+        elif shard.unit == ITEM:
             groups = read_items(file, stream, shard.first, None if end is None or end == _size(file) else end)
             records = ((first, [item for _, item in group]) for first, group in groups)
         else:
@@ -281,6 +297,16 @@ def _open(shard: SourceShard) -> Iterator[SourceChunk]:
             at = min(source.tell(), shard.end)
             yield SourceChunk(path, shard.unit, first, lines, at - before)
             before = at
+
+
+def _read_rows(file: Place, stream: BinaryIO, first: int, end: int | None) -> Iterator[tuple[int, list[Any]]]:
+    reader = DelimitedReader(file, stream, SEPARATORS[suffix_of(file)], first, end)
+    if first == 1:
+        names = reader.header()
+    else:
+        with open_text(file) as (beginning, _):
+            names = DelimitedReader(file, beginning, SEPARATORS[suffix_of(file)]).header()
+    return ((line, records) for line, _, records in reader.rows(names))
 
 
 def _size(file: Place) -> int:

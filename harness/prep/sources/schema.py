@@ -90,14 +90,15 @@ def _sample(file: Place, reader: RecordReader) -> tuple[str, str, list[Any], lis
 
 
 def holds_chats(file: Place, source: SourceConfig) -> bool:
-    """Return whether a `.json` file of a folder seems to hold chats: its first record has a field of some schema."""
+    """Return whether a `.json` or `.csv` file of a folder seems to hold chats, by the fields of its first record."""
     reader = RecordReader(source.schema, source.columns, source.ignore_fields, source.drop_media)
     try:
         first = next(_first_chunks(file, reader, 1), None)
     except PrepError as error:
         # A list that is broken in its first item is not passed over.
         return ", item 0" in error.where
-    record = _decoded(first.records[0]) if first is not None else None
+    # Blank lines come before it.
+    record = _decoded(first.records[-1]) if first is not None else None
     return isinstance(record, Mapping) and bool(reader.columns_to_read(map(str, record)))
 
 
