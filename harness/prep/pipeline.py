@@ -203,6 +203,8 @@ def _settings(config: PrepareConfig, found: SourceFiles) -> dict[str, Any]:
     if not source["drop_media"]:
         # Earlier versions had no such setting, and the folders that they prepared are those of today.
         del source["drop_media"]
+    if digest := RecordReader(config.source.schema).function_digest:
+        source["schema_digest"] = digest
     settings = {"version": VERSION, "source": source, "tokenizer": asdict(config.tokenizer), "data": data}
     if config.source.kind == "pydoc":
         settings["python"] = sys.version
@@ -271,6 +273,8 @@ class Preparation:
         tokenizer = self._make_tokenizer()
         self.report.vocab_size = tokenizer.vocab_size
         self.report.mask = tokenizer.mask_facts(self.report.schema)
+        if self.reader.function_digest:
+            self.report.mask["schema_digest"] = self.reader.function_digest
         return tokenizer
 
     def run(self) -> None:

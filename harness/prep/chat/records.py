@@ -32,6 +32,7 @@ class BadReason(StrEnum):
     BAD_TEMPLATE_KWARGS = "bad_template_kwargs"
     BAD_WEIGHT = "bad_weight"
     UNWANTED = "unwanted"
+    FUNCTION_FAILED = "function_failed"
     NO_ASSISTANT_TURN = "no_assistant_turn"
     CONTROL_TOKEN = "control_token"
     TEMPLATE_FAILED = "template_failed"

@@ -22,7 +22,9 @@ class SourceConfig:
             wanted and `@REVISION` after the name, or `ORG/NAME` where no such local path exists.
         split: split to read where the source has several, such as `train`; empty reads `train` of a dataset of the hub.
         subset: subset (configuration) to read of a dataset of the hub that has several.
-        schema: schema of the records (`harness.prep.chat.SCHEMAS`); empty to detect it from the first records.
+        schema: schema of the records (`harness.prep.chat.SCHEMAS`); empty to detect it from the first records. Or a
+            function of your own as `module:function`, found in the working folder or installed: it gets each record as
+            a dict and returns one with `messages`, or None to leave it out.
         columns: other names of fields, as in `source.columns.messages=chat` for records with a field `chat`.
         ignore_fields: fields that are left out on purpose although they change what the model would see or write.
         drop_media: leave images, audio and videos out with their placeholders in the text, and count both, instead of
