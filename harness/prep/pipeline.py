@@ -200,11 +200,10 @@ def _settings(config: PrepareConfig, found: list[PreparedSource]) -> dict[str, A
     for name in ("path", "overwrite", "num_workers"):
         del data[name]
     del source["shard_bytes"]
-    if not source["drop_media"]:
-        # Earlier versions had no such setting, and the folders that they prepared are those of today.
-        del source["drop_media"]
-    if not source["mix"]:
-        del source["mix"]
+    # Earlier versions had no such settings, and the folders that they prepared are those of today.
+    for name, unset in (("drop_media", False), ("mix", []), ("tool_calls", "given")):
+        if source[name] == unset:
+            del source[name]
     settings = {"version": VERSION, "source": source, "tokenizer": asdict(config.tokenizer), "data": data}
     if config.source.kind == "pydoc":
         settings["python"] = sys.version

@@ -13,6 +13,7 @@ from typing import Any
 from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat.functions import SCHEMA, RecordFunction, load_function
+from harness.prep.chat.hermes import lift_calls
 from harness.prep.chat.media import without_media
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import SCHEMAS
@@ -63,6 +64,7 @@ class RecordReader:
         ignore_fields: fields of a record, its turns and their parts, and types of parts and items, that are left out on
             purpose.
         drop_media: leave images, audio and videos out with their placeholders, instead of refusing such records.
+        tool_calls: `given`, or `hermes` to read calls and results in the text (`lift_calls`).
         function_digest: of the function's source file; empty without one.
 
     Raises:
@@ -73,6 +75,7 @@ class RecordReader:
     columns: Mapping[str, str] = field(default_factory=dict)
     ignore_fields: Sequence[str] = ()
     drop_media: bool = False
+    tool_calls: str = "given"
     function_digest: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +127,8 @@ class RecordReader:
                 self._refuse_media_columns(record)
             schema = SCHEMAS["messages" if self._is_function else self.schema or _detect(record)]
             conversation = schema.parse(record, where)
+            if self.tool_calls == "hermes":
+                conversation = lift_calls(conversation)
             return conversation if dropped is None else replace(conversation, dropped_media=dropped)
         except BadRecordError as bad:
             return BadRecord(where, bad.reason, bad.detail + self._mapped(bad.detail))

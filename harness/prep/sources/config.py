@@ -8,6 +8,7 @@ from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 
 SOURCE_KINDS = ("files", "pydoc")
+TOOL_CALLS = ("given", "hermes")
 
 
 @dataclass
@@ -57,6 +58,9 @@ class SourceConfig:
         ignore_fields: fields that are left out on purpose although they change what the model would see or write.
         drop_media: leave images, audio and videos out with their placeholders in the text, and count both, instead of
             refusing records that have them. The text is then about what the model does not see.
+        tool_calls: `given` takes calls from the fields of the records, `hermes` also from the text: `<tool_call>` of
+            assistant turns become calls, and `<tool_response>` turns of tools, so that the chat template writes both
+            in its own form. A call that cannot be read makes a bad record; the system prompt stays as it is.
         on_bad: `refuse` stops at bad records and lists them, `skip` leaves them out and counts them.
         limit: maximum number of records to read; 0 reads all.
         mix: several sources, each with a path and a schema of its own. With data.drop_duplicates, a conversation that
@@ -73,6 +77,7 @@ class SourceConfig:
     columns: dict[str, str] = field(default_factory=dict)
     ignore_fields: list[str] = field(default_factory=list)
     drop_media: bool = False
+    tool_calls: str = "given"
     on_bad: str = "refuse"
     limit: int = bounded(0, highest=10**15)
     mix: list[MixedSource] = field(default_factory=list)
@@ -82,6 +87,7 @@ class SourceConfig:
         if self.kind:
             require_choice(self.kind, SOURCE_KINDS, setting="source.kind")
         require_choice(self.on_bad, ("refuse", "skip"), setting="source.on_bad")
+        require_choice(self.tool_calls, TOOL_CALLS, setting="source.tool_calls")
         check_numbers(self, "source")
         if self.mix:
             self._check_mix()
