@@ -37,11 +37,11 @@ from harness.prep.report import (
     render_report,
     to_markdown,
 )
-from harness.prep.shards import VERSION, Receipt, ShardJob, refuse
+from harness.prep.shards import VERSION, Receipt, ShardJob, bytes_in_progress, refuse
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import SourceFiles
 from harness.prep.sources.mix import PreparedSource, find_sources
-from harness.prep.sources.reading import SourceShard
+from harness.prep.sources.reading import SourceShard, is_compressed
 from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import open_console
@@ -61,6 +61,8 @@ from harness.storage.files import Stamp
 _TRAIN_CHARACTERS = 256 << 20
 # Larger sources get larger shards instead of more.
 _MAX_SHARDS = 4096
+# Bytes of text in one of a compressed file, about.
+_EXPANSION = 8
 
 
 @dataclass
@@ -110,7 +112,7 @@ def prepare(
         tokenizer: a folder or hub id, or settings; None trains a byte-level BPE on the chats.
         path: folder to write, on a disk or in a bucket; one in a bucket is prepared in HARNESS_CACHE and then uploaded.
         progress: called with the stage (`tokenizer`, `tokens`, then each split), how much is done, and the total (0
-            where it is unknown): bytes of the source, then packs.
+            where it is unknown): bytes of the source, then packs; at least every second, from a thread, too.
         console: receives progress and the report; None is standard output, or nothing where `progress` is given.
         settings: fields of `PackingConfig`, and `engine`.
 
@@ -247,6 +249,11 @@ def _stamps(files: Iterable[Place]) -> list[Stamp | None]:
     return stamps
 
 
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @dataclass
 class Preparation:
     """One run, stage by stage; fills in `report`."""
@@ -266,6 +273,10 @@ class Preparation:
     @property
     def num_bytes(self) -> int:
         return sum(source.found.num_bytes for source in self.sources)
+
+    def _stamped(self) -> Iterator[tuple[Place, Stamp]]:
+        for source in self.sources:
+            yield from zip(source.found.files, source.found.stamps, strict=True)
 
     def begin(self) -> ChatTokenizer:
         """Write the built-in corpus if it is the source, find the schema, and load or train the tokenizer."""
@@ -377,7 +388,8 @@ class Preparation:
             on_bad=source.on_bad,
         )
         with self.stages.stage("tokens", "tokenizing", total=self.num_bytes) as stage:
-            done = self._do_shards(job, stage.advance)
+            with stage.watch(lambda: bytes_in_progress(Path(job.folder))):
+                done = self._do_shards(job, stage.advance)
             for shard, folder, receipt, of in done:
                 report.add_shard(of.name or shard.path, receipt)
                 for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts.bad else ():
@@ -416,21 +428,29 @@ class Preparation:
         self, job: ShardJob, advance: Callable[[float], None]
     ) -> list[tuple[SourceShard, Path, Receipt, PreparedSource]]:
         """Tokenize the sources shard by shard, and return each with its folder; raise PrepError if a file changes."""
-        total = self.num_bytes
         stamps = _stamps(self.files)
-        shard_bytes = max(self.config.source.shard_bytes, -(-total // _MAX_SHARDS))
-        cut = [(shard, source) for source in self.sources for shard in source.shards(shard_bytes)]
-        shards = [shard for shard, _ in cut]
-        folders = [job.shard_folder(number) for number in range(len(shards))]
-        # Delete shards of other settings and remains of killed attempts.
-        Path(job.folder).mkdir(exist_ok=True)
-        for entry in set(Path(job.folder).iterdir()) - set(folders):
-            shutil.rmtree(entry, ignore_errors=True)
+        text_bytes = sum(
+            stamp.num_bytes * (_EXPANSION if is_compressed(file) else 1) for file, stamp in self._stamped()
+        )
+        shard_bytes = max(self.config.source.shard_bytes, -(-text_bytes // _MAX_SHARDS))
+        cut: list[tuple[SourceShard, PreparedSource]] = []
+
+        def shards() -> Iterator[SourceShard]:
+            for source in self.sources:
+                for shard in source.shards(shard_bytes):
+                    cut.append((shard, source))
+                    yield shard
+
+        folder = Path(job.folder)
+        folder.mkdir(exist_ok=True)
+        _remove(entry for entry in folder.iterdir() if "." in entry.name)  # of killed attempts
         engine, num_workers, done = self.config.engine, self.config.data.num_workers, []
-        made = do_shards(job, shards, engine=engine, num_workers=num_workers, source_bytes=total)
-        for receipt, folder, (shard, of) in zip(made, folders, cut, strict=True):
-            done.append((shard, folder, receipt, of))
+        made = do_shards(job, shards(), engine=engine, num_workers=num_workers, source_bytes=text_bytes)
+        for number, receipt in enumerate(made):
+            shard, of = cut[number]
+            done.append((shard, job.shard_folder(number), receipt, of))
             advance(shard.num_bytes)
+        _remove(set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done})  # of other settings
         # Between the cutting and the reading of a shard, too.
         for place, before, after in zip(self.files, stamps, _stamps(self.files), strict=True):
             if before != after:

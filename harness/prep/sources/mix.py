@@ -42,7 +42,7 @@ class PreparedSource:
         """Yield the records, at most `limit`; 0 for the limit of the settings."""
         return read_chunks(self.found.files, limit=limit or self.config.limit, reader=self.reader)
 
-    def shards(self, shard_bytes: int) -> list[SourceShard]:
+    def shards(self, shard_bytes: int) -> Iterator[SourceShard]:
         return cut_shards(self.found.files, shard_bytes=shard_bytes, limit=self.config.limit, reader=self.reader)
 
     def identity(self) -> dict[str, Any]:

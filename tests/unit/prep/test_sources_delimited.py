@@ -123,11 +123,11 @@ def test_shards_of_rows_hold_every_row_once_with_its_line(tmp_path, monkeypatch)
     whole = read_all(file)
     assert [texts(record)[0] for record in whole] == [f"question {number}" for number in range(400)]
     for size in (1, 1000, 1 << 30):
-        shards = cut_shards([file], shard_bytes=size)
+        shards = list(cut_shards([file], shard_bytes=size))
         assert [one for shard in shards for chunk in read_shard(shard) for one in chunk.parse()] == whole
         assert sum(shard.num_bytes for shard in shards) == file.stat().st_size
-    assert len(cut_shards([file], shard_bytes=1000)) > 5
-    limited = cut_shards([file], shard_bytes=1000, limit=123)
+    assert len(list(cut_shards([file], shard_bytes=1000))) > 5
+    limited = list(cut_shards([file], shard_bytes=1000, limit=123))
     assert [one for shard in limited for chunk in read_shard(shard) for one in chunk.parse()] == whole[:123]
 
 
