@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
@@ -33,7 +33,7 @@ def check_engine(engine: str) -> None:
 
 
 def do_shards(
-    job: ShardJob, shards: Sequence[SourceShard], *, engine: str, num_workers: int, source_bytes: int
+    job: ShardJob, shards: Iterable[SourceShard], *, engine: str, num_workers: int, source_bytes: int
 ) -> Iterator[Receipt]:
     """Make all shards that do not exist yet, and yield the receipts of all in order.
 
@@ -60,7 +60,7 @@ def do_shards(
         yield outcome
 
 
-def _run_locally(job: ShardJob, shards: Sequence[SourceShard], num_workers: int) -> Iterator[Receipt | HarnessError]:
+def _run_locally(job: ShardJob, shards: Iterable[SourceShard], num_workers: int) -> Iterator[Receipt | HarnessError]:
     if num_workers == 0:
         for number, shard in enumerate(shards):
             yield do_shard(job, number, shard)
@@ -98,7 +98,7 @@ def _begin_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _run_on_ray(job: ShardJob, shards: Sequence[SourceShard]) -> Iterator[Receipt | HarnessError]:
+def _run_on_ray(job: ShardJob, shards: Iterable[SourceShard]) -> Iterator[Receipt | HarnessError]:
     """Make shards as tasks of a Ray cluster, whose nodes all see the source and the destination."""
     import ray
 

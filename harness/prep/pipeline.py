@@ -22,7 +22,7 @@ from harness.errors import ConfigError, PrepError, os_errors_as
 from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_writer
 from harness.formats.layouts.virtual import open_store, write_plan
 from harness.prep import folder as layout
-from harness.prep.chat import BadRecord, RecordReader
+from harness.prep.chat import BadRecord
 from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
@@ -37,12 +37,12 @@ from harness.prep.report import (
     render_report,
     to_markdown,
 )
-from harness.prep.shards import VERSION, Receipt, ShardJob, refuse
+from harness.prep.shards import VERSION, Receipt, ShardJob, bytes_in_progress, refuse
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.finding import SourceFiles, find_files
-from harness.prep.sources.reading import SourceShard, cut_shards, read_chunks
-from harness.prep.sources.schema import find_schema
-from harness.prep.spool import Split, Spool, divide
+from harness.prep.sources.finding import SourceFiles
+from harness.prep.sources.mix import PreparedSource, find_sources
+from harness.prep.sources.reading import SourceShard, is_compressed
+from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import open_console
 from harness.storage import (
@@ -61,6 +61,8 @@ from harness.storage.files import Stamp
 _TRAIN_CHARACTERS = 256 << 20
 # Larger sources get larger shards instead of more.
 _MAX_SHARDS = 4096
+# Bytes of text in one of a compressed file, about.
+_EXPANSION = 8
 
 
 @dataclass
@@ -110,7 +112,7 @@ def prepare(
         tokenizer: a folder or hub id, or settings; None trains a byte-level BPE on the chats.
         path: folder to write, on a disk or in a bucket; one in a bucket is prepared in HARNESS_CACHE and then uploaded.
         progress: called with the stage (`tokenizer`, `tokens`, then each split), how much is done, and the total (0
-            where it is unknown): bytes of the source, then packs.
+            where it is unknown): bytes of the source, then packs; at least every second, from a thread, too.
         console: receives progress and the report; None is standard output, or nothing where `progress` is given.
         settings: fields of `PackingConfig`, and `engine`.
 
@@ -125,7 +127,7 @@ def prepare(
     stages = Stages(console, progress)
     if config.source.kind == "pydoc":
         stages.show("The source is the built-in corpus, Python's documentation; source.path names chats of your own.")
-    found = find_files(config.source, show=stages.show)
+    found = find_sources(config.source, stages.show)
     depends_on = _settings(config, found)
     earlier = layout.finished_report(target, depends_on, overwrite=config.data.overwrite)
     # What goes to a bucket is prepared here first, in a folder that an interrupted preparation continues with.
@@ -194,21 +196,23 @@ def _config_of(
     return PrepareConfig(source, tokenizer, PackingConfig(path=os.fspath(path), **settings), engine)
 
 
-def _settings(config: PrepareConfig, found: SourceFiles) -> dict[str, Any]:
+def _settings(config: PrepareConfig, found: list[PreparedSource]) -> dict[str, Any]:
     """Return everything that the result depends on, as plain values."""
     data, source = asdict(config.data), asdict(config.source)
     for name in ("path", "overwrite", "num_workers"):
         del data[name]
     del source["shard_bytes"]
-    if not source["drop_media"]:
-        # Earlier versions had no such setting, and the folders that they prepared are those of today.
-        del source["drop_media"]
+    # Earlier versions had no such settings, and the folders that they prepared are those of today.
+    for name, unset in (("drop_media", False), ("mix", []), ("tool_calls", "given")):
+        if source[name] == unset:
+            del source[name]
     settings = {"version": VERSION, "source": source, "tokenizer": asdict(config.tokenizer), "data": data}
     if config.source.kind == "pydoc":
         settings["python"] = sys.version
     # Of a dataset of the hub, with the commit that was read.
-    source |= found.facts
-    settings["source_files"] = found.digest
+    for one, of_one in zip(found, source.get("mix", [source]), strict=True):
+        of_one.update(one.identity())
+    settings["source_files"] = " ".join(one.found.digest for one in found)
     named = [Path(name) for name in (config.tokenizer.name, config.tokenizer.chat_template) if name]
     inner = [file for path in named for file in ([path] if path.is_file() else sorted(path.glob("*")))]
     settings["tokenizer_files"] = files_digest([file for file in inner if file.is_file()])
@@ -216,7 +220,7 @@ def _settings(config: PrepareConfig, found: SourceFiles) -> dict[str, Any]:
 
 
 def _fill(
-    folder: PreparedFolder, config: PrepareConfig, found: SourceFiles, report: PrepareReport, stages: Stages
+    folder: PreparedFolder, config: PrepareConfig, found: list[PreparedSource], report: PrepareReport, stages: Stages
 ) -> None:
     fix = "make room or have the disk checked, then start again: finished shards are kept"
     with os_errors_as(PrepError, "the preparation cannot be written", where=folder.path, fix=fix):
@@ -245,18 +249,34 @@ def _stamps(files: Iterable[Place]) -> list[Stamp | None]:
     return stamps
 
 
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @dataclass
 class Preparation:
     """One run, stage by stage; fills in `report`."""
 
     config: PrepareConfig
     path: Path
-    source: SourceFiles
+    sources: list[PreparedSource]
     report: PrepareReport
     stages: Stages
     today: date
-    reader: RecordReader = field(default_factory=RecordReader)
     samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def files(self) -> list[Place]:
+        return [file for source in self.sources for file in source.found.files]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(source.found.num_bytes for source in self.sources)
+
+    def _stamped(self) -> Iterator[tuple[Place, Stamp]]:
+        for source in self.sources:
+            yield from zip(source.found.files, source.found.stamps, strict=True)
 
     def begin(self) -> ChatTokenizer:
         """Write the built-in corpus if it is the source, find the schema, and load or train the tokenizer."""
@@ -264,13 +284,15 @@ class Preparation:
             with self.stages.stage("source", "collecting Python's documentation") as stage:
                 corpus = self.path / layout.SOURCE / "pydoc.jsonl"
                 write_pydoc_corpus(corpus)
-                self.source = SourceFiles((corpus,), (stamp_of(corpus),))
+                self.sources[0].found = SourceFiles((corpus,), (stamp_of(corpus),))
                 stage.summary = f"documentation of Python {sys.version_info.major}.{sys.version_info.minor} in {corpus}"
-        self.report.files = len(self.source.files)
+        self.report.files = len(self.files)
         self._find_schema()
         tokenizer = self._make_tokenizer()
         self.report.vocab_size = tokenizer.vocab_size
         self.report.mask = tokenizer.mask_facts(self.report.schema)
+        if digests := [one.reader.function_digest for one in self.sources if one.reader.function_digest]:
+            self.report.mask["schema_digest"] = ", ".join(digests)
         return tokenizer
 
     def run(self) -> None:
@@ -281,20 +303,21 @@ class Preparation:
             self.report.settings_hash = settings_hash(self.report.settings)
         splits = self._tokenize(tokenizer)
         for name, split in splits.items():
-            self.report.splits[name] = SplitReport(
-                split.num_conversations, len(split), split.num_tokens, split.num_trained_tokens
-            )
-        self.report.check_sums()
-        for name, split in splits.items():
             self._pack(name, split, tokenizer)
 
     def _find_schema(self) -> None:
-        found = find_schema(self.source.files, self.config.source)
-        self.reader, self.report.schema, self.report.unused = found.reader, found.reader.schema, list(found.unused)
-        if found.is_detected and found.reader.schema:
-            self.stages.show(f"The records are of the schema {found.reader.schema}.")
-        if found.unused:
-            self.stages.show(f"Fields that are not read: {', '.join(found.unused)}")
+        schemas: dict[str, None] = {}
+        unused: dict[str, None] = {}
+        for source in self.sources:
+            found = source.find_schema()
+            schemas |= dict.fromkeys([found.reader.schema])
+            unused |= dict.fromkeys(found.unused)
+            if found.is_detected and found.reader.schema:
+                of = f" of {source.name}" if source.name else ""
+                self.stages.show(f"The records{of} are of the schema {found.reader.schema}.")
+        self.report.schema, self.report.unused = ", ".join(filter(None, schemas)), list(unused)
+        if unused:
+            self.stages.show(f"Fields that are not read: {', '.join(unused)}")
 
     def _make_tokenizer(self) -> ChatTokenizer:
         config, folder = self.config.tokenizer, self.path / layout.TOKENIZER
@@ -304,7 +327,7 @@ class Preparation:
                 tokenizer.save(folder)
                 stage.summary = f"{config.name}, {tokenizer.vocab_size:,} tokens"
             return tokenizer
-        with self.stages.stage("tokenizer", "training a tokenizer", total=self.source.num_bytes) as stage:
+        with self.stages.stage("tokenizer", "training a tokenizer", total=self.num_bytes) as stage:
             template = config.chat_template or "chatml"
             texts = self._texts(stage.advance)
             train_bpe(texts, folder, vocab_size=config.vocab_size, chat_template=template)
@@ -318,7 +341,7 @@ class Preparation:
         left = _TRAIN_CHARACTERS
         num_read, refused = 0, Counter[str]()
         first = ""
-        for chunk in read_chunks(self.source.files, limit=self.config.source.limit, reader=self.reader):
+        for chunk in (chunk for source in self.sources for chunk in source.chunks(0)):
             bad = []
             for record in chunk.parse():
                 num_read += 1
@@ -340,11 +363,10 @@ class Preparation:
 
     def _refuse_source(self, refused: Counter[str], first: str) -> None:
         """Raise PrepError for a source of which every record was refused, or without records."""
-        source = self.config.source
         if not refused:
-            files = self.source.files
+            files = self.files
             what = "there are no records in " + ("the file" if len(files) == 1 else f"the {len(files):,} files")
-            where = str(files[0]) if len(files) == 1 else source.path or source.kind
+            where = str(files[0]) if len(files) == 1 else self.config.source.name
             raise PrepError(what, where=where, fix="name files with records in source.path")
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in refused.items())
         raise PrepError(
@@ -365,54 +387,79 @@ class Preparation:
             over_long=data.over_long,
             on_bad=source.on_bad,
         )
-        with self.stages.stage("tokens", "tokenizing", total=self.source.num_bytes) as stage:
-            done = self._do_shards(job, stage.advance)
-            for shard, folder, receipt in done:
-                report.add_shard(shard.path, receipt)
+        with self.stages.stage("tokens", "tokenizing", total=self.num_bytes) as stage:
+            with stage.watch(lambda: bytes_in_progress(Path(job.folder))):
+                done = self._do_shards(job, stage.advance)
+            for shard, folder, receipt, of in done:
+                report.add_shard(of.name or shard.path, receipt)
                 for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts.bad else ():
                     with (self.path / name).open("ab") as file:
                         file.write((folder / name).read_bytes())
-            self.samples = choose_samples((shard.path, folder) for shard, folder, _ in done)
-            spool = Spool((folder, receipt.sequences, receipt.tokens) for _, folder, receipt in done)
+            self.samples = choose_samples((shard.path, folder) for shard, folder, _, _ in done)
+            spool = Spool((folder, receipt.sequences, receipt.tokens) for _, folder, receipt, _ in done)
             shares = {layout.VALIDATION: data.validation_fraction, layout.TEST: data.test_fraction}
             splits, num_duplicates = divide(spool, shares, rest=layout.TRAIN, drop_duplicates=data.drop_duplicates)
             report.dropped += Counter({"duplicate": num_duplicates})
             tokens = sum(split.num_tokens for split in splits.values())
             conversations = sum(split.num_conversations for split in splits.values())
             stage.summary = f"{tokens:,} tokens of {conversations:,} conversations"
-            reused = sum(receipt.was_there for _, _, receipt in done)
+            reused = sum(receipt.was_there for _, _, receipt, _ in done)
             if reused:
                 stage.summary += f"; {reused:,} of {len(done):,} shards were already done"
         if report.bad.total() == report.records:
             self._refuse_source(report.bad, report.examples[f"bad {next(iter(report.bad))}"][0] if report.bad else "")
         self._check_splits(splits)
+        self._describe(splits)
+        report.check_sums()
+        if any(source.epochs != 1 for source in self.sources):
+            epochs = np.concatenate([np.full(receipt.sequences, of.epochs) for _, _, receipt, of in done])
+            splits[layout.TRAIN] = repeat(splits[layout.TRAIN], epochs, seed=data.seed)
+            self._check_splits(splits)
+            self._describe(splits)
         return splits
 
-    def _do_shards(self, job: ShardJob, advance: Callable[[float], None]) -> list[tuple[SourceShard, Path, Receipt]]:
-        """Tokenize the source shard by shard, and return each with its folder; raise PrepError if a file changes."""
-        source, total = self.config.source, self.source.num_bytes
-        stamps = _stamps(self.source.files)
-        shard_bytes = max(source.shard_bytes, -(-total // _MAX_SHARDS))
-        shards = cut_shards(self.source.files, shard_bytes=shard_bytes, limit=source.limit, reader=self.reader)
-        folders = [job.shard_folder(number) for number in range(len(shards))]
-        # Delete shards of other settings and remains of killed attempts.
-        Path(job.folder).mkdir(exist_ok=True)
-        for entry in set(Path(job.folder).iterdir()) - set(folders):
-            shutil.rmtree(entry, ignore_errors=True)
+    def _describe(self, splits: dict[str, Split]) -> None:
+        for name, split in splits.items():
+            self.report.splits[name] = SplitReport(
+                split.num_conversations, len(split), split.num_tokens, split.num_trained_tokens
+            )
+
+    def _do_shards(
+        self, job: ShardJob, advance: Callable[[float], None]
+    ) -> list[tuple[SourceShard, Path, Receipt, PreparedSource]]:
+        """Tokenize the sources shard by shard, and return each with its folder; raise PrepError if a file changes."""
+        stamps = _stamps(self.files)
+        text_bytes = sum(
+            stamp.num_bytes * (_EXPANSION if is_compressed(file) else 1) for file, stamp in self._stamped()
+        )
+        shard_bytes = max(self.config.source.shard_bytes, -(-text_bytes // _MAX_SHARDS))
+        cut: list[tuple[SourceShard, PreparedSource]] = []
+
+        def shards() -> Iterator[SourceShard]:
+            for source in self.sources:
+                for shard in source.shards(shard_bytes):
+                    cut.append((shard, source))
+                    yield shard
+
+        folder = Path(job.folder)
+        folder.mkdir(exist_ok=True)
+        _remove(entry for entry in folder.iterdir() if "." in entry.name)  # of killed attempts
         engine, num_workers, done = self.config.engine, self.config.data.num_workers, []
-        made = do_shards(job, shards, engine=engine, num_workers=num_workers, source_bytes=total)
-        for receipt, folder, shard in zip(made, folders, shards, strict=True):
-            done.append((shard, folder, receipt))
+        made = do_shards(job, shards(), engine=engine, num_workers=num_workers, source_bytes=text_bytes)
+        for number, receipt in enumerate(made):
+            shard, of = cut[number]
+            done.append((shard, job.shard_folder(number), receipt, of))
             advance(shard.num_bytes)
+        _remove(set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done})  # of other settings
         # Between the cutting and the reading of a shard, too.
-        for place, before, after in zip(self.source.files, stamps, _stamps(self.source.files), strict=True):
+        for place, before, after in zip(self.files, stamps, _stamps(self.files), strict=True):
             if before != after:
                 fix = "prepare it once nothing writes to it"
                 raise PrepError("the file changed while it was read", where=str(place), fix=fix)
         return done
 
     def _check_splits(self, splits: dict[str, Split]) -> None:
-        source, report = self.config.source, self.report
+        report = self.report
         empty = [name for name, split in splits.items() if not len(split)]
         if empty:
             left_out = report.left_out()
@@ -420,7 +467,7 @@ class Preparation:
             raise PrepError(
                 f"no conversation is left for {empty[0]}: {report.records:,} records were read"
                 + (f", left out were {left_out}" if left_out else ""),
-                where=source.path or source.kind,
+                where=self.config.source.name,
                 fix=fix + "data.validation_fraction=0 makes no such split",
             )
 

@@ -17,8 +17,8 @@ from harness.prep.counts import make_sample
 from harness.prep.fitting import fit_conversation
 from harness.prep.pipeline import Preparation, PrepareConfig
 from harness.prep.report import PrepareReport, Stages
-from harness.prep.sources.finding import find_files
-from harness.prep.sources.reading import read_chunks
+from harness.prep.sources.config import SourceConfig
+from harness.prep.sources.mix import find_sources
 from harness.prep.tokenize import ChatTokenizer
 from harness.printing import one_line, open_console
 from harness.tables import Table
@@ -31,7 +31,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
     """Print the first `config.preview` records as they will be trained, refused ones with their reasons.
 
     Args:
-        config: settings of the preparation.
+        config: settings of the preparation; of a mix, so many records of each source are shown.
         console: receives the text; None is standard output, 80 columns wide if it is no terminal. Without colors,
             trained text is in double brackets.
 
@@ -40,20 +40,21 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
     """
     console = console or open_console(width=80)
     config = replace(config, source=config.source.resolve())
-    found = find_files(config.source, show=lambda text: console.print(Text(text)))
+    found = find_sources(config.source, lambda text: console.print(Text(text)))
     # A tokenizer is trained on the first records.
-    first = replace(config, source=replace(config.source, limit=_TRAINING_RECORDS, on_bad="skip"))
+    for one in found:
+        one.config = replace(one.config, limit=_TRAINING_RECORDS)
+    first = replace(config, source=replace(config.source, on_bad="skip"))
     with TemporaryDirectory(prefix="harness-preview-") as scratch:
         run = Preparation(first, Path(scratch), found, PrepareReport(), Stages(open_console(quiet=True)), date.today())
         tokenizer = run.begin()
-        chunks = read_chunks(run.source.files, limit=config.preview, reader=run.reader)
-        records = [record for chunk in chunks for record in chunk.parse()]
+        records = [record for one in run.sources for chunk in one.chunks(config.preview) for record in chunk.parse()]
         facts, name = run.report.mask, config.tokenizer.name
         trained = "trained for this preview on the first records; the preparation trains one on all, with other counts"
         has_color = console.color_system is not None
         facts_of_run = (
-            ("source", config.source.path or "the built-in corpus, Python's documentation"),
-            ("schema", run.report.schema + ("" if config.source.schema else ", detected")),
+            ("source", config.source.name),
+            ("schema", run.report.schema + ("" if _is_given(config.source) else ", detected")),
             ("not read", ", ".join(run.report.unused)),
             ("tokenizer", f"{name}, {tokenizer.vocab_size:,} tokens" if name else trained),
             ("mask", f"{facts['rule']}, because {facts['why']}"),
@@ -66,6 +67,10 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             _show(record, tokenizer, config, console, has_color=has_color)
     shown = f"The first {len(records):,} records as they are" if len(records) != 1 else "The first record as it is"
     console.print(Text(f"\n{shown} trained; nothing was written."))
+
+
+def _is_given(source: SourceConfig) -> bool:
+    return all(one.schema for one in source.each())
 
 
 def _show(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -32,6 +33,7 @@ _MAX_SOURCES = 200
 _MAX_SAMPLES, _MAX_SAMPLES_A_FILE = 24, 3
 # Tokens prepared over those of one rendering, above which the report warns.
 _MUCH_REPETITION = 1.5
+_WATCH_S = 0.5
 # Kinds of conversations that are kept and worth a look.
 _KINDS = {
     "repeated_tokens": (
@@ -350,10 +352,35 @@ def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
 
 @dataclass
 class Stage:
-    """A running stage: `advance` takes the progress made, `summary` is printed at the end."""
+    """A running stage.
+
+    Attributes:
+        advance: takes the progress made.
+        watch: takes a function that returns the progress of what is still running, and shows it every half second.
+        summary: printed at the end.
+    """
 
     advance: Callable[[float], None]
+    watch: Callable[[Callable[[], float]], AbstractContextManager[None]]
     summary: str = ""
+
+
+@contextmanager
+def _watching(look: Callable[[], None]) -> Iterator[None]:
+    """Call a function every half second from a thread."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.wait(_WATCH_S):
+            look()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @dataclass
@@ -361,7 +388,8 @@ class Stages:
     """Shows the stages of a preparation, a bar while one runs and a line when it ends, and keeps their times.
 
     Attributes:
-        progress: called with the name of a stage, how much of it is done, and the total (0 where it is unknown).
+        progress: called with the name of a stage, how much of it is done, and the total (0 where it is unknown); from
+            a thread, too.
         seconds: by stage, once it has ended.
     """
 
@@ -379,17 +407,26 @@ class Stages:
         began = time.perf_counter()
         with progress:
             task = progress.add_task(doing, total=total)
-            done = 0
+            done = shown = 0.0
+            lock = threading.Lock()
+
+            def show(more: float) -> None:
+                nonlocal shown
+                with lock:
+                    if done + more < shown:  # a part that ended, and is not yet in `done`
+                        return
+                    shown = done + more
+                    progress.update(task, completed=shown)
+                    if self.progress is not None:
+                        self.progress(name, int(shown), int(total or 0))
 
             def advance(step: float) -> None:
                 nonlocal done
-                done += int(step)
-                progress.advance(task, step)
-                if self.progress is not None:
-                    self.progress(name, done, int(total or 0))
+                done += step
+                show(0)
 
             advance(0)
-            stage = Stage(advance)
+            stage = Stage(advance, lambda measure: _watching(lambda: show(measure())))
             yield stage
         self.seconds[name] = round(time.perf_counter() - began, 3)
         self.show(f"{name:<10}{self.seconds[name]:7.1f} s  {stage.summary}")

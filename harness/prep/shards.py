@@ -39,6 +39,8 @@ from harness.storage import Place, file_digest, parse_place, stamp_of, sync_fold
 VERSION = 3
 RECEIPT = "receipt.json"
 SAMPLES = "samples.jsonl"
+# Bytes of the source that an attempt has read, for those who watch it.
+_PROGRESS = "progress"
 _FILES = (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS, TO_REPAIR, SAMPLES)
 _SHOWN_BAD = 10
 # Conversations whose text a shard keeps for the report's page.
@@ -211,8 +213,11 @@ def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatToken
     with ExitStack() as files:
         opened = {name: files.enter_context((folder / name).open("wb")) for name in _FILES}
         writer = _ShardWriter(job, opened, receipt)
+        done = 0
         for chunk in read_shard(shard):
             writer.add(chunk, tokenizer)
+            done += chunk.num_bytes
+            (folder / _PROGRESS).write_text(str(done))
         for file in writer.files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -292,6 +297,15 @@ class _ShardWriter:
             self.files[SAMPLES].write(line.encode() + b"\n")
 
 
+def bytes_in_progress(folder: Path) -> int:
+    """Return the bytes of the source that unfinished shards have read, given the folder of all shards."""
+    total = 0
+    for file in folder.glob(f"*.*/{_PROGRESS}"):
+        with suppress(OSError, ValueError):  # it is renamed or written meanwhile
+            total += int(file.read_text())
+    return total
+
+
 def read_samples(folder: Path) -> Iterator[Sample]:
     """Yield the samples of a finished shard."""
     with (folder / SAMPLES).open("rb") as lines:
@@ -321,8 +335,8 @@ def _describe_value(value: object) -> str:
 
 
 def _digest(source: Place, shard: SourceShard) -> str:
-    """Return a hash of a shard's bytes; empty for an object, whose ETag is enough."""
-    return file_digest(source, shard.start, shard.end) if isinstance(source, Path) else ""
+    """Return a hash of a shard's bytes; empty for an object, whose ETag is enough, and for a piece, which has none."""
+    return file_digest(source, shard.start, shard.end) if isinstance(source, Path) and not shard.is_piece else ""
 
 
 def _describe(path: Path) -> dict[str, Any]:

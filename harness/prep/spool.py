@@ -71,7 +71,7 @@ class Spool:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Sequences `ids` (int64 [sequences], ascending) of a spool."""
+    """Sequences `ids` (int64 [sequences], ascending; one may be there several times) of a spool."""
 
     spool: Spool
     ids: Int64Array
@@ -133,6 +133,23 @@ def divide(
         if share:
             splits[name] = Split(spool, np.flatnonzero(places == place))
     return splits, num_duplicates
+
+
+def repeat(split: Split, epochs: npt.NDArray[np.float64], *, seed: int) -> Split:
+    """Return a split with each conversation as often as `epochs` says, all of its sequences equally often.
+
+    Args:
+        epochs: float64 [sequences of the spool]; of a fraction, that share of the conversations is there once more,
+            chosen by their hashes and the seed.
+    """
+    conversations = split.spool.conversations()[split.ids]
+    # The splits are chosen by the hash itself.
+    mixed = split.spool.hashes() + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    times = np.floor(epochs[split.ids])
+    times += mixed[conversations].astype(np.float64) / 2.0**64 < epochs[split.ids] - times
+    return Split(split.spool, np.repeat(split.ids, times.astype(np.int64)))
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import io
 import json
@@ -34,7 +35,15 @@ def parquet(rows):
     return file.getvalue()
 
 
+def table_of_text(rows):
+    file = io.StringIO(newline="")
+    writer = csv.writer(file)
+    writer.writerows([["id", "messages"], *([row["id"], json.dumps(row["messages"], indent=1)] for row in rows)])
+    return file.getvalue().encode()
+
+
 FILES = {
+    "a.csv": table_of_text(CHATS),
     "a.json": json.dumps(CHATS, indent=1).encode(),
     "a.parquet": parquet(CHATS),
     "a.jsonl.gz": gzip.compress(LINES),

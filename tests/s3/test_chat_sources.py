@@ -82,7 +82,7 @@ def test_shards_of_an_object_hold_every_record_once(proxy: Any, bucket: Any, pla
     put(bucket, place, {name: contents(0, 900, 200)[name]})
     files = find_files(SourceConfig(path=place)).files
     expected = [one.where for chunk in read_chunks(files) for one in chunk.parse()]
-    cut = cut_shards(files, shard_bytes=100_000)
+    cut = list(cut_shards(files, shard_bytes=100_000))
     assert len(cut) > 1
     assert [one.where for shard in cut for chunk in read_shard(shard) for one in chunk.parse()] == expected
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
+from harness.prep.chat.functions import SCHEMA, RecordFunction, load_function
+from harness.prep.chat.hermes import lift_calls
 from harness.prep.chat.media import without_media
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import SCHEMAS
@@ -55,29 +57,39 @@ class RecordReader:
         reader.parse({"question": "Hi", "answer": "Hello"}, "chats.jsonl, line 1")
 
     Attributes:
-        schema: a key of `SCHEMAS`; empty to detect it in each record.
+        schema: a key of `SCHEMAS`, or a function as `module:function`, which makes a record with `messages`; empty to
+            detect it in each record.
         columns: other names of fields, of a record (`messages`) or of its turns (`role` or `messages.role`): the
             field, and the name that the records have for it.
         ignore_fields: fields of a record, its turns and their parts, and types of parts and items, that are left out on
             purpose.
         drop_media: leave images, audio and videos out with their placeholders, instead of refusing such records.
+        tool_calls: `given`, or `hermes` to read calls and results in the text (`lift_calls`).
+        function_digest: of the function's source file; empty without one.
 
     Raises:
-        ConfigError: there is no such schema or field, or a media field is to be ignored.
+        ConfigError: there is no such schema, function or field, or a media field is to be ignored.
     """
 
     schema: str = ""
     columns: Mapping[str, str] = field(default_factory=dict)
     ignore_fields: Sequence[str] = ()
     drop_media: bool = False
+    tool_calls: str = "given"
+    function_digest: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         # Plain values, so that readers with the same settings are equal and go to workers.
         object.__setattr__(self, "columns", dict(self.columns))
         object.__setattr__(self, "ignore_fields", tuple(self.ignore_fields))
-        if self.schema:
-            require_choice(self.schema, SCHEMAS, setting="source.schema")
-        known = TURN_FIELDS | {"from", "value"} | (SCHEMAS[self.schema].fields if self.schema else _FIELDS)
+        if self._is_function:
+            object.__setattr__(self, "function_digest", load_function(self.schema).digest)
+            if self.columns:
+                fix = f"omit it: {self.schema} gets each record as it is, and reads the fields itself"
+                raise ConfigError("a function needs no names of columns", where="source.columns", fix=fix)
+        elif self.schema:
+            require_choice(self.schema, SCHEMAS, setting=SCHEMA)
+        known = TURN_FIELDS | {"from", "value"} | self._fields
         for name, column in self.columns.items():
             if (_turn_field(name) or name) not in known:
                 what = f"there is no field {name!r}" + (f" in the schema {self.schema}" if self.schema else "")
@@ -102,7 +114,8 @@ class RecordReader:
             if not isinstance(record, Mapping):
                 detail = f"a JSON {type(record).__name__}, expected an object"
                 raise BadRecordError(BadReason.NOT_AN_OBJECT, detail)
-            record = self._rewritten(unwrapped(record))
+            record = self._function.record_of(record) if self._is_function else unwrapped(record)
+            record = self._rewritten(record)
             dropped = None
             if self.drop_media:
                 kept, removed = without_media(record, _LISTS_OF_TURNS)
@@ -112,8 +125,10 @@ class RecordReader:
                 _refuse_unread(record)
             if any(key not in _FIELDS and isinstance(key, str) and is_media_column(key) for key in record):
                 self._refuse_media_columns(record)
-            schema = SCHEMAS[self.schema or _detect(record)]
+            schema = SCHEMAS["messages" if self._is_function else self.schema or _detect(record)]
             conversation = schema.parse(record, where)
+            if self.tool_calls == "hermes":
+                conversation = lift_calls(conversation)
             return conversation if dropped is None else replace(conversation, dropped_media=dropped)
         except BadRecordError as bad:
             return BadRecord(where, bad.reason, bad.detail + self._mapped(bad.detail))
@@ -147,7 +162,7 @@ class RecordReader:
 
     def unused_keys(self, record: object) -> set[str]:
         """Return the names of a record's fields that are neither read nor ignored; those of null do not count."""
-        if not isinstance(record, Mapping):
+        if not isinstance(record, Mapping) or self._is_function:
             return set()
         try:
             record = unwrapped(record)
@@ -159,12 +174,35 @@ class RecordReader:
 
     def columns_to_read(self, names: Iterable[str]) -> list[str]:
         """Return those of a table's columns that `parse_row` needs, to read or to refuse."""
+        if self._is_function:  # which may read any
+            return [name for name in names if name not in self.ignore_fields]
         used = self._used | BATCH_FIELDS if "body" in (names := list(names)) else self._used
         return [name for name in names if name in used and name not in self.ignore_fields]
 
+    @property
+    def _is_function(self) -> bool:
+        return ":" in self.schema
+
+    @property
+    def _function(self) -> RecordFunction:
+        found = load_function(self.schema)
+        if found.digest != self.function_digest:
+            what = f"the source file of {self.schema} is not the one with which the preparation began"
+            raise PrepError(
+                what, where=SCHEMA, fix="start again once it no longer changes, with one copy on all machines"
+            )
+        return found
+
+    @property
+    def _fields(self) -> frozenset[str]:
+        """Fields that are read of a record."""
+        if self._is_function:
+            return SCHEMAS["messages"].fields
+        return SCHEMAS[self.schema].fields if self.schema else _FIELDS
+
     @cached_property
     def _used(self) -> frozenset[str]:
-        return self._used_by(SCHEMAS[self.schema].fields if self.schema else _FIELDS)
+        return self._used_by(self._fields)
 
     def _used_by(self, fields: Iterable[str]) -> frozenset[str]:
         return _UNREAD_FIELDS.union((self.columns.get(name, name) for name in fields), self.ignore_fields)

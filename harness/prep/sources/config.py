@@ -8,6 +8,35 @@ from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ConfigError
 
 SOURCE_KINDS = ("files", "pydoc")
+TOOL_CALLS = ("given", "hermes")
+
+
+@dataclass
+class MixedSource:
+    """One of several sources.
+
+    Attributes:
+        path, split, subset, schema, columns: as in `SourceConfig`.
+        limit: maximum number of records to read; 0 reads all.
+        epochs: how often its conversations are in the training data. Of 2.5, each is there twice, and half of them,
+            chosen by their hash and data.seed, a third time; of 0.1, a tenth is there. Validation and test data have
+            each conversation of their share once.
+    """
+
+    path: str = ""
+    split: str = ""
+    subset: str = ""
+    schema: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
+    limit: int = bounded(0, highest=10**15)
+    epochs: float = bounded(1.0, above=0, highest=1000)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "source.mix[]")
+
+
+# Settings that each source of a mix has for itself.
+_OF_EACH = ("path", "split", "subset", "schema", "columns", "limit")
 
 
 @dataclass
@@ -22,13 +51,20 @@ class SourceConfig:
             wanted and `@REVISION` after the name, or `ORG/NAME` where no such local path exists.
         split: split to read where the source has several, such as `train`; empty reads `train` of a dataset of the hub.
         subset: subset (configuration) to read of a dataset of the hub that has several.
-        schema: schema of the records (`harness.prep.chat.SCHEMAS`); empty to detect it from the first records.
+        schema: schema of the records (`harness.prep.chat.SCHEMAS`); empty to detect it from the first records. Or a
+            function of your own as `module:function`, found in the working folder or installed: it gets each record as
+            a dict and returns one with `messages`, or None to leave it out.
         columns: other names of fields, as in `source.columns.messages=chat` for records with a field `chat`.
         ignore_fields: fields that are left out on purpose although they change what the model would see or write.
         drop_media: leave images, audio and videos out with their placeholders in the text, and count both, instead of
             refusing records that have them. The text is then about what the model does not see.
+        tool_calls: `given` takes calls from the fields of the records, `hermes` also from the text: `<tool_call>` of
+            assistant turns become calls, and `<tool_response>` turns of tools, so that the chat template writes both
+            in its own form. A call that cannot be read makes a bad record; the system prompt stays as it is.
         on_bad: `refuse` stops at bad records and lists them, `skip` leaves them out and counts them.
         limit: maximum number of records to read; 0 reads all.
+        mix: several sources, each with a path and a schema of its own. With data.drop_duplicates, a conversation that
+            two of them have belongs to the first.
         shard_bytes: bytes of the source that are tokenized as one unit, which is also what an interruption can lose;
             does not change the result.
     """
@@ -41,20 +77,25 @@ class SourceConfig:
     columns: dict[str, str] = field(default_factory=dict)
     ignore_fields: list[str] = field(default_factory=list)
     drop_media: bool = False
+    tool_calls: str = "given"
     on_bad: str = "refuse"
     limit: int = bounded(0, highest=10**15)
+    mix: list[MixedSource] = field(default_factory=list)
     shard_bytes: int = bounded(16 << 20, lowest=1, highest=2**40)
 
     def __post_init__(self) -> None:
         if self.kind:
             require_choice(self.kind, SOURCE_KINDS, setting="source.kind")
         require_choice(self.on_bad, ("refuse", "skip"), setting="source.on_bad")
+        require_choice(self.tool_calls, TOOL_CALLS, setting="source.tool_calls")
         check_numbers(self, "source")
+        if self.mix:
+            self._check_mix()
         if self.kind == "pydoc" and self.path:
             what = f"{self.path} would not be read: the source is the built-in corpus"
             raise ConfigError(what, where="source.path", fix="omit source=pydoc, or omit source.path")
         fix = "name a file, a glob, a folder, a place in a bucket or a dataset of the hub"
-        if self.kind == "files" and not self.path:
+        if self.kind == "files" and not self.path and not self.mix:
             raise ConfigError("no path is given", where="source.path", fix=fix)
         if self.kind != "pydoc" and self.path is not None and not self.path.strip():
             # An unset variable of a shell must not prepare the built-in corpus.
@@ -66,7 +107,31 @@ class SourceConfig:
                 f"the built-in corpus has no {name}s", where=f"source.{name}", fix="omit it, or set source.path"
             )
 
+    def _check_mix(self) -> None:
+        if self.kind == "pydoc":
+            fix = "omit source=pydoc, or omit source.mix"
+            raise ConfigError(
+                "the mix would not be read: the source is the built-in corpus", where="source.mix", fix=fix
+            )
+        if given := [name for name in _OF_EACH if getattr(self, name)]:
+            what = f"source.{given[0]} would not be used: each source of the mix has its own"
+            fix = f"source.mix=[{{path: chats.jsonl, {given[0]}: ...}}]" if given[0] != "path" else "omit one of them"
+            raise ConfigError(what, where=f"source.{given[0]}", fix=fix)
+        for number, one in enumerate(self.mix):
+            if not one.path.strip():
+                fix = "name a file, a glob, a folder, a place in a bucket or a dataset of the hub"
+                raise ConfigError("no path is given", where=f"source.mix[{number}].path", fix=fix)
+
     def resolve(self) -> SourceConfig:
         """Return these settings with their `kind`."""
         # Not done on construction: Hydra constructs the defaults first, and sets the path afterwards.
-        return self if self.kind else replace(self, kind="files" if self.path else "pydoc")
+        return self if self.kind else replace(self, kind="files" if self.path or self.mix else "pydoc")
+
+    def each(self) -> list[SourceConfig]:
+        """Return the settings of each source of the mix; these settings without one."""
+        return [replace(self, mix=[], **{name: getattr(one, name) for name in _OF_EACH}) for one in self.mix] or [self]
+
+    @property
+    def name(self) -> str:
+        """The source in words."""
+        return ", ".join(one.path for one in self.mix) or self.path or "the built-in corpus, Python's documentation"

@@ -14,6 +14,7 @@ from typing import Any
 from harness.errors import ConfigError, PrepError
 from harness.prep.sources import hub
 from harness.prep.sources.config import SourceConfig
+from harness.prep.sources.delimited import SEPARATORS
 from harness.prep.sources.reading import (
     ARROW_SUFFIXES,
     JSON_SUFFIXES,
@@ -29,7 +30,8 @@ from harness.storage import ObjectPath, Place, is_uri, natural_key, parse_place,
 from harness.storage.files import Stamp
 from harness.storage.inputs import glob_pattern, is_glob, list_objects, open_stream
 
-_SUFFIXES = (*JSONL_SUFFIXES, *JSON_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES)
+_TEXT_SUFFIXES = (*JSONL_SUFFIXES, *JSON_SUFFIXES, *SEPARATORS)
+_SUFFIXES = (*_TEXT_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES)
 _UNREAD_SUFFIXES = (".xz", ".zip", ".7z", ".lz4")
 # Written by `save_to_disk` of Hugging Face's datasets: of several splits, and of one.
 _SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
@@ -117,14 +119,14 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
 
 def _no_files(path: str) -> PrepError:
     fix = f"name a file, a glob or a folder with files that end in {' '.join(_SUFFIXES)}"
-    fix += f"; JSON may be compressed ({' '.join(COMPRESSED)})"
+    fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
     return PrepError("there are no chat files", where=path, fix=fix)
 
 
 def _check_suffix(file: Place) -> None:
     suffix = PurePosixPath(str(file)).suffix.lower()
     inner = suffix_of(file) if is_compressed(file) else ""
-    if suffix in _UNREAD_SUFFIXES or inner not in (*JSONL_SUFFIXES, *JSON_SUFFIXES, ""):
+    if suffix in _UNREAD_SUFFIXES or inner not in (*_TEXT_SUFFIXES, ""):
         raise PrepError("this kind of compressed file is not supported", where=str(file), fix="decompress it first")
 
 
@@ -200,7 +202,12 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
         if PurePosixPath(name).suffix.lower() in kinds and PurePosixPath(name).name not in _DESCRIPTIONS
     ]
     data = _without_caches(root, names, data)
-    data = [name for name in data if suffix_of(Path(name)) not in JSON_SUFFIXES or holds_chats(root / name, source)]
+    unsure = [name for name in data if suffix_of(Path(name)) in (*JSON_SUFFIXES, *SEPARATORS)]
+    others = {name for name in unsure if not holds_chats(root / name, source)}
+    # A folder of CSV files alone is refused with the names of their columns.
+    data = [name for name in data if name not in others] or [
+        name for name in data if suffix_of(Path(name)) in SEPARATORS
+    ]
     facts = {}
     named = {one for name in data if (one := split_of(name)) is not None}
     if split:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 
 from harness.errors import PrepError
-from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
+from harness.prep.chat import BadRecord, Conversation, RecordReader
+from harness.prep.sources.delimited import SEPARATORS, DelimitedReader
 from harness.prep.sources.tables import ROW, Undecodable, cut_parquet, read_arrow, read_parquet
 from harness.prep.sources.text import COMPRESSED, ITEM, LINE, find_unit, open_text, read_items, read_lines
 from harness.storage import ObjectPath, Place, parse_place, stamp_of
+from harness.storage.files import Stamp
 from harness.storage.inputs import open_stream
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -63,7 +66,7 @@ class SourceChunk:
         path: the file.
         unit: `line` (counted from 1), `row` of a table or `item` of a list (both counted from 0).
         first: number of the first record.
-        records: lines and items as bytes, or decoded rows.
+        records: lines and items as bytes, or decoded rows; blank where a line of a CSV file begins no row.
         num_bytes: size in the file, for progress; rows share the size of their file evenly.
         reader: parser of the records.
     """
@@ -84,7 +87,7 @@ class SourceChunk:
             if isinstance(record, bytes):
                 yield self.reader.parse_line(record, where)
             elif isinstance(record, Undecodable):
-                yield BadRecord(where, BadReason.NOT_UTF8, record.why)
+                yield BadRecord(where, record.reason, record.why)
             else:
                 yield self.reader.parse_row(record, where)
 
@@ -96,10 +99,12 @@ class SourceShard:
     Attributes:
         path: the file.
         first: number of the first record, as in `SourceChunk`.
-        start, end: byte range of the file that holds the records.
+        start, end: byte range of the file that holds the records; of a piece of a compressed file, where the reading
+            of its beginning and its end came to, for progress.
         unit: as in `SourceChunk`.
         row_groups: first and past-the-end row group of a Parquet file; None for other files.
         limit: maximum number of records, blank lines not counted; None for all.
+        records: number of records of a piece of a compressed file, blank ones counted; None for all that follow.
         reader: parser of the records, which also says what columns of a table are read.
     """
 
@@ -110,20 +115,26 @@ class SourceShard:
     unit: str = LINE
     row_groups: tuple[int, int] | None = None
     limit: int | None = None
+    records: int | None = None
     reader: RecordReader = field(default_factory=RecordReader)
 
     @property
     def num_bytes(self) -> int:
         return self.end - self.start
 
+    @property
+    def is_piece(self) -> bool:
+        """The shard is a part of a compressed file."""
+        return self.records is not None or (self.start > 0 and is_compressed(parse_place(self.path)))
+
 
 def cut_shards(
     files: Iterable[Place], *, shard_bytes: int, limit: int = 0, reader: RecordReader | None = None
-) -> list[SourceShard]:
-    """Divide files into shards of about `shard_bytes`, in order; compressed and Arrow files are one shard each.
+) -> Iterator[SourceShard]:
+    """Divide files into shards of about `shard_bytes`, in order, as they are asked for; Arrow files are one shard each.
 
     Scans large JSONL files for line ends and JSON lists for items, so that each shard knows the number of its first
-    record.
+    record. Compressed files are divided by the bytes of their text.
 
     Args:
         limit: maximum number of records in all shards together; 0 for all.
@@ -134,17 +145,44 @@ def cut_shards(
     """
     reader = reader or RecordReader()
     cut = for_each_file(lambda file: list(_cut(file, shard_bytes)), files)
-    shards = [replace(shard, reader=reader) for shards in cut for shard in shards]
-    if not limit:
-        return shards
-    kept, left = [], limit
-    for shard in shards:
-        count = sum(not is_blank(record) for chunk in read_shard(shard) for record in chunk.records)
-        kept.append(shard if count <= left else replace(shard, limit=left))
-        left -= count
-        if left <= 0:
-            break
-    return kept
+    left = limit
+    for whole in (replace(shard, reader=reader) for shards in cut for shard in shards):
+        is_packed = whole.unit != ROW and is_compressed(parse_place(whole.path))
+        for shard, counted in _pieces(whole, shard_bytes) if is_packed else [(whole, None)]:
+            count = 0 if not limit else _count(shard) if counted is None else counted
+            yield shard if not limit or count <= left else replace(shard, limit=left)
+            left -= count
+            if limit and left <= 0:
+                return
+
+
+def _count(shard: SourceShard) -> int:
+    return sum(not is_blank(record) for chunk in read_shard(shard) for record in chunk.records)
+
+
+def _pieces(whole: SourceShard, shard_bytes: int) -> Iterator[tuple[SourceShard, int | None]]:
+    """Divide a compressed file into pieces, with the number of records of each that are not blank, if it is known.
+
+    A file that cannot be read to its end has a last piece that cannot either, which is where the error belongs.
+    """
+    piece, size, counted = whole, 0, 0
+    try:
+        for first, records, position in _read_packed(parse_place(whole.path), whole.unit):
+            if size >= shard_bytes:
+                yield replace(piece, end=position, records=first - piece.first), counted
+                piece, size, counted = replace(whole, first=first, start=position), 0, 0
+            size += sum(_size_of(record) for record in records)
+            counted += sum(not is_blank(record) for record in records)
+    except (OSError, EOFError, PrepError):
+        yield piece, None
+    else:
+        yield piece, counted
+
+
+def _size_of(record: object) -> int:
+    if isinstance(record, dict):
+        return sum(map(len, record.values()))
+    return len(record) + 1 if isinstance(record, bytes) else 0
 
 
 def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
@@ -161,6 +199,8 @@ def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
         unit = find_unit(file, is_json=suffix in JSON_SUFFIXES)
         if is_compressed(file) or size <= shard_bytes:
             yield SourceShard(str(file), 0 if unit == ITEM else 1, 0, size, unit)
+        elif suffix in SEPARATORS:
+            yield from _cut_rows(file, size, shard_bytes)
         elif unit == ITEM:
             yield from _cut_items(file, size, shard_bytes)
         else:
@@ -193,6 +233,17 @@ def _cut_items(file: Place, size: int, shard_bytes: int) -> Iterator[SourceShard
                     yield SourceShard(str(file), first, start, offset, ITEM)
                     start, first = offset, at
     yield SourceShard(str(file), first, start, size, ITEM)
+
+
+def _cut_rows(file: Place, size: int, shard_bytes: int) -> Iterator[SourceShard]:
+    start, first = 0, 1
+    with open_stream(file) as source:
+        reader = DelimitedReader(file, source, SEPARATORS[suffix_of(file)])
+        for line, offset, _ in reader.rows(reader.header()):
+            if offset - start >= shard_bytes:
+                yield SourceShard(str(file), first, start, offset)
+                start, first = offset, line
+    yield SourceShard(str(file), first, start, size)
 
 
 def read_shard(shard: SourceShard) -> Iterator[SourceChunk]:
@@ -244,8 +295,9 @@ def _read(shard: SourceShard) -> Iterator[SourceChunk]:
             yield replace(chunk, reader=shard.reader)
             last = chunk
     except (OSError, EOFError, pa.ArrowException) as error:
-        number = 0 if last is None else last.first + len(last.records) - 1
-        raise _unreadable(shard.path if last is None else f"{shard.path}, after {last.unit} {number}", error) from error
+        number = shard.first - 1 if last is None else last.first + len(last.records) - 1
+        where = shard.path if last is None and not shard.is_piece else f"{shard.path}, after {shard.unit} {number}"
+        raise _unreadable(where, error) from error
 
 
 def _unreadable(where: str, error: Exception) -> PrepError:
@@ -265,22 +317,83 @@ def _open(shard: SourceShard) -> Iterator[SourceChunk]:
         for first, rows, num_bytes in read_arrow(file, shard.end, shard.reader):
             yield SourceChunk(path, ROW, first, rows, num_bytes)
         return
+    before = shard.start
+    if shard.is_piece:
+        read = _packed_file(path, stamp_of(file), shard.unit).read(shard.first, shard.records)
+    elif is_compressed(file):
+        read = _read_packed(file, shard.unit)
+    else:
+        read = _read_plain(file, shard)
+    for first, lines, position in read:
+        # A list is read ahead of its items, beyond the end of the shard.
+        at = max(before, min(position, shard.end))
+        yield SourceChunk(path, shard.unit, first, lines, at - before)
+        before = at
+
+
+def _read_plain(file: Place, shard: SourceShard) -> Iterator[tuple[int, list[Any], int]]:
+    with open_stream(file) as stream:
+        stream.seek(shard.start)
+        for first, records in _records(file, stream, shard.unit, shard.first, shard.end):
+            yield first, records, stream.tell()
+
+
+def _read_packed(file: Place, unit: str) -> Iterator[tuple[int, list[Any], int]]:
+    """Yield first numbers and records of a compressed file, and the bytes of it that were read."""
     with open_text(file) as (stream, source):
-        packed = is_compressed(file)
-        if not packed:
-            stream.seek(shard.start)
-        end, before = None if packed else shard.end, shard.start
-        records: Iterator[tuple[int, list[bytes]]]
-        if shard.unit == ITEM:
-            groups = read_items(file, stream, shard.first, None if end is None or end == _size(file) else end)
-            records = ((first, [item for _, item in group]) for first, group in groups)
-        else:
-            records = read_lines(file, stream, shard.first, end)
-        for first, lines in records:
-            # A list is read ahead of its items, beyond the end of the shard.
-            at = min(source.tell(), shard.end)
-            yield SourceChunk(path, shard.unit, first, lines, at - before)
-            before = at
+        for first, records in _records(file, stream, unit, 0 if unit == ITEM else 1, None):
+            yield first, records, source.tell()
+
+
+class _PackedFile:
+    """A compressed file whose pieces are read one after the other: its stream cannot be entered in the middle."""
+
+    def __init__(self, file: Place, unit: str) -> None:
+        self._file, self._unit = file, unit
+        self._begin()
+
+    def _begin(self) -> None:
+        self._groups, self._at = _read_packed(self._file, self._unit), 0
+
+    def read(self, first: int, count: int | None) -> Iterator[tuple[int, list[Any], int]]:
+        """Yield the records from number `first` on; an earlier one than those that follow begins at the start again."""
+        if first < self._at:
+            self._begin()
+        end = None if count is None else first + count
+        while end is None or self._at < end:
+            group = next(self._groups, None)
+            if group is None:
+                return
+            number, records, position = group
+            self._at = number + len(records)
+            kept = records[max(0, first - number) : None if end is None else end - number]
+            if kept:
+                yield max(first, number), kept, position
+
+
+@lru_cache(maxsize=1)
+def _packed_file(path: str, stamp: Stamp, unit: str) -> _PackedFile:
+    """Return the file that this process reads piece after piece; `stamp` opens one that was written again."""
+    return _PackedFile(parse_place(path), unit)
+
+
+def _records(file: Place, stream: BinaryIO, unit: str, first: int, end: int | None) -> Iterator[tuple[int, list[Any]]]:
+    if suffix_of(file) in SEPARATORS:
+        return _read_rows(file, stream, first, end)
+    if unit == ITEM:
+        groups = read_items(file, stream, first, None if end is None or end == _size(file) else end)
+        return ((number, [item for _, item in group]) for number, group in groups)
+    return read_lines(file, stream, first, end)
+
+
+def _read_rows(file: Place, stream: BinaryIO, first: int, end: int | None) -> Iterator[tuple[int, list[Any]]]:
+    reader = DelimitedReader(file, stream, SEPARATORS[suffix_of(file)], first, end)
+    if first == 1:
+        names = reader.header()
+    else:
+        with open_text(file) as (beginning, _):
+            names = DelimitedReader(file, beginning, SEPARATORS[suffix_of(file)]).header()
+    return ((line, records) for line, _, records in reader.rows(names))
 
 
 def _size(file: Place) -> int:

@@ -38,6 +38,10 @@ class SourceSchema:
     unused: tuple[str, ...]
 
 
+def _reader(source: SourceConfig) -> RecordReader:
+    return RecordReader(source.schema, source.columns, source.ignore_fields, source.drop_media, source.tool_calls)
+
+
 def find_schema(files: Iterable[Place], source: SourceConfig) -> SourceSchema:
     """Find the schema of the records of files, the same for all.
 
@@ -46,7 +50,7 @@ def find_schema(files: Iterable[Place], source: SourceConfig) -> SourceSchema:
             cannot be read.
         ConfigError: the schema or a field of the settings is not known.
     """
-    reader = RecordReader(source.schema, source.columns, source.ignore_fields, source.drop_media)
+    reader = _reader(source)
     found: dict[str, str] = {}
     unused: dict[str, None] = {}
     for place, schema, records, names in for_each_file(lambda file: _sample(file, reader), files):
@@ -90,14 +94,15 @@ def _sample(file: Place, reader: RecordReader) -> tuple[str, str, list[Any], lis
 
 
 def holds_chats(file: Place, source: SourceConfig) -> bool:
-    """Return whether a `.json` file of a folder seems to hold chats: its first record has a field of some schema."""
-    reader = RecordReader(source.schema, source.columns, source.ignore_fields, source.drop_media)
+    """Return whether a `.json` or `.csv` file of a folder seems to hold chats, by the fields of its first record."""
+    reader = _reader(source)
     try:
         first = next(_first_chunks(file, reader, 1), None)
     except PrepError as error:
         # A list that is broken in its first item is not passed over.
         return ", item 0" in error.where
-    record = _decoded(first.records[0]) if first is not None else None
+    # Blank lines come before it.
+    record = _decoded(first.records[-1]) if first is not None else None
     return isinstance(record, Mapping) and bool(reader.columns_to_read(map(str, record)))
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from harness.errors import FormatError, PrepError
 from harness.formats.layouts.parquet_pages import Chunk, read_pages
-from harness.prep.chat import MEDIA_FIELDS, RecordReader, is_media_column
+from harness.prep.chat import MEDIA_FIELDS, BadReason, RecordReader, is_media_column
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.storage import Place
 from harness.storage.inputs import open_source, open_stream
@@ -40,13 +40,15 @@ _OPTIONS = dict.fromkeys({"arrow_extensions_enabled"} & set(inspect.signature(pq
 
 @dataclass(frozen=True, slots=True)
 class Undecodable:
-    """A row whose text is not UTF-8.
+    """A row that cannot be read.
 
     Attributes:
         why: the problem in words.
+        reason: for counting.
     """
 
     why: str
+    reason: BadReason = BadReason.NOT_UTF8
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ MAX_RECORD_BYTES = 32 << 20
 _CHUNK_BYTES = 1 << 18
 _HEAD_BYTES = 1 << 16
 _WINDOW_BYTES = 1 << 20
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 # Near the end of the window, an error may be due to what is still to come: the longest literal is -Infinity.
 _MARGIN = 16
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")
@@ -39,6 +39,7 @@ _MAGIC = {
     b"PK\x03\x04": "zip",
     b"\xfd7zXZ": "xz",
 }
+TEXT_SUFFIX = ".txt"
 _TO_LINES = "jq -c '.[]' FILE.json > FILE.jsonl"
 
 
@@ -72,9 +73,14 @@ def find_unit(place: Place, *, is_json: bool) -> str:
         if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
             fix = "iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
             raise PrepError("the file is UTF-16, expected UTF-8", where=str(place), fix=fix)
-        head = head.removeprefix(_BOM).lstrip()
+        head = head.removeprefix(BOM).lstrip()
         while not head and (more := stream.read(_HEAD_BYTES)):
             head = more.lstrip()
+        if PurePosixPath(str(place)).suffix.lower() == TEXT_SUFFIX and head[:1] not in (b"", b"{"):
+            fix = (
+                "each line as a text to train on: jq -cR '{text: .}' FILE.txt > FILE.jsonl; chats need one JSON record"
+            )
+            raise PrepError("the file is plain text, expected records", where=str(place), fix=f"{fix} per line")
         if not is_json:
             line = head.partition(b"\n")
             if head.startswith(b"[") and line[1] and not _is_json(line[0]):
@@ -117,7 +123,7 @@ def read_lines(place: Place, stream: BinaryIO, first: int, end: int | None) -> I
                 raise PrepError(what, where=f"{place}, {LINE} {number}", fix=fix)
         if left is not None:
             left = max(0, left - len(data))  # of a file that changed, a line may end elsewhere
-        lines = (data.removeprefix(_BOM) if first == 1 else data).split(b"\n")
+        lines = (data.removeprefix(BOM) if first == 1 else data).split(b"\n")
         if not lines[-1]:
             lines.pop()
         yield first, lines
@@ -166,8 +172,8 @@ class _ItemScanner:
     def scan(self) -> Iterator[tuple[int, bytes]]:
         if self._number == 0:
             self._fill()
-            if self._window.startswith(_BOM.decode("latin-1")):
-                self._at = len(_BOM)
+            if self._window.startswith(BOM.decode("latin-1")):
+                self._at = len(BOM)
             if self._next() != "[":
                 raise self._broken("no list begins here")
             self._at += 1

@@ -61,14 +61,14 @@ def test_shards_of_a_list_hold_every_item_once_with_its_number(tmp_path, monkeyp
     file.write_text(json.dumps(items, indent=1))
     expected = [f"{file}, item {number}" for number in range(700)]
     for size in (1, 5000, 40_000, 1 << 30):
-        shards = cut_shards([file], shard_bytes=size)
+        shards = list(cut_shards([file], shard_bytes=size))
         records = [one for shard in shards for chunk in read_shard(shard) for one in chunk.parse()]
         assert [one.where for one in records] == expected
         assert [number for number, one in enumerate(records) if isinstance(one, BadRecord)] == list(range(0, 700, 7))
         assert sum(shard.num_bytes for shard in shards) == file.stat().st_size
         assert sum(chunk.num_bytes for shard in shards for chunk in read_shard(shard)) == file.stat().st_size
-    assert len(cut_shards([file], shard_bytes=5000)) > 10
-    limited = cut_shards([file], shard_bytes=5000, limit=333)
+    assert len(list(cut_shards([file], shard_bytes=5000))) > 10
+    limited = list(cut_shards([file], shard_bytes=5000, limit=333))
     assert [one.where for s in limited for c in read_shard(s) for one in c.parse()] == expected[:333]
 
 

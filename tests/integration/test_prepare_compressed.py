@@ -1,0 +1,151 @@
+"""A compressed source is prepared in pieces: a kill loses the unfinished ones, and progress moves inside each."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from rich.console import Console
+
+from harness.errors import PrepError
+from harness.prep import PrepareConfig, TokenizerConfig, prepare, report
+from harness.prep.packing import PackingConfig
+from harness.prep.sources import reading
+from harness.prep.sources.config import SourceConfig
+from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
+
+
+def record(number: int) -> dict[str, str]:
+    return {"prompt": f"question {number}", "completion": f"answer {number} " + "word " * (number % 97)}
+
+
+RECORDS = [record(number) for number in range(9000)]
+LINES = "".join(json.dumps(one) + "\n" * (1 + number % 2) for number, one in enumerate(RECORDS)).encode()
+ROWS = b"prompt,completion\n" + b"".join(b'"%s","\n%s"\n' % tuple(map(str.encode, one.values())) for one in RECORDS)
+
+
+def zstd(data: bytes) -> bytes:
+    return pa.Codec("zstd").compress(data).to_pybytes()
+
+
+FILES = {
+    "a.jsonl.gz": gzip.compress(LINES),
+    "a.jsonl.zst": zstd(LINES),
+    "a.json.gz": gzip.compress(json.dumps(RECORDS).encode()),
+    "a.csv.gz": gzip.compress(ROWS),
+}
+
+
+def parsed(shards):
+    return [one for shard in shards for chunk in read_shard(shard) for one in chunk.parse()]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_pieces_of_a_compressed_file_hold_every_record_once_with_its_number(tmp_path, name):
+    file = tmp_path / name
+    file.write_bytes(FILES[name])
+    whole = [one for chunk in read_chunks([file]) for one in chunk.parse()]
+    assert [one.messages[0].content for one in whole] == [one["prompt"] for one in RECORDS]
+    pieces = list(cut_shards([file], shard_bytes=400_000))
+    assert len(pieces) > 4
+    assert parsed(pieces) == whole
+    assert sum(piece.num_bytes for piece in pieces) == len(FILES[name])
+    # Each by itself, and a later one before an earlier one.
+    reading._packed_file.cache_clear()
+    assert parsed([pieces[2]]) + parsed([pieces[1]]) == parsed([pieces[2], pieces[1]])
+    for limit in (1, 2500, 8999):
+        assert parsed(cut_shards([file], shard_bytes=400_000, limit=limit)) == whole[:limit]
+
+
+def test_a_truncated_file_is_refused_after_its_last_record(tmp_path):
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(FILES["a.jsonl.gz"][:-5000])
+    pieces = list(cut_shards([file], shard_bytes=400_000))
+    assert len(parsed(pieces[:-1])) > 2000
+    with pytest.raises(PrepError, match="cannot be read") as caught:
+        parsed(pieces[-1:])
+    assert ", after line " in caught.value.where
+
+
+def content(path: Path) -> dict[str, bytes]:
+    files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("report."))
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+def receipts(path: Path) -> dict[str, int]:
+    return {file.parent.name: file.stat().st_mtime_ns for file in path.glob(".shards/?????/receipt.json")}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A preparation that nothing disturbed, with its source and its tokenizer."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "few.jsonl").write_bytes(LINES[:20_000].rpartition(b"\n")[0])
+    few = SourceConfig(path=str(folder / "few.jsonl"))
+    data = PackingConfig(path=str(folder / "few"), pack_size=256, num_workers=0)
+    prepare(PrepareConfig(few, TokenizerConfig(vocab_size=300), data), console=Console(quiet=True))
+    (folder / "a.jsonl.gz").write_bytes(FILES["a.jsonl.gz"])
+    assert start(folder, folder / "whole").wait() == 0
+    return folder
+
+
+def start(folder: Path, path: Path, *more: str) -> subprocess.Popen[bytes]:
+    settings = (f"source.path={folder / 'a.jsonl.gz'}", f"tokenizer.name={folder / 'few' / 'tokenizer'}")
+    command = [sys.executable, "-m", "harness", "prepare", *settings, f"data.path={path}", "data.pack_size=256", *more]
+    return subprocess.Popen([*command, "source.shard_bytes=1"], stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_killed_preparation_of_one_compressed_file_keeps_its_pieces_and_gives_the_same_bytes(
+    tmp_path, prepared, num_workers
+):
+    path, workers = tmp_path / "d", f"data.num_workers={num_workers}"
+    process = start(prepared, path, workers)
+    while process.poll() is None and len(receipts(path)) < 3:
+        time.sleep(0.01)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = receipts(path)
+    process = start(prepared, path, workers)
+    after: dict[str, int] = {}
+    while process.poll() is None:
+        after |= receipts(path)
+        time.sleep(0.01)
+    assert process.returncode == 0
+    assert len(after) > len(before) >= 3
+    assert {name: after[name] for name in before} == before
+    assert content(path) == content(prepared / "whole")
+
+
+def test_progress_moves_inside_the_only_shard(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_WATCH_S", 0.005)
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    seen: list[int] = []
+
+    def see(stage: str, done: int, total: int) -> None:
+        if stage == "tokens":
+            assert total == len(LINES)
+            seen.append(done)
+
+    prepare(
+        PrepareConfig(
+            source=SourceConfig(path=str(tmp_path / "a.jsonl")),
+            tokenizer=TokenizerConfig(vocab_size=300),
+            data=PackingConfig(path=str(tmp_path / "d"), pack_size=256, num_workers=0),
+        ),
+        console=Console(quiet=True),
+        progress=see,
+    )
+    assert seen == sorted(seen)
+    assert seen[0] == 0
+    assert seen[-1] == len(LINES)
+    assert len(set(seen)) > 4

@@ -1,0 +1,98 @@
+"""Calls and results that Hermes writes inside texts are lifted when asked; those that cannot be read are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.errors import ConfigError
+from harness.prep.chat import BadReason, BadRecord, Conversation, Message, RecordReader, ToolCall
+from harness.prep.sources.config import SourceConfig
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ADD = ToolCall("add", {"a": 1})
+
+
+def parse(*turns: tuple[str, str], tool_calls: str = "hermes", **fields: object) -> Conversation | BadRecord:
+    record = {"conversations": [{"from": role, "value": text} for role, text in turns], **fields}
+    return RecordReader(tool_calls=tool_calls).parse(record, "a.jsonl, line 1")
+
+
+def test_calls_and_results_become_calls_and_turns_of_tools():
+    result = "<tool_response>\n3\n</tool_response>\n<tool_response>4</tool_response>"
+    made = parse(("human", "Add."), ("gpt", f"I add.\n{CALL}\n{CALL}"), ("tool", result), ("gpt", "7"))
+    assert isinstance(made, Conversation)
+    assert made.messages == (
+        Message("user", "Add."),
+        Message("assistant", "I add.", tool_calls=(ADD, ADD)),
+        Message("tool", "3"),
+        Message("tool", "4"),
+        Message("assistant", "7"),
+    )
+
+
+def test_results_in_a_turn_of_the_user_are_the_tools():
+    made = parse(("human", "Add."), ("gpt", CALL), ("human", "<tool_response>3</tool_response>"), ("gpt", "3"))
+    assert isinstance(made, Conversation)
+    assert made.messages[1:3] == (Message("assistant", None, tool_calls=(ADD,)), Message("tool", "3"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{'name': 'add', 'arguments': {'a': 1}}",
+        '{"arguments": {"a": 1}, "name": "add"}',
+        '{"function": {"name": "add", "arguments": {"a": 1}}}',
+    ],
+)
+def test_a_call_may_be_written_by_python_or_in_the_form_of_openai(call):
+    made = parse(("human", "Add."), ("gpt", f"<tool_call>{call}</tool_call>"))
+    assert isinstance(made, Conversation)
+    assert made.messages[1].tool_calls == (ADD,)
+
+
+def test_tags_in_the_reasoning_and_without_the_setting_are_text():
+    thought = "<think>I could write <tool_call>.</think>"
+    made = parse(("human", "Add."), ("gpt", thought + CALL))
+    assert isinstance(made, Conversation)
+    assert made.messages[1] == Message("assistant", thought, tool_calls=(ADD,))
+    plain = parse(("human", "Add."), ("gpt", CALL), tool_calls="given")
+    assert isinstance(plain, Conversation)
+    assert plain.messages[1] == Message("assistant", CALL)
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        (
+            ("gpt", '<tool_call>{"name": "add", "arguments": {</tool_call>'),
+            "<tool_call> 1 of turn 2 (assistant) is not",
+        ),
+        (("gpt", "<tool_call>__import__('os')</tool_call>"), "is not JSON"),
+        (("gpt", '<tool_call>{"arguments": {"a": 1}}</tool_call>'), "has the name None"),
+        (("gpt", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'), "of type list, expected an object"),
+        (("gpt", "<tool_call>[1]</tool_call>"), "is of type list, expected an object"),
+        (("gpt", '<tool_call>{"name": "add"}'), "has <tool_call> without its end"),
+        (("gpt", f"<tool_call>{CALL}</tool_call>"), "inside another"),
+        (("gpt", f"{CALL} Done."), "turn 2 (assistant) has text after <tool_call>"),
+        (("tool", "Here: <tool_response>3</tool_response>"), "has text before <tool_response>"),
+        (("human", "<tool_response>3</tool_response> Go on."), "has text after <tool_response>"),
+    ],
+)
+def test_what_cannot_be_read_is_a_bad_record_and_not_text(turn, words):
+    bad = parse(("human", "Add."), turn, ("gpt", "Yes"))
+    assert isinstance(bad, BadRecord)
+    assert bad.reason == BadReason.BAD_TOOLS
+    assert words in bad.detail
+
+
+def test_calls_in_the_fields_and_in_the_text_are_refused():
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    turns = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": CALL, "tool_calls": [call]}]
+    bad = RecordReader(tool_calls="hermes").parse({"messages": turns}, "a.jsonl, line 1")
+    assert isinstance(bad, BadRecord)
+    assert "has tool_calls and <tool_call>" in bad.detail
+
+
+def test_another_form_of_calls_is_refused():
+    with pytest.raises(ConfigError, match="hermes"):
+        SourceConfig(tool_calls="qwen")
