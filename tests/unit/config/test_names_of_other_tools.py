@@ -53,12 +53,20 @@ def test_a_setting_of_another_tool_is_refused_with_our_name_and_its_value(harnes
     assert f"fix:   {fix}" in error
 
 
+SETTINGS = {setting.key for schema in (*TRAINING.values(), PrepareConfig) for setting in explain_settings(schema)}
+
+
 def test_every_name_of_another_tool_stands_for_a_setting_that_exists():
-    schemas = (*TRAINING.values(), PrepareConfig)
-    settings = {setting.key for schema in schemas for setting in explain_settings(schema)}
     meant = {name.partition("=")[0] for text in SYNONYMS.values() if " " not in text for name in text.split("|")}
     named = {word for text in SYNONYMS.values() if " " in text for word in text.replace(",", "").split() if "." in word}
-    assert {name for name in meant | named if name not in settings and name != "metrics.jsonl"} == set()
+    assert {name for name in meant | named if name not in SETTINGS and name != "metrics.jsonl"} == set()
+
+
+def test_a_word_that_is_the_name_of_a_setting_stands_for_it():
+    own = {key.rpartition(".")[2]: key for key in SETTINGS if "[" not in key}
+    assert {
+        word: own[word] for word in SYNONYMS.keys() & own if own[word].rpartition(".")[2] not in SYNONYMS[word]
+    } == {}
 
 
 def test_the_words_that_people_use_are_known():
