@@ -39,7 +39,7 @@ _NOISE = (
 # Commands that have the settings of a section; all others are those of a training run.
 _HOMES = dict.fromkeys(("data", "source", "tokenizer"), "harness prepare")
 # Settings by their names in TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift. The first of several that the
-# command has is the one; a text with spaces is the answer itself.
+# command has is the one; a text with spaces is the answer where it has none.
 SYNONYMS = {
     "learning_rate": "optimizer.lr",
     "weight_decay": "optimizer.weight_decay",
@@ -52,8 +52,8 @@ SYNONYMS = {
     "lr_warmup_iters": "optimizer.warmup_steps",
     "per_device_train_batch_size": "loader.global_batch_size is the number of packs of a step over all ranks, and "
     "schedule.max_tokens_per_rank the tokens of a rank in a microbatch",
-    "micro_batch_size": "microbatches are planned from the lengths of sequences: schedule.max_tokens_per_rank is the "
-    "tokens of a rank in each",
+    "micro_batch_size": "data.micro_batch_size|microbatches are planned from the lengths of sequences: "
+    "schedule.max_tokens_per_rank is the tokens of a rank in each",
     "gradient_accumulation_steps": "the number of microbatches follows from loader.global_batch_size and "
     "schedule.max_tokens_per_rank",
     "train_batch_size": "loader.global_batch_size",
@@ -137,10 +137,10 @@ def suggest_setting(key: str, value: str, known: Collection[str]) -> str:
     meant = "" if is_misplaced else SYNONYMS.get(word_of(key), "")
     if not meant:
         return f"did you mean {near}? " if near else ""
-    if " " in meant:
-        return f"{meant}; "
     names = meant.split("|")
     name = next((name for name in names if name.partition("=")[0] in known), None)
+    if name is None and " " in names[-1]:
+        return f"{names[-1]}; "
     setting, _, fixed = (name or names[-1]).partition("=")
     if given := value if not fixed else "" if value.lower() == "false" else fixed:
         setting += f"={given}"

@@ -32,6 +32,8 @@ WORDS = (
         ("train sft max_length=2048", "`harness prepare data.pack_size=2048` sets it; "),
         ("train sft --packing", "conversations are always packed, into packs of data.pack_size tokens; "),
         ("train pretrain seq_length=2048", "did you mean data.sequence_length=2048? "),
+        ("train pretrain micro_batch_size=2", "did you mean data.micro_batch_size=2? "),
+        ("train sft micro_batch_size=2", "microbatches are planned from the lengths of sequences: "),
         ("prepare --max_length=2048", "did you mean data.pack_size=2048? "),
         ("prepare learning_rate=3", "`harness train sft optimizer.lr=3` sets it; "),
         ("plan sft_tiny --tp 2", "did you mean parallel.tensor_parallel_size=2? "),
@@ -53,12 +55,19 @@ def test_a_setting_of_another_tool_is_refused_with_our_name_and_its_value(harnes
     assert f"fix:   {fix}" in error
 
 
+SETTINGS = {setting.key for schema in (*TRAINING.values(), PrepareConfig) for setting in explain_settings(schema)}
+
+
 def test_every_name_of_another_tool_stands_for_a_setting_that_exists():
-    schemas = (*TRAINING.values(), PrepareConfig)
-    settings = {setting.key for schema in schemas for setting in explain_settings(schema)}
-    meant = {name.partition("=")[0] for text in SYNONYMS.values() if " " not in text for name in text.split("|")}
-    named = {word for text in SYNONYMS.values() if " " in text for word in text.replace(",", "").split() if "." in word}
-    assert {name for name in meant | named if name not in settings and name != "metrics.jsonl"} == set()
+    texts = [text for texts in SYNONYMS.values() for text in texts.split("|")]
+    meant = {text.partition("=")[0] for text in texts if " " not in text}
+    named = {word for text in texts if " " in text for word in text.replace(",", "").split() if "." in word}
+    assert {name for name in meant | named if name not in SETTINGS and name != "metrics.jsonl"} == set()
+
+
+def test_a_word_that_is_the_name_of_a_setting_stands_for_it():
+    own = {key.rpartition(".")[2] for key in SETTINGS if "[" not in key}
+    assert {word: text for word, text in SYNONYMS.items() if word in own and f".{word}" not in text} == {}
 
 
 def test_the_words_that_people_use_are_known():
