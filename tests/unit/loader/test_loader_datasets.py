@@ -108,7 +108,7 @@ def test_an_epoch_of_a_blend_is_that_of_its_definition_and_refused_where_there_i
     assert open_datasets(blend((a,), (b, None, 2))).check_epochs(3) == 4 + 2 * 2
     # With weights, one epoch ends where the passes over a source are used up.
     limited = open_datasets(blend((a, 1.0), (b, 1.0, 2)))
-    assert limited.check_epochs(1) == 8
+    assert limited.check_epochs(1) == 9
     with pytest.raises(ConfigError, match="is one epoch, which ends with the epochs of a source, and the run is 2"):
         limited.check_epochs(2)
     with pytest.raises(ConfigError, match="a blend with weights has no end, and the run is 1 epoch long"):
