@@ -89,6 +89,11 @@ def _hide_values(text: str) -> str:
     return text
 
 
+def count_of(count: int, noun: str) -> str:
+    """Format a count as `1 cell` or `2 cells`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def print_text(text: object = "", *, end: str = "\n", file: IO[str] | None = None, flush: bool = False) -> None:
     """Print text of several lines to `file`, None for standard output, without credentials and control characters."""
     try:

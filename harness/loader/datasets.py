@@ -20,6 +20,7 @@ from harness.formats import PackReader, Provenance, holds_manifest, open_dataset
 from harness.formats.opening import holds_dataset
 from harness.loader.blend import Blend, check_sources
 from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
+from harness.printing import count_of
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import is_uri, join_path
 from harness.storage.local_copies import local_copy
@@ -316,6 +317,26 @@ class RunData:
             times = sum(known == name or known.startswith(f"{name} (") for known in names)
             names.append(f"{name} ({times + 1})" if times else name)
         return Sources(tuple(names), np.cumsum([0, *counts[:-1]]))
+
+    @property
+    def epoch_packs(self) -> int | None:
+        """Packs of one epoch, that of a blend with weights up to the limit of a source; None where it has no end."""
+        if self.blend is None:
+            return len(self.train)
+        return self.blend.num_packs or self.blend.ends_after()
+
+    def check_epochs(self, epochs: int) -> int:
+        """Return the packs of one epoch; raise ConfigError where the data does not have so many epochs."""
+        packs = self.epoch_packs
+        if packs is None or (epochs > 1 and self.blend is not None and self.blend.weights is not None):
+            ends = "has no end" if packs is None else "is one epoch, which ends with the epochs of a source"
+            raise ConfigError(
+                f"a blend with weights {ends}, and the run is {count_of(epochs, 'epoch')} long",
+                where="trainer.epochs, data.blend",
+                fix="trainer.steps=N trainer.epochs=null, or leave the weights out: then each source is read `epochs` "
+                "times",
+            )
+        return packs
 
     def describe(self) -> str:
         """Return one line about the training data."""

@@ -102,6 +102,23 @@ def steps_per_epoch(config: LoaderConfig, num_packs: int) -> int:
     return -(-num_packs // config.global_batch_size)
 
 
+def steps_until(config: LoaderConfig, num_packs: int, epochs: int, *, epoch: int, packs_consumed: int) -> int:
+    """Return the number of global batches from a position to the end of so many epochs."""
+    if epoch >= epochs:
+        return 0
+    in_epoch = steps_per_epoch(config, num_packs - packs_consumed)
+    return in_epoch + (epochs - epoch - 1) * steps_per_epoch(config, num_packs)
+
+
+def epochs_after(config: LoaderConfig, num_packs: int, steps: int, *, epoch: int, packs_consumed: int) -> float:
+    """Return the epochs that are trained so many global batches after a position."""
+    in_epoch = steps_per_epoch(config, num_packs - packs_consumed)
+    if steps >= in_epoch:
+        whole, steps = divmod(steps - in_epoch, max(1, steps_per_epoch(config, num_packs)))
+        epoch, packs_consumed = epoch + 1 + whole, 0
+    return epoch + (packs_consumed + steps * config.global_batch_size) / num_packs
+
+
 def steps_from(config: LoaderConfig, num_packs: int, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
     """Yield global batches from a position on, across epochs, without end.
 

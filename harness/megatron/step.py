@@ -53,11 +53,12 @@ def _build_optimizer(
     chunks: list[DistributedDataParallel], settings: OptimizerConfig, parallel: ParallelConfig, device: torch.device
 ) -> Any:
     config = get_model_config(chunks[0])
+    assert settings.lr is not None
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
-            min_lr=settings.min_lr,
+            min_lr=settings.lr * settings.min_lr_ratio,
             weight_decay=settings.weight_decay,
             adam_beta1=settings.beta1,
             adam_beta2=settings.beta2,
@@ -73,15 +74,17 @@ def _build_optimizer(
     )
 
 
-def _build_scheduler(optimizer: Any, settings: OptimizerConfig, decay_steps: int | None) -> OptimizerParamScheduler:
-    decay = settings.decay
+def _build_scheduler(optimizer: Any, settings: OptimizerConfig) -> OptimizerParamScheduler:
+    assert settings.lr is not None
+    assert settings.warmup_steps is not None
+    decay, decay_steps = settings.decay, settings.decay_steps
     if decay_steps is None:
         decay_steps, decay = _NO_DECAY, decay if decay == "inverse-square-root" else "constant"
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
-        min_lr=settings.min_lr,
+        min_lr=settings.lr * settings.min_lr_ratio,
         # Megatron requires a warm-up that ends before the decay does.
         lr_warmup_steps=min(settings.warmup_steps, decay_steps - 1),
         lr_decay_steps=decay_steps,
@@ -138,9 +141,9 @@ class MegatronStep:
         self.vocab_size, self.pad_rows_to, self.loss_average = vocab_size, pad_rows_to, loss_average
         self.config = get_model_config(chunks[0])
         self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
-        settings = optimizer or OptimizerConfig()
+        settings = (optimizer or OptimizerConfig()).resolved(model, decay_steps)
         self.optimizer = _build_optimizer(chunks, settings, parallel, device)
-        self.scheduler = _build_scheduler(self.optimizer, settings, settings.decay_steps or decay_steps)
+        self.scheduler = _build_scheduler(self.optimizer, settings)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.has_experts = self.config.num_moe_experts is not None
         self.mtp_layers: int = self.config.mtp_num_layers or 0

@@ -118,10 +118,11 @@ def train_reference(config: SftConfig) -> int:
     Raises:
         ConfigError: transformers is missing, or a setting is one that the reference does not have.
     """
-    config = config.with_steps()
-    trainer, optimizer, data = config.trainer, config.optimizer, open_datasets(config.data)
-    if config.model.init_from is None or config.run_dir is None:
-        raise ConfigError("it needs weights and a folder", where="model.init_from, run_dir", fix="name both")
+    if config.model.init_from is None or config.run_dir is None or config.trainer.steps is None:
+        where = "model.init_from, run_dir, trainer.steps"
+        raise ConfigError("it needs weights, a folder and a number of steps", where=where, fix="set all of them")
+    config.optimizer = optimizer = config.optimizer.resolved(config.model, config.trainer.steps)
+    trainer, data = config.trainer, open_datasets(config.data)
     model = _transformers().AutoModelForCausalLM.from_pretrained(
         config.model.init_from, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
@@ -139,7 +140,7 @@ def train_reference(config: SftConfig) -> int:
             packs = data.train.read(batch.pack_ids.tolist())
             loss, tokens = _mean_loss(model, packs, trainer.loss_average, backward=True)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_grad or math.inf)
-            rate = _learning_rate(optimizer, number - 1, last)
+            rate = _learning_rate(optimizer, number - 1)
             for group in adam.param_groups:
                 group["lr"] = rate
             adam.step()
@@ -184,18 +185,18 @@ def _adam(model: torch.nn.Module, optimizer: OptimizerConfig) -> torch.optim.Ada
     )
 
 
-def _learning_rate(optimizer: OptimizerConfig, done: int, last: int) -> float:
-    """Return the learning rate of the step after `done` steps: linear from 0 to `lr`, then down to `min_lr`."""
-    decay_steps = optimizer.decay_steps or last
-    warmup = min(optimizer.warmup_steps, decay_steps - 1)
+def _learning_rate(optimizer: OptimizerConfig, done: int) -> float:
+    """Return the learning rate of the step after `done` steps: linear from 0 to `lr`, then down to its share."""
+    lr, decay_steps = optimizer.lr or 0.0, optimizer.decay_steps or 1
+    warmup = min(optimizer.warmup_steps or 0, decay_steps - 1)
     if warmup and done <= warmup:
-        return optimizer.lr * done / warmup
+        return lr * done / warmup
     part = min(1.0, (done - warmup) / (decay_steps - warmup))
     shares = {"cosine": (1 + math.cos(math.pi * part)) / 2, "linear": 1 - part, "constant": 1.0}
     if optimizer.decay not in shares:
         fix = f"optimizer.decay={' or '.join(shares)}"
         raise ConfigError(f"the reference has no decay {optimizer.decay}", where="optimizer.decay", fix=fix)
-    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * shares[optimizer.decay]
+    return lr * (optimizer.min_lr_ratio + (1 - optimizer.min_lr_ratio) * shares[optimizer.decay])
 
 
 def _mean_loss(model: Any, packs: Sequence[Pack], average: str, *, backward: bool) -> tuple[float, int]:

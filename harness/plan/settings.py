@@ -7,20 +7,24 @@ Nothing here imports torch, Megatron-Core or Hydra, so `harness plan` and `harne
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Self
+from typing import Any, Self
 
 from harness.checks import LONGEST_S, bounded, check_numbers, require_choice, require_numbers
 from harness.errors import ConfigError
 from harness.loader import CorpusConfig, DataConfig, LoaderConfig
 from harness.plan.layout import ParallelConfig, fp8_rank_multiple, fp8_row_multiple
 from harness.plan.model import ModelConfig
+from harness.printing import count_of
 from harness.schedule import ScheduleConfig
 from harness.thd import LOSS_AVERAGES
 
 _USUAL_STEPS, _NO_LAST_STEP = 60, 1 << 31
+_USUAL_LR = {"random": 2e-3, "pretrained": 1e-5, "LoRA": 2e-4}
+_USUAL_WARMUP = 5
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 ON_STRAGGLER = ("report", "exclude")
 # Of bfloat16: between a number and the next there is at least this part of it, half of which is rounded away.
@@ -31,11 +35,17 @@ _LARGEST_BETA = 1 - 2**-8
 class OptimizerConfig:
     """AdamW and its learning-rate schedule.
 
+    `config.yaml` in the run's folder records the values that null stands for, and a run that resumes keeps them.
+
     Attributes:
-        lr, min_lr: largest and final learning rate.
-        warmup_steps: steps of the linear warm-up from 0 to lr.
-        decay_steps: step at which the schedule reaches min_lr; null for the run's number of steps, or where that is
-            not known, for a rate that stays at lr.
+        lr: largest learning rate; null for 2e-4 with LoRA, 1e-5 for the other training of pretrained weights
+            (`model.init_from`), and 2e-3 for training from random weights.
+        min_lr_ratio: final learning rate as a share of lr.
+        warmup_ratio: length of the linear warm-up from 0 to lr as a share of decay_steps, rounded up.
+        warmup_steps: length of the warm-up in steps, in place of warmup_ratio; null for warmup_ratio, or where the
+            number of steps is not known, for 5.
+        decay_steps: step at which the schedule reaches its final rate; null for the run's number of steps, or where
+            that is not known, for a rate that stays at lr.
         decay: `cosine`, `linear`, `constant` or `inverse-square-root`.
         weight_decay: of AdamW.
         beta1, beta2, eps: of AdamW's moments.
@@ -46,9 +56,10 @@ class OptimizerConfig:
             step takes longer. A bfloat16 model with the distributed optimizer.
     """
 
-    lr: float = bounded(2e-3, above=0, highest=100)
-    min_lr: float = bounded(2e-4, lowest=0, highest=100)
-    warmup_steps: int = bounded(5)
+    lr: float | None = bounded(None, above=0, highest=100)
+    min_lr_ratio: float = bounded(0.1, lowest=0, highest=1)
+    warmup_ratio: float = bounded(0.03, lowest=0, highest=1)
+    warmup_steps: int | None = bounded(None)
     decay_steps: int | None = bounded(None, lowest=1)
     decay: str = "cosine"
     weight_decay: float = bounded(0.01, lowest=0, highest=100)
@@ -61,7 +72,6 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "optimizer")
-        require_numbers(self, "optimizer", "min_lr", lowest=0, highest=self.lr)
         choices = ("cosine", "linear", "constant", "inverse-square-root")
         require_choice(self.decay, choices, setting="optimizer.decay")
         require_choice(self.moments_dtype, ("float32", "bfloat16"), setting="optimizer.moments_dtype")
@@ -82,6 +92,30 @@ class OptimizerConfig:
                 where="optimizer.moments_dtype, optimizer.offload",
                 fix="optimizer.moments_dtype=float32, or optimizer.offload=0",
             )
+
+    def resolved(self, model: ModelConfig, steps: int | None) -> OptimizerConfig:
+        """Return these settings with the values that null stands for in a run of so many steps, None if unknown."""
+        kind = "LoRA" if model.lora_rank else "random" if model.init_from is None else "pretrained"
+        decay = self.decay_steps or steps
+        # Rounded first: 0.07 * 100 is a little more than 7.
+        warmup = min(math.ceil(round(self.warmup_ratio * decay, 6)), decay - 1) if decay else _USUAL_WARMUP
+        return replace(
+            self,
+            lr=_USUAL_LR[kind] if self.lr is None else self.lr,
+            warmup_steps=warmup if self.warmup_steps is None else self.warmup_steps,
+            decay_steps=decay,
+        )
+
+    def describe(self) -> str:
+        """Return the course of the learning rate, of resolved settings."""
+        assert self.lr is not None
+        assert self.warmup_steps is not None
+        text = f"learning rate {self.lr:g} after {count_of(self.warmup_steps, 'warm-up step')}"
+        if self.decay == "inverse-square-root":
+            return f"{text}, {self.decay} decay"
+        if self.decay == "constant" or self.decay_steps is None:
+            return f"{text}, without decay"
+        return f"{text}, {self.decay} decay to {self.lr * self.min_lr_ratio:g} at step {self.decay_steps:,}"
 
     def check(self, *, dtype: str, distributed: bool) -> None:
         """Raise ConfigError for a choice that a model's dtype, or an optimizer that is not distributed, does not have.
@@ -111,8 +145,10 @@ class TrainerConfig:
     """Length of the training, validation, checkpoints and records.
 
     Attributes:
-        steps: optimizer steps of the whole run, those before a resume included; null for 60, and on live data until
-            the stream ends.
+        steps: optimizer steps of the whole run, those before a resume included; null for `epochs`, and on live data
+            until the stream ends.
+        epochs: passes over the packed dataset, in place of steps. Without both, 1 for a run that begins with
+            pretrained weights, and 60 steps for any other.
         loss_average: what the loss and validation losses are means over: every trained `token` counts alike, or every
             `conversation` (a sequence of a pack with trained tokens, which share its weight), however long its answers.
         eval_interval: steps between validations, 0 for none; the last step is always validated.
@@ -147,6 +183,7 @@ class TrainerConfig:
     """
 
     steps: int | None = bounded(None, lowest=1)
+    epochs: int | None = bounded(None, lowest=1)
     loss_average: str = "token"
     eval_interval: int = bounded(20)
     eval_batches: int | None = bounded(None, lowest=1)
@@ -172,6 +209,12 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "trainer")
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"trainer.steps is {self.steps:,}, and trainer.epochs {self.epochs:,}: each is the length of the run",
+                where="trainer.steps, trainer.epochs",
+                fix="leave one out, or set it to null where a file sets it, such as trainer.steps=null",
+            )
         require_choice(self.on_straggler, ON_STRAGGLER, setting="trainer.on_straggler")
         require_choice(self.loss_average, LOSS_AVERAGES, setting="trainer.loss_average")
         local = self.local_checkpoints
@@ -220,6 +263,13 @@ class RunConfig(ABC):
 
     def __post_init__(self) -> None:
         self.resume = str(self.resume).lower()
+        if self.trainer.epochs is not None and not self.has_epochs:
+            raise ConfigError(
+                f"trainer.epochs is {self.trainer.epochs:,}, and only packed datasets have epochs: live data is read "
+                "until the stream ends, and the samples of a corpus cross its epochs",
+                where="trainer.epochs",
+                fix="trainer.steps=N trainer.epochs=null",
+            )
         if self.parallel.ranks is not None:
             self.check_layout(self.parallel.ranks)
 
@@ -228,11 +278,17 @@ class RunConfig(ABC):
         """True where the data has an end of its own, so that a run without a number of steps ends there."""
         return False
 
+    @property
+    def has_epochs(self) -> bool:
+        """True where the data has epochs, so that a run may be as long as some of them."""
+        return False
+
     def with_steps(self) -> Self:
-        """Return these settings with the number of steps that null stands for."""
-        if self.trainer.steps is not None or self.ends_with_data:
-            return self
-        return replace(self, trainer=replace(self.trainer, steps=_USUAL_STEPS))
+        """Return a copy with the number of steps that null stands for, or with that of epochs."""
+        trainer, length = self.trainer, dict[str, Any]()
+        if trainer.steps is None and trainer.epochs is None and not self.ends_with_data:
+            length = {"epochs": 1} if self.has_epochs and self.model.init_from is not None else {"steps": _USUAL_STEPS}
+        return replace(self, trainer=replace(trainer, **length))
 
     def on(self, device: str) -> Self:
         """Return these settings with what `auto` is on a device, `cpu` or `cuda`."""
@@ -252,16 +308,12 @@ class RunConfig(ABC):
         ]
 
     def _warmup_warnings(self) -> list[str]:
-        optimizer = self.optimizer
-        steps, of = optimizer.decay_steps, "optimizer.decay_steps"
-        if steps is None:
+        warmup, steps, of = self.optimizer.warmup_steps, self.optimizer.decay_steps, "optimizer.decay_steps"
+        if steps is None or steps == self.trainer.steps:
             steps, of = self.with_steps().trainer.last_step, "trainer.steps"
-        if 0 < optimizer.warmup_steps < steps or optimizer.warmup_steps == 0:
+        if not warmup or warmup < steps:
             return []
-        return [
-            f"optimizer.warmup_steps is {optimizer.warmup_steps:,}, and {of} {steps:,}: "
-            f"the warm-up ends at step {steps - 1:,}"
-        ]
+        return [f"optimizer.warmup_steps is {warmup:,}, and {of} {steps:,}: the warm-up ends at step {steps - 1:,}"]
 
     def check_dtypes(self) -> None:
         """Raise ConfigError for layers of Transformer Engine, or gradients, of a dtype or device that they lack."""
@@ -363,10 +415,14 @@ class SftConfig(RunConfig):
     def ends_with_data(self) -> bool:
         return bool(self.data.live.folders)
 
+    @property
+    def has_epochs(self) -> bool:
+        return not self.data.live.folders
+
     def warnings(self) -> list[str]:
         warnings, trainer, live = super().warnings(), self.trainer, self.data.live
         decays = self.optimizer.decay not in ("constant", "inverse-square-root")
-        if trainer.steps is None and self.optimizer.decay_steps is None and decays:
+        if live.folders and trainer.steps is None and self.optimizer.decay_steps is None and decays:
             warnings.append(
                 "trainer.steps and optimizer.decay_steps are null, and the stream's length is not known: "
                 "the learning rate stays at optimizer.lr after the warm-up"

@@ -256,7 +256,7 @@ def losses_of_plain_training(
 
 def train_from(folder: Path, dataset: Path, run: Path, *more: str) -> tuple[list[StepMetrics], list[RankBatch]]:
     """Train 20 steps from a model's weights; return their metrics and batches."""
-    plain = ("optimizer.lr=0.003", "optimizer.min_lr=0", "optimizer.decay=constant", "optimizer.warmup_steps=0")
+    plain = ("optimizer.lr=0.003", "optimizer.min_lr_ratio=0", "optimizer.decay=constant", "optimizer.warmup_steps=0")
     short = ("optimizer.weight_decay=0", "trainer.steps=20", "trainer.eval_interval=0", "loader.num_workers=0")
     # transformers does not move the biases of experts
     settings = [*settings_of(folder), *plain, *short, "model.expert_bias_rate=0", *more]

@@ -133,7 +133,7 @@ def recipe(sft: Callable[..., Run], tmp_path: Path) -> dict[int, dict[str, Any]]
         *overrides("loader", LOADER),
         "schedule=as_packed",
         "optimizer.lr=1e-2",
-        "optimizer.min_lr=1e-3",
+        "optimizer.min_lr_ratio=0.1",
         "optimizer.warmup_steps=2",
         "optimizer.decay_steps=10",
         "optimizer.weight_decay=0.01",

@@ -269,7 +269,7 @@ def test_weights_come_back_bit_by_bit_after_a_step_that_changes_nothing(
     from transformers import AutoModelForCausalLM
 
     # The learning rate is too small to move a weight: loss, optimizer and checkpoint are real.
-    still = ["optimizer.lr=1e-30", "optimizer.min_lr=0", "optimizer.weight_decay=0", "optimizer.warmup_steps=0"]
+    still = ["optimizer.lr=1e-30", "optimizer.min_lr_ratio=0", "optimizer.weight_decay=0", "optimizer.warmup_steps=0"]
     code, output = run_command(
         [
             *command(dataset, tmp_path / "run", "trainer.steps=1", f"parallel={parallel}", *still, ranks=ranks),

@@ -27,7 +27,7 @@ with `group=file`:
 
 ```shell
 harness prepare source.path=chats.jsonl data.pack_size=4096 --cfg
-harness train sft model=qwen3_0_6b parallel=data_distributed optimizer.lr=1e-5 optimizer.min_lr=1e-6 --cfg
+harness train sft model=qwen3_0_6b parallel=data_distributed optimizer.warmup_ratio=0.05 --cfg
 ```
 
 `--cfg` prints all settings as they are composed, with explanations, and starts nothing. An unknown key is refused with

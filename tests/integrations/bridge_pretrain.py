@@ -35,7 +35,7 @@ from harness.plan.layout import padded_vocab_size
 
 VOCAB = 300
 MODEL = ModelConfig(num_layers=4, hidden_size=32, ffn_hidden_size=64, init_std=0.06)
-OPTIMIZER = OptimizerConfig(decay_steps=10)
+OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=5, decay_steps=10)
 
 
 def model_provider(parallel: ParallelConfig, *, seq_length: int) -> GPTModelProvider:
@@ -82,7 +82,7 @@ def container(settings: dict[str, Any]) -> config.ConfigContainer:
         optimizer=config.OptimizerConfig(
             optimizer="adam",
             lr=OPTIMIZER.lr,
-            min_lr=OPTIMIZER.min_lr,
+            min_lr=2e-4,
             weight_decay=OPTIMIZER.weight_decay,
             adam_beta1=OPTIMIZER.beta1,
             adam_beta2=OPTIMIZER.beta2,

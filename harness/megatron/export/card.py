@@ -144,7 +144,8 @@ def run_facts(document: Mapping[str, Any], settings: Mapping[str, Any], steps: l
             facts["validation loss"] = f"{validated[-1].validation_loss:.4f} at step {validated[-1].step:,}"
         for name, loss in next((m.evaluation_losses for m in reversed(steps) if m.evaluation_losses), {}).items():
             facts[f"{name} loss"] = f"{loss:.4f}"
-    facts["learning rate"] = f"{optimizer['lr']:g} to {optimizer['min_lr']:g}, {optimizer['decay']}"
+    rate = optimizer["lr"]
+    facts["learning rate"] = f"{rate:g} to {rate * optimizer.get('min_lr_ratio', 0.1):g}, {optimizer['decay']}"
     sizes = ", ".join(f"{name} {parallel[f'{name}_parallel_size']}" for name in ("tensor", "pipeline", "context"))
     facts["layout"] = f"ranks {document.get('world_size', 'unknown')}, {sizes}"
     names = {"megatron-core": document.get("megatron_core", "unknown"), "torch": document.get("torch", "unknown")}

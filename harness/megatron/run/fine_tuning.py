@@ -10,6 +10,7 @@ from harness.errors import ConfigError
 from harness.loader import DataConfig, Loader, LoaderConfig, RankLayout, RunData, open_datasets
 from harness.loader.datasets import LiveData, open_live
 from harness.loader.live.rank import BatchPlan
+from harness.loader.order import epochs_after, steps_until
 from harness.loader.plan import PackSource
 from harness.megatron.data.feed import Feed, readable
 from harness.megatron.data.live_feed import LiveFeed
@@ -18,13 +19,14 @@ from harness.megatron.pretrained import Pretrained, find_pretrained
 from harness.megatron.run.sampling import find_tokenizer
 from harness.megatron.run.training import Task
 from harness.plan import SftConfig, sequence_cost
+from harness.printing import count_of
 from harness.schedule import most_sequences
 from harness.thd import padded_lengths
 from harness.train import Progress
 from harness.train.loop import OWN_VALIDATION
 
 
-def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime) -> Task:
+def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progress | None = None) -> Task:
     """Open packed or live data and check the settings against it."""
     data = open_live(config.data) if config.data.live.folders else open_datasets(config.data)
     pretrained = find_pretrained(config.model)
@@ -44,6 +46,30 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime) -> Task:
         answering=find_tokenizer(config, data) if config.trainer.sample_prompts else None,
         sources=data.named_sources if isinstance(data, RunData) else None,
         warnings=_warnings(config, data),
+        length=settle_length(config, data, progress) if isinstance(data, RunData) else "",
+    )
+
+
+def settle_length(config: SftConfig, data: RunData, progress: Progress | None) -> str:
+    """Set `trainer.steps` where epochs are the length of the run; return the steps in epochs, for its log.
+
+    A run that resumes with another global batch size has other steps left, up to the same pack.
+    """
+    trainer, packs = config.trainer, data.epoch_packs
+    done, at = 0, {"epoch": 0, "packs_consumed": 0}
+    if progress is not None:
+        done, at = progress.step, {"epoch": progress.loader.epoch, "packs_consumed": progress.loader.packs_consumed}
+    if trainer.epochs is not None:
+        packs = data.check_epochs(trainer.epochs)
+        # The record of the run has one of them.
+        trainer.steps = max(1, done + steps_until(config.loader, packs, trainer.epochs, **at))
+        trainer.epochs = None
+    if packs is None or trainer.steps is None:
+        return ""
+    epochs = epochs_after(config.loader, packs, max(0, trainer.steps - done), **at)
+    are = "is" if trainer.steps == 1 else "are"
+    return (
+        f"{count_of(trainer.steps, 'step')} {are} {epochs:.3g} epoch{'s' * (epochs != 1)} of {count_of(packs, 'pack')}"
     )
 
 
@@ -86,8 +112,8 @@ def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | 
     Raises:
         ConfigError: pack sizes, vocabulary or tokenizer do not fit.
     """
-    if isinstance(data, RunData) and data.blend is not None:
-        data.blend.check_lasts(config.with_steps().trainer.last_step * config.loader.global_batch_size)
+    if isinstance(data, RunData) and data.blend is not None and (steps := config.with_steps().trainer.steps):
+        data.blend.check_lasts(steps * config.loader.global_batch_size)
     for reader in (data.train, data.validation, *data.evaluation.values()):
         if reader is not None and reader.pack_size > config.model.max_sequence_length:
             raise ConfigError(

@@ -27,7 +27,7 @@ from harness.train.loop import OWN_VALIDATION
 _SAMPLE_BYTES = 24
 
 
-def open_pretraining(config: PretrainConfig, ranks: runtime.Runtime) -> Task:
+def open_pretraining(config: PretrainConfig, ranks: runtime.Runtime, progress: Progress | None = None) -> Task:
     """Check the settings, as far as is possible without reading the corpus."""
     _check_samples(config)
     packs = find_packs(config.data)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -72,6 +73,15 @@ def check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
         what = f"{progress.step} steps are done, and trainer.steps is {config.trainer.steps}"
         raise ConfigError(what, where=str(newest), fix=f"trainer.steps={progress.step} or more, or start a new run")
     return progress
+
+
+def keep_recorded(optimizer: OptimizerConfig, folder: Path) -> OptimizerConfig:
+    """Return the optimizer's settings, those that are null as the run recorded them."""
+    with suppress(OSError, yaml.YAMLError, ConfigError, *MISREAD):
+        recorded = yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]
+        unset = [name for name in ("lr", "warmup_steps", "decay_steps") if getattr(optimizer, name) is None]
+        return replace(optimizer, **{name: recorded[name] for name in unset})
+    return optimizer
 
 
 def read_validations(folder: Path, first_step: int) -> list[float]:

@@ -66,6 +66,7 @@ class Task:
         answering: for sample prompts; None where there are none.
         sources: the datasets of a blend; None without one.
         warnings: about settings and data that do not go together, each by the name of the setting.
+        length: the run's steps in epochs, for its log; empty where the data has none.
     """
 
     feeds: Callable[[RankLayout, Progress | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
@@ -78,13 +79,18 @@ class Task:
     answering: Answering | None = None
     sources: Sources | None = None
     warnings: Sequence[str] = ()
+    length: str = ""
 
 
-def run_training(config: C, open_task: Callable[[C, runtime.Runtime], Task]) -> int:
+OpenTask = Callable[[C, runtime.Runtime, Progress | None], Task]
+
+
+def run_training(config: C, open_task: OpenTask[C]) -> int:
     """Train; return the exit code, 75 if a signal ended the run before its last step.
 
     Args:
-        open_task: opens the data and checks the settings against it; called on every rank once the ranks have met.
+        open_task: opens the data after a progress, None for a new run, checks the settings against it, and sets
+            `trainer.steps` where the length of the run is in epochs; called on every rank once the ranks have met.
 
     Raises:
         HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
@@ -195,15 +201,17 @@ class _Run(Hooks):
         self._progress: Progress | None = None
         if (newest := self.newest) is not None:
             self._progress = runtime.on_rank_0(lambda: resuming.check_resumed(config, folder, newest))
+            config.optimizer = runtime.on_rank_0(lambda: resuming.keep_recorded(config.optimizer, folder))
         else:
             _check_base_weights(config)
         self.first_step = self._progress.step + 1 if self._progress is not None else 1
 
-    def open(self, open_task: Callable[[C, runtime.Runtime], Task]) -> None:
+    def open(self, open_task: OpenTask[C]) -> None:
         """Do everything else before the first step."""
         config, ranks, first_step, at = self._config, self._ranks, self.first_step, self._watchdog.at
         at(first_step, "opening the data")
         self._task = task = together(lambda: self._checked(open_task), device=ranks.device)
+        config.optimizer = config.optimizer.resolved(config.model, self._trainer.steps)
         self._layout = layout = join(config.parallel, ranks.world_size, timeout_s=self._trainer.patience_s)
         training, self.validation = task.feeds(layout, self._progress, ranks)
         self.training = training
@@ -220,7 +228,6 @@ class _Run(Hooks):
             device=ranks.device,
             vocab_size=task.vocab_size,
             optimizer=config.optimizer,
-            decay_steps=self._trainer.steps,
             pad_rows_to=task.pad_rows_to,
             max_sequences=task.max_sequences,
             fill=fill,
@@ -238,11 +245,11 @@ class _Run(Hooks):
         self._watchdog.training_begins(self.folder, limit_s=self._trainer.timeout_s)
         self.validated = runtime.on_rank_0(lambda: resuming.read_validations(self.folder, first_step))
 
-    def _checked(self, open_task: Callable[[C, runtime.Runtime], Task]) -> Task:
+    def _checked(self, open_task: OpenTask[C]) -> Task:
         self._config.check(self._ranks.world_size)
         check_trackers(self._trainer.trackers)
         use_transformer_engine(self._config.model.attention, self._ranks.device)
-        return open_task(self._config, self._ranks)  # type: ignore[arg-type]
+        return open_task(self._config, self._ranks, self._progress)  # type: ignore[arg-type]
 
     @contextmanager
     def opened_records(self) -> Iterator[None]:
@@ -258,6 +265,8 @@ class _Run(Hooks):
         has_engine = engine_layers(config.model, config.parallel, self._ranks.device)
         slow = slow_parts(config.model, config.parallel, self._ranks.device, has_engine=has_engine)
         pretrained = task.pretrained.warnings if task.pretrained is not None else []
+        for line in filter(None, (task.length, config.optimizer.describe())):
+            self.log(line)
         for warning in [*config.warnings(), *task.warnings, *pretrained, *slow]:
             self.log(f"warning: {warning}")
         identity, done = self._identity, self.first_step - 1

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 from harness.parity.result import STATUSES, CellResult, Check, Difference, ParityReport
+from harness.printing import count_of
 
 _GIGA, _MEGA = 1e9, 1e6
 
@@ -103,8 +104,3 @@ def duration(seconds: float) -> str:
     """Format seconds as `12 s` or `3 min 5 s`."""
     whole = round(seconds)
     return f"{whole} s" if whole < 60 else f"{whole // 60:,} min {whole % 60} s"
-
-
-def count_of(count: int, noun: str) -> str:
-    """Format a count as `1 cell` or `2 cells`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -59,7 +59,9 @@ def test_a_run_has_60_steps_and_on_live_data_as_many_as_the_stream():
         ("trainer.local_checkpoints=scratch", "'scratch' is not a folder of its own"),
         ("trainer.trackers=[wandbb]", "trackers are wandbb"),
         ("trainer.trackers=[wandb,wandb]", "trackers are wandb, wandb"),
-        ("optimizer.min_lr=1", "min_lr is 1"),
+        ("optimizer.min_lr=1e-6", "unknown setting 'optimizer.min_lr'"),
+        ("optimizer.min_lr_ratio=1.1", "min_lr_ratio is 1.1"),
+        ("optimizer.warmup_ratio=2", "warmup_ratio is 2"),
         ("model.hidden_size=12", "a head of 3 numbers cannot be rotated"),
     ],
 )

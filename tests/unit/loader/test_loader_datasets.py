@@ -8,7 +8,7 @@ import pytest
 from small_packs import write_packs
 
 from harness.errors import ConfigError
-from harness.formats import Provenance
+from harness.formats import Provenance, open_writer
 from harness.loader import DataConfig, open_datasets
 from harness.loader.datasets import BlendSource
 from harness.records import Pack
@@ -96,3 +96,20 @@ def test_a_blend_that_cannot_be_drawn_is_refused_before_anything_is_opened(sourc
         blend(("a", 1.0), source)
     assert caught.value.where.startswith(("data.blend, b", "data.blend[1]"))
     assert caught.value.fix
+
+
+def test_an_epoch_of_a_blend_is_that_of_its_definition_and_refused_where_there_is_none(tmp_path):
+    for name, packs in (("a", 4), ("b", 2)):
+        with open_writer(tmp_path / name, format="parquet", pack_size=8) as writer:
+            for _ in range(packs):
+                writer.append(Pack([1, 2], [1, 0], [0]))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert open_datasets(DataConfig(path=a)).check_epochs(3) == 4
+    assert open_datasets(blend((a,), (b, None, 2))).check_epochs(3) == 4 + 2 * 2
+    # With weights, one epoch ends where the passes over a source are used up.
+    limited = open_datasets(blend((a, 1.0), (b, 1.0, 2)))
+    assert limited.check_epochs(1) == 9
+    with pytest.raises(ConfigError, match="is one epoch, which ends with the epochs of a source, and the run is 2"):
+        limited.check_epochs(2)
+    with pytest.raises(ConfigError, match="a blend with weights has no end, and the run is 1 epoch long"):
+        open_datasets(blend((a, 1.0), (b, 1.0))).check_epochs(1)

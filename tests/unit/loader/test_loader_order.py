@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from harness.errors import ConfigError
 from harness.loader import EpochOrder, LoaderConfig
-from harness.loader.order import _hash, derive_seed, shuffle_in_windows, steps_from, steps_per_epoch
+from harness.loader.order import (
+    _hash,
+    derive_seed,
+    epochs_after,
+    shuffle_in_windows,
+    steps_from,
+    steps_per_epoch,
+    steps_until,
+)
 
 
 def config(size: int = 4, *, seed: int = 0, block: int = 2, window: int = 2, **other: bool) -> LoaderConfig:
@@ -112,6 +120,36 @@ def test_the_ragged_end_is_kept_unless_dropped() -> None:
     ]
     dropped = list(itertools.islice(steps_from(config(4, drop_last=True), 10, epoch=0, packs_consumed=0), 3))
     assert [(step.epoch, step.start, step.stop) for step in dropped] == [(0, 0, 4), (0, 4, 8), (1, 0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("size", "drop_last", "epochs", "epoch", "consumed", "steps"),
+    [
+        (4, False, 1, 0, 0, 3),
+        (4, True, 1, 0, 0, 2),
+        (4, False, 2, 0, 0, 6),
+        (5, False, 2, 0, 0, 4),
+        (4, False, 2, 0, 3, 2 + 3),
+        (4, False, 2, 1, 8, 1),
+        (4, False, 2, 2, 0, 0),
+        (4, False, 2, 2, 8, 0),
+    ],
+)
+def test_the_steps_to_the_end_of_epochs_are_those_that_the_order_yields(
+    size, drop_last, epochs, epoch, consumed, steps
+) -> None:
+    made = config(size, drop_last=drop_last)
+    assert steps_until(made, 10, epochs, epoch=epoch, packs_consumed=consumed) == steps
+    batches = steps_from(made, 10, epoch=epoch, packs_consumed=consumed)
+    assert len(list(itertools.takewhile(lambda batch: batch.epoch < epochs, batches))) == steps
+
+
+def test_steps_in_epochs_count_the_ragged_batch_as_what_it_holds() -> None:
+    assert epochs_after(config(4), 10, 1, epoch=0, packs_consumed=0) == 0.4
+    assert epochs_after(config(4), 10, 3, epoch=0, packs_consumed=0) == 1
+    assert epochs_after(config(4), 10, 4, epoch=0, packs_consumed=0) == 1.4
+    assert epochs_after(config(4), 10, 1, epoch=2, packs_consumed=3) == 2.7
+    assert epochs_after(config(4), 10, 2, epoch=2, packs_consumed=3) == 3
 
 
 def test_steps_go_on_from_any_position() -> None:

@@ -48,7 +48,7 @@ def conversations() -> list[SequenceView]:
 
 def train_each(rows: Sequence[Sequence[ThdBatch]], **settings) -> list[StepResult]:
     """Return the result of a step on each of `rows`, from the same weights."""
-    still = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0)
+    still = OptimizerConfig(lr=1e-30, min_lr_ratio=0, warmup_steps=0, weight_decay=0.0)
     with one_rank(ModelConfig(**{**SIZES, **settings}), vocab_size=VOCAB, optimizer=still) as step:
         return [step.train(SimpleNamespace(rows=list(each))) for each in rows]
 
@@ -85,7 +85,7 @@ def test_their_losses_count_by_their_coefficient_and_leave_the_loss_of_the_model
 def test_each_layer_counts_by_the_coefficient_divided_by_the_number_of_layers() -> None:
     """A step against the gradient of the last layer's own norm lowers its loss by what the gradient is the slope of."""
     row = build_thd_batch(conversations())
-    still = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
+    still = OptimizerConfig(lr=1e-30, min_lr_ratio=0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
     with one_rank(ModelConfig(**{**SIZES, "mtp_loss": 0.3}), vocab_size=VOCAB, optimizer=still) as step:
         norm = step.chunks[0].module.mtp.layers[-1].final_layernorm.weight
         step.train(SimpleNamespace(rows=[row]))

@@ -28,7 +28,7 @@ from harness.train import StepResult
 from .conftest import one_rank
 
 ONE, CPU, VOCAB = ParallelConfig(), torch.device("cpu"), 128
-STILL = OptimizerConfig(lr=1e-30, min_lr=0.0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
+STILL = OptimizerConfig(lr=1e-30, min_lr_ratio=0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
 SIZES = {
     "num_layers": 2,
     "hidden_size": 32,

@@ -139,6 +139,42 @@ def test_a_finished_run_that_is_resumed_names_how_to_train_more_and_what_its_rec
     assert (folder / "config.before-1.yaml").read_bytes() == b"model: \xff"
 
 
+def test_epochs_end_with_their_ragged_batch_also_where_a_resumed_run_has_another_batch_size(tmp_path, capsys):
+    with open_writer(
+        tmp_path / "train", format="parquet", pack_size=64, provenance=Provenance(counts={"vocab_size": 90})
+    ) as writer:
+        for number in range(7):
+            writer.append(Pack([number + 1] * 40, [1] * 39 + [0], [0]))
+    made = SftConfig(data=DataConfig(path=str(tmp_path / "train")), run_dir=str(tmp_path / "run"))
+    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
+    made.trainer.device = "cpu"
+
+    def train(resume: str, size: int, steps: int | None, epochs: int | None) -> tuple[list[dict], str]:
+        made.loader, made.resume = LoaderConfig(global_batch_size=size, num_workers=0), resume
+        made.trainer.steps, made.trainer.epochs = steps, epochs
+        assert main(made) == 0
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines], capsys.readouterr().out
+
+    lines, printed = train("false", 3, 4, None)
+    assert "4 steps are 1.43 epochs of 7 packs" in printed
+    assert [(line["epoch"], line["packs_consumed"]) for line in lines] == [(0, 3), (0, 6), (0, 0), (1, 3)]
+    # Four packs of the second epoch are left: two steps of two.
+    lines, printed = train("true", 2, None, 2)
+    assert "6 steps are 2 epochs of 7 packs" in printed
+    assert [(line["epoch"], line["packs_consumed"]) for line in lines[4:]] == [(1, 5), (1, 0)]
+    # A third epoch has one step of five packs and a ragged one of two.
+    lines, printed = train("true", 5, None, 3)
+    assert "8 steps are 3 epochs of 7 packs" in printed
+    assert [(line["epoch"], line["tokens"]) for line in lines[6:]] == [(2, 195), (2, 78)]
+    # The rate had reached its end at step 4, and a longer run does not raise it again.
+    assert "learning rate 0.002 after 1 warm-up step, cosine decay to 0.0002 at step 4" in printed
+    assert [line["learning_rate"] for line in lines[4:]] == [pytest.approx(2e-4)] * 4
+    recorded = (tmp_path / "run" / "config.yaml").read_text()
+    for setting in ("steps: 8", "epochs: null", "lr: 0.002", "warmup_steps: 1", "decay_steps: 4"):
+        assert f"  {setting}\n" in recorded
+
+
 def test_no_file_of_a_run_ends_a_resume_with_an_error_that_has_no_name(tmp_path, data):
     made = data(vocab_size=96)
     run(tmp_path, made)
@@ -256,6 +292,7 @@ def test_windows_of_two_folders_train_as_a_stored_dataset_of_the_same_global_bat
     for config in (made, stored):
         config.schedule = ScheduleConfig("dp_balanced", 64)
         config.trainer.checkpoint_interval, config.optimizer.decay = 0, "constant"
+        config.optimizer.warmup_steps = 5
     made.run_dir, stored.run_dir = str(tmp_path / "live-run"), str(tmp_path / "stored-run")
     assert main(made) == 0
     # The order of a blend: the folder that is furthest behind its share, the first one at a tie.

@@ -130,7 +130,10 @@ def test_metrics_are_steps_without_gaps_and_numbers_that_are_finite(run: Path, l
         ("model: [", "the run's settings cannot be read"),
         ("model: {}\n", "the run's settings have no data, loader, optimizer, parallel, trainer"),
         (YAML.replace("num_layers", "num_layerr"), "the run's settings are damaged, or of another version: there is"),
-        (YAML.replace("lr: 0.002", "lr: 1e-3"), "the run's settings are damaged, or of another version: optimizer.lr"),
+        (
+            YAML.replace("eps: 1.0e-08", "eps: tiny"),
+            "the run's settings are damaged, or of another version: optimizer.eps",
+        ),
         (
             YAML.replace("blend: []", "blend: [{path: 3}]"),
             "the run's settings are damaged, or of another version: data",
