@@ -1,4 +1,4 @@
-"""`LOOP MODEL DATASET OUT` on one or more ranks: the training loop of harness/README.md, and the weights after it."""
+"""`LOOP MODEL DATASET OUT` on one or more ranks: the training loop of docs/trainers.md, and the weights after it."""
 
 from __future__ import annotations
 

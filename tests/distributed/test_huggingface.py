@@ -82,10 +82,10 @@ def test_each_step_has_the_loss_of_the_same_conversations_unpacked(llama, datase
     np.testing.assert_allclose(losses(built), unpacked_losses(load(llama), data, 8), rtol=1e-5)
 
 
-def test_the_loop_of_the_readme_trains_the_weights_of_one_rank_on_two(llama, dataset, tmp_path) -> None:
+def test_the_loop_of_the_page_trains_the_weights_of_one_rank_on_two(llama, dataset, tmp_path) -> None:
     loops = [
         block.removeprefix("python\n")
-        for block in (ROOT / "harness" / "README.md").read_text().split("```")
+        for block in (ROOT / "docs" / "trainers.md").read_text().split("```")
         if "num_items_in_batch" in block and block.startswith("python\n")
     ]
     assert len(loops) == 1

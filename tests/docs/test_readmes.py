@@ -1,4 +1,4 @@
-"""Every shell and Python block of every README is run, in order, in an empty folder of its own.
+"""Every shell and Python block of every README and page of docs/ is run, in order, in an empty folder of its own.
 
 A block of `text` directly after a block is what that block prints; `...` in it matches anything. A comment before a
 block changes what is done with it:
@@ -6,7 +6,8 @@ block changes what is done with it:
     <!-- not run: needs a cluster -->    its commands are parsed and their settings composed, and nothing is started
     <!-- nightly: takes a minute -->     run by `pytest -m nightly` only, with the blocks before it
 
-Python blocks of one README share their names, as in one interactive session.
+Python blocks of one page share their names, as in one interactive session. `<!-- after: PAGE -->` in the first line of
+a page runs the blocks of that page first, in the same folder and session.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -43,7 +45,11 @@ from harness.settings import CONFIGS, explain_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (".", "configs", "configs/experiment", "docker", "harness", "harness/formats", "recipes", "slurm", "tests")
-READMES = [str(Path(folder, "README.md")) for folder in FOLDERS if (ROOT / folder / "README.md").is_file()]
+READMES = [
+    *(str(Path(folder, "README.md")) for folder in FOLDERS if (ROOT / folder / "README.md").is_file()),
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
+]
+GENERATED: dict[str, str] = runpy.run_path(str(ROOT / "docs/reference.py"))["write_pages"]()
 SCHEMAS = {"prepare": PrepareConfig, "sft": SftConfig, "pretrain": PretrainConfig, "parity": ParityConfig}
 EXPERIMENTS = [path.stem for path in (CONFIGS / "experiment").glob("*.yaml")]
 # Settings of the commands themselves; all others are those of a recipe.
@@ -205,9 +211,14 @@ def check_output(block: Block, printed: str, readme: str) -> None:
     assert is_same, f"{readme}, line {block.line} prints\n{printed}\nand the page shows\n{block.output}"
 
 
-def run_readme(readme: str, folder: Path, *, nightly: bool) -> None:
+def run_readme(readme: str, folder: Path, *, nightly: bool, names: dict[str, object] | None = None) -> None:
     blocks = read_blocks((ROOT / readme).read_text())
-    names: dict[str, object] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"} if names is None else names
+    before = re.match("<!-- after: (.+) -->\n", (ROOT / readme).read_text())
+    if before and any(
+        block.language in ("shell", "python") and block.mark in ("", nightly and "nightly") for block in blocks
+    ):
+        run_readme(str(Path(readme).parent / before[1]), folder, nightly=nightly, names=names)
     for block in blocks:
         assert block.language in LANGUAGES, f"{readme}, line {block.line}: a block of {block.language!r} is not checked"
         if block.language == "json":
@@ -242,11 +253,58 @@ def test_the_long_blocks_of_a_readme_run_too(readme: str, tmp_path: Path, monkey
     run_readme(readme, tmp_path, nightly=True)
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def anchors_of(page: str) -> set[str]:
+    """Return the anchors of the headings of a page, outside its blocks."""
+    text = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+def test_links_between_pages_lead_to_headings_that_exist() -> None:
+    generated = {f"docs/{path}": page for path, page in GENERATED.items()}
     for readme in READMES:
-        page = (ROOT / readme).read_text()
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page):
-            assert ((ROOT / readme).parent / target).exists(), f"{readme} links to {target}, which does not exist"
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", (ROOT / readme).read_text()):
+            path = os.path.normpath(Path(readme).parent / target) if target else readme
+            assert (ROOT / path).exists() or path in generated, f"{readme} links to {path}, which does not exist"
+            if anchor:
+                page = generated[path] if path in generated else (ROOT / path).read_text()
+                assert anchor in anchors_of(page), f"{readme} links to {path}#{anchor}, which has no such heading"
+
+
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    built = [path.read_text() for path in (tmp_path / "site").rglob("*.html")]
+    assert len(built) > 20
+    loaded = [
+        re.findall(r"<(?:script|img|link rel=.(?:stylesheet|preconnect).)[^>]+https?://[^>]*>", page) for page in built
+    ]
+    assert [tags for tags in loaded if tags] == []
+    assert "cost_balanced" in (tmp_path / "site/search/search_index.json").read_text()
+
+
+def test_no_page_by_hand_is_longer_than_a_reader_reads_at_once() -> None:
+    pages = (ROOT / "docs").rglob("*.md")
+    assert {path.name: size for path in pages if (size := len(path.read_bytes())) > 12_000} == {}
+
+
+@pytest.mark.parametrize(
+    ("page", "row"),
+    [
+        ("sft", "| `optimizer.lr` |"),
+        ("prepare", "| `data.pack_size` | int, 2 or more | `4096` |"),
+        ("pretrain", "| `data.sequence_length` |"),
+        ("groups", "| `parallel=tp2_pp2` |"),
+        ("commands", "## `harness indexed convert`"),
+        ("errors", "| `FormatError` | Stored data is missing, damaged, or breaks an invariant. |"),
+        ("families", "| `qwen3_moe` | `Qwen3MoeForCausalLM` | yes |"),
+    ],
+)
+def test_the_reference_is_generated_from_the_code(page: str, row: str) -> None:
+    assert row in GENERATED[f"reference/{page}.md"]
 
 
 def test_the_tree_of_the_house_names_every_package_and_no_other() -> None:
@@ -284,14 +342,6 @@ def test_the_page_of_tests_names_every_folder_and_marker() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     markers = {line.partition(":")[0] for line in options["markers"]}
     assert {name for name in markers if f"| `{name}` |" not in page} == set()
-
-
-def test_the_page_of_settings_is_up_to_date() -> None:
-    page = (ROOT / "configs/README.md").read_text()
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests/docs/settings_page.py"], capture_output=True, text=True, check=True
-    )
-    assert page == done.stdout, "run: python tests/docs/settings_page.py > configs/README.md"
 
 
 def test_the_first_page_is_a_screen_and_a_half() -> None:

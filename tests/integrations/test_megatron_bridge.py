@@ -199,8 +199,8 @@ def test_bridges_own_reader_reads_the_files_of_a_conversion(bridge: Trainer, dat
         assert collated["cu_seqlens"][0].tolist() == sample["cu_seqlens"]
 
 
-def test_the_recipe_of_the_readme_trains(bridge: Trainer, dataset: Path) -> None:
-    text = (ROOT / "harness/README.md").read_text()
+def test_the_recipe_of_the_page_trains(bridge: Trainer, dataset: Path) -> None:
+    text = (ROOT / "docs/trainers.md").read_text()
     (recipe,) = re.findall(r"```python\n(from megatron\.bridge\.recipes.*?)```", text, re.DOTALL)
     sums = bridge.folder / "data/sums"
     sums.parent.mkdir()

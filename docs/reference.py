@@ -1,0 +1,182 @@
+"""Generate the reference of the site from the code: settings, commands, errors and model families.
+
+MkDocs calls `on_files` when it builds the site (`hooks` of mkdocs.yml), so no generated page is stored.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import typer
+from harness.recipes.parity import ParityConfig
+
+from harness import errors
+from harness.checks import LARGEST
+from harness.cli.app import app
+from harness.config import compose_config
+from harness.launch.cluster import SubmitConfig
+from harness.plan import FAMILIES, PretrainConfig, RunConfig, SftConfig
+from harness.plan.families import MISSING
+from harness.prep import PrepareConfig
+from harness.settings import CONFIGS, Setting, explain_settings, to_plain
+
+_HOW = """Each setting is `key=value` on the command line. `--cfg` prints the composed settings and starts nothing. See
+[how settings are composed](../train.md#your-own-configuration).
+"""
+# Page: its command, the recipe that composes its defaults, and the schema.
+_SETTINGS = {
+    "prepare": ("harness prepare", "prepare", PrepareConfig),
+    "sft": ("harness train sft", "sft", SftConfig),
+    "pretrain": ("harness train pretrain", "pretrain", PretrainConfig),
+    "submit": ("harness submit", "submit", SubmitConfig),
+    "parity": ("harness parity", "parity", ParityConfig),
+}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages to those of the site."""
+    from mkdocs.structure.files import File
+
+    for path, text in write_pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def write_pages() -> dict[str, str]:
+    """Return the text of each generated page, by its path in `docs/`."""
+    pages = {f"reference/{name}.md": _settings_page(*page) for name, page in _SETTINGS.items()}
+    pages["reference/groups.md"] = _lines("# Configuration files", *_describe_groups())
+    pages["reference/commands.md"] = _lines("# Commands", *_describe_commands(typer.main.get_command(app), "harness"))
+    pages["reference/errors.md"] = _lines("# Error classes", *_describe_errors())
+    pages["reference/families.md"] = _lines("# Model families", *_describe_families())
+    return pages
+
+
+def _lines(*lines: str) -> str:
+    return "\n".join(lines) + "\n"
+
+
+def _settings_page(command: str, recipe: str, schema: type[Any]) -> str:
+    shared = {setting.key for setting in explain_settings(RunConfig)} if recipe == "pretrain" else set()
+    settings = [setting for setting in explain_settings(schema) if setting.key not in shared]
+    values = dict(_flatten(to_plain(compose_config(recipe, schema))))
+    note = "All other settings are those of [`harness train sft`](sft.md).\n" if shared else ""
+    return _lines(f"# Settings of `{command}`\n", _HOW, note, *_tables(settings, values))
+
+
+def _describe_groups() -> Iterator[str]:
+    yield "\n`GROUP=FILE` on the command line selects a file of `configs/GROUP/`.\n"
+    yield "| `group=file` | contents |\n|---|---|"
+    for path in sorted(CONFIGS.glob("*/*.yaml")):
+        comment = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("# ")]
+        sentences = " ".join(line for line in comment if not line.startswith("@package")).split(". ")
+        yield f"| `{path.parent.name}={path.stem}` | {_cell(sentences[0].removesuffix('.'))}. |"
+
+
+def _describe_commands(command: Any, name: str) -> Iterator[str]:
+    """Yield the help, arguments, options and settings of a command or of all commands of a group."""
+    for part, inner in _commands_of(command):
+        yield from _describe_commands(inner, f"{name} {part}")
+    if hasattr(command, "commands"):
+        return
+    yield f"\n## `{name}`\n\n{inspect.cleandoc(command.help or '').replace(chr(12), '')}\n"
+    shown = [
+        parameter
+        for parameter in command.params
+        if parameter.name != "help" and not getattr(parameter, "hidden", False)
+    ]
+    if shown:
+        yield "| argument or option | meaning |\n|---|---|"
+    for parameter in shown:
+        names = (
+            ", ".join(parameter.opts)
+            if parameter.param_type_name == "option"
+            else parameter.metavar or parameter.name.upper()
+        )
+        yield f"| `{_cell(names)}` | {_cell(getattr(parameter, 'help', '') or '')} |"
+    schema = getattr(command, "schema", None)
+    if schema is SubmitConfig:
+        yield "\nSettings: [`harness submit`](submit.md)."
+    elif schema is not None:
+        yield from _table(explain_settings(schema), {})
+
+
+def _context() -> Any:
+    command = typer.main.get_command(app)
+    return command.make_context("harness", [], resilient_parsing=True)
+
+
+def _commands_of(command: Any) -> Iterator[tuple[str, Any]]:
+    if hasattr(command, "list_commands"):
+        context = _context()
+        for name in command.list_commands(context):
+            yield name, command.get_command(context, name)
+
+
+def _describe_errors() -> Iterator[str]:
+    yield "\nAll derive from `harness.HarnessError`. Commands print them and exit with [code 2](index.md#exit-codes).\n"
+    yield "| class | raised when |\n|---|---|"
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, errors.HarnessError):
+            yield f"| `{name}` | {_cell((kind.__doc__ or '').partition(chr(10))[0])} |"
+
+
+def _describe_families() -> Iterator[str]:
+    yield "\n`model.family` and the `model_type` of a `config.json` that `model.init_from` accepts.\n"
+    yield "| family | class in transformers | experts | latent attention | attention sinks | MTP layers |"
+    yield "|---|---|---|---|---|---|"
+    for name, family in FAMILIES.items():
+        has = (family.experts, family.has_latents, family.has_sinks, family.predicts_further)
+        yield f"| `{name}` | `{family.architecture}` | {' | '.join('yes' if part else '' for part in has)} |"
+    yield "\n## Refused\n\n| `model_type` | requires |\n|---|---|"
+    for reason in dict.fromkeys(MISSING.values()):
+        yield f"| {', '.join(f'`{name}`' for name, other in MISSING.items() if other == reason)} | {_cell(reason)} |"
+
+
+def _tables(settings: Iterable[Setting], values: dict[str, Any]) -> Iterator[str]:
+    """Yield one table for each group of settings: those with the same first part of the key."""
+    groups: dict[str, list[Setting]] = {}
+    for setting in settings:
+        groups.setdefault(setting.key.partition(".")[0] if "." in setting.key else "", []).append(setting)
+    for name, group in groups.items():
+        yield f"\n## `{name}`" if name else ""
+        yield from _table(group, values)
+
+
+def _table(settings: Iterable[Setting], values: dict[str, Any]) -> Iterator[str]:
+    rows = list(settings)
+    if rows:
+        yield "\n| setting | type | default | meaning |\n|---|---|---|---|"
+    for setting in rows:
+        default = _value(values.get(setting.key, setting.default))
+        yield f"| `{setting.key}` | {_type(setting)} | {default} | {_cell(setting.text)} |"
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        yield prefix + key, value
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+
+
+def _type(setting: Setting) -> str:
+    """Return the type with the bounds of numbers; where none is set on purpose, the highest one is left out."""
+    bounds = setting.bounds
+    if bounds is None:
+        return setting.type
+    return f"{setting.type}, {replace(bounds, highest=None) if bounds.highest == LARGEST else bounds}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list | dict):
+        text = str(value) if value else ""
+    else:
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{_cell(text)}`" if 0 < len(text) <= 60 else "" if not text else "see the file"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
