@@ -184,6 +184,11 @@ class RenderedChat:
                 return len(prompt)
         return None
 
+    def shared_after(self, turn: int, last: int) -> int:
+        """Return the number of characters that follow the answer of a turn in the text up to turn `last`."""
+        messages = [*self.messages[:turn], self.form.turn(_OTHER_ANSWER), *self.messages[turn + 1 : last + 1]]
+        return shared_length(self.upto(last)[::-1], self._render(messages)[::-1])
+
     def prompt(self, turn: int) -> str:
         """Return the prompt from which a server generates a turn."""
         if turn not in self._prompts:
