@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from dataclasses import replace
 from datetime import date
@@ -15,6 +16,7 @@ from harness.formats.inspect import render_runs
 from harness.prep.chat import BadRecord, Conversation
 from harness.prep.counts import make_sample
 from harness.prep.fitting import fit_conversation
+from harness.prep.folder import TOKENIZER
 from harness.prep.pipeline import Preparation, PrepareConfig
 from harness.prep.report import PrepareReport, Stages
 from harness.prep.sources.config import SourceConfig
@@ -25,6 +27,8 @@ from harness.tables import Table
 
 # Records on which a tokenizer is trained for a preview.
 _TRAINING_RECORDS = 2000
+# Lines of one record by which the kept history differs from the one that is served.
+_MAX_LINES = 12
 
 
 def show_preview(config: PrepareConfig, *, console: Console | None = None) -> None:
@@ -48,6 +52,10 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
     with TemporaryDirectory(prefix="harness-preview-") as scratch:
         run = Preparation(first, Path(scratch), found, PrepareReport(), Stages(open_console(quiet=True)), date.today())
         tokenizer = run.begin()
+        served = None
+        if config.tokenizer.history == "kept":
+            as_served = replace(config.tokenizer, history="as_served", chat_template="")
+            served = ChatTokenizer(as_served, str(Path(scratch) / TOKENIZER), today=date.today())
         records = [record for one in run.sources for chunk in one.chunks(config.preview) for record in chunk.parse()]
         facts, name = run.report.mask, config.tokenizer.name
         trained = "trained for this preview on the first records; the preparation trains one on all, with other counts"
@@ -65,6 +73,8 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
         console.print(render_runs([("trained", True), (" not trained", False)], has_color=has_color))
         for record in records:
             _show(record, tokenizer, config, console, has_color=has_color)
+            if served is not None and not isinstance(record, BadRecord):
+                _show_difference(record, tokenizer, served, console)
     shown = f"The first {len(records):,} records as they are" if len(records) != 1 else "The first record as it is"
     console.print(Text(f"\n{shown} trained; nothing was written."))
 
@@ -106,6 +116,22 @@ def _show(
         counts = f"{sequence.num_tokens:,} tokens, {sequence.num_trained:,} trained ({share:.0%})"
         console.print(Text(f"sequence {number} of {sample.num_sequences}: {counts}", style="cyan"))
         console.print(render_runs(sequence.runs, has_color=has_color))
+
+
+def _show_difference(record: Conversation, kept: ChatTokenizer, served: ChatTokenizer, console: Console) -> None:
+    """Print what the only sequence of a conversation has beyond what a server sends for the last turn."""
+    one, several = kept.encode_each([record])[0], served.encode_each([record])[0]
+    if isinstance(one, BadRecord) or isinstance(several, BadRecord) or len(several) == 1:
+        return
+    tokens, others = (sum(len(made.view) for made in sequences) for sequences in (one, several))
+    text = f"history=kept: {tokens:,} tokens in place of {others:,} in {len(several)} sequences; "
+    console.print(Text(_wrapped(text + "the last turn is trained after lines that a server would not send:", console)))
+    lines = difflib.unified_diff(several[-1].text.splitlines(), one[-1].text.splitlines(), n=0, lineterm="")
+    changed = [line for line in list(lines)[2:] if not line.startswith("@@") and line[1:].strip()]
+    for line in changed[:_MAX_LINES]:
+        console.print(Text(one_line(line), style="yellow"))
+    if len(changed) > _MAX_LINES:
+        console.print(Text(f"and {len(changed) - _MAX_LINES:,} more", style="yellow"))
 
 
 def _wrapped(text: str, console: Console) -> str:

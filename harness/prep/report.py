@@ -264,7 +264,7 @@ class PrepareReport(Counts):
         return (
             f"{self.repetition():.1f} times the tokens of one rendering: the chat template shows turns differently "
             "once others follow, so each has a sequence of its own; tokenizer.train_on=last_turn makes one sequence of "
-            "a conversation, and so does tokenizer.history=kept where the template has a switch for it"
+            "a conversation, and so does tokenizer.history=kept, whose difference from serving --preview shows"
         )
 
     def facts(self) -> dict[str, str]:

@@ -184,6 +184,18 @@ class RenderedChat:
                 return len(prompt)
         return None
 
+    def shared_after(self, turn: int, last: int) -> int:
+        """Return the number of characters that follow the answer of a turn in the text up to turn `last`."""
+
+        def with_other(message: Message) -> str:
+            return self._render([*self.messages[:turn], self.form.turn(message), *self.messages[turn + 1 : last + 1]])
+
+        try:
+            other = with_other(_OTHER_ANSWER)
+        except BadRecordError:  # some templates refuse the result of a tool that nothing called
+            other = with_other(replace(_OTHER_ANSWER, tool_calls=self.conversation.messages[turn].tool_calls))
+        return shared_length(self.upto(last)[::-1], other[::-1])
+
     def prompt(self, turn: int) -> str:
         """Return the prompt from which a server generates a turn."""
         if turn not in self._prompts:

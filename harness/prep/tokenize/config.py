@@ -35,7 +35,9 @@ class TokenizerConfig:
             `assistant_turns`: tokens that each assistant turn adds to the conversation before it; `all`: every token.
         history: for templates that write earlier turns without their reasoning. `as_served` makes a sequence of its
             own for each assistant turn that a server would render differently, with only that turn trained; `kept`
-            renders a conversation once, with the reasoning of all turns, where the template has a switch for it.
+            makes one sequence of a conversation, in which every turn is written as it is generated, with its
+            reasoning: by the template's switch for it if there is one. Later turns are then trained after text that a
+            server would leave out, which `--preview` shows.
         train_on: `all_assistant` turns, only the `last_turn`, or the messages that the record has `marked` with a
             weight.
         train_reasoning: train the reasoning of trained turns.

@@ -88,7 +88,7 @@ class Masker:
         self.rule, self.why = self._choose(config.mask, where)
         # A template with marks is used as it is.
         self._forms = KnownForms(template, trusts_plain=self.rule in ("marks", "assistant_turns", "all"))
-        self._keeping = self._keeping_switch(where) if config.history == "kept" else {}
+        self._keeping = self._keeping_switch() if config.history == "kept" else {}
 
     def _choose(self, mask: str, where: str) -> tuple[str, str]:
         if mask in ("assistant_turns", "all"):
@@ -257,6 +257,8 @@ class Masker:
         """Put turns into as few sequences as show each of them as it is served, the last turn first."""
         text, found = chat.whole, []
         spans: list[Span] = []
+        # The beginning of the text is that of the conversation up to this turn.
+        shown_at = len(chat.messages) - 1
         for turn in reversed(trained):
             turn_spans = spans_of(turn)
             if turn_spans and self._config.train_end_of_turn:
@@ -270,10 +272,11 @@ class Masker:
             if not turn_spans:
                 continue
             placed = self._placed(own, turn_spans, text)
-            if placed is None:
-                if self._config.history == "kept":
-                    detail = f"the chat template writes turn {turn + 1} differently once later turns follow"
-                    raise BadRecordError(BadReason.NOT_AS_SERVED, f"{detail}; use tokenizer.history=as_served")
+            if placed is None and self._config.history == "kept":
+                text, placed, moved = self._kept(chat, turn, turn_spans, text, shown_at)
+                spans = [(start + moved, end + moved) for start, end in spans]
+                shown_at = turn
+            elif placed is None:
                 if spans:
                     found.append(Rendered(text, spans))
                 text, spans, placed = own, [], turn_spans
@@ -298,6 +301,33 @@ class Masker:
         if ends[1] is not None and (ends[1].group() in stops or (ends[0] and ends[0].group() == ends[1].group())):
             return [*others, (start, ends[1].end())]
         return None
+
+    def _kept(
+        self, chat: RenderedChat, turn: int, spans: list[Span], text: str, shown_at: int
+    ) -> tuple[str, list[Span], int]:
+        """Write a turn into a longer text as it is generated, in place of what the template makes of it there.
+
+        Args:
+            spans: of the turn in the text up to it.
+            shown_at: turn up to which the beginning of `text` is rendered.
+
+        Returns:
+            the new text, the spans of the turn in it, and how far what follows has moved.
+
+        Raises:
+            BadRecordError: the end of the turn is not found in the text.
+        """
+        own, shown = chat.served(turn), chat.upto(shown_at)
+        end = self._special.search(shown, len(shown) - chat.shared_after(turn, shown_at))
+        written = own.rstrip()
+        if end is None or not written.endswith(end.group()) or not text.startswith(shown[: end.end()]):
+            detail = f"the chat template writes turn {turn + 1} differently once later turns follow"
+            raise BadRecordError(BadReason.NOT_AS_SERVED, f"{detail}; use tokenizer.history=as_served")
+        return (
+            written + text[end.end() :],
+            [(start, min(stop, len(written))) for start, stop in spans],
+            len(written) - end.end(),
+        )
 
     def _has_end(self, text: str, start: int, end: int) -> bool:
         written = text[start:end].rstrip()
@@ -377,8 +407,11 @@ class Masker:
 
     # ---- facts -------------------------------------------------------------------------------------------------
 
-    def _keeping_switch(self, where: str) -> dict[str, Any]:
-        """Return the variable that makes the template keep earlier reasoning; nothing if it keeps it anyway."""
+    def _keeping_switch(self) -> dict[str, Any]:
+        """Return the variable that makes the template keep earlier reasoning; nothing if it keeps it anyway, or never.
+
+        Without one, turns are written into the rendering as they are generated (`_kept`).
+        """
         reasoned = replace(_ANSWER, reasoning="earlierreasoning")
         probe = Conversation((_ASK, reasoned, replace(_ASK, content="c"), replace(reasoned, content="d")), "")
         try:
@@ -388,8 +421,7 @@ class Masker:
         for switch in ({}, *({name: value} for name, value in _KEEPING_SWITCHES if name in self._template.reads)):
             if RenderedChat(self._template, probe, form, switch).whole.count("earlierreasoning") == 2:
                 return switch
-        what = "the chat template leaves out the reasoning of earlier turns and has no switch that keeps it"
-        raise ConfigError(what, where=where, fix="set tokenizer.history=as_served")
+        return {}
 
     @cached_property
     def end_tokens(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -138,10 +139,54 @@ def test_kept_history_is_one_sequence_where_the_template_has_a_switch(tokenizer:
     assert trained(sequence) == ["<think>Hm</think>Hello<|im_end|>", "<think>Hm</think>So long<|im_end|>"]
 
 
-def test_kept_history_is_refused_where_the_template_has_no_switch(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="no switch that keeps it") as caught:
-        tokenizer(FORGETFUL, history="kept")
-    assert caught.value.fix == "set tokenizer.history=as_served"
+def test_kept_history_without_a_switch_is_what_the_switch_would_write(tokenizer: Any) -> None:
+    talk = chat("Hi", "Hello", "Bye", "So long", "Well", "Yes", reasoning_content="Hm")
+    (by_switch,) = encode(tokenizer(SWITCHED, history="kept"), talk)
+
+    (sequence,) = encode(tokenizer(FORGETFUL, history="kept"), talk)
+
+    assert (sequence.text, sequence.spans) == (by_switch.text, by_switch.spans)
+    assert sequence.view.loss_mask.tolist() == by_switch.view.loss_mask.tolist()
+
+
+def test_kept_history_writes_every_call_as_it_is_generated(tmp_path: Path) -> None:
+    train_bpe(["The quick brown fox\n"] * 20, tmp_path, vocab_size=300, chat_template="qwen3")
+    call = [{"function": {"name": "f", "arguments": {"a": 1}}}]
+    turns = [{"role": "assistant", "content": "", "tool_calls": call}, {"role": "tool", "content": "5"}]
+    messages = [{"role": "user", "content": "Hi"}, *turns, *turns, {"role": "assistant", "content": "Five"}]
+    record = parse_record({"messages": messages, "tools": [{"function": {"name": "f"}}]}, "")
+    assert isinstance(record, Conversation)
+    (as_served, *others) = encode(ChatTokenizer(TokenizerConfig(name=str(tmp_path))), record)
+
+    (sequence,) = encode(ChatTokenizer(TokenizerConfig(name=str(tmp_path), history="kept")), record)
+
+    thought = "<think>\n\n</think>\n\n"
+    called = thought + '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert trained(sequence) == [called, called, thought + "Five<|im_end|>"]
+    assert trained(as_served) == [called]
+    assert len(others) == 2
+    assert sequence.text.startswith(as_served.text.rstrip())
+
+
+def test_kept_history_trains_the_turns_that_are_marked_and_leaves_the_others_as_they_are_served(tokenizer: Any) -> None:
+    talk = chat("Hi", "Hello", "Bye", "So long", "Well", "Yes", reasoning_content="Hm")
+    messages = tuple(replace(one, trained=number != 3) for number, one in enumerate(talk.messages))
+
+    (sequence,) = encode(tokenizer(FORGETFUL, history="kept"), replace(talk, messages=messages))
+
+    assert trained(sequence) == ["<think>Hm</think>Hello<|im_end|>", "<think>Hm</think>Yes<|im_end|>"]
+    assert "assistant\nSo long<|im_end|>" in sequence.text
+
+
+def test_kept_history_is_refused_where_the_end_of_a_turn_is_not_found(tokenizer: Any) -> None:
+    end = "{{ '<|im_start|>' if m.role == 'assistant' and not loop.last else '<|im_end|>' }}\n{% endfor %}"
+    template = TOOLS.replace("<|im_end|>\n{% endfor %}", end)
+
+    (bad,) = tokenizer(template, history="kept").encode([chat("Hi", "Hello", "Bye", "So long")])
+
+    assert isinstance(bad, BadRecord)
+    assert bad.reason == BadReason.NOT_AS_SERVED
+    assert "use tokenizer.history=as_served" in bad.detail
 
 
 def test_a_turn_that_does_not_begin_with_its_prompt_is_refused_by_name(tokenizer: Any) -> None:

@@ -81,6 +81,10 @@ def test_a_conversation_that_makes_several_sequences_shows_each(tmp_path):
     page = " ".join(shown(str(source), tokenizer=TokenizerConfig(name=str(tmp_path / "tokenizer"))).split())
     assert "4 turns, 2 sequences" in page
     assert "sequence 2 of 2" in page
+    kept = shown(str(source), tokenizer=TokenizerConfig(name=str(tmp_path / "tokenizer"), history="kept"))
+    words = " ".join(kept.split())
+    assert "4 turns, 1 sequence" in words
+    assert "in 2 sequences; the last turn is trained after lines that a server would not send: +<think> +think" in words
 
 
 def test_chats_have_no_packs_and_a_dataset_takes_no_settings_of_a_preparation(source, monkeypatch, capsys):

@@ -278,3 +278,21 @@ def test_the_advice_of_a_refusal_leads_to_a_chat_that_is_prepared(stock: Stock, 
         ignored += advice.group(1).split(",")
     assert "tokenizer.chat_template" in made.detail or made.reason == BadReason.TEMPLATE_FAILED, made
     assert stock.name in ALTERNATING | NO_TOOLS if tools else stock.name in NO_TEXTS, made
+
+
+def test_kept_history_trains_the_same_texts_in_one_sequence(stock: Stock) -> None:
+    kept = ChatTokenizer(TokenizerConfig(kind="huggingface", name=stock.ours.name, history="kept"))
+    compared = 0
+    for shape in SHAPES:
+        (served,) = stock.ours.encode_each([conversation_of(shape)])
+        (made,) = kept.encode_each([conversation_of(shape)])
+        if isinstance(served, BadRecord) or isinstance(made, BadRecord):
+            # What cannot be served cannot be kept; a turn whose end is not found in a longer text can only be served.
+            assert isinstance(made, BadRecord), (shape, made)
+            assert isinstance(served, BadRecord) or "tokenizer.history=as_served" in made.detail, (shape, made)
+            continue
+        assert len(made) == 1, shape
+        compared += 1
+        texts, expected = ([one.text[slice(*span)] for one in ones for span in one.spans] for ones in (made, served))
+        assert [text.strip() for text in texts] == [text.strip() for text in expected], shape
+    assert compared > 2
