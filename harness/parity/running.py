@@ -29,7 +29,7 @@ from harness.printing import indented, one_line
 from harness.settings import CONFIGS, load
 from harness.storage import Marker
 from harness.tables import Table, TableCell
-from harness.train.lines import whole_lines
+from harness.train.lines import count_steps
 
 if TYPE_CHECKING:
     import psutil  # a prep machine prints the settings of a matrix without it
@@ -231,7 +231,7 @@ def _read_finished(folder: Path, cell: Cell, fingerprint: str) -> Finished | Non
     try:
         done = cell.folder(folder) / _DONE
         finished = replace(load(Finished, done.read_bytes(), where=done), was_kept=True)
-        made = sum(1 for _ in whole_lines(cell.record(folder)))
+        made = count_steps(cell.record(folder))
     except (OSError, FormatError):
         return None
     is_whole = finished.fingerprint == fingerprint and not finished.reason and made == cell.steps
@@ -298,7 +298,7 @@ class CellBatch:
 
     def steps_made(self, cell: Cell) -> int:
         with suppress(OSError):
-            return sum(1 for _ in whole_lines(cell.record(self._folder)))
+            return count_steps(cell.record(self._folder))
         return 0
 
     def measure(self) -> None:

@@ -151,7 +151,8 @@ class TrainerConfig:
             pretrained weights, and 60 steps for any other.
         loss_average: what the loss and validation losses are means over: every trained `token` counts alike, or every
             `conversation` (a sequence of a pack with trained tokens, which share its weight), however long its answers.
-        eval_interval: steps between validations, 0 for none; the last step is always validated.
+        eval_interval: steps between validations, the first before step 1 and recorded as step 0; 0 for none. The last
+            step is always validated.
         eval_batches: global batches of one validation; null for the whole validation set.
         early_stop: stop after this many validations in a row without a new lowest loss; 0 for never.
         checkpoint_interval: steps between checkpoints; 0 for only the last.

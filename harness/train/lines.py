@@ -83,6 +83,11 @@ def whole_lines(path: Path) -> Iterator[str]:
         raise
 
 
+def count_steps(path: Path) -> int:
+    """Return the number of lines of steps, without that of what precedes step 1."""
+    return sum(not line.startswith('{"step": 0,') for line in whole_lines(path))
+
+
 def read_line(line: str, number: int, path: Path) -> StepLine:
     """Return the step of a line of JSON; raise FormatError for a damaged one."""
     what = f"line {number} is not one of a step"

@@ -128,6 +128,9 @@ class Hooks:
     def save_locally(self, number: int, state: LoaderState) -> None:
         """Do the same on the nodes' own disks, every `local_checkpoint_interval` steps that `save` is not called at."""
 
+    def record_start(self, evaluations: Mapping[str, Evaluation]) -> None:
+        """Record the validations before step 1, by the names of their sets."""
+
     def record(self, made: StepRecord) -> None:
         """Record a step."""
 
@@ -156,7 +159,7 @@ def train(
     first_step: int = 1,
     validated: Iterable[float] = (),
 ) -> str | None:
-    """Train from `first_step` to `config.steps`, or until the batches end.
+    """Train from `first_step` to `config.steps`, or until the batches end; a new run is evaluated before step 1.
 
     Args:
         batches: global batches in order, starting with that of `first_step`. If they end before `config.steps`, the
@@ -172,6 +175,8 @@ def train(
         HarnessError: the loss of a step is not finite; nothing is saved from that step on.
     """
     loop = _Loop(step, config, hooks, validation, list(validated))
+    if first_step == 1:
+        loop.start()
     for number in range(first_step, config.last_step + 1):
         batch = loop.read(number, batches)
         if batch is None:
@@ -195,6 +200,12 @@ class _Loop:
     reason: str | None = None
     _lap: tuple[float, float] = (0.0, 0.0)
     _read_s: tuple[float, float] = (0.0, 0.0)
+
+    def start(self) -> None:
+        """Validate what the run begins with, where it is validated between steps."""
+        if evaluations := self._validate(0):
+            self.hooks.record_start(evaluations)
+            self.losses += [evaluations[OWN_VALIDATION].loss] if OWN_VALIDATION in evaluations else []
 
     def read(self, number: int, batches: Iterator[RankBatch]) -> RankBatch | None:
         """Return the next batch; None, with the steps so far saved, if there is none."""

@@ -9,7 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from harness.settings import from_plain
 from harness.storage import write_atomically
 from harness.tables import Table
 from harness.train.lines import DAMAGED_FIX, MISREAD, ROOM_FIX, LineFile, describe_hole, keep_lines_before, whole_lines
-from harness.train.loop import OWN_VALIDATION, StepRecord
+from harness.train.loop import OWN_VALIDATION, Evaluation, StepRecord
 from harness.train.stragglers import CAUSES, RankTimes, Straggler
 from harness.train.trackers import PATIENCE_S, SERVICES, EventFile, Tracker, curve_values
 
@@ -32,7 +32,7 @@ class StepMetrics:
     """One line of `metrics.jsonl`.
 
     Attributes:
-        step: 1 for the first.
+        step: 1 for the first; 0 for the validations before it, which have no other values.
         epoch: 0 for the first.
         loss: mean over the trained tokens, in nats.
         validation_loss: the same over the validation set; None if no validation followed this step.
@@ -121,6 +121,15 @@ def step_metrics(
     )
 
 
+def start_metrics(evaluations: Mapping[str, Evaluation]) -> StepMetrics:
+    """Return the metrics of the validations before step 1, by the names of their sets."""
+    losses = {name: evaluation.loss for name, evaluation in evaluations.items()}
+    loads = {name: one.expert_load for name, one in evaluations.items() if one.expert_load is not None}
+    values: dict[str, Any] = {field.name: 0 for field in fields(StepMetrics) if field.default_factory is MISSING}
+    values |= {"loss": math.nan, "grad_norm": math.nan, "validation_loss": losses.pop(OWN_VALIDATION, None)}
+    return StepMetrics(**values, evaluation_losses=losses, evaluation_expert_loads=loads)
+
+
 class MetricsWriter:
     """Appends to `metrics.jsonl` in `folder`, and feeds the run's trackers.
 
@@ -144,7 +153,8 @@ class MetricsWriter:
         path = folder / METRICS_FILE
         with os_errors_as(HarnessError, "the run's folder cannot be made", where=folder, fix=ROOM_FIX):
             folder.mkdir(parents=True, exist_ok=True)
-        if hole := describe_hole(path, keep_lines_before(path, first_step), 1, first_step):
+        # A run that begins again validates again before step 1.
+        if hole := describe_hole(path, keep_lines_before(path, first_step if first_step > 1 else 0), 1, first_step):
             log(hole)
         self._file = LineFile(path, "the run's metrics")
         self._log = log
@@ -193,9 +203,14 @@ class MetricsWriter:
             self._log(problem)
 
 
-def read_metrics(path: Path) -> list[StepMetrics]:
-    """Return the steps of a `metrics.jsonl` in order; raise FormatError for a line that is not one."""
-    return read_lines(path, parse_metrics, "metrics", remedy=DAMAGED_FIX)
+def read_metrics(path: Path, *, with_start: bool = False) -> list[StepMetrics]:
+    """Return the steps of a `metrics.jsonl` in order, on request with the validations before them as step 0.
+
+    Raises:
+        FormatError: a line is not that of a step.
+    """
+    steps = read_lines(path, parse_metrics, "metrics", remedy=DAMAGED_FIX)
+    return [step for step in steps if step.step or with_start]
 
 
 def parse_metrics(values: dict[str, Any]) -> StepMetrics:
@@ -226,13 +241,14 @@ def _validations(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
 
 
 def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
-    """Draw training and validation losses over the steps as a PNG.
+    """Draw training and validation losses over the steps, step 0 included, as a PNG.
 
     Args:
         title: above the plot; a long line is wrapped.
     """
     figure, axes = _axes(title, "loss (nats per trained token)")
-    axes.plot([s.step for s in steps], [s.loss for s in steps], label="training", color="#1f6feb", linewidth=1.6)
+    trained = [s for s in steps if s.step]
+    axes.plot([s.step for s in trained], [s.loss for s in trained], label="training", color="#1f6feb", linewidth=1.6)
     for number, (name, losses) in enumerate(_validations(steps).items()):
         style: dict[str, Any] = {"color": "#d1570c", "markersize": 5} if number == 0 else {"markersize": 4}
         if losses:
@@ -327,13 +343,15 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
     """Write `report.md`: the result first, then what ran where.
 
     Args:
+        steps: in order, from step 0 where the run was validated before step 1.
         facts: name to value, in the order to show: dataset, model, device, versions.
     """
+    validations, steps = _validations(steps), [step for step in steps if step.step]
     first, last, count = steps[0], steps[-1], len(steps)
     seconds, tokens = sum(s.step_s for s in steps), sum(s.tokens for s in steps)
     rows = {
         "training loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
-        **{f"{name} loss": _summary(losses) for name, losses in _validations(steps).items()},
+        **{f"{name} loss": _summary(losses) for name, losses in validations.items()},
         **_expert_rows(steps),
         **{
             f"loss {number} tokens further": _summary({s.step: s.mtp_losses[number - 1] for s in steps if s.mtp_losses})

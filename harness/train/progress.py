@@ -91,10 +91,9 @@ class RunProgress:
             f"lr {metrics.learning_rate:.2e}, grad norm {metrics.grad_norm:.3g}, "
             f"{metrics.tokens_per_s:,.0f} tokens/s, {left}"
         )
-        named = {"validation": metrics.validation_loss, **metrics.evaluation_losses}
-        validations = "".join(f", {name} loss {loss:.4f}" for name, loss in named.items() if loss is not None)
-        total = "" if validations else of
-        self._unlogged = f"step {metrics.step}{total}: loss {metrics.loss:.4f}{validations}, {numbers}"
+        validations = describe_validations(metrics)
+        total, shown = ("", f", {validations}") if validations else (of, "")
+        self._unlogged = f"step {metrics.step}{total}: loss {metrics.loss:.4f}{shown}, {numbers}"
         if validations or metrics.step % every == 0 or metrics.step == 1:
             self.log_last_step()
 
@@ -111,6 +110,12 @@ class RunProgress:
         self._progress.update(self._task, description=activity)
         yield
         self._progress.update(self._task, description=before)
+
+
+def describe_validations(metrics: StepMetrics) -> str:
+    """Return the losses of validation sets, empty where none was read."""
+    named = {"validation": metrics.validation_loss, **metrics.evaluation_losses}
+    return ", ".join(f"{name} loss {loss:.4f}" for name, loss in named.items() if loss is not None)
 
 
 def duration(seconds: float) -> str:

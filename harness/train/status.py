@@ -74,7 +74,7 @@ def read_status(folder: Path) -> RunStatus:
     age_s = None
     with suppress(OSError):
         path = folder / METRICS_FILE
-        newest = read_sound_lines(path, _RECENT)
+        newest = [line for line in read_sound_lines(path, _RECENT) if line.step]
         age_s = max(0.0, time.time() - path.stat().st_mtime) if newest else None
     checkpoints = whole_checkpoints(folder / CHECKPOINTS)
     attempts: list[Attempt] = []

@@ -51,7 +51,7 @@ class SentState:
 
     Attributes:
         run: the service's id of the run, None if it has none yet.
-        step: the last step sent, 0 for none.
+        step: the last step sent, -1 for none.
     """
 
     def __init__(self, home: Path) -> None:
@@ -62,7 +62,7 @@ class SentState:
         if values.get("identity", self._identity) != self._identity:
             values = {}  # of a run of which this folder is a copy: its curves are not this run's
         self.run: str | None = values.get("run")
-        self.step: int = values.get("step", 0)
+        self.step: int = values.get("step", -1)
 
     def update(self, *, run: str | None = None, step: int | None = None) -> None:
         self.run = self.run if run is None else run

@@ -54,7 +54,9 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     """
     loads = line.get("evaluation_expert_loads", {})
     plain = {name: value for name, value in line.items() if isinstance(value, int | float)}
-    values = {f"train/{key}": plain[key] for key in plain if key not in ("step", "validation_loss", "mtp_tokens")}
+    # Nothing is trained in step 0.
+    is_trained = {} if line["step"] == 0 else plain
+    values = {f"train/{key}": plain[key] for key in is_trained if key not in ("step", "validation_loss", "mtp_tokens")}
     values |= {"validation/loss": line["validation_loss"]}
     values |= {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
     values |= {f"train/mtp_loss_{number}": loss for number, loss in enumerate(line.get("mtp_losses", ()), start=1)}

@@ -175,6 +175,8 @@ def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
             yield Problem(f"not the metrics of a step: {error}", where)
             step += 1
             continue
+        if found == 0 and number == 1:  # of the validations before step 1
+            continue
         if found != step + 1:
             kind = "repeats" if found <= step else "skips to"
             yield Problem(f"step {step} is followed by step {found}: the line {kind} it", where)

@@ -80,8 +80,9 @@ def environment() -> dict[str, str]:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
-    # The last line of an active run may be half written.
-    return [json.loads(line) for line in whole_lines(path)] if path.exists() else []
+    # The last line of an active run may be half written, and the first may be that of validations before step 1.
+    lines = [json.loads(line) for line in whole_lines(path)] if path.exists() else []
+    return [line for line in lines if line["step"]]
 
 
 def run_command(arguments: list[str], *, timeout_s: float = 280) -> tuple[int, str]:

@@ -69,7 +69,7 @@ def test_a_blend_is_trained_in_its_order_over_a_stop_and_in_other_formats(
     cuts = [0, 4, 8, 12, 18, 24, 30, 36]
     assert trained == [sorted(itertools.chain(*due[start:stop])) for start, stop in itertools.pairwise(cuts)]
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["packs_consumed"] for line in metrics] == cuts[1:]
+    assert [line["packs_consumed"] for line in metrics if line["step"]] == cuts[1:]
 
 
 def test_other_weights_are_refused_on_resume_and_too_few_epochs_before_training(

@@ -19,11 +19,20 @@ from harness.megatron.job import runtime
 from harness.megatron.job.waits import thread_times
 from harness.megatron.run.sampling import Sampler
 from harness.plan import RunConfig, TrainerConfig
-from harness.train import METRICS_FILE, DigestWriter, MetricsWriter, StepRecord, is_due, merge_ranks, read_metrics
+from harness.train import (
+    METRICS_FILE,
+    DigestWriter,
+    Evaluation,
+    MetricsWriter,
+    StepRecord,
+    is_due,
+    merge_ranks,
+    read_metrics,
+)
 from harness.train.attempts import read_attempts
 from harness.train.digests import rank_rows
-from harness.train.metrics import plot_experts, plot_loss, step_metrics, write_report
-from harness.train.progress import RunProgress
+from harness.train.metrics import plot_experts, plot_loss, start_metrics, step_metrics, write_report
+from harness.train.progress import RunProgress, describe_validations
 from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, find_slow_nodes_file, write_slow_nodes
 
 
@@ -70,6 +79,13 @@ class RunRecords:
             log = self.progress.log
             self._digests = DigestWriter(folder, first_step=first_step, log=log) if self._keeps_data else None
             self._metrics = MetricsWriter(folder, first_step=first_step, trackers=trainer.trackers, log=log)
+
+    def start(self, evaluations: Mapping[str, Evaluation]) -> None:
+        """Record the validations before step 1."""
+        metrics = start_metrics(evaluations)
+        if self._metrics is not None:
+            self._metrics.write(metrics)
+        self.progress.log(f"before step 1: {describe_validations(metrics)}")
 
     def step(self, record: StepRecord) -> None:
         """Record one step; every rank takes part."""
@@ -157,8 +173,8 @@ class RunRecords:
         """
         if self._metrics is None:
             return
-        steps = read_metrics(self._folder / METRICS_FILE)
-        if not steps:
+        steps = read_metrics(self._folder / METRICS_FILE, with_start=True)
+        if not any(step.step for step in steps):
             self.progress.log(f"warning: {self._folder / METRICS_FILE} has no steps any more: no report is written")
             return
         title = _title(config, self._folder, data_names)

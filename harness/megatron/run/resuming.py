@@ -87,7 +87,7 @@ def keep_recorded(optimizer: OptimizerConfig, folder: Path) -> OptimizerConfig:
 def read_validations(folder: Path, first_step: int) -> list[float]:
     """Return the losses of the validations before `first_step`."""
     path = folder / METRICS_FILE
-    steps = read_metrics(path) if path.exists() else []
+    steps = read_metrics(path, with_start=True) if first_step > 1 and path.exists() else []
     return [step.validation_loss for step in steps if step.step < first_step and step.validation_loss is not None]
 
 

@@ -38,7 +38,7 @@ from harness.megatron.step import MegatronStep
 from harness.plan import RunConfig, plan_memory
 from harness.printing import redact_all
 from harness.settings import to_plain, to_yaml
-from harness.train import Progress, StepRecord, is_due
+from harness.train import Evaluation, Progress, StepRecord, is_due
 from harness.train.attempts import EXIT_STOPPED, Stop, write_stop
 from harness.train.checkpoints import CHECKPOINTS, read_progress, whole_checkpoints
 from harness.train.folder import leave_early_stop, leave_refusal, open_run_folder
@@ -314,6 +314,9 @@ class _Run(Hooks):
 
     def waits_s(self) -> float:
         return self.waits.total_s()
+
+    def record_start(self, evaluations: Mapping[str, Evaluation]) -> None:
+        self._records.start(evaluations)
 
     def record(self, made: StepRecord) -> None:
         self._records.step(made)

@@ -24,6 +24,8 @@ from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.train.attempts import decide
 from harness.train.folder import open_run_folder
+from harness.train.status import read_status
+from harness.train.verify import verify_run
 
 
 @pytest.fixture
@@ -173,6 +175,33 @@ def test_epochs_end_with_their_ragged_batch_also_where_a_resumed_run_has_another
     recorded = (tmp_path / "run" / "config.yaml").read_text()
     for setting in ("steps: 8", "epochs: null", "lr: 0.002", "warmup_steps: 1", "decay_steps: 4"):
         assert f"  {setting}\n" in recorded
+
+
+def test_a_run_is_validated_before_step_1_once_and_shows_it_in_its_log_and_report(tmp_path, capsys):
+    for name in ("train", "validation"):
+        with open_writer(
+            tmp_path / "data" / name, format="parquet", pack_size=64, provenance=Provenance(counts={"vocab_size": 90})
+        ) as writer:
+            for number in range(4):
+                writer.append(Pack([number + 1] * 40, [1] * 39 + [0], [0]))
+    made = SftConfig(data=DataConfig(path=str(tmp_path / "data")), run_dir=str(tmp_path / "run"))
+    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
+    made.loader = LoaderConfig(global_batch_size=2, num_workers=0)
+    made.trainer.device, made.trainer.steps, made.optimizer.lr = "cpu", 1, 1e-30
+    assert main(made) == 0
+    made.trainer.steps, made.resume = 2, "true"
+    assert main(made) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[0]["loss"] is None
+    # With a rate that changes nothing, every validation is the first one.
+    loss = lines[0]["validation_loss"]
+    assert [line["validation_loss"] for line in lines] == [pytest.approx(loss, rel=1e-6)] * 3
+    assert capsys.readouterr().out.count(f"before step 1: validation loss {loss:.4f}") == 1
+    assert f"{loss:.4f} at step 0, {loss:.4f} at step 1" in (tmp_path / "run" / "report.md").read_text()
+    assert list(verify_run(tmp_path / "run")) == []
+    assert (status := read_status(tmp_path / "run")).step == 2
+    assert status.is_finished
 
 
 def test_no_file_of_a_run_ends_a_resume_with_an_error_that_has_no_name(tmp_path, data):

@@ -36,7 +36,7 @@ class Noted(Hooks):
     """Notes what a run is asked to save, record and log; stops for the reasons given, one after each step."""
 
     def __init__(self, *reasons: str | None) -> None:
-        self.saved, self.local, self.records, self.logged = [], [], [], []
+        self.saved, self.local, self.records, self.logged, self.starts = [], [], [], [], []
         self.reasons = iter(reasons)
 
     def save(self, number, state) -> None:
@@ -44,6 +44,9 @@ class Noted(Hooks):
 
     def save_locally(self, number, state) -> None:
         self.local.append((number, state))
+
+    def record_start(self, evaluations) -> None:
+        self.starts.append(evaluations)
 
     def record(self, made) -> None:
         self.records.append(made)
@@ -73,6 +76,22 @@ def test_validation_and_checkpoints_come_at_their_intervals_and_at_the_end():
     _, noted = run(TrainerConfig(steps=4, eval_interval=0, checkpoint_interval=0), LinearLoss())
     assert noted.saved == [(4, 4)]
     assert [record.step for record in noted.records if record.validation is not None] == [4]
+
+
+def test_a_new_run_is_validated_before_its_first_step_and_a_resumed_one_is_not():
+    _, noted = run(TrainerConfig(steps=2, eval_interval=5), LinearLoss())
+    assert noted.starts == [{"validation": Evaluation(3.0, 5)}]
+    for config, more in (
+        (TrainerConfig(steps=4, eval_interval=5), {"first_step": 3}),
+        (TrainerConfig(steps=2, eval_interval=0), {}),
+        (TrainerConfig(steps=2, eval_interval=5), {"validation": {}}),
+    ):
+        assert run(config, LinearLoss(), **more)[1].starts == []
+
+
+def test_a_run_that_never_beats_its_first_validation_stops_early():
+    _, noted = run(TrainerConfig(steps=9, eval_interval=1, early_stop=2), LinearLoss())
+    assert [record.step for record in noted.records] == [1, 2]
 
 
 def test_local_checkpoints_come_between_the_others():
@@ -124,11 +143,11 @@ class Plateau(LinearLoss):
 
 def test_validations_without_a_lower_loss_end_the_run_with_a_checkpoint():
     config = TrainerConfig(steps=20, eval_interval=2, checkpoint_interval=100, early_stop=2)
-    _, noted = run(config, Plateau([5.0, 4.0, 4.0, 4.5]))
+    _, noted = run(config, Plateau([6.0, 5.0, 4.0, 4.0, 4.5]))
     assert (noted.saved, noted.records[-1].step) == ([(8, 8)], 8)
     assert noted.logged == ["stopped early after step 8: 2 validations without a lower loss"]
     # A lower loss in between restarts the count, and losses from before a resume count.
-    assert run(config, Plateau([5.0, 4.0, 4.1, 3.9, 4.0, 3.9]))[1].saved == [(12, 12)]
+    assert run(config, Plateau([6.0, 5.0, 4.0, 4.1, 3.9, 4.0, 3.9]))[1].saved == [(12, 12)]
     assert run(config, Plateau([4.5]), first_step=8, validated=[5.0, 4.0, 4.0])[1].saved == [(8, 8)]
 
 

@@ -10,7 +10,9 @@ from step_metrics import metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from harness.errors import FormatError
-from harness.train.metrics import MetricsWriter, plot_experts, plot_loss, read_metrics, write_report
+from harness.train.lines import count_steps
+from harness.train.loop import Evaluation
+from harness.train.metrics import MetricsWriter, plot_experts, plot_loss, read_metrics, start_metrics, write_report
 from harness.train.stragglers import Straggler
 from harness.train.trackers import curve_values
 
@@ -35,6 +37,35 @@ def test_written_metrics_are_read_back_and_tensorboard_shows_the_same_numbers(tm
         "validation/loss": [(2, 1.5)],
         "validation/code/loss": [(2, 2.5)],
     }
+
+
+def test_the_validations_before_step_1_are_step_0_of_the_report_and_of_the_curves_and_no_step_that_was_trained(
+    tmp_path,
+):
+    start = start_metrics({"validation": Evaluation(5.5, 7), "code": Evaluation(6.5, 9, expert_load=1.25)})
+    steps = [metrics(1, 3.0), metrics(2, 2.5, validation_loss=1.5)]
+    write(tmp_path, [start, *steps])
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == steps
+    [first, *rest] = read_metrics(path, with_start=True)
+    assert (first.step, first.validation_loss, first.evaluation_losses, rest) == (0, 5.5, {"code": 6.5}, steps)
+    assert first.evaluation_expert_loads == {"code": 1.25}
+    assert curve_values(json.loads(path.read_text().splitlines()[0])) == {
+        "validation/loss": 5.5,
+        "validation/code/loss": 6.5,
+        "validation/code/expert_load": 1.25,
+    }
+    assert count_steps(path) == 2
+    report = write_report(tmp_path, [first, *steps], {}).read_text()
+    assert "| training loss | 3.0000 at step 1, 2.5000 at step 2 |" in report
+    assert "| validation loss | 5.5000 at step 0, 1.5000 at step 2; perplexity 4.5 |" in report
+    assert "| code loss | 6.5000 at step 0; perplexity 665.1 |" in report
+    plot_loss([first, *steps], tmp_path / "loss.png")
+    # A run that begins again is validated again, and one that resumes is not.
+    write(tmp_path, [], first_step=2)
+    assert [step.step for step in read_metrics(path, with_start=True)] == [0, 1]
+    write(tmp_path, [], first_step=1)
+    assert path.read_text() == ""
 
 
 def test_the_load_of_experts_is_drawn_and_reported_in_training_of_each_source_and_in_each_validation_set(tmp_path):
