@@ -200,6 +200,15 @@ def sum_loss(
     return total, divisor, torch.stack((total.detach().double(), divisor.double(), tokens.double()))
 
 
+def sum_sources(row: RowTensors, number: int, losses: torch.Tensor) -> torch.Tensor:
+    """Return the weighted losses and the weights of a row's tokens, summed by dataset: float64 [2 * number]."""
+    assert row.sources is not None
+    weights = row.loss_mask.double()
+    # Not `index_add_`, whose sums on a GPU depend on the order of its threads.
+    is_of = row.sources == torch.arange(number, device=weights.device)[:, None]
+    return torch.cat([(is_of * values).sum(dim=1) for values in (losses.detach().double() * weights, weights)])
+
+
 def padding_argument(chunk: Any, padding_mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the argument that names padding to a chunk's routers of experts; none for a chunk without experts.
 

@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout
 from harness.loader.datasets import Sources
-from harness.megatron.batch import RowsAhead, RowTensors, run_row, sum_loss, to_device
+from harness.megatron.batch import RowsAhead, RowTensors, run_row, sum_loss, sum_sources, to_device
 from harness.megatron.drift import check_drift
 from harness.megatron.model.gpt import build_model
 from harness.megatron.model.mtp import predicted_losses, reset_predictions
@@ -99,6 +99,12 @@ def _build_scheduler(optimizer: Any, settings: OptimizerConfig) -> OptimizerPara
     )
 
 
+def _means_by_name(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """Return the mean loss of each dataset with a trained token, from all sums of losses and then all of weights."""
+    pairs = zip(sums[: len(names)], sums[len(names) :], strict=True)
+    return {name: total / weight for name, (total, weight) in zip(names, pairs, strict=True) if weight}
+
+
 class MegatronStep:
     """Trains and evaluates a model on this rank's rows; its optimizer is by the settings' defaults unless it is given.
 
@@ -113,7 +119,8 @@ class MegatronStep:
         loss_average: as of `TrainerConfig`.
 
     Attributes:
-        sources: the datasets of a blend, whose tokens the routers of experts then count apart; None for none.
+        sources: the datasets of a blend, whose losses are then reported apart, and whose tokens the routers of experts
+            count apart; None for none.
     """
 
     def __init__(
@@ -172,12 +179,12 @@ class MegatronStep:
         if self._graph is not None:
             sums = self._graph.run_rows(rows)
         else:
-            sums = self._sum(self.run_rows(rows, self.forward_row, forward_only=False))
+            sums = self._sum(self.run_rows(rows, self.forward_row, forward_only=False), self.sources)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         updated, grad_norm, _zeros = self.optimizer.step()
         if updated:
             self.scheduler.step(increment=1)
-        total, divisor, tokens = self._reduce(sums)
+        total, divisor, tokens, *of_sources = self._reduce(sums)
         loads: dict[str, float] = {}
         if self.sources is not None and self.has_experts:
             loads = source_loads(self.chunks, self.num_layers, self.sources.names, self.device)
@@ -191,6 +198,7 @@ class MegatronStep:
             grad_norm=float(grad_norm) if grad_norm is not None else float("nan"),
             learning_rate=learning_rate,
             skipped=not updated,
+            source_losses=_means_by_name(self.sources.names, of_sources) if self.sources is not None else {},
             experts=expert_metrics(self.chunks, self.num_layers, self.device) if self.has_experts else None,
             source_expert_loads=loads,
             mtp_losses=mtp_losses,
@@ -198,8 +206,8 @@ class MegatronStep:
         )
 
     def _rows_of(self, batch: RankBatch) -> list[ThdBatch]:
-        """Return the rows, with the dataset of each sequence where the routers of experts count these."""
-        if self.sources is None or not self.has_experts:
+        """Return the rows, with the dataset of each sequence where these are reported apart."""
+        if self.sources is None:
             return batch.rows
         pairs = zip(batch.rows, batch.sequence_ids, strict=True)
         return [replace(row, sources=self.sources.of(sequences)) for row, sequences in pairs]
@@ -235,19 +243,24 @@ class MegatronStep:
             chunk.eval()
         for router in routers(self.chunks):
             router.reset()
-        sums = self._sum([])
+        sums = self._sum([], None)
         with torch.no_grad():
             for batch in batches:
-                sums += self._sum(self.run_rows(batch.rows, self.forward_row))
+                sums += self._sum(self.run_rows(batch.rows, self.forward_row), None)
         total, divisor, tokens = self._reduce(sums)
         load = expert_metrics(self.chunks, self.num_layers, self.device).load if self.has_experts else 0.0
         return Evaluation(loss=total / max(divisor, 1), trained_tokens=int(tokens), expert_load=load or None)
 
-    def _sum(self, reports: list[torch.Tensor]) -> torch.Tensor:
+    def _sum(self, reports: list[torch.Tensor], sources: Sources | None) -> torch.Tensor:
         """Return the sum of the reports of rows; zeros on a stage that computes no loss."""
         if not reports:
-            return torch.zeros(3, dtype=torch.float64, device=self.device)
+            return self.empty_report(sources)
         return torch.stack(reports).sum(dim=0)
+
+    def empty_report(self, sources: Sources | None) -> torch.Tensor:
+        """Return the report of no row: zeros of the width that it has with these datasets apart."""
+        width = 3 if sources is None else 3 + 2 * len(sources.names)
+        return torch.zeros(width, dtype=torch.float64, device=self.device)
 
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
         """Run rows through the model by Megatron's schedule; return each report of `forward`'s loss function.
@@ -284,9 +297,21 @@ class MegatronStep:
         """Run the next row through a chunk; return its losses, and the function that sums those of trained tokens."""
         arrays, row = rows.take()
         self.check_tokens(arrays)
-        if row.sources is not None and self.sources is not None:
+        if row.sources is not None and self.sources is not None and self.has_experts:
             show_sources(model, row.sources, len(self.sources.names))
-        return run_row(model, row), partial(sum_loss, row.loss_mask, row.divisor)
+        return run_row(model, row), self.loss_of(row)
+
+    def loss_of(self, row: RowTensors) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return `sum_loss` of a row, whose report has the sums of `sum_sources` too where sources are known."""
+        sources = self.sources
+
+        def loss_of_row(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            total, divisor, report = sum_loss(row.loss_mask, row.divisor, losses)
+            if sources is not None and row.sources is not None:
+                report = torch.cat((report, sum_sources(row, len(sources.names), losses)))
+            return total, divisor, report
+
+        return loss_of_row
 
     def check_tokens(self, arrays: ThdBatch) -> None:
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
@@ -297,8 +322,8 @@ class MegatronStep:
                 fix="set it to the vocabulary size of the dataset's tokenizer",
             )
 
-    def _reduce(self, sums: torch.Tensor) -> tuple[float, float, float]:
-        """Return the sums of `sum_loss` over the whole job, which start on the last pipeline stage."""
+    def _reduce(self, sums: torch.Tensor) -> list[float]:
+        """Return the sums of `loss_of` over the whole job, which start on the last pipeline stage."""
         torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             torch.distributed.broadcast(
@@ -306,5 +331,5 @@ class MegatronStep:
                 src=parallel_state.get_pipeline_model_parallel_last_rank(),
                 group=parallel_state.get_pipeline_model_parallel_group(),
             )
-        total, divisor, tokens = sums.tolist()
-        return total, divisor, tokens
+        values: list[float] = sums.tolist()
+        return values

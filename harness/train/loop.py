@@ -55,6 +55,8 @@ class StepResult:
         learning_rate: used by this step.
         skipped: True if the optimizer refused the step because gradients were not finite.
         experts: None for a dense model.
+        source_losses: as loss, over the tokens of each dataset of a blend alone, by name; without those that the step
+            trains no token of.
         source_expert_loads: load of the busiest expert, as in `ExpertMetrics`, for the tokens of each dataset of a
             blend alone, by name; without those that the step has no token of.
         mtp_losses: mean over the tokens that each layer after the model's own predicts, the nearest first; empty where
@@ -68,6 +70,7 @@ class StepResult:
     learning_rate: float
     skipped: bool
     experts: ExpertMetrics | None = None
+    source_losses: Mapping[str, float] = field(default_factory=dict)
     source_expert_loads: Mapping[str, float] = field(default_factory=dict)
     mtp_losses: tuple[float, ...] = ()
     mtp_tokens: int = 0

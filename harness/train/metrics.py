@@ -48,6 +48,8 @@ class StepMetrics:
             1 is even.
         packs_consumed: of this epoch, after this step.
         evaluation_losses: as validation_loss, of further validation sets by name.
+        source_losses: as loss, over the tokens of each dataset of a blend alone, by its path; without those that the
+            step trains no token of. Empty without a blend.
         experts: statistics of a mixture of experts by the names of `ExpertMetrics`; empty for a dense model.
         source_expert_loads: load of the busiest expert over the mean for the tokens of each dataset of a blend alone,
             by its path; without those that the step has no token of. Empty for a dense model, and without a blend.
@@ -76,6 +78,7 @@ class StepMetrics:
     imbalance_cost: float
     packs_consumed: int
     evaluation_losses: dict[str, float] = field(default_factory=dict)
+    source_losses: dict[str, float] = field(default_factory=dict)
     experts: dict[str, float] = field(default_factory=dict)
     source_expert_loads: dict[str, float] = field(default_factory=dict)
     mtp_losses: list[float] = field(default_factory=list)
@@ -109,6 +112,7 @@ def step_metrics(
         imbalance_cost=batch.imbalance.cost_ratio,
         packs_consumed=batch.state.packs_consumed,
         evaluation_losses={name: evaluation.loss for name, evaluation in record.evaluations.items()},
+        source_losses=dict(result.source_losses),
         experts={} if result.experts is None else asdict(result.experts),
         source_expert_loads=dict(result.source_expert_loads),
         mtp_losses=list(result.mtp_losses),
@@ -240,6 +244,11 @@ def _validations(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
     return losses
 
 
+def _sources(steps: Sequence[StepMetrics]) -> list[str]:
+    """Return the datasets of a blend that had a token trained, in the order in which they came."""
+    return list(dict.fromkeys(name for step in steps for name in step.source_losses))
+
+
 def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
     """Draw training and validation losses over the steps, step 0 included, as a PNG.
 
@@ -249,6 +258,9 @@ def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
     figure, axes = _axes(title, "loss (nats per trained token)")
     trained = [s for s in steps if s.step]
     axes.plot([s.step for s in trained], [s.loss for s in trained], label="training", color="#1f6feb", linewidth=1.6)
+    for name in _sources(trained):
+        losses = {s.step: s.source_losses[name] for s in trained if name in s.source_losses}
+        axes.plot(list(losses), list(losses.values()), "--", label=f"training, {name}", linewidth=1.0)
     for number, (name, losses) in enumerate(_validations(steps).items()):
         style: dict[str, Any] = {"color": "#d1570c", "markersize": 5} if number == 0 else {"markersize": 4}
         if losses:
@@ -351,6 +363,12 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
     seconds, tokens = sum(s.step_s for s in steps), sum(s.tokens for s in steps)
     rows = {
         "training loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
+        **{
+            f"training loss of {name}": _summary(
+                {s.step: s.source_losses[name] for s in steps if name in s.source_losses}
+            )
+            for name in _sources(steps)
+        },
         **{f"{name} loss": _summary(losses) for name, losses in validations.items()},
         **_expert_rows(steps),
         **{

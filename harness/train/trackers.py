@@ -48,7 +48,8 @@ def check_trackers(names: Sequence[str]) -> None:
 def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a metrics line by curve.
 
-    Curves of training are `train/loss` and so on. Those of validation are a group of their own: `validation/loss`, and
+    Curves of training are `train/loss` and so on, and `train/data/code/loss` of the tokens from `data/code`. Those of
+    validation are a group of their own: `validation/loss`, and
     `validation/code/loss` of the further set `code`; those of a mixture of experts are `experts/load` and so on,
     and `experts/data/code/load` of the tokens from `data/code`.
     """
@@ -60,6 +61,7 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     values |= {"validation/loss": line["validation_loss"]}
     values |= {f"validation/{name}/loss": loss for name, loss in line["evaluation_losses"].items()}
     values |= {f"train/mtp_loss_{number}": loss for number, loss in enumerate(line.get("mtp_losses", ()), start=1)}
+    values |= {f"train/{name}/loss": loss for name, loss in line.get("source_losses", {}).items()}
     values |= {f"experts/{name}": value for name, value in line.get("experts", {}).items()}
     values |= {f"experts/{name}/load": load for name, load in line.get("source_expert_loads", {}).items()}
     values |= {f"validation/{name}/expert_load": load for name, load in loads.items() if name != OWN_VALIDATION}

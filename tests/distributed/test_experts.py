@@ -134,6 +134,7 @@ def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(data
     assert all(load > 1 for step in steps for load in step.evaluation_expert_loads.values())
     sources = {str(dataset), str(dataset / "validation")}
     assert {name for step in steps for name in step.source_expert_loads} == sources
+    assert {name for step in steps for name in step.source_losses} == sources
     assert all(load > 1 for step in steps for load in step.source_expert_loads.values())
     assert "![load of experts](experts.png)" in (place / "deepseek_like" / "one" / "report.md").read_text()
 

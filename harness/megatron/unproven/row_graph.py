@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import get_all_rng_states
 
 from harness.errors import ConfigError
-from harness.megatron.batch import RowsAhead, RowTensors, run_row, sum_loss
+from harness.megatron.batch import RowsAhead, RowTensors, run_row
 from harness.thd import ThdBatch
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class RowGraph:
         """Do what Megatron's schedule does, each row by the graph; return the sums of their reports."""
         step = self._step
         copied = RowsAhead(map(self._to_shape, rows), partial(step.copy_row, is_static=True), step.copies)
-        sums = torch.zeros(3, dtype=torch.float64, device=step.device)
+        sums = step.empty_report(step.sources)
         for _ in rows:
             arrays, row = copied.take()
             step.check_tokens(arrays)
@@ -80,7 +80,7 @@ class RowGraph:
         step, config = self._step, self._step.config
 
         def forward(_: Any, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-            return run_row(model, row), partial(sum_loss, row.loss_mask, row.divisor)
+            return run_row(model, row), step.loss_of(row)
 
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
         try:

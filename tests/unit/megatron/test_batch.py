@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.megatron.batch import RowsAhead, padding_argument, run_row, sum_loss, to_device
+from harness.megatron.batch import RowsAhead, padding_argument, run_row, sum_loss, sum_sources, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
@@ -124,6 +124,19 @@ def test_a_chunk_gets_all_of_a_row_and_its_labels_only_where_losses_are_asked_fo
     names = {"input_ids": "tokens", "position_ids": "position_ids", "packed_seq_params": "packed_seq_params"}
     assert {name: seen[name] is getattr(given, field) for name, field in names.items()} == dict.fromkeys(names, True)
     assert seen.keys() == names.keys()
+
+
+@pytest.mark.parametrize(
+    ("average", "sums"), [("token", [9.0, 11.0, 3.0, 2.0]), ("conversation", [2.0 + 3.5, 5.5, 2.0, 1.0])]
+)
+def test_losses_of_a_row_are_summed_by_dataset_with_the_weights_of_their_average(average, sums) -> None:
+    masks = ([1, 0], [1, 1, 0], [0, 1, 1, 0])
+    views = [SequenceView(np.arange(len(mask), dtype=np.int32), np.asarray(mask, np.uint8)) for mask in masks]
+    row = replace(build_thd_batch(views, pad_to_multiple=4), sources=np.asarray([0, 0, 1]))
+    given = to_device(row, torch.device("cpu"), loss_average=average)
+    # Sequences of 1, 2 and 3 model tokens, each padded to 4.
+    losses = torch.tensor([[2.0, 90.0, 90.0, 90.0, 3.0, 4.0, 90.0, 90.0, 90.0, 5.0, 6.0, 90.0]])
+    assert sum_sources(given, 2, losses).tolist() == sums
 
 
 def test_a_row_s_loss_is_the_weighted_sum_over_its_tokens_and_its_report_is_exact_and_without_gradient() -> None:

@@ -132,6 +132,7 @@ def test_tokens_of_a_source_have_the_load_that_they_have_alone(recompute) -> Non
     assert both.source_expert_loads == pytest.approx({name: one.experts.load for name, one in alone.items()}, rel=1e-12)
     assert both.source_expert_loads["a"] != pytest.approx(both.source_expert_loads["b"], rel=0.01)
     assert alone["a"].source_expert_loads == {}
+    assert both.source_losses == pytest.approx({name: one.loss for name, one in alone.items()}, rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["aux_loss", "z_loss"])

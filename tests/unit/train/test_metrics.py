@@ -68,6 +68,22 @@ def test_the_validations_before_step_1_are_step_0_of_the_report_and_of_the_curve
     assert path.read_text() == ""
 
 
+def test_the_training_loss_of_each_source_is_a_curve_and_a_row_of_the_report(tmp_path):
+    steps = [metrics(1, 3.0, source_losses={"data/a": 4.0}), metrics(2, 2.5, source_losses={"data/a": 3.5, "b": 1.5})]
+    write(tmp_path, steps)
+    assert read_metrics(tmp_path / "metrics.jsonl") == steps
+    curves = curve_values(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]))
+    assert {name: value for name, value in curves.items() if name.endswith("/loss")} == {
+        "train/loss": 2.5,
+        "train/data/a/loss": 3.5,
+        "train/b/loss": 1.5,
+    }
+    report = write_report(tmp_path, steps, {}).read_text()
+    assert "| training loss of data/a | 4.0000 at step 1, 3.5000 at step 2; perplexity 33.1 |" in report
+    assert "| training loss of b | 1.5000 at step 2; perplexity 4.5 |" in report
+    plot_loss(steps, tmp_path / "loss.png")
+
+
 def test_the_load_of_experts_is_drawn_and_reported_in_training_of_each_source_and_in_each_validation_set(tmp_path):
     experts = [{"load": 1.5, "worst_load": 2.0}, {"load": 1.25, "worst_load": 1.75}]
     loads = {"validation": 1.375, "code": 3.0}
