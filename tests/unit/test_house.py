@@ -37,29 +37,29 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_502,
+    "harness": 2_507,
     "harness/bench": 3_198,
     "harness/cli": 2_866,
     "harness/formats": 5_617,
     "harness/indexed": 1_302,
     "harness/integrations": 3_097,
     "harness/launch": 2_585,
-    "harness/loader": 4_987,
-    "harness/megatron": 10_567,
-    "harness/parity": 3_163,
-    "harness/plan": 4_120,
-    "harness/prep": 9_525,
+    "harness/loader": 5_025,
+    "harness/megatron": 10_616,
+    "harness/parity": 3_160,
+    "harness/plan": 4_182,
+    "harness/prep": 10_294,
     "harness/recipes": 10,
     "harness/schedule": 653,
     "harness/storage": 2_763,
     "harness/train": 3_220,
     "recipes": 499,
-    "tests": 50_231,
+    "tests": 51_086,
     "tests/benchmarks": 1_950,
 }
 SHAPE = {
-    "core ring, lines": 18_545,
-    "from packs to the optimizer's step, lines": 3_554,
+    "core ring, lines": 18_943,
+    "from packs to the optimizer's step, lines": 3_609,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 1,
@@ -67,7 +67,7 @@ SHAPE = {
     "names in __all__": 189,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 102,
+    "Markdown by hand, kB": 121,
 }
 MOST_LINES_IN_ALL = 62_802
 
