@@ -66,6 +66,8 @@ def compare_runs(
         checks.append(
             _check_values("experts", pairs, _statistics, limit, reason, exact=EXACT_EXPERTS, of=" of the experts")
         )
+    if any(step.source_losses for step in both):
+        checks.append(_check_values("sources", pairs, lambda step: step.source_losses, limit, reason, of=" loss"))
     if any(step.mtp_losses for step in both):
         checks.append(_check_values("mtp", pairs, _further, limit, reason, exact=("mtp_tokens",)))
     for column, most in {"loss": limit, "validation_loss": limit, "grad_norm": tolerances.grad_norm}.items():
