@@ -1,4 +1,4 @@
-"""Generate the reference of the site from the code: settings, commands, errors and model families.
+"""Generate pages of the site: the reference from the code, and the start page from the root README.
 
 MkDocs calls `on_files` when it builds the site (`hooks` of mkdocs.yml), so no generated page is stored.
 """
@@ -6,8 +6,10 @@ MkDocs calls `on_files` when it builds the site (`hooks` of mkdocs.yml), so no g
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -23,6 +25,14 @@ from harness.plan.families import MISSING
 from harness.prep import PrepareConfig
 from harness.settings import CONFIGS, Setting, explain_settings, to_plain
 
+_ROOT = Path(__file__).resolve().parents[1]
+# Pages of the site that are files of the repository's root.
+_ROOT_PAGES = {
+    "index.md": "README.md",
+    "benchmarks.md": "BENCHMARKS.md",
+    "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
+}
 _HOW = """Each setting is `key=value` on the command line. `--cfg` prints the composed settings and starts nothing. See
 [how settings are composed](../train.md#your-own-configuration).
 """
@@ -47,12 +57,25 @@ def on_files(files: Any, config: Any) -> Any:
 
 def write_pages() -> dict[str, str]:
     """Return the text of each generated page, by its path in `docs/`."""
-    pages = {f"reference/{name}.md": _settings_page(*page) for name, page in _SETTINGS.items()}
+    pages = {name: _page_of_the_root(file) for name, file in _ROOT_PAGES.items()}
+    pages |= {f"reference/{name}.md": _settings_page(*page) for name, page in _SETTINGS.items()}
     pages["reference/groups.md"] = _lines("# Configuration files", *_describe_groups())
     pages["reference/commands.md"] = _lines("# Commands", *_describe_commands(typer.main.get_command(app), "harness"))
     pages["reference/errors.md"] = _lines("# Error classes", *_describe_errors())
     pages["reference/families.md"] = _lines("# Model families", *_describe_families())
     return pages
+
+
+def _page_of_the_root(file: str) -> str:
+    """Return a page of the repository's root: its links to `docs/` stay links, those to other files become text."""
+    text = re.sub(r"\]\(docs/", "](", (_ROOT / file).read_text())
+    text = re.sub(r"\[([^]]+)\]\(((?:[\w-]+/)*[A-Z_]+(?:\.md)?)\)", lambda link: _root_link(link[1], link[2]), text)
+    return text
+
+
+def _root_link(title: str, file: str) -> str:
+    page = next((name for name, other in _ROOT_PAGES.items() if other == file), None)
+    return f"[{title}]({page})" if page else f"`{title}`"
 
 
 def _lines(*lines: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from harness.bench import BENCHES
 from harness.bench.figures import BenchReport, read_figures
 from tests.benchmarks import everything
 from tests.benchmarks.__main__ import PEERS
-from tests.benchmarks.everything import SECTIONS, Section, render_benchmarks, write_page
+from tests.benchmarks.everything import HEADLINES, SECTIONS, Section, render_benchmarks, write_page
 
 
 def a_report() -> BenchReport:
@@ -30,19 +31,27 @@ def silent(text: str) -> None:
     pass
 
 
-def test_claims_are_on_the_page_with_their_ranges_targets_and_commands():
+def test_headlines_are_on_the_page_with_their_peers_and_targets(monkeypatch):
+    peers = {"ours": "", "theirs to ours": "numpy", "ours to theirs": "numpy", "time of theirs to ours": "numpy"}
+    monkeypatch.setattr(everything, "HEADLINES", {("Formats: reading", name): peer for name, peer in peers.items()})
     page = render_benchmarks([a_report()])
-    assert "| **Formats: reading** `harness bench formats parts=random` |  |  |  |  |" in page
-    assert "| ours | 3.000 packs/s | 2.000 – 4.000 | at least 5.000 | **missed** |" in page  # noqa: RUF001
-    assert "| theirs to ours | 2.000 x |  |  |  |" in page
+    assert "| ours |  | 3.000 packs/s | at least 5.000 | **missed** |" in page
+    assert "| theirs to ours | numpy | 2.000 x |  |  |" in page
     # A ratio with an upper target is a cost, which should be low.
-    assert "| ours to theirs | 0.500 x |  |  | slower |" in page
-    assert "| time of theirs to ours | 2.000 x |  | at most 3.000 | met |" in page
-    # Neither a target nor a ratio: the command prints it.
-    assert "| theirs | 6.000" not in page
-    assert "2 targets met, 1 missed." in page
-    assert "- **Formats: reading**: Against numpy 2.4.6.\n" in page
+    assert "| ours to theirs | numpy | 0.500 x |  | slower |" in page
+    assert "| time of theirs to ours | numpy | 2.000 x | at most 3.000 | met |" in page
+    # No headline: the command prints it.
+    assert "| theirs |" not in page
+    assert "| cost |" not in page
+    assert "Of all figures, 2 targets met, 1 missed." in page
+    assert "- **Formats: reading** (`harness bench formats parts=random`): Against numpy 2.4.6.\n" in page
     assert "104.7 s against 103.8 s" in page
+
+
+def test_the_stored_page_has_every_headline():
+    page = (Path(__file__).resolve().parents[3] / "BENCHMARKS.md").read_text()
+    assert [name for _, name in HEADLINES if f"\n| {name} | " not in page] == []
+    assert len(HEADLINES) == 15
 
 
 def test_a_report_of_another_process_is_the_same():
@@ -64,8 +73,7 @@ def test_a_failed_section_reports_its_error_and_loses_no_other(monkeypatch, tmp_
     assert "1 benches could not be measured: Broken" in capsys.readouterr().err
     assert "this could not be measured: exit code 2" in page.read_text()
     assert "'nonsense' is not known" in page.read_text()
-    assert "| **Scheduling** `harness bench schedule parts=as_packed" in page.read_text()
-    assert "as_packed, step cost" in page.read_text()
+    assert "- **Scheduling** (`harness bench schedule parts=as_packed" in page.read_text()
 
 
 def test_sections_are_benches_that_exist_and_have_their_own_titles():
