@@ -160,7 +160,7 @@ def plan(
     """
     from harness.config import Options, compose_run
     from harness.plan.run_plan import AssumedPacks, plan_run
-    from harness.plan.search import search_layouts, suggest_settings
+    from harness.plan.search import search_layouts
     from harness.plan.work import Machine
 
     settings: PlanSettings = context.obj[0]
@@ -200,20 +200,26 @@ def plan(
     shown = planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)
     open_console().print(shown)
     if gpu_bytes is not None and not planned.fits(gpu_bytes):
-        lines = suggest_settings(
-            config, lambda run: plan_run(run, ranks=planned.ranks, mfu=settings.mfu, **inputs).fits(gpu_bytes)
-        )
-        with suppress(ConfigError):  # of data that is not here
-            divided = replace(config, parallel=replace(config.parallel, ranks=planned.ranks))
-            fastest = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting[:1]
-            lines += [" ".join(one.overrides) for one in fastest]
-        for line in lines:
-            print_line(f"it fits with: {line}")
-        if not lines:
-            print_line("no savings and no layout of these ranks fit: use more ranks, shorter rows or a smaller model")
+        _suggest(config, planned.ranks, gpu_bytes, settings.mfu, inputs)
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)
+
+
+def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any]) -> None:
+    """Print settings with which a run that does not fit does: savings, adapters, and the fastest layout."""
+    from harness.plan.run_plan import plan_run
+    from harness.plan.search import search_layouts, suggest_settings
+
+    lines = suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).fits(gpu_bytes))
+    with suppress(ConfigError):  # of data that is not here
+        divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
+        fastest = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting[:1]
+        lines += [" ".join(one.overrides) for one in fastest]
+    for line in lines:
+        print_line(f"it fits with: {line}")
+    if not lines:
+        print_line("no savings and no layout of these ranks fit: use more ranks, shorter rows or a smaller model")
 
 
 def _print_layouts(found: LayoutSearch, settings: PlanSettings, gpu_bytes: float | None, *, assumes_data: bool) -> None:

@@ -36,8 +36,8 @@ def lift_calls(conversation: Conversation) -> Conversation:
 
 
 def _with_calls(message: Message, what: str) -> Message:
-    thought, end, said = message.text.rpartition("</think>")
-    before, calls = _divide(said, "tool_call", what)
+    thought, end, answer = message.text.rpartition("</think>")
+    before, calls = _divide(answer, "tool_call", what)
     if not calls:
         return message
     if message.tool_calls:
