@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from harness.plan import RunConfig
     from harness.plan.catalog import ModelReport
     from harness.plan.search import LayoutSearch
+    from harness.plan.work import Machine
 
 launch_app = typer.Typer()
 # Of a search for settings that name no data; layouts compare alike for any number.
@@ -161,14 +162,14 @@ def plan(
     from harness.config import Options, compose_run
     from harness.plan.run_plan import AssumedPacks, plan_run
     from harness.plan.search import search_layouts
-    from harness.plan.work import Machine
 
     settings: PlanSettings = context.obj[0]
     options = Options.parse(context.obj[1], where="harness plan")
     names = [setting.key for setting in explain_settings(PlanSettings)]
     searches = experiment == "auto"
-    recipe = "sft" if searches else experiment
-    config = compose_run(recipe, options.overrides, config_dir=options.config_dir, also=names).config
+    config = compose_run(
+        "sft" if searches else experiment, options.overrides, config_dir=options.config_dir, also=names
+    ).config
     if options.show:
         print_text(render_settings(settings) + render_settings(config), end="")
         return
@@ -182,12 +183,7 @@ def plan(
     gpu_bytes = _scaled(settings.gpu_gib, 2**30)
     num_packs = _ASSUMED_PACKS if assumes_data else settings.packs
     inputs: dict[str, Any] = {
-        "machine": Machine(
-            peak_flops=settings.peak_tflops * 1e12,
-            node_bytes_per_s=settings.node_gb_s * 1e9,
-            fabric_bytes_per_s=settings.port_gb_s * 1e9,
-            ranks=settings.gpus_per_node,
-        ),
+        "machine": _machine(settings),
         "packs": num_packs and AssumedPacks(num_packs, settings.data.pack_size, settings.sequence_tokens),
         "expert_load": settings.expert_load,
     }
@@ -197,13 +193,25 @@ def plan(
         return
     planned = plan_run(config, mfu=settings.mfu, **inputs)
     file_system, disk = _scaled(settings.file_system_gb_s, 1e9), _scaled(settings.disk_gb_s, 1e9)
-    shown = planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system, disk_bytes_per_s=disk)
-    open_console().print(shown)
-    if gpu_bytes is not None and not planned.fits(gpu_bytes):
+    rates = {"file_system_bytes_per_s": file_system, "disk_bytes_per_s": disk}
+    open_console().print(planned.render(gpu_bytes=gpu_bytes, **rates))
+    fits = planned.fits(gpu_bytes)
+    if gpu_bytes is not None and not fits:
         _suggest(config, planned.ranks, gpu_bytes, settings.mfu, inputs)
     if settings.rehearse:
         _rehearse(config, planned.ranks)
-    raise typer.Exit(0 if planned.fits(gpu_bytes) else 1)
+    raise typer.Exit(0 if fits else 1)
+
+
+def _machine(settings: PlanSettings) -> Machine:
+    from harness.plan.work import Machine
+
+    return Machine(
+        peak_flops=settings.peak_tflops * 1e12,
+        node_bytes_per_s=settings.node_gb_s * 1e9,
+        fabric_bytes_per_s=settings.port_gb_s * 1e9,
+        ranks=settings.gpus_per_node,
+    )
 
 
 def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 LINES = {
     "harness": 2_507,
     "harness/bench": 3_198,
-    "harness/cli": 2_872,
+    "harness/cli": 2_880,
     "harness/formats": 5_617,
     "harness/indexed": 1_302,
     "harness/integrations": 3_097,
@@ -62,7 +62,7 @@ SHAPE = {
     "from packs to the optimizer's step, lines": 3_609,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
-    "functions over 60 lines": 1,
+    "functions over 60 lines": 0,
     "functions of complexity over 15": 0,
     "names in __all__": 189,
     "class names used twice": 0,
