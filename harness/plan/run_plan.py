@@ -32,6 +32,7 @@ from harness.plan.memory import (
 )
 from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work
+from harness.printing import count_of
 from harness.records import Int64Array
 from harness.tables import Table
 from harness.thd import padded_lengths
@@ -121,7 +122,7 @@ class RunPlan:
 
     def _memory_rows(self, gpu_bytes: float | None) -> Iterator[tuple[str, str]]:
         gib, memory, other = 2**30, self.memory, self.without_engine
-        yield "run", f"{self.name} on {self.ranks} ranks, {self.dp_size} of them data-parallel"
+        yield "run", f"{self.name} on {count_of(self.ranks, 'rank')}, {self.dp_size} of them data-parallel"
         active = f", {self.active_weights:,} of them met by a token" if self.active_weights < self.weights else ""
         yield "model", f"{self.weights:,} weights{active}"
         yield "fullest rank", f"{memory.total / gib:,.2f} GiB, pipeline stage {memory.stage}"
@@ -159,7 +160,7 @@ class RunPlan:
         if self.work is None or self.mfu is None:
             yield "an epoch", f"unknown: {self.why_no_work}"
             return
-        yield "an epoch", f"{self.work.steps:,} steps of {self.work.tokens:,.0f} tokens"
+        yield "an epoch", f"{count_of(self.work.steps, 'step')} of {self.work.tokens:,.0f} tokens"
         yield "microbatches", f"{self.work.microbatches:,} per rank and step"
         yield "work", f"{self.work.model_flops / 1e12:,.3g} TFLOPs per step"
         yield "MFU", f"{self.mfu:.1%}, {'an estimate' if self.parts else 'as given'}"

@@ -44,7 +44,7 @@ from harness.prep.sources.mix import PreparedSource, find_sources
 from harness.prep.sources.reading import SourceShard, is_compressed
 from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
-from harness.printing import open_console
+from harness.printing import count_of, open_console
 from harness.storage import (
     BucketFolder,
     LocalCache,
@@ -314,7 +314,7 @@ class Preparation:
             unused |= dict.fromkeys(found.unused)
             if found.is_detected and found.reader.schema:
                 of = f" of {source.name}" if source.name else ""
-                self.stages.show(f"The records{of} are of the schema {found.reader.schema}.")
+                self.stages.show(f"The records{of} use the schema {found.reader.schema}.")
         self.report.schema, self.report.unused = ", ".join(filter(None, schemas)), list(unused)
         if unused:
             self.stages.show(f"Fields that are not read: {', '.join(unused)}")
@@ -402,7 +402,7 @@ class Preparation:
             report.dropped += Counter({"duplicate": num_duplicates})
             tokens = sum(split.num_tokens for split in splits.values())
             conversations = sum(split.num_conversations for split in splits.values())
-            stage.summary = f"{tokens:,} tokens of {conversations:,} conversations"
+            stage.summary = f"{tokens:,} tokens of {count_of(conversations, 'conversation')}"
             reused = sum(receipt.was_there for _, _, receipt, _ in done)
             if reused:
                 stage.summary += f"; {reused:,} of {len(done):,} shards were already done"
@@ -508,7 +508,7 @@ class Preparation:
                     fix="remove the folder and prepare again",
                 )
             split.describe_packs(sequences.lengths, plan, pack_size=config.pack_size)
-            stage.summary = f"{plan.num_packs:,} packs of {config.pack_size:,} tokens, {split.fill:.2%} full"
+            stage.summary = f"{count_of(plan.num_packs, 'pack')} of {config.pack_size:,} tokens, {split.fill:.2%} full"
 
     def _write_virtual(
         self, name: str, plan: PackPlan, split: Split, provenance: Provenance, advance: Callable[[float], None]

@@ -113,7 +113,7 @@ def report_resume(
         log(note)
     if done >= last:
         log(
-            f"nothing is left to train: all {last:,} steps of trainer.steps are done; to train more, resume with "
+            f"nothing is left to train: the last step, {last:,}, is done; to train more, resume with "
             f"a higher number, such as trainer.steps={2 * last}"
         )
     record_resume(folder, identity, done, newest, passed_over)

@@ -133,7 +133,7 @@ def test_a_finished_run_that_is_resumed_names_how_to_train_more_and_what_its_rec
     capsys.readouterr()
     run(tmp_path, made, resume="true")
     printed = capsys.readouterr().out
-    assert "nothing is left to train: all 1 steps of trainer.steps are done" in printed
+    assert "nothing is left to train: the last step, 1, is done" in printed
     assert "trainer.steps=2" in printed
     assert "warning: metrics.jsonl lacks 1 of the steps that were trained, 1 to 1: " in printed
     assert (folder / "config.before-1.yaml").read_bytes() == b"model: \xff"
