@@ -214,7 +214,10 @@ def _print_comparison(compared: RunComparison, *, tolerance: float) -> None:
     head = ("curve", *both, "at step", "largest relative difference", "at step", "mean")
     console.print(Table(head, [_row(curve) for curve in compared.curves], "lrrrrrr").to_terminal())
     if compared.settings:
-        rows = [(name, *map(str, values)) for name, values in compared.settings.items()]
+        rows = [
+            (name, *("null" if value is None else str(value) for value in values))
+            for name, values in compared.settings.items()
+        ]
         console.print(Table(("setting that differs", *both), rows).to_terminal())
     if compared.other_data is None:
         print_line("data: every common step has the same numbers of tokens and packs")

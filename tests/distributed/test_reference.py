@@ -33,7 +33,7 @@ ALIKE = Tolerances()
 
 
 def mean_of_each_row(
-    mask: torch.Tensor, divisor: torch.Tensor, losses: torch.Tensor
+    mask: torch.Tensor, divisor: torch.Tensor, losses: torch.Tensor, **_sources: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what `sum_loss` returns, with a loss that is normalized by its own row, as many trainers have it."""
     total, tokens = (losses.float() * mask).sum(), mask.sum()

@@ -18,7 +18,7 @@ from harness.formats.manifest import MANIFEST_NAME
 from harness.megatron.export.card import model_card
 from harness.megatron.export.data import SpecialTokens, TrainedData
 from harness.parity.result import REPORT_FILE, write_report
-from harness.plan import ModelConfig, SftConfig
+from harness.plan import ModelConfig, OptimizerConfig, SftConfig
 from harness.printing import printable
 from harness.settings import to_plain
 from harness.storage import open_folder
@@ -129,9 +129,8 @@ def test_the_card_of_a_model_keeps_facts_of_data_and_tokens_in_their_cells(datas
     checkpoint.mkdir(parents=True)
     (checkpoint / "run.json").write_text('{"step": 1}')
     tokens = SpecialTokens((1,), 2, None, {1: HOSTILE, 2: "`|"})
-    card = model_card(
-        checkpoint, to_plain(SftConfig(model=ModelConfig(vocab_size=512))), data, tokens, is_adapter=False
-    )
+    config = SftConfig(model=ModelConfig(vocab_size=512), optimizer=OptimizerConfig(lr=1e-5))
+    card = model_card(checkpoint, to_plain(config), data, tokens, is_adapter=False)
     check(card)
     assert not re.search(r"(?<!\\)[`<]", card.partition("## Data")[2])
     rows = [line for line in card.splitlines() if line.startswith("| ")]

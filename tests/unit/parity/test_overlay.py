@@ -85,7 +85,7 @@ def test_settings_and_data_that_differ_are_listed(harness, make):
     code, printed, _ = harness("compare", make("a", run_of([6.0, 5.0])), make("b", b, other))
     rows = [line.split() for line in printed.splitlines()]
     assert code == 0
-    assert ["optimizer.lr", "0.002", "0.004"] in rows
+    assert ["optimizer.lr", "null", "0.004"] in rows
     assert not any(row[:1] == ["run_dir"] for row in rows)
     assert "data: from step 2 on, steps have different numbers of tokens or packs" in printed
 
