@@ -265,7 +265,7 @@ def test_the_first_hour_goes_from_chats_with_tools_to_a_model_that_calls_answers
         "harness", "prepare", "source.path=chats.jsonl", "tokenizer.name=model", "--preview", "1", cwd=tmp_path
     )
     assert "get_weather" in shown
-    settings = ("data.validation_fraction=0", "data.pack_size=1024", "trainer.steps=80", "optimizer.lr=4e-3")
+    settings = ("data.validation_fraction=0", "data.pack_size=1024", "trainer.steps=160", "optimizer.lr=4e-3")
     train.run("harness", "sft", "model", "chats.jsonl", "out", "trainer.device=cpu", *settings, cwd=tmp_path)
     assert "nothing wrong" in train.run("harness", "verify", "out/run", cwd=tmp_path)
 
@@ -275,5 +275,5 @@ def test_the_first_hour_goes_from_chats_with_tools_to_a_model_that_calls_answers
     )
     for turns, answer in expected:
         asked = json.dumps(chats[0] | {"messages": chats[0]["messages"][:turns]})
-        printed = train.run("python", "-c", ASK, "out/model-step-80", asked, cwd=tmp_path)
+        printed = train.run("python", "-c", ASK, "out/model-step-160", asked, cwd=tmp_path)
         assert json.loads(printed.split("answer ", 1)[1].splitlines()[0]).endswith(answer)
