@@ -23,6 +23,7 @@ SETTINGS = (
     "loader.global_batch_size=16",
     "loader.block_packs=4",
     "schedule.max_tokens_per_rank=256",
+    "optimizer.warmup_steps=5",  # as the baseline was made
     "trainer.steps=24",
     "trainer.eval_interval=8",
     "trainer.checkpoint_interval=5",
