@@ -87,6 +87,7 @@ def sft_losses(dataset: Path, folder: Path, steps: int) -> dict[int, float]:
         "schedule=as_packed",
         "schedule.max_tokens_per_rank=256",
         "optimizer.decay_steps=10",
+        "optimizer.warmup_steps=5",
         "trainer.device=cpu",
         f"trainer.steps={steps}",
     ]
