@@ -179,12 +179,12 @@ def train(
         HarnessError: the loss of a step is not finite; nothing is saved from that step on.
     """
     loop = _Loop(step, config, hooks, validation, list(validated))
-    if first_step == 1 and config.eval_interval:
-        loop.validate_first()
     for number in range(first_step, config.last_step + 1):
         batch = loop.read(number, batches)
         if batch is None:
             return loop.reason
+        if number == 1 and config.eval_interval:
+            loop.validate_first()
         result = step.train(batch)
         if loop.complete(number, batch, result):
             return loop.reason
@@ -207,9 +207,12 @@ class _Loop:
     _read_s: tuple[float, float] = (0.0, 0.0)
 
     def validate_first(self) -> None:
+        """Validate before step 1, whose batch is read: workers must not be forked from a process that has read."""
         self._initial = self._evaluate(1)
         for name, found in self._initial.items():
             self.hooks.log(f"before step 1: {name} loss {found.loss:.4f}")
+        self.hooks.at(1, "training")
+        self._time()
 
     def read(self, number: int, batches: Iterator[RankBatch]) -> RankBatch | None:
         """Return the next batch; None, with the steps so far saved, if there is none."""
