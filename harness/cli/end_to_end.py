@@ -124,6 +124,9 @@ def _divide(model: str, chats: str, out: Path, settings: Sequence[str]) -> _Stag
     stages = _Stages(out, [f"source.path={chats}", f"tokenizer.name={model}"], [f"model.init_from={model}"])
     for text in settings:
         key, _, value = text.partition("=")
+        if text.startswith("-") and text != "--overwrite":
+            fix = "`harness prepare`, `plan` and `train sft` take flags; here, settings are key=value"
+            raise ConfigError(f"harness sft has no flag {key}", where=text, fix=fix)
         if (why := _CHOSEN.get(key)) is not None:
             raise ConfigError(f"harness sft sets {key} itself", where=text, fix=f"leave it out: {why}")
         is_file = key in known.groups and value in known.files(key)
@@ -205,7 +208,8 @@ def _report(stages: _Stages, exported: Path, commands: Sequence[Sequence[str]]) 
     from harness.train import METRICS_FILE, read_metrics
 
     steps = read_metrics(stages.run / METRICS_FILE)
-    validated = [step.validation_loss for step in steps if step.validation_loss is not None]
+    found = [steps[0].initial_losses.get("validation"), *(step.validation_loss for step in steps)]
+    validated = [loss for loss in found if loss is not None]
     losses: dict[str, list[float]] = {
         "training loss": [step.loss for step in (steps[0], steps[-1])],
         "validation loss": [*validated[:1], *validated[1:][-1:]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def test_one_command_writes_data_run_model_and_report_and_is_done_once(folder, t
     assert model.config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     page = (out / "report.md").read_text()
     assert all(f"\nharness {name} " in page for name in ("prepare", "train", "export"))
+    assert len(re.findall(r"^- validation loss: \d\.\d{4} to \d\.\d{4}$", page, re.MULTILINE)) == 1
     metrics = (out / "run" / "metrics.jsonl").read_bytes()
 
     code, printed = run(*first)
@@ -98,6 +100,7 @@ def test_a_command_that_is_killed_while_it_trains_continues_with_its_checkpoint(
         (["data.path=elsewhere"], "harness sft sets data.path itself", "the dataset is OUT/data"),
         (["resume=true"], "harness sft sets resume itself", "the run resumes by itself"),
         (["data.pack_sise=512"], "data.pack_sise", "did you mean data.pack_size"),
+        (["--cfg"], "harness sft has no flag --cfg", "`train sft` take flags"),
         (["a", "b"], "a and b are given in the place of OUT", "one folder"),
         (["trainer.stepz=3"], "trainer.stepz", "did you mean trainer.steps"),
         (["source.limit=many"], "source.limit", "int"),
