@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import numbers
 import os
-from collections.abc import Iterable
-from typing import Any
+import string
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, ClassVar
 
 from harness.errors import ConfigError
 
@@ -16,7 +18,7 @@ LARGEST = 2**31 - 1
 # 30 days: clocks of threads and of the operating system take no longer waits.
 LONGEST_S = 30 * 24 * 3600
 PROCESSES_PER_CORE = 8
-_BOUNDS = "bounds"
+_BOUNDS, _CHOICES = "bounds", "choices"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ def bounded(
 ) -> Any:
     """Declare a field of a settings dataclass that is a number, or numbers, within bounds: see `Bounds`.
 
-    `num_workers: int = bounded(2, lowest=0)`. `check_numbers` in `__post_init__` refuses other values.
+    `num_workers: int = bounded(2, lowest=0)`. `CheckedSettings` refuses other values.
 
     Args:
         default, default_factory: of the field; omit both for a field that is required.
@@ -73,10 +75,79 @@ def bounded(
     return dataclasses.field(**values, metadata={_BOUNDS: bounds})
 
 
+def one_of(default: str, choices: Collection[str]) -> Any:
+    """Declare a field of a settings dataclass that is one of these texts; `CheckedSettings` refuses others."""
+    return dataclasses.field(default=default, metadata={_CHOICES: choices})
+
+
 def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
     """Return the bounds that `bounded` declares for a field."""
     bounds: Bounds | None = field.metadata.get(_BOUNDS)
     return bounds
+
+
+def choices_of(field: dataclasses.Field[Any]) -> Collection[str] | None:
+    """Return the texts that `one_of` declares for a field."""
+    choices: Collection[str] | None = field.metadata.get(_CHOICES)
+    return choices
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A refusal of settings that depends on more than the bounds of one of them.
+
+    Attributes:
+        setting: dotted names of the settings, as users write them.
+        when: true for a configuration that is refused.
+        what, fix: texts of the error. `{name}` is a field or property of the configuration, `{parallel.ranks}` one
+            inside it, and `{found}` the value that `when` returned.
+    """
+
+    setting: str
+    when: Callable[[Any], object]
+    what: str
+    fix: str
+
+    def check(self, config: object) -> None:
+        """Raise ConfigError if the rule refuses a configuration."""
+        if found := self.when(config):
+            what, fix = (_Texts().vformat(text, (config,), {"found": found}) for text in (self.what, self.fix))
+            raise ConfigError(what, where=self.setting, fix=fix)
+
+
+def check_rules(config: object, rules: Iterable[Rule]) -> None:
+    """Raise the ConfigError of the first rule that refuses a configuration."""
+    for rule in rules:
+        rule.check(config)
+
+
+class CheckedSettings:
+    """Base of a dataclass of settings, which checks its values when it is made: numbers, choices, then rules.
+
+    `class OptimizerConfig(CheckedSettings, section="optimizer")` names its place in the configuration, for errors.
+
+    Attributes:
+        section: dotted name of the settings; "" for the top.
+        rules: refusals that depend on these settings alone.
+        later_rules: further refusals for the reference, which a method of the class checks.
+    """
+
+    section: ClassVar[str] = ""
+    rules: ClassVar[Sequence[Rule]] = ()
+    later_rules: ClassVar[Sequence[Rule]] = ()
+
+    def __init_subclass__(cls, *, section: str | None = None, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if section is not None:
+            cls.section = section
+
+    def __post_init__(self) -> None:
+        check_numbers(self, self.section)
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if (choices := choices_of(field)) is not None:
+                where = f"{self.section}.{field.name}" if self.section else field.name
+                require_choice(getattr(self, field.name), choices, setting=where)
+        check_rules(self, self.rules)
 
 
 def check_numbers(config: Any, section: str) -> None:
@@ -140,6 +211,20 @@ def require_cores(num_processes: int, *, setting: str, cores: int | None = None)
 def memory_bytes() -> int:
     """Return the bytes of memory that this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class _Texts(string.Formatter):
+    """Format the text of a rule, with true, false and null as users write them, and lists without brackets."""
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Any) -> Any:
+        return kwargs["found"] if key == "found" else getattr(args[0], str(key))
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if value is None or isinstance(value, bool):
+            return json.dumps(value)
+        if isinstance(value, list | tuple):
+            return ", ".join(map(str, value))
+        return super().format_field(value, format_spec)
 
 
 def _check(value: Any, bounds: Bounds, name: str, section: str) -> None:

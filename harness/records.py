@@ -16,7 +16,9 @@ Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
 MAX_TOKEN_ID = 2**31 - 1
-_WHOLE = "give int32 tokens and starts, and a mask of zeros and ones"
+_WHOLE = "give int32 tokens and starts, and a mask of whole numbers"
+# Weights of tokens are stored in hundredths, in datasets whose manifest says so.
+HUNDREDTHS = 100
 
 
 def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArray[Any]:
@@ -46,7 +48,8 @@ class SequenceView:
 
     Attributes:
         input_ids: int32 [L].
-        loss_mask: uint8 [L], label-aligned: loss_mask[j] = 1 trains the token after j; the last entry is 0.
+        loss_mask: uint8 [L], label-aligned: loss_mask[j] = 1 trains the token after j; the last entry is 0. In a
+            dataset with weights, the weight of the token after j in hundredths, 0 to 100.
     """
 
     input_ids: Int32Array
@@ -64,7 +67,7 @@ class Pack:
 
     Attributes:
         input_ids: int32 [n].
-        loss_mask: uint8 [n], label-aligned inside each sequence.
+        loss_mask: uint8 [n], label-aligned inside each sequence, as of `SequenceView`.
         seq_start_id: int32 [k], the first position of each sequence.
     """
 
@@ -111,11 +114,11 @@ class Pack:
         """Return all sequences in order, as views into the arrays of this pack."""
         return [self.sequence(index) for index in range(self.num_sequences)]
 
-    def problem(self, pack_size: int | None = None) -> str | None:
+    def problem(self, pack_size: int | None = None, *, max_weight: int = 1) -> str | None:
         """Return a description of the first broken invariant of a pack, or None.
 
-        The invariants: 0 < n <= pack_size; one loss_mask entry per token, each 0 or 1; no negative token ids;
-        seq_start_id starts at 0, rises strictly and ends before n.
+        The invariants: 0 < n <= pack_size; one loss_mask entry per token, each from 0 to max_weight; no negative
+        token ids; seq_start_id starts at 0, rises strictly and ends before n.
         """
         n = len(self)
         if n == 0:
@@ -124,9 +127,9 @@ class Pack:
             return f"has {n:,} tokens, more than pack_size {pack_size:,}"
         if self.loss_mask.shape[0] != n:
             return f"has {n:,} tokens but {self.loss_mask.shape[0]:,} loss_mask entries"
-        if self.loss_mask.max() > 1:
-            at = int(np.argmax(self.loss_mask > 1))
-            return f"has loss_mask {int(self.loss_mask[at])} at position {at:,}, expected 0 or 1"
+        if self.loss_mask.max() > max_weight:
+            at, to = int(np.argmax(self.loss_mask > max_weight)), "or" if max_weight == 1 else "to"
+            return f"has loss_mask {int(self.loss_mask[at])} at position {at:,}, expected 0 {to} {max_weight}"
         if self.input_ids.min() < 0:
             at = int(np.argmax(self.input_ids < 0))
             return f"has the negative token id {int(self.input_ids[at])} at position {at:,}"

@@ -38,6 +38,7 @@ from harness.formats.manifest import (
     restore_hint,
     undo_flipped_bit,
 )
+from harness.records import HUNDREDTHS
 from harness.storage import BucketFolder, Folder, LocalFolder, Marker, natural_key, open_folder
 from harness.storage.arrays import map_npy
 from harness.storage.files import TEMPORARY_SUFFIX
@@ -183,7 +184,7 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
             for start in range(0, handle.num_packs, _ROWS):
                 rows = range(start, min(start + _ROWS, handle.num_packs))
                 for row, pack in zip(rows, handle.read(rows), strict=True):
-                    if problem := pack.problem():
+                    if problem := pack.problem(max_weight=HUNDREDTHS):
                         raise FormatError(f"the pack {problem}", where=handle.where(row))
                     survey.pack_size = max(survey.pack_size, len(pack))
                     builder.append(pack)

@@ -87,7 +87,7 @@ def inspect_dataset(path: str) -> DatasetSummary:
         raise FormatError("the dataset holds no sequences", where=path, fix="write it again")
     manifest = reader.manifest
     tokens = int(lengths.sum())
-    trained = manifest.num_trained_tokens if manifest else sum(int(pack.loss_mask.sum()) for pack in reader)
+    trained = manifest.num_trained_tokens if manifest else sum(int(np.count_nonzero(pack.loss_mask)) for pack in reader)
     return DatasetSummary(
         path=path,
         format=reader.format,
@@ -211,7 +211,7 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
         )
     pack = reader[index]
     number = index % len(reader)
-    trained = int(pack.loss_mask.sum())
+    trained = int(np.count_nonzero(pack.loss_mask))
     parts: list[RenderableType] = [
         Text(
             f"pack {number:,}: {pack.num_sequences} sequences, {len(pack):,} tokens, {trained:,} trained", style="bold"
@@ -219,7 +219,7 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
         render_runs([("trained tokens", True), (" others", False)]),
     ]
     for place, sequence in enumerate(pack.sequences()):
-        trained = int(sequence.loss_mask.sum())
+        trained = int(np.count_nonzero(sequence.loss_mask))
         parts.append(Text(f"\nsequence {place}: {len(sequence):,} tokens, {trained:,} trained", style="bold cyan"))
         parts.append(render_sequence(sequence, tokenizer))
     return Group(*parts)

@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from harness.errors import FormatError, os_errors_as
+from harness.records import HUNDREDTHS
 from harness.settings import from_plain
 from harness.storage import Folder, LocalFolder, StoredFile
 
@@ -44,8 +45,8 @@ class Provenance:
         settings_hash: digest of all preparation settings.
         counts: free-form whole numbers, such as conversations read and dropped.
         mask: how the loss mask was made, as text by name: `rule`, `why`, `history`, `train_on` and so on, `end_tokens`,
-            the JSON list of the tokens that end a turn, and `schema`, that of the chats. Empty for datasets that do not
-            record it.
+            the JSON list of the tokens that end a turn, `schema`, that of the chats, and `weights=hundredths` where
+            entries of the loss mask are weights from 0 to 100. Empty for datasets that do not record it.
     """
 
     tokenizer: str = ""
@@ -56,6 +57,11 @@ class Provenance:
     settings_hash: str = ""
     counts: dict[str, int] = field(default_factory=dict)
     mask: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def max_weight(self) -> int:
+        """Largest entry that the loss mask may have: 1, or 100 in a dataset with weights."""
+        return HUNDREDTHS if self.mask.get("weights") == "hundredths" else 1
 
 
 @dataclass(frozen=True)

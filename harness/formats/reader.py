@@ -8,11 +8,11 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from harness.errors import FormatError
+from harness.errors import ConfigError, FormatError
 from harness.formats.base import Format, ShardReader
 from harness.formats.digest import KeptFingerprint, content_digest, dataset_fingerprint, pack_digest
 from harness.formats.index import PackIndex
@@ -80,6 +80,7 @@ class PackReader:
         format: name of the format.
         pack_size: tokens that no pack exceeds; for files without a manifest the longest pack.
         manifest: None for files without one.
+        max_weight: largest entry of a loss mask: 1, or 100 in a dataset whose masks are weights in hundredths.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class PackReader:
         self.format = format.name
         self.pack_size = pack_size
         self.manifest = manifest
+        self.max_weight = manifest.provenance.max_weight if manifest is not None else 1
         self._format = format
         self._index = index
         self._load_index = load_index
@@ -240,7 +242,7 @@ class PackReader:
         """Compare a pack, read at `row` of a shard, with what was written; raises FormatError if it differs."""
         checksums = self._checksums
         if checksums is None:
-            problem = pack.problem(self.pack_size)
+            problem = pack.problem(self.pack_size, max_weight=self.max_weight)
             if problem is None:
                 if np.array_equal(self._index.lengths_of(pack_id), pack.sequence_lengths):
                     return
@@ -255,6 +257,13 @@ class PackReader:
         # Indexing a memoryview gives a Python number in half the time of an array.
         checksums = self._index.checksums
         self._checksums = None if checksums is None else checksums.data
+
+
+def refuse_weights(data: Any, reader_of_packs: str) -> None:
+    """Raise ConfigError for an open dataset with weights of tokens, which `reader_of_packs` would take for a mask."""
+    if data.max_weight > 1:
+        what = f"the dataset has weights of tokens, which {reader_of_packs} does not read"
+        raise ConfigError(what, where=data.path, fix="prepare it again without tokenizer.train_on=weighted")
 
 
 def stamp_shard(format: Format, place: Place) -> ShardStamp:

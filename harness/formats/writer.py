@@ -113,6 +113,9 @@ class PackWriter:
             if value < 1:
                 raise ConfigError(f"{name} is {value}", where=f"data.{name}", fix="set it to 1 or more")
         destination = open_folder(path)
+        if provenance.max_weight > 1 and format.name == "jsonl":
+            what = "the dataset has weights of tokens, which the labels of jsonl cannot express"
+            raise ConfigError(what, where=destination.where(), fix="write another format")
         self.where = destination.where()
         self.pack_size = options.pack_size
         self.provenance = provenance
@@ -173,7 +176,7 @@ class PackWriter:
         """
         if not self._open:
             raise ConfigError("the writer is not open", where=self.where, fix="use `with open_writer(...) as writer`")
-        problem = pack.problem(self.pack_size)
+        problem = pack.problem(self.pack_size, max_weight=self.provenance.max_weight)
         if problem is not None:
             raise FormatError(f"pack {self.num_packs:,} {problem}", where=self.where, fix="fix the producer of packs")
         with explain_os_errors(self.where):

@@ -20,6 +20,7 @@ import numpy as np
 from harness.checks import require_choice
 from harness.errors import ConfigError
 from harness.formats import PackReader, open_dataset, open_writer
+from harness.formats.reader import refuse_weights
 from harness.formats.writer import PackWriter
 
 # The RFC's names of storages, and our formats.
@@ -60,6 +61,7 @@ class GPTSFTDataset:
 
     def _open(self, reader: PackReader, tokenizer: Any, seq_length: int | None) -> None:
         name, where = type(self).__name__, str(reader.path)
+        refuse_weights(reader, name)
         if self.formats and reader.format not in self.formats:
             other = _CLASSES.get(reader.format, GPTSFTDataset).__name__
             what = f"the dataset's format is {reader.format}, and {name} reads {' or '.join(self.formats)}"

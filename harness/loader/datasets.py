@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,7 @@ class JoinedReader:
         path: of all datasets, for messages.
         pack_size: the largest.
         readers: of the datasets, in order.
+        max_weight: the largest of the datasets; masks of 0 and 1 are scaled to it.
         pack_offsets: int64 [packs + 1], as of `PackReader`.
         sequence_lengths: int32 [sequences], as of `PackReader`.
 
@@ -191,6 +192,7 @@ class JoinedReader:
         self.readers = tuple(readers)
         self.path = ", ".join(reader.path for reader in readers)
         self.pack_size = max(reader.pack_size for reader in readers)
+        self.max_weight = max(reader.max_weight for reader in readers)
         self._starts = [0, *np.cumsum([len(reader) for reader in readers]).tolist()]
         self.sequence_lengths: Int32Array = np.concatenate([reader.sequence_lengths for reader in readers])
         counts = np.concatenate([np.diff(reader.pack_offsets) for reader in readers])
@@ -224,7 +226,10 @@ class JoinedReader:
         packs: dict[int, Pack] = {}
         for reader, (start, stop) in zip(self.readers, itertools.pairwise(self._starts), strict=True):
             if inside := [index for index in indices if start <= index < stop]:
-                packs.update(zip(inside, reader.read([index - start for index in inside]), strict=True))
+                read, scale = reader.read([index - start for index in inside]), self.max_weight // reader.max_weight
+                if scale > 1:
+                    read = [replace(pack, loss_mask=pack.loss_mask * np.uint8(scale)) for pack in read]
+                packs.update(zip(inside, read, strict=True))
         return [packs[index] for index in indices]
 
     def close(self) -> None:
@@ -399,6 +404,9 @@ def open_live(config: DataConfig) -> LiveData:
     mask_of: Path | None = None
     if name:
         settings, mask_of = as_prepared(settings, name)
+    if settings.train_on == "weighted":
+        what, fix = "live data has no weights of tokens", "set data.live.tokenizer.train_on to another value"
+        raise ConfigError(what, where="data.live.tokenizer.train_on", fix=fix)
     tokenizer = ChatTokenizer(settings, name) if name else None
     validation = open_dataset(local_copy(config.validation_path)) if config.validation_path is not None else None
     evaluation = _open_evaluation(config)

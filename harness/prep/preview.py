@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import textwrap
+from collections import Counter
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from harness.formats.inspect import render_runs
 from harness.prep.chat import BadRecord, Conversation
+from harness.prep.chat.records import as_share
 from harness.prep.counts import make_sample
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import TOKENIZER
@@ -114,6 +116,9 @@ def _show(
     for number, sequence in enumerate(sample.sequences, start=1):
         share = sequence.num_trained / sequence.num_tokens
         counts = f"{sequence.num_tokens:,} tokens, {sequence.num_trained:,} trained ({share:.0%})"
+        if config.tokenizer.train_on == "weighted":
+            weights = Counter(fitted.pieces[number - 1].loss_mask.tolist())
+            counts += ", weights " + ", ".join(f"{as_share(one)} ({weights[one]:,})" for one in sorted(weights) if one)
         console.print(Text(f"sequence {number} of {sample.num_sequences}: {counts}", style="cyan"))
         console.print(render_runs(sequence.runs, has_color=has_color))
 

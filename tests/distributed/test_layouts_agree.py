@@ -83,6 +83,7 @@ sys.meta_path.insert(0, Finder())
 def train_all(layouts: list[Layout], place: Path) -> list[dict[str, Any]]:
     """Train layouts one after another, each in a new process for every rank; return the results."""
     write_small_packs(place / "data", num_packs=NUM_PACKS)
+    write_small_packs(place / "data" / "weighted", num_packs=NUM_PACKS, is_weighted=True)
     results = []
     # One rank first, of every kind, as the reference of the others.
     first = [next(layouts_of(kind)) for kind in dict.fromkeys(layout.kind for layout in layouts)]
@@ -294,6 +295,7 @@ def _text(place: tuple[Any, ...]) -> str:
 def train_layout(number: int, layout: tuple[str, str, SftConfig], path: Path) -> None:
     """Train one layout on this rank; rank 0 adds its line when every rank has reported."""
     name, kind, config = layout
+    data = "weighted/train" if "weighted" in kind.split() else "train"
     rank, size = map(runtime.place_in_job, ("RANK", "WORLD_SIZE"))
     store = runtime._open_store(rank, size, timedelta(seconds=600)) if size > 1 else torch.distributed.HashStore()
     # One store for all: each job has a part of it for itself.
@@ -306,7 +308,7 @@ def train_layout(number: int, layout: tuple[str, str, SftConfig], path: Path) ->
         ):
             place = join(config.parallel, size, timeout_s=PATIENCE_S)
             run = Run(config, path.with_name(f"{kind}.pt"))
-            outcome: dict[str, Any] = {**run.train(path.with_name("data") / "train", place, started.device)}
+            outcome: dict[str, Any] = {**run.train(path.with_name("data") / data, place, started.device)}
         outcome["covered"] = {of: mask.numpy() for of, mask in run.covered.items()}
     except Exception as error:  # of any kind: it is the result of this layout, and others follow
         outcome = {"error": f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"}

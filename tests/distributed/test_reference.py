@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from small_packs import write_small_packs
 
 from harness.config import compose_config
 from harness.parity import Tolerances
@@ -43,13 +44,16 @@ def mean_of_each_row(
 
 @pytest.fixture(scope="module")
 def plain(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """References of three families, in folders of their names, and one of which every conversation counts alike."""
+    """References of three families, in folders of their names, one with a mean over conversations, one with weights."""
     place = tmp_path_factory.mktemp("plain")
     for family in ("qwen2", "deepseek_v3", "gpt_oss"):
         settings = overrides_of(dataset, place / family, *make_model(family, place / "models" / family), *STEPS)
         assert train_reference(compose_config("sft", SftConfig, settings)) == 0
     model = make_model("qwen2", place / "models" / "qwen2")
     settings = overrides_of(dataset, place / "by_conversation", *model, *STEPS, BY_CONVERSATION)
+    assert train_reference(compose_config("sft", SftConfig, settings)) == 0
+    weighted = write_small_packs(place / "data", is_weighted=True)
+    settings = overrides_of(weighted, place / "by_weight", *model, *STEPS)
     assert train_reference(compose_config("sft", SftConfig, settings)) == 0
     return place
 
@@ -92,6 +96,16 @@ def test_conversations_count_alike_as_in_plain_pytorch_under_every_schedule(plai
     # A mean over tokens is another loss.
     by_token = differences(plain, "qwen2", dataset, tmp_path / "other", more[1], reference="by_conversation")
     assert min(by_token.values()) > 1e-4
+
+
+@pytest.mark.parametrize("schedule", ["as_packed", "dp_balanced", "cost_balanced"])
+def test_tokens_count_by_their_weights_as_in_plain_pytorch_under_every_schedule(plain, schedule, dataset, tmp_path):
+    run = tmp_path / "run"
+    found = differences(plain, "qwen2", plain / "data", run, f"schedule={schedule}", reference="by_weight")
+    assert max(found.values()) <= 1e-6
+    # The same tokens without weights have another loss.
+    alike = differences(plain, "qwen2", dataset, tmp_path / "other", f"schedule={schedule}", reference="by_weight")
+    assert min(alike.values()) > 1e-4
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,12 @@ RANKS = (1, 2, 4)
 # Adapters stand on experts too. Those of `LATER` differ from others in few operations.
 KINDS = ("dense", "lora", "qwen3_moe", "deepseek_like", "lora qwen3_moe")
 LATER = ("olmoe", "gpt_oss_like", "lora deepseek_like")
-# Losses that are means over conversations, and of experts balanced over sequences; on two ranks alone.
-AVERAGED = ("dense conversation", "lora deepseek_like conversation", "deepseek_like conversation")
+# Losses that are means over conversations, of tokens with weights, and of experts balanced over sequences, on two
+# ranks alone.
+AVERAGED = (
+    *("dense conversation", "lora deepseek_like conversation", "deepseek_like conversation"),
+    *("dense weighted", "deepseek_like weighted", "qwen3_moe weighted conversation"),
+)
 SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
 # Four layers for four stages; heads, groups and experts for four ranks. Rows are packs, of which the last step has
 # three: with four data-parallel ranks, one has a row of zero loss.

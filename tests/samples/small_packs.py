@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,11 +26,16 @@ def write_packs(path: P, packs: Iterable[Pack], **settings: Any) -> P:
     return path
 
 
-def write_small_packs(folder: Path, *, num_packs: int = 40) -> Path:
-    """Write `train`, 40 packs of up to 256 tokens, and `validation`, 5 of them; an epoch of 6 a step ends short."""
+def write_small_packs(folder: Path, *, num_packs: int = 40, is_weighted: bool = False) -> Path:
+    """Write `train`, 40 packs of up to 256 tokens, and `validation`, 5 of them; an epoch of 6 a step ends short.
+
+    Weighted tokens are those that are trained otherwise, with weights from 0.01 to 1.
+    """
     rng = np.random.default_rng(0)
     for split, count in (("train", num_packs), ("validation", 5)):
         provenance = Provenance(tokenizer="none", tokenizer_hash="0" * 16, counts={"vocab_size": VOCAB})
+        if is_weighted:
+            provenance = replace(provenance, mask={"weights": "hundredths"})
         with open_writer(folder / split, format="parquet", pack_size=256, provenance=provenance) as writer:
             for _ in range(count):
                 lengths = rng.integers(5, 80, size=rng.integers(1, 4))
@@ -38,5 +44,7 @@ def write_small_packs(folder: Path, *, num_packs: int = 40) -> Path:
                 mask = rng.integers(0, 4, size=ids.shape[0]) > 0
                 mask[starts[1:] - 1] = False
                 mask[-1] = False
+                if is_weighted:
+                    mask = mask * np.random.default_rng(len(ids)).integers(1, 101, size=len(ids))
                 writer.append(Pack(ids, mask, starts))
     return folder

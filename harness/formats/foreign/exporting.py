@@ -23,7 +23,7 @@ from harness.formats.convert import convert_dataset
 from harness.formats.inspect import find_tokenizer_folder
 from harness.formats.manifest import Manifest
 from harness.formats.opening import open_dataset
-from harness.formats.reader import PackReader
+from harness.formats.reader import PackReader, refuse_weights
 from harness.formats.writer import explain_os_errors
 from harness.storage import is_uri, write_atomically
 
@@ -100,6 +100,7 @@ def export_to_bridge(
         what = "the files for Megatron-Bridge cannot be written to object storage"
         raise ConfigError(what, where=str(root), fix="write them to a folder, and copy it")
     with closing(open_dataset(source)) as reader:
+        refuse_weights(reader, "Megatron-Bridge's loss")
         size = reader.pack_size if pack_size is None else pack_size
         name = files.tokenizer.replace("/", "--") or "harness"
         folder = Path(root) / "packed" / f"{name}_pad_seq_to_mult1"

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from harness.errors import FormatError
 from harness.formats.base import FIELDS, Format, ShardOptions, ShardReader, ShardWriter, find_files
-from harness.records import Pack
+from harness.records import HUNDREDTHS, Pack
 from harness.storage import Folder
 from harness.storage.arrays import npy_header, read_npy_header
 from harness.storage.files import OutputFile
@@ -91,7 +91,7 @@ def _pack_of(item: Any, budget: int) -> Pack:
         raise FormatError(f"lacks {', '.join(missing)}")
     ids, mask, starts = (_numbers(item[name], name, budget) for name in FIELDS)
     pack = Pack(ids, mask, starts)
-    problem = pack.problem()
+    problem = pack.problem(max_weight=HUNDREDTHS)
     if problem is not None:
         raise FormatError(problem)
     return pack

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 
 from harness.errors import CheckpointError, ConfigError, FormatError, ScheduleError
 from harness.formats import PackReader, open_dataset
+from harness.formats.reader import refuse_weights
 from harness.integrations import FixedRows, MegatronRow, RankStream, require
 from harness.loader import LoaderConfig, RankLayout
 from harness.megatron.data.feed import readable
@@ -178,6 +179,7 @@ def _row_size(args: Any) -> int | None:
 
 def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args: Any) -> ExternalLoader:
     reader = open_dataset(data) if isinstance(data, str) else data
+    refuse_weights(reader, "Megatron-LM's loss")
     if args.padded_vocab_size and reader.manifest is not None:
         stored = reader.manifest.provenance.counts.get("vocab_size", 0)
         if stored > args.padded_vocab_size:

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.loader import DataConfig, Loader, LoaderConfig, RankLayout, RunData, open_datasets
+from harness.formats import PackReader
+from harness.loader import DataConfig, JoinedReader, Loader, LoaderConfig, RankLayout, RunData, open_datasets
 from harness.loader.datasets import LiveData, open_live
 from harness.loader.live.rank import BatchPlan
 from harness.loader.order import epochs_after, steps_until
@@ -31,6 +32,8 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
     data = open_live(config.data) if config.data.live.folders else open_datasets(config.data)
     pretrained = find_pretrained(config.model)
     config.model.vocab_size = check(config, data, pretrained)
+    if isinstance(data, RunData):
+        _check_weights(config, data.train)
     max_tokens_per_row = config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank)
     return Task(
         feeds=partial(make_feeds, config, data),
@@ -48,6 +51,15 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
         warnings=_warnings(config, data),
         length=settle_length(config, data, progress) if isinstance(data, RunData) else "",
     )
+
+
+def _check_weights(config: SftConfig, data: PackReader | JoinedReader) -> None:
+    """Refuse a global batch whose weights may not fit the int32 number by which Megatron divides the gradients."""
+    most = (2**31 - 1) // (data.max_weight * data.pack_size)
+    if data.max_weight > 1 and config.loader.global_batch_size > most:
+        what = f"a global batch of {config.loader.global_batch_size:,} packs of {data.pack_size:,} tokens with weights"
+        fix = f"set it to at most {most:,}, or prepare the data without tokenizer.train_on=weighted"
+        raise ConfigError(f"{what} is too large", where="loader.global_batch_size", fix=fix)
 
 
 def settle_length(config: SftConfig, data: RunData, progress: Progress | None) -> str:

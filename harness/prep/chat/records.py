@@ -10,6 +10,8 @@ from typing import Any
 
 import xxhash
 
+from harness.records import HUNDREDTHS
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -74,7 +76,9 @@ class Message:
         tool_calls: of the assistant.
         tool_call_id: call that a tool's message answers; empty if the record does not give it.
         name: of the tool or speaker; empty if the record does not give it.
-        trained: weight of the turn, for `tokenizer.train_on=marked`; None if the record does not give one.
+        weight: of the turn in the loss, in hundredths, 0 to 100; None if the record does not give one.
+        part_weights: of the text parts of `content`, in hundredths; None for a part that has the turn's. Empty if no
+            part has a weight of its own.
     """
 
     role: str
@@ -83,7 +87,8 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
-    trained: bool | None = None
+    weight: int | None = None
+    part_weights: tuple[int | None, ...] = ()
 
     @property
     def text(self) -> str:
@@ -106,9 +111,25 @@ class Message:
         return turn
 
 
+def as_share(hundredths: int) -> float:
+    """Return a weight as records write it: 0, 1, or a fraction."""
+    return hundredths // HUNDREDTHS if hundredths % HUNDREDTHS == 0 else hundredths / HUNDREDTHS
+
+
+def _weighted_turn(message: Message) -> dict[str, Any]:
+    """Return a turn as `Message.as_dict` does, with the weights that chat templates do not take."""
+    turn = message.as_dict()
+    if message.weight is not None:
+        turn["weight"] = as_share(message.weight)
+    if message.part_weights:
+        weights = [{} if weight is None else {"weight": as_share(weight)} for weight in message.part_weights]
+        turn["content"] = [part | weight for part, weight in zip(turn["content"], weights, strict=True)]
+    return turn
+
+
 def _is_plain(turn: Message) -> bool:
     extras = turn.reasoning or turn.tool_calls or turn.tool_call_id or turn.name
-    return isinstance(turn.content, str) and not extras and turn.trained is None
+    return isinstance(turn.content, str) and not extras and turn.weight is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +157,7 @@ class Conversation:
         """Return a record of the schema `messages` (or `text`) that is parsed into this conversation again."""
         if self.text is not None:
             return {"text": self.text}
-        turns = [
-            turn.as_dict() if turn.trained is None else {**turn.as_dict(), "weight": int(turn.trained)}
-            for turn in self.messages
-        ]
-        record: dict[str, Any] = {"messages": turns}
+        record: dict[str, Any] = {"messages": [_weighted_turn(message) for message in self.messages]}
         if self.tools:
             record["tools"] = list(self.tools)
         if self.template_kwargs:

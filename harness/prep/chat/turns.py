@@ -22,6 +22,7 @@ from harness.prep.chat.values import (
     show,
     text_field,
 )
+from harness.records import HUNDREDTHS
 
 # Fields of a record that every schema of turns reads beside the turns.
 CHAT_FIELDS = frozenset(("system", "system_prompt", "tools", "chat_template_kwargs"))
@@ -140,10 +141,12 @@ def answer_turn(record: Mapping[str, Any], name: str) -> dict[str, Any]:
 def train_only_answer(conversation: Conversation, num_answer: int) -> Conversation:
     """Return the conversation with the assistant's turns among the last `num_answer` trained, and earlier ones not."""
     first = len(conversation.messages) - num_answer
-    if any(message.role == "assistant" and message.trained for message in conversation.messages[:first]):
-        raise BadRecordError(BadReason.BAD_WEIGHT, "a turn of the prompt has weight 1")
+    if any(message.role == "assistant" and message.weight for message in conversation.messages[:first]):
+        raise BadRecordError(BadReason.BAD_WEIGHT, "a turn of the prompt has a weight above 0")
     messages = (
-        replace(message, trained=place >= first) if message.role == "assistant" and message.trained is None else message
+        replace(message, weight=HUNDREDTHS * (place >= first))
+        if message.role == "assistant" and message.weight is None
+        else message
         for place, message in enumerate(conversation.messages)
     )
     return replace(conversation, messages=tuple(messages))
@@ -176,6 +179,9 @@ def parse_turn(turn: object, number: int) -> Message:
                 f"{what} has the field {first_name(fields & held.keys())}, which belongs to turns of role {owner!r}"
             )
             raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
+    part_weights: tuple[int | None, ...] = ()
+    if isinstance(content, list):
+        part_weights, content = _part_weights(content, role, what)
     message = Message(
         role,
         content if type(content) is str and content.isascii() else _parse_content(content, what),
@@ -183,7 +189,8 @@ def parse_turn(turn: object, number: int) -> Message:
         tool_calls=() if _CALLS.isdisjoint(held) else _parse_tool_calls(held, what),
         tool_call_id=check_text(held["tool_call_id"], f"the id of {what}") if "tool_call_id" in held else "",
         name=check_text(held["name"], f"the name of {what}") if "name" in held else "",
-        trained=None if _WEIGHTS.isdisjoint(held) else _parse_weight(held, what),
+        weight=None if _WEIGHTS.isdisjoint(held) else _parse_weight(held, what),
+        part_weights=part_weights,
     )
     # A tool may return nothing, and records of some sources have a system turn even where they have no system prompt.
     if role in ("tool", "system", "developer"):
@@ -252,18 +259,40 @@ def _parse_tool_calls(turn: Mapping[str, Any], what: str) -> tuple[ToolCall, ...
     return (parse_call(legacy, f"the function_call of {what}"),)
 
 
-def _parse_weight(turn: Mapping[str, Any], what: str) -> bool | None:
-    """Return the one answer that all the turn's weights give; None if it has none."""
-    trained: set[bool] = set()
+def _parse_weight(turn: Mapping[str, Any], what: str) -> int | None:
+    """Return the weight of a turn in hundredths; None if it has none. All fields must agree whether it is trained."""
+    weights = []
     for field in WEIGHT_FIELDS:
         value = turn.get(field)
         if value is None:
             continue
-        numbers = isinstance(value, (int, float)) and value in (0, 1)
-        if not (numbers if field == "weight" else isinstance(value, bool)):
-            expected = "0 or 1" if field == "weight" else "true or false"
-            raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has the {field} {show(value)}, expected {expected}")
-        trained.add(bool(value))
-    if len(trained) > 1:
+        if field != "weight" and not isinstance(value, bool):
+            detail = f"{what} has the {field} {show(value)}, expected true or false"
+            raise BadRecordError(BadReason.BAD_WEIGHT, detail)
+        weights.append(_hundredths(value, what))
+    if len(set(map(bool, weights))) > 1:
         raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} is trained by one of its weights and not by another")
-    return trained.pop() if trained else None
+    return weights[0] if weights else None
+
+
+def _part_weights(content: list[Any], role: str, what: str) -> tuple[tuple[int | None, ...], list[Any]]:
+    """Return the weights of a turn's parts in hundredths, empty if none has one, and the parts without them."""
+    found = [part.get("weight") if isinstance(part, Mapping) else None for part in content]
+    if all(weight is None for weight in found):
+        return (), content
+    if role != "assistant":
+        detail = f"a part of {what} has a weight, and only the assistant's turns are trained"
+        raise BadRecordError(BadReason.BAD_WEIGHT, detail)
+    weights = tuple(
+        None if weight is None else _hundredths(weight, f"part {number} of {what}")
+        for number, weight in enumerate(found, start=1)
+    )
+    bare = [{**part, "weight": None} if isinstance(part, Mapping) else part for part in content]
+    return weights, bare
+
+
+def _hundredths(value: object, what: str) -> int:
+    if isinstance(value, (int, float)) and 0 <= value <= 1 and round(value, 2) == value:
+        return round(value * HUNDREDTHS)
+    detail = f"{what} has the weight {show(value)}, expected a number from 0 to 1 with at most two decimals"
+    raise BadRecordError(BadReason.BAD_WEIGHT, detail)

@@ -9,7 +9,7 @@ from harness.errors import ConfigError
 
 MASK_RULES = ("auto", "generation", "assistant_turns", "all")
 HISTORY_RULES = ("as_served", "kept")
-TRAINED_TURNS = ("all_assistant", "last_turn", "marked")
+TRAINED_TURNS = ("all_assistant", "last_turn", "marked", "weighted")
 # Every byte is a token of its own before any merge.
 MIN_VOCAB_SIZE = 256 + 3
 # Of a rendered conversation.
@@ -38,8 +38,9 @@ class TokenizerConfig:
             makes one sequence of a conversation, in which every turn is written as it is generated, with its
             reasoning: by the template's switch for it if there is one. Later turns are then trained after text that a
             server would leave out, which `--preview` shows.
-        train_on: `all_assistant` turns, only the `last_turn`, or the messages that the record has `marked` with a
-            weight.
+        train_on: `all_assistant` turns, only the `last_turn`, the messages that the record has `marked` with a
+            weight, or all assistant turns `weighted`: the loss of each token counts by the `weight` of its message, or
+            of its part of the content, a number from 0 to 1 with at most two decimals; without one it counts by 1.
         train_reasoning: train the reasoning of trained turns.
         train_tool_calls: train the tool calls of trained turns.
         train_end_of_turn: train the token that ends a turn, from which the model learns to stop.

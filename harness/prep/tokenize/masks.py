@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError
@@ -31,6 +32,7 @@ from harness.prep.tokenize.known_forms import KnownForm, KnownForms, not_written
 from harness.prep.tokenize.offsets import Span
 from harness.prep.tokenize.stock import StockRule, stock_rule
 from harness.prep.tokenize.written import unwritten_reasoning, unwritten_text
+from harness.records import HUNDREDTHS
 
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
@@ -57,10 +59,12 @@ class Rendered:
     Attributes:
         text: as the chat template writes it.
         spans: first and past-the-end character of each trained part, in order.
+        weights: of each part in the loss, in hundredths; empty where `tokenizer.train_on` is not `weighted`.
     """
 
     text: str
     spans: list[Span]
+    weights: Sequence[int] = ()
 
 
 class Masker:
@@ -88,6 +92,7 @@ class Masker:
         self.rule, self.why = self._choose(config.mask, where)
         # A template with marks is used as it is.
         self._forms = KnownForms(template, trusts_plain=self.rule in ("marks", "assistant_turns", "all"))
+        self._has_weights = config.train_on == "weighted"
         self._keeping = self._keeping_switch() if config.history == "kept" else {}
 
     def _choose(self, mask: str, where: str) -> tuple[str, str]:
@@ -112,6 +117,9 @@ class Masker:
         Raises:
             BadRecordError: it cannot be trained on with this template.
         """
+        if not self._has_weights and (number := _first_weighted(conversation)) is not None:
+            detail = f"turn {number + 1} has a weight between 0 and 1, or weights of its parts; "
+            raise BadRecordError(BadReason.BAD_WEIGHT, f"{detail}tokenizer.train_on=weighted trains with weights")
         known = self._forms.find(conversation)
         chat = RenderedChat(self._template, conversation, known.form, self._keeping)
         if self.rule == "all":
@@ -130,7 +138,9 @@ class Masker:
             spans, last = [self._added_span(chat, turn) for turn in trained], len(chat.messages) - 1
             if trained[-1] == last:
                 spans[-1:] = self._with_end(chat, last, spans[-1:])
-            found = [Rendered(chat.served(last), spans)]
+            text = chat.served(last)
+            parts = [self._weighed(text, chat, turn, [span]) for turn, span in zip(trained, spans, strict=True)]
+            found = [Rendered(text, *map(list, map(chain.from_iterable, zip(*parts, strict=True))))]
         elif self.rule == "marks":
             found = self._marked_sequences(chat, trained, has_tags=known.has_tags)
         else:
@@ -146,7 +156,7 @@ class Masker:
     def _trained_turns(self, conversation: Conversation) -> list[int]:
         turns = [number for number, message in enumerate(conversation.messages) if message.role == "assistant"]
         if self._config.train_on == "marked":
-            weights = [conversation.messages[number].trained for number in turns]
+            weights = [conversation.messages[number].weight for number in turns]
             if all(weight is None for weight in weights):
                 detail = "no assistant turn has a weight, and tokenizer.train_on=marked trains those that have"
                 raise BadRecordError(BadReason.NOTHING_TRAINED, detail)
@@ -154,7 +164,7 @@ class Masker:
         if self._config.train_on == "last_turn":
             turns = turns[-1:]
         # A weight of 0 is the record's own word; a weight of 1 adds nothing to turns that are trained anyway.
-        return [number for number in turns if conversation.messages[number].trained is not False]
+        return [number for number in turns if conversation.messages[number].weight != 0]
 
     # ---- rules -------------------------------------------------------------------------------------------------
 
@@ -172,7 +182,7 @@ class Masker:
         plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
         is_usual = not (chat.has_reasoning or chat.has_late_system or chat.has_answers_in_a_row)
         has_end = bool(spans) and self._has_end(text, *spans[-1])
-        if plain and is_usual and has_end and not has_tags and self._keeps_turns:
+        if plain and not self._has_weights and is_usual and has_end and not has_tags and self._keeps_turns:
             return [Rendered(text, spans)]
         return self._sequences_of_turns(chat, trained, lambda turn: self._marked_turn(chat, turn))
 
@@ -257,6 +267,7 @@ class Masker:
         """Put turns into as few sequences as show each of them as it is served, the last turn first."""
         text, found = chat.whole, []
         spans: list[Span] = []
+        weights: list[int] = []
         # The beginning of the text is that of the conversation up to this turn.
         shown_at = len(chat.messages) - 1
         for turn in reversed(trained):
@@ -269,6 +280,7 @@ class Masker:
             if missing := unwritten_reasoning(own, turn, chat.conversation.messages[turn]):
                 raise not_written(missing)
             turn_spans = self._switched(chat, turn, turn_spans)
+            turn_spans, turn_weights = self._weighed(own, chat, turn, turn_spans)
             if not turn_spans:
                 continue
             placed = self._placed(own, turn_spans, text)
@@ -278,11 +290,11 @@ class Masker:
                 shown_at = turn
             elif placed is None:
                 if spans:
-                    found.append(Rendered(text, spans))
-                text, spans, placed = own, [], turn_spans
-            spans = placed + spans
+                    found.append(Rendered(text, spans, weights))
+                text, spans, weights, placed = own, [], [], turn_spans
+            spans, weights = placed + spans, turn_weights + weights
         if spans:
-            found.append(Rendered(text, spans))
+            found.append(Rendered(text, spans, weights))
         return found[::-1]
 
     def _placed(self, own: str, spans: list[Span], text: str) -> list[Span] | None:
@@ -383,6 +395,38 @@ class Masker:
             left_out.append((core, end))
         return _without(spans, left_out)
 
+    def _weighed(self, text: str, chat: RenderedChat, turn: int, spans: list[Span]) -> tuple[list[Span], list[int]]:
+        """Divide a turn's spans at the parts that have a weight of their own; return them with their weights.
+
+        Args:
+            text: in which the spans are.
+
+        Raises:
+            BadRecordError: the template does not write the parts one after the other as they are.
+        """
+        message = chat.conversation.messages[turn]
+        if not self._has_weights:
+            return spans, []
+        own = HUNDREDTHS if message.weight is None else message.weight
+        if not message.part_weights or not spans:
+            return spans, [own] * len(spans)
+        content, (first, *_), (*_, last) = message.text.strip(), spans[0], spans[-1]
+        at = text.find(content, first, last)
+        if at < 0 or text.find(content, at + 1, last) >= 0:
+            detail = f"the chat template does not write the parts of turn {turn + 1}, which have weights, exactly once"
+            raise BadRecordError(BadReason.BAD_WEIGHT, f"{detail} one after the other")
+        pieces: list[Span] = []
+        weights: list[int] = []
+        # White space around the whole may not be written.
+        unwritten = len(message.text) - len(message.text.lstrip())
+        ends = accumulate(map(len, message.content or ()), initial=0)
+        edges = [first, *(at + min(max(end - unwritten, 0), len(content)) for end in ends), last]
+        for (start, end), weight in zip(pairwise(edges), (own, *message.part_weights, own), strict=True):
+            inside = [(max(start, low), min(end, high)) for low, high in spans if max(start, low) < min(end, high)]
+            pieces += inside
+            weights += [own if weight is None else weight] * len(inside)
+        return pieces, weights
+
     def _core_end(self, text: str, start: int, end: int) -> int:
         """Return where the special tokens and white space at the end of `text[start:end]` begin."""
         while True:
@@ -449,7 +493,12 @@ class Masker:
 
 
 def _first_untrained(conversation: Conversation) -> int | None:
-    return next((number for number, message in enumerate(conversation.messages) if message.trained is False), None)
+    return next((number for number, message in enumerate(conversation.messages) if message.weight == 0), None)
+
+
+def _first_weighted(conversation: Conversation) -> int | None:
+    found = enumerate(conversation.messages)
+    return next((number for number, turn in found if turn.part_weights or (turn.weight or 0) % HUNDREDTHS), None)
 
 
 def _without_reasoning(content: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:

@@ -55,7 +55,7 @@ class TokenBytes:
         ids = tokenizer.encode(_ASCII_PROBE, add_special_tokens=False).ids
         return made if has_all_bytes and made._join(ids) == _ASCII_PROBE.encode() else None
 
-    def mask(self, ids: Int32Array, text: str, spans: Sequence[Span]) -> UInt8Array | None:
+    def mask(self, ids: Int32Array, text: str, spans: Sequence[Span], weights: Sequence[int] = ()) -> UInt8Array | None:
         """Compute `token_mask` of a text's token ids; None where these are not the bytes of the text.
 
         A tokenizer may write a character in its normal form, or leave the white space around an added token out.
@@ -67,9 +67,10 @@ class TokenBytes:
             return None
         starts = ends - lengths
         mask = np.zeros(len(ids), np.uint8)
-        for span in spans:
+        for span, weight in zip(spans, weights or [1] * len(spans), strict=True):
             start, end = span if is_ascii else (len(text[:place].encode()) for place in span)
-            mask[np.searchsorted(ends, start, "right") : np.searchsorted(starts, end, "left")] = 1
+            part = mask[np.searchsorted(ends, start, "right") : np.searchsorted(starts, end, "left")]
+            np.maximum(part, weight, out=part)
         return mask
 
     def _join(self, ids: Sequence[int]) -> bytes:
@@ -83,14 +84,15 @@ def _bytes_of(token: str) -> bytes:
         return token.encode(errors="replace")
 
 
-def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> UInt8Array:
-    """Mask the tokens with characters inside the spans.
+def token_mask(offsets: Sequence[Span], spans: Sequence[Span], weights: Sequence[int] = ()) -> UInt8Array:
+    """Mask the tokens with characters inside the spans; one in several has the largest of their weights.
 
     A token covers everything since the token before it, even if its own offsets leave white space out.
 
     Args:
         offsets: [L] first and past-the-end character of each token.
         spans: first and past-the-end character of each trained part.
+        weights: entry of the mask for each part; empty for 1.
 
     Returns:
         uint8 [L], token-aligned.
@@ -99,6 +101,6 @@ def token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> UInt8Array:
     starts, ends = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2).T
     starts = np.minimum(starts, np.concatenate([np.zeros(1, np.int64), np.maximum.accumulate(ends)])[: len(starts)])
     mask = np.zeros(len(starts), np.uint8)
-    for start, end in spans:
-        mask |= (starts < end) & (ends > start)
+    for (start, end), weight in zip(spans, weights or [1] * len(spans), strict=True):
+        np.maximum(mask, weight, out=mask, where=(starts < end) & (ends > start))
     return mask

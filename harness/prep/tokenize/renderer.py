@@ -101,7 +101,7 @@ class Renderer:
         return [
             BadRecord(one.where, BadReason(made["reason"]), made["detail"])
             if isinstance(made, dict)
-            else [Rendered(text, [(start, end) for start, end in spans]) for text, spans in made]
+            else [Rendered(text, [(start, end) for start, end in spans], weights) for text, spans, weights in made]
             for one, made in zip(conversations, answers, strict=True)
         ]
 
@@ -255,7 +255,7 @@ def _sequences(masker: Masker, conversation: Conversation, cpu_s: float) -> Any:
         found = masker.sequences(conversation)
     except BadRecordError as refused:
         return {"reason": refused.reason, "detail": refused.detail}
-    return [(made.text, made.spans) for made in found]
+    return [(made.text, made.spans, list(made.weights)) for made in found]
 
 
 def _token_after_answer(template: Template, special: Sequence[str]) -> tuple[bool, str]:

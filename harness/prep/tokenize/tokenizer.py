@@ -24,7 +24,7 @@ from harness.prep.tokenize.offsets import Span, TokenBytes, token_mask
 from harness.prep.tokenize.recorded import end_tokens
 from harness.prep.tokenize.renderer import Renderer
 from harness.prep.tokenize.templates.builtin import load_template, template_tokens
-from harness.records import Int32Array, SequenceView, UInt8Array
+from harness.records import HUNDREDTHS, Int32Array, SequenceView, UInt8Array
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 
@@ -125,10 +125,12 @@ class ChatTokenizer:
             schema: of the records; all of plain `text` is trained, whatever the template is.
         """
         config = self._config
+        weights = {"weights": "hundredths"} if config.train_on == "weighted" else {}
         if schema == "text":
             ends = [self.hf.eos_token] if self.hf.eos_token else []
             why = "the records are plain text, which is trained as a whole"
-            return {"rule": "text", "why": why, "end_tokens": json.dumps(ends, ensure_ascii=False), "schema": schema}
+            ends_of_text = json.dumps(ends, ensure_ascii=False)
+            return {"rule": "text", "why": why, "end_tokens": ends_of_text, "schema": schema, **weights}
         parts = {
             "reasoning": config.train_reasoning,
             "tool_calls": config.train_tool_calls,
@@ -143,6 +145,7 @@ class ChatTokenizer:
             "end_tokens": json.dumps(list(self._renderer.end_tokens), ensure_ascii=False),
             **({"end_of_last_turn": config.end_of_last_turn} if config.end_of_last_turn else {}),
             **({"schema": schema} if schema else {}),
+            **weights,
         }
 
     @property
@@ -236,12 +239,13 @@ class ChatTokenizer:
     def _token_mask(self, ids: Int32Array, encoding: Any, sequence: Rendered) -> UInt8Array:
         """Mask the tokens of a sequence's trained parts, token-aligned; `encoding` is of its text."""
         text, spans = sequence.text, sequence.spans
+        weights = sequence.weights or [HUNDREDTHS] * len(spans) if self._config.train_on == "weighted" else ()
         if self._token_bytes is not None:
-            mask = self._token_bytes.mask(ids, text, spans)
+            mask = self._token_bytes.mask(ids, text, spans, weights)
             if mask is not None:
                 return mask
             encoding = self._backend.encode(text, add_special_tokens=False)
-        return token_mask(encoding.offsets, spans)
+        return token_mask(encoding.offsets, spans, weights)
 
     def _render(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | BadRecord]:
         """Return the texts of each conversation's sequences with their trained spans."""

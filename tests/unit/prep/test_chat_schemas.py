@@ -57,7 +57,7 @@ def test_turns_may_be_stored_as_one_list_a_field():
     assert turns_of({"messages": {"role": ["user", "assistant"], "content": ["Hi", "Hello"]}}) == PLAIN
     shared = {"who": ["human", "gpt"], "value": ["Hi", "Hello"], "weight": [None, 1]}
     messages = turns_of({"conversations": shared}, columns={"from": "who"})
-    assert messages == (PLAIN[0], Message("assistant", "Hello", trained=True))
+    assert messages == (PLAIN[0], Message("assistant", "Hello", weight=100))
     for uneven in ({"role": ["user"], "content": []}, {"role": "user", "content": "Hi"}, {}):
         reason, detail = refusal({"messages": uneven})
         assert (reason, detail) == (BadReason.NO_MESSAGES, "`messages` holds a dict, expected a list of turns")
@@ -192,19 +192,29 @@ def test_content_may_be_parts_of_text(content, expected):
 
 
 @pytest.mark.parametrize(
-    ("fields", "trained"),
+    ("fields", "weight"),
     [
         ({}, None),
         ({"weight": None}, None),
-        ({"weight": 1}, True),
-        ({"weight": 0.0}, False),
-        ({"train": True}, True),
-        ({"trainable": False}, False),
-        ({"weight": 1, "train": True}, True),
+        ({"weight": 1}, 100),
+        ({"weight": 0.0}, 0),
+        ({"weight": 0.29}, 29),
+        ({"train": True}, 100),
+        ({"trainable": False}, 0),
+        ({"weight": 0.5, "train": True}, 50),
     ],
 )
-def test_a_turn_is_trained_by_its_weight(fields, trained):
-    assert turns_of(answer_with(**fields))[1].trained is trained
+def test_a_turn_is_trained_by_its_weight(fields, weight):
+    assert turns_of(answer_with(**fields))[1].weight == weight
+
+
+def test_parts_of_an_answer_have_weights_and_a_record_that_is_written_keeps_them():
+    parts = [{"type": "text", "text": "Hel", "weight": 0.5}, {"type": "text", "text": "lo"}]
+    record = {"messages": [ASK, {"role": "assistant", "content": parts, "weight": 0.25}]}
+    conversation = parse_record(record, "")
+    answer = conversation.messages[1]
+    assert (answer.text, answer.weight, answer.part_weights) == ("Hello", 25, (50, None))
+    assert conversation.as_record() == record
 
 
 def test_template_variables_come_from_the_record_but_none_that_are_not_its_own():
@@ -292,7 +302,7 @@ def test_sharegpt_turns_calls_and_observations():
             Message("user", "Hi"),
             Message("assistant", None, tool_calls=(CALL,)),
             Message("tool", "2"),
-            Message("assistant", "Hello", trained=True),
+            Message("assistant", "Hello", weight=100),
         ),
         "line 1",
         (TOOL,),
@@ -337,17 +347,17 @@ def test_alpaca_joins_instruction_and_input_after_system_and_history():
 
 def test_only_the_completion_of_a_prompt_is_trained():
     turns = [ASK, ANSWER, {"role": "user", "content": "More"}]
-    assert turns_of({"prompt": "Hi", "completion": "Hello"}) == (PLAIN[0], Message("assistant", "Hello", trained=True))
+    assert turns_of({"prompt": "Hi", "completion": "Hello"}) == (PLAIN[0], Message("assistant", "Hello", weight=100))
     for completion in ("Yes", [{"role": "assistant", "content": "Yes"}]):
         messages = turns_of({"prompt": turns, "completion": completion})
-        assert [(message.text, message.trained) for message in messages] == [
+        assert [(message.text, message.weight) for message in messages] == [
             ("Hi", None),
-            ("Hello", False),
+            ("Hello", 0),
             ("More", None),
-            ("Yes", True),
+            ("Yes", 100),
         ]
     own_weight = {"prompt": [ASK], "completion": [{**ANSWER, "weight": 0}, ASK, ANSWER]}
-    assert [message.trained for message in turns_of(own_weight)] == [None, False, None, True]
+    assert [message.weight for message in turns_of(own_weight)] == [None, 0, None, 100]
 
 
 @pytest.mark.parametrize("record", [{"prompt": "Hi", "completion": "Hello"}, {"instruction": "Hi", "output": "Hello"}])
@@ -391,7 +401,7 @@ def test_preferences_are_read_only_when_asked():
 @pytest.mark.parametrize("prompt", ["Hi", [ASK]])
 def test_the_chosen_answer_may_hold_its_prompt(prompt, chosen):
     record = {"prompt": prompt, "chosen": chosen, "rejected": "no"}
-    assert turns_of(record, schema="preference") == (PLAIN[0], Message("assistant", "Hello", trained=True))
+    assert turns_of(record, schema="preference") == (PLAIN[0], Message("assistant", "Hello", weight=100))
 
 
 # Columns, detection and readers
@@ -576,7 +586,12 @@ REFUSED = {
         (of_alpaca(history=[["Hi", 3]]), "turn 2 (assistant) has content of type int"),
     ],
     "bad_weight": [
-        (answer_with(weight=0.5), "has the weight 0.5, expected 0 or 1"),
+        (answer_with(weight=0.555), "has the weight 0.555, expected a number from 0 to 1 with at most two decimals"),
+        (answer_with(weight=1.5), "has the weight 1.5"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "weight": 1}]}, ANSWER]},
+            "a part of turn 1 (user) has a weight, and only the assistant's turns are trained",
+        ),
         (answer_with(weight="1"), "has the weight '1'"),
         (answer_with(weight=float("nan")), "has the weight nan"),
         (answer_with(train=1), "has the train 1, expected true or false"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.errors import ConfigError
@@ -170,7 +172,7 @@ def test_kept_history_writes_every_call_as_it_is_generated(tmp_path: Path) -> No
 
 def test_kept_history_trains_the_turns_that_are_marked_and_leaves_the_others_as_they_are_served(tokenizer: Any) -> None:
     talk = chat("Hi", "Hello", "Bye", "So long", "Well", "Yes", reasoning_content="Hm")
-    messages = tuple(replace(one, trained=number != 3) for number, one in enumerate(talk.messages))
+    messages = tuple(replace(one, weight=100 * (number != 3)) for number, one in enumerate(talk.messages))
 
     (sequence,) = encode(tokenizer(FORGETFUL, history="kept"), replace(talk, messages=messages))
 
@@ -264,6 +266,78 @@ def test_a_weight_of_0_is_refused_where_every_token_is_trained(tokenizer: Any) -
     assert bad.reason == BadReason.BAD_WEIGHT
     assert "turn 2 is not to be trained" in bad.detail
     assert len(encode(tokenizer(FORGETFUL, mask="all"), chat("a", "b", weight=1))) == 1
+
+
+def weights(tokenizer: ChatTokenizer, sequence: Encoded) -> list[tuple[str, int]]:
+    """Return the text of each run of tokens with one weight, for those that are trained."""
+    ids, mask = sequence.view.input_ids[1:], sequence.view.loss_mask[:-1]
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    runs = [(tokenizer.decode(ids[start:end]), int(mask[start])) for start, end in pairwise(edges)]
+    return [run for run in runs if run[1]]
+
+
+@pytest.mark.parametrize("history", ["as_served", "kept"])
+@pytest.mark.parametrize("template", [TOOLS, FORGETFUL], ids=["plain", "forgetful"])
+def test_tokens_have_the_weight_of_their_part_or_else_of_their_message(
+    tokenizer: Any, template: str, history: str
+) -> None:
+    weighted = tokenizer(template, train_on="weighted", history=history)
+    parts = [{"type": "text", "text": "The quick", "weight": 0.2}, {"type": "text", "text": " brown fox"}]
+    thought = {} if template == TOOLS else {"reasoning_content": "The quick"}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello", "weight": 0.5, **thought},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "So long", "weight": 0, **thought},
+        {"role": "user", "content": "Yes"},
+        {"role": "assistant", "content": "Dog", **thought},
+        {"role": "user", "content": "No"},
+        {"role": "assistant", "content": parts, "weight": 0.75},
+    ]
+
+    found = [run for sequence in encode(weighted, parsed(messages)) for run in weights(weighted, sequence)]
+
+    before = "" if template == TOOLS else "<think>The quick</think>"
+    empty = "" if template == TOOLS else "<think></think>"
+    assert found == [
+        (before + "Hello<|im_end|>", 50),
+        (before + "Dog<|im_end|>", 100),
+        *([(empty, 75)] if empty else []),
+        ("The quick", 20),
+        (" brown fox<|im_end|>", 75),
+    ]
+
+
+@pytest.mark.parametrize("rule", ["generation", "assistant_turns"])
+def test_weights_reach_the_tokens_by_every_rule(tokenizer: Any, rule: str) -> None:
+    marked = (
+        "{% for m in messages %}" + TURN + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+        "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    weighted = tokenizer(marked, train_on="weighted", mask=rule)
+    talk = chat("Hi", "Hello", "Bye", "So long")
+    messages = tuple(replace(one, weight={1: 50, 3: 100}.get(number)) for number, one in enumerate(talk.messages))
+
+    (sequence,) = encode(weighted, replace(talk, messages=messages))
+
+    assert weights(weighted, sequence) == [("Hello<|im_end|>", 50), ("So long<|im_end|>", 100)]
+    assert weighted.mask_facts()["weights"] == "hundredths"
+
+
+@pytest.mark.parametrize("train_on", ["all_assistant", "marked", "last_turn"])
+def test_a_fraction_is_refused_where_weights_are_not_trained(tokenizer: Any, train_on: str) -> None:
+    bad = refused(tokenizer(TOOLS, train_on=train_on), chat("Hi", "Hello", weight=0.5))
+    assert bad.reason == BadReason.BAD_WEIGHT
+    assert "turn 2 has a weight between 0 and 1" in bad.detail
+
+
+def test_parts_with_weights_are_refused_where_their_text_is_also_elsewhere_in_the_turn(tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "a", "weight": 0.5}]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts, "reasoning_content": "a b"}]
+    bad = refused(tokenizer(FORGETFUL, train_on="weighted"), parsed(messages))
+    assert bad.reason == BadReason.BAD_WEIGHT
+    assert "exactly once" in bad.detail
 
 
 # Leaves out what a user quotes as the result of a tool, unless it follows a call.

@@ -115,10 +115,10 @@ def test_blocks_in_another_order_become_turns_in_that_order():
         {"type": "text", "text": "Last"},
     ]
     made = parse({"messages": [ASKED, {"role": "assistant", "content": blocks, "weight": 0}]}, "").messages[1:]
-    assert [(turn.text, turn.reasoning, len(turn.tool_calls), turn.trained) for turn in made] == [
-        ("", "", 1, False),
-        ("Then", "", 0, False),
-        ("Last", "one\n\ntwo", 0, False),
+    assert [(turn.text, turn.reasoning, len(turn.tool_calls), turn.weight) for turn in made] == [
+        ("", "", 1, 0),
+        ("Then", "", 0, 0),
+        ("Last", "one\n\ntwo", 0, 0),
     ]
     results = [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "Go on"}]
     record = {"messages": [{"role": "user", "content": results}, {"role": "assistant", "content": "Yes"}]}
