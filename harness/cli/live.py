@@ -15,6 +15,7 @@ from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
 from harness.cli.settings import AsJson, class_of, print_json
 from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
+from harness.prep.sources.config import TOOL_CALLS
 from harness.printing import open_console
 from harness.storage import is_uri
 
@@ -79,8 +80,8 @@ class ProduceSource:
     """The conversations.
 
     Attributes:
-        schema, columns, ignore_fields, drop_media: of the records, as in `harness prepare`; an empty schema is
-            detected in each.
+        schema, columns, ignore_fields, drop_media, tool_calls: of the records, as in `harness prepare`; an empty schema
+            is detected in each.
         on_bad: conversations that cannot be used: refuse or skip.
     """
 
@@ -88,9 +89,11 @@ class ProduceSource:
     columns: dict[str, str] = field(default_factory=dict)
     ignore_fields: list[str] = field(default_factory=list)
     drop_media: bool = False
+    tool_calls: str = "given"
     on_bad: str = "refuse"
 
     def __post_init__(self) -> None:
+        require_choice(self.tool_calls, TOOL_CALLS, setting="source.tool_calls")
         require_choice(self.on_bad, ("refuse", "skip"), setting="source.on_bad")
 
 
@@ -108,6 +111,9 @@ class ProduceSettings:
     source: ProduceSource = field(default_factory=ProduceSource)
 
     def __post_init__(self) -> None:
+        if self.tokenizer.train_on == "weighted":
+            what, fix = "live data has no weights of tokens", "omit it; `harness prepare` stores weights"
+            raise ConfigError(what, where="tokenizer.train_on", fix=fix)
         if self.tokenizer.name and self.chunks.kind == "packs":
             raise ConfigError(
                 "packs are tokenized already", where="tokenizer.name", fix="omit it, or set chunks.kind=chat"
@@ -150,7 +156,7 @@ def produce(
             _print_line(f"continues after {producer.num_rows:,} rows in {producer.num_chunks:,} chunks")
         items = live.read_packs(source)
         if chunks.kind == "chat":
-            reader = RecordReader(of.schema, of.columns, of.ignore_fields, of.drop_media)
+            reader = RecordReader(of.schema, of.columns, of.ignore_fields, of.drop_media, of.tool_calls)
             items = live.log_unused_fields(live.read_conversations(source, reader), source, _print_line)
         begun = {"append": append, "leave_rest": leave_rest}
         live.produce_chunks(producer, items, packing=packing, on_bad=of.on_bad, log=_print_line, **begun)

@@ -40,6 +40,8 @@ def _with_calls(message: Message, what: str) -> Message:
     before, calls = _divide(answer, "tool_call", what)
     if not calls:
         return message
+    if message.part_weights:
+        raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has weights of parts, and <tool_call> in its text")
     if message.tool_calls:
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has tool_calls and <tool_call> in its text")
     lifted = tuple(_parse(call, f"<tool_call> {place} of {what}") for place, call in enumerate(calls, start=1))

@@ -15,7 +15,7 @@ from live_streams import some_packs, write_stream
 
 from harness.cli.app import main
 from harness.loader.live import LiveProducer
-from harness.loader.live.folder import LiveFolder
+from harness.loader.live.folder import LiveChunk, LiveFolder
 from harness.loader.live.status import live_status
 from harness.storage import Marker
 
@@ -140,6 +140,25 @@ def test_a_stream_is_produced_and_ended_from_the_command_line(tmp_path, harness)
     code, _, err = harness("live", "produce", source, tmp_path / "live", "chunks.kind=images")
     assert code == 2
     assert "choose one of: chat, packs" in err
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_calls_in_texts_are_lifted_on_the_way_into_a_stream(tmp_path, harness, format):
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    turns = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": call}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": turns, "tools": [tool]}) + "\n")
+    settings = ("source.tool_calls=hermes", f"chunks.format={format}")
+    assert harness("live", "produce", tmp_path / "in.jsonl", tmp_path / "live", *settings)[0] == 0
+    made = LiveChunk(tmp_path / "live" / f"chunk_00000.{format}", None).conversation(0)
+    assert [one.name for one in made.messages[1].tool_calls] == ["weather"]
+    assert not made.messages[1].text
+
+
+def test_weights_of_tokens_are_refused_on_the_way_into_a_stream(tmp_path, harness):
+    settings = ("tokenizer.name=any", "tokenizer.train_on=weighted")
+    code, _, err = harness("live", "produce", tmp_path, tmp_path / "live", *settings)
+    assert (code, "live data has no weights of tokens" in err) == (2, True)
 
 
 @pytest.mark.parametrize("source", ["chats.jsonl", "chats", "-"])
