@@ -40,7 +40,8 @@ def sft(folder: Path, steps: int, *overrides: str, ranks: int = 1) -> list[dict[
     return read_metrics(folder)
 
 
-def test_one_checkpoint_goes_on_in_every_layout_with_the_losses_of_stored_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("average", ["token", "conversation"])
+def test_one_checkpoint_goes_on_in_every_layout_with_the_losses_of_stored_batches(tmp_path: Path, average: str) -> None:
     sequences = [
         Pack(one.input_ids, one.loss_mask, [0])
         for pack in some_packs(40)
@@ -58,6 +59,7 @@ def test_one_checkpoint_goes_on_in_every_layout_with_the_losses_of_stored_batche
         f"data.path={tmp_path / 'stored'}",
         f"loader.global_batch_size={WINDOW}",
         "loader.shuffle=false",
+        f"trainer.loss_average={average}",
     )
     expected = [line["loss"] for line in stored]
     live = (
@@ -66,6 +68,7 @@ def test_one_checkpoint_goes_on_in_every_layout_with_the_losses_of_stored_batche
         "data.live.pack_size=64",
         f"data.live.window_sequences={WINDOW}",
         "data.live.timeout_s=60",
+        f"trainer.loss_average={average}",
     )
 
     def losses(folder: Path, steps: int, *overrides: str, ranks: int = 1) -> list[float]:
