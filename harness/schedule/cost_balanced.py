@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule.batch import GlobalBatch, Imbalance, measure_imbalance
@@ -18,13 +20,13 @@ _GOOD_STEP, _GOOD_SYNC = 1.01, 1.10
 _PORTIONS = 400
 # A portion is at most this part of the rows, so that no row gets two long sequences in a row.
 _PORTION_OF_ROWS = 16
-# Where the goal can be reached at all, a few exchanges a rank are enough.
-_EXCHANGES_A_RANK, _EXCHANGES = 3, 40
+# Exchanges that every pair of rows, and of ranks, makes at most.
+_ROUNDS_OF_ROWS, _ROUNDS_OF_RANKS = 6, 48
+# Least busy ranks that a busy one tries to exchange with.
+_PARTNERS = 3
 # Weight of the wait that an exchange adds to a microbatch, over the cost that it takes off the busier rank. It falls
 # to 0 with the number of exchanges, because the last improvements often cost a wait.
 _WAIT_WEIGHT = 2.0
-# Number of least busy ranks that the busiest one tries to exchange with.
-_PARTNERS = 3
 
 
 def place_cost_balanced(batch: GlobalBatch) -> Schedule:
@@ -195,10 +197,7 @@ def _best_fit(batch: GlobalBatch) -> Int64Array:
 def _exchange_sequences(
     position: Int64Array, costs: Float64Array, batch: GlobalBatch, num_microbatches: int, goal: float
 ) -> Schedule:
-    """Move or swap single sequences from the busiest rank to the least busy ones, as far as rows have room.
-
-    An exchange is scored by the cost that it takes off the busier of the two ranks, less the wait that it adds for the
-    slowest row of a microbatch.
+    """Even out the rows of each microbatch, deal them to the ranks, and even out the ranks.
 
     Args:
         position: int64 [sequences], the row of each; row m * dp_size + d is rank d's in microbatch m.
@@ -208,86 +207,159 @@ def _exchange_sequences(
         goal: stop when the busiest rank costs this many times the mean.
     """
     state = _Placement(position, costs, batch, num_microbatches)
-    most = _EXCHANGES_A_RANK * batch.dp_size + _EXCHANGES
-    for number in range(most):
-        busiest = int(np.argmax(state.rank_costs))
-        if state.rank_costs[busiest] <= goal * state.mean:
-            break
-        weight = _WAIT_WEIGHT * (1 - number / most)
-        for partner in np.argsort(state.rank_costs, kind="stable")[:_PARTNERS]:
-            if state.exchange(busiest, int(partner), weight):
-                break
-        else:
-            break
-    row_of = np.empty_like(state.row_of[1:])
-    row_of[state.by_cost] = state.row_of[1:]
+    state.even_rows()
+    state.deal_rows()
+    state.even_ranks(goal)
+    row_of = np.empty_like(state.row_of)
+    row_of[state.by_cost] = state.row_of
     sizes = np.bincount(row_of, minlength=num_microbatches * batch.dp_size)
     return Schedule(batch.dp_size, np.argsort(row_of, kind="stable"), np.concatenate([[0], np.cumsum(sizes)]))
 
 
 class _Placement:
-    """Costs and free tokens of rows while sequences change places.
+    """Costs and free tokens of rows while sequences, numbered from 0 by rising cost, change places.
 
-    Sequences are numbered from 1 by rising cost. Number 0 costs nothing and means no sequence: a swap with it is a
-    move.
+    Busy rows or ranks are paired with idle ones, and every pair makes one move or swap at a time, all at once.
     """
 
     def __init__(self, position: Int64Array, costs: Float64Array, batch: GlobalBatch, num_microbatches: int) -> None:
-        self.dp_size = batch.dp_size
-        self.by_cost = np.argsort(costs, kind="stable")
-        self.costs = np.concatenate([np.zeros(1), costs[self.by_cost]])
-        self.lengths = np.concatenate([[0], batch.lengths[self.by_cost]])
-        self.row_of = np.concatenate([[0], position[self.by_cost]])
-        self.rank_of = (self.row_of % batch.dp_size).astype(np.int32)
+        self.shape = num_microbatches, batch.dp_size
         num_rows = num_microbatches * batch.dp_size
+        self.by_cost = np.argsort(costs, kind="stable")
+        self.costs, self.lengths = costs[self.by_cost], batch.lengths[self.by_cost]
+        self.row_of = position[self.by_cost]
         self.row_costs = np.bincount(self.row_of, weights=self.costs, minlength=num_rows)
         tokens = np.bincount(self.row_of, weights=self.lengths, minlength=num_rows)
         self.free = batch.max_tokens_per_row - np.rint(tokens).astype(np.int64)
-        by_microbatch = self.row_costs.reshape(num_microbatches, batch.dp_size)
-        # Cost that a row can gain before its microbatch takes longer.
-        self.slack = (by_microbatch.max(axis=1, keepdims=True) - by_microbatch).reshape(-1)
-        self.rank_costs = by_microbatch.sum(axis=0)
-        self.mean = float(self.rank_costs.mean())
+        self.mean = float(costs.sum()) / batch.dp_size
 
-    def exchange(self, busy: int, idle: int, wait_weight: float) -> bool:
-        """Make the best exchange between two ranks; return False where none is possible."""
-        gap = float(self.rank_costs[busy] - self.rank_costs[idle])
-        # The change that brings one of the two to the mean.
-        wanted = min(float(self.rank_costs[busy]) - self.mean, self.mean - float(self.rank_costs[idle]))
-        if wanted <= 0:
+    def even_rows(self) -> None:
+        """Exchange sequences between the rows of each microbatch."""
+        rows = np.arange(self.row_costs.shape[0])
+        half = self.shape[1] // 2
+        for _ in range(_ROUNDS_OF_ROWS):
+            costs = self.row_costs.reshape(self.shape)
+            order = np.argsort(costs, axis=1, kind="stable") + np.arange(0, costs.size, self.shape[1])[:, None]
+            idle, busy = order[:, :half].reshape(-1), order[:, ::-1][:, :half].reshape(-1)
+            gaps = self.row_costs[busy] - self.row_costs[idle]
+            pays = gaps > (_EVEN - 1) * self.mean
+            if not self._exchange(rows, (busy[pays], idle[pays]), (gaps[pays] / 2, gaps[pays]), idle[pays], 0.0):
+                break
+
+    def deal_rows(self) -> None:
+        """Give the costliest rows of each microbatch to the least busy ranks, most unequal microbatches first."""
+        costs = self.row_costs.reshape(self.shape)
+        totals = np.zeros(self.shape[1])
+        row_at = np.empty(self.shape, np.int64)
+        for number in np.argsort(costs.min(axis=1) - costs.max(axis=1), kind="stable").tolist():
+            ranks, rows = np.argsort(totals, kind="stable"), np.argsort(-costs[number], kind="stable")
+            row_at[number, ranks] = number * self.shape[1] + rows
+            totals[ranks] += costs[number, rows]
+        moved = np.empty(costs.size, np.int64)
+        moved[row_at.reshape(-1)] = np.arange(costs.size)
+        self.row_of = moved[self.row_of]
+        self.row_costs, self.free = self.row_costs[row_at].reshape(-1), self.free[row_at].reshape(-1)
+
+    def even_ranks(self, goal: float) -> None:
+        """Exchange sequences between ranks; each exchange is charged with the wait that it adds to a microbatch."""
+        ranks = np.tile(np.arange(self.shape[1]), self.shape[0])
+        misses = 0
+        for number in range(_ROUNDS_OF_RANKS):
+            totals = self.row_costs.reshape(self.shape).sum(axis=0)
+            order = np.argsort(totals, kind="stable")
+            # Where no pair had an exchange, the next ranks are tried.
+            pairs = min(int(np.count_nonzero(totals > goal * self.mean)), (self.shape[1] - misses) // 2)
+            idle, busy = order[misses : misses + pairs], order[::-1][:pairs]
+            # The change that brings one of the two to the mean.
+            wanted = np.minimum(totals[busy] - self.mean, self.mean - totals[idle])
+            changes = wanted, totals[busy] - totals[idle]
+            freest = np.argmax(self.free.reshape(self.shape), axis=0)[idle] * self.shape[1] + idle
+            weight = _WAIT_WEIGHT * (1 - number / _ROUNDS_OF_RANKS)
+            misses = 0 if self._exchange(ranks, (busy, idle), changes, freest, weight) else misses + 1
+            if misses == _PARTNERS:
+                break
+
+    def _exchange(
+        self,
+        owner_of: Int64Array,
+        pairs: tuple[Int64Array, Int64Array],
+        changes: tuple[Float64Array, Float64Array],
+        freest: Int64Array,
+        weight: float,
+    ) -> bool:
+        """Make the best exchange of every pair that has one; return False where none has.
+
+        Args:
+            owner_of: int64 [rows], the row's owner: the row itself, or its rank.
+            pairs: int64 [pairs] each, the busy and the idle owners, all different.
+            changes: float64 [pairs] each, the cost that should change owner, and a cost that is too much.
+            freest: int64 [pairs], the row of the idle owner that takes a sequence for nothing.
+            weight: of the wait that an exchange adds to a microbatch, over the cost that should change owner.
+        """
+        busy, idle = pairs
+        wanted, most = changes
+        pair_of = np.full(self.row_costs.shape[0], -1)
+        pair_of[busy] = pair_of[idle] = np.arange(busy.shape[0])
+        is_idle = np.zeros(self.row_costs.shape[0], np.bool_)
+        is_idle[idle] = True
+        owner = owner_of[self.row_of]
+        givers = np.flatnonzero((pair_of[owner] >= 0) & ~is_idle[owner])
+        takers = np.flatnonzero((pair_of[owner] >= 0) & is_idle[owner])
+        takers = takers[np.argsort(pair_of[owner[takers]], kind="stable")]
+        pair, of_taker = pair_of[owner[givers]], pair_of[owner[takers]]
+        if not givers.shape[0]:
             return False
-        self.rank_of[0] = -1
-        givers = (self.rank_of == busy).nonzero()[0]
-        self.rank_of[0] = idle
-        self.row_of[0] = idle + self.dp_size * int(np.argmax(self.free[idle :: self.dp_size]))
-        takers = (self.rank_of == idle).nonzero()[0]
 
-        # For every giver, the takers whose cost differs from its own by about that.
-        near = np.searchsorted(self.costs[takers], self.costs[givers] - wanted)
-        near = np.clip(near[:, None] + np.arange(-2, 2), 0, takers.shape[0] - 1).reshape(-1)
-        given, taken = np.repeat(givers, 4), takers[near]
-        change = self.costs[given] - self.costs[taken]
-        rows = self.row_of[taken]
-        allowed = (self.free[rows] + self.lengths[taken] >= self.lengths[given]) & (change > 0) & (change < gap)
-        score = np.abs(change - wanted) + wait_weight * np.maximum(0.0, change - self.slack[rows])
+        # For every giver, the takers of its pair whose cost differs from its own by about what is wanted, and none.
+        apart = 2 * self.costs[-1] + 1
+        sought = pair * apart + np.maximum(0.0, self.costs[givers] - wanted[pair])
+        near = np.searchsorted(of_taker * apart + self.costs[takers], sought)[:, None] + np.arange(-2, 2)
+        inside = (near >= 0) & (near < takers.shape[0])
+        near[~inside] = 0
+        swaps = inside & (of_taker[near] == pair[:, None]) if takers.shape[0] else inside
+        taken = np.append(takers, 0)[near]
+
+        def with_none(values: Any, none: Any) -> Any:
+            return np.concatenate([np.where(swaps, values, 0), np.broadcast_to(none, (pair.shape[0], 1))], axis=1)
+
+        rows = with_none(self.row_of[taken], freest[pair][:, None])
+        change = self.costs[givers][:, None] - with_none(self.costs[taken], 0.0)
+        added = self.lengths[givers][:, None] - with_none(self.lengths[taken], 0)
+        allowed = (change > 0) & (change < most[pair][:, None]) & (added <= self.free[rows])
+        allowed[:, :-1] &= swaps
+        score = np.abs(change - wanted[pair][:, None])
+        if weight:
+            costs = self.row_costs.reshape(self.shape)
+            # Cost that a row can gain before its microbatch takes longer.
+            slack = (costs.max(axis=1, keepdims=True) - costs).reshape(-1)
+            score += weight * np.maximum(0.0, change - slack[rows])
         score[~allowed] = np.inf
-        best = int(np.argmin(score))
-        if score[best] == np.inf:
-            return False
-        self._swap(int(given[best]), int(taken[best]))
-        self.rank_costs[busy] -= change[best]
-        self.rank_costs[idle] += change[best]
-        return True
 
-    def _swap(self, given: int, taken: int) -> None:
-        rows = int(self.row_of[given]), int(self.row_of[taken])
-        cost = self.costs[given] - self.costs[taken]
-        length = self.lengths[given] - self.lengths[taken]
-        for row, sign in zip(rows, (-1, 1), strict=True):
-            self.row_costs[row] += sign * cost
-            self.free[row] -= sign * length
-            first = row - row % self.dp_size
-            costs = self.row_costs[first : first + self.dp_size]
-            self.slack[first : first + self.dp_size] = costs.max() - costs
-        self.row_of[given], self.row_of[taken] = rows[1], rows[0]
-        self.rank_of[given], self.rank_of[taken] = rows[1] % self.dp_size, rows[0] % self.dp_size
+        best = np.argmin(score, axis=1)
+        least = score[np.arange(pair.shape[0]), best]
+        least_of = np.full(busy.shape[0], np.inf)
+        np.minimum.at(least_of, pair, least)
+        order = np.flatnonzero((least == least_of[pair]) & (least < np.inf))
+        order = order[np.unique(pair[order], return_index=True)[1]]
+        at = order, best[order]
+        is_swap = best[order] < near.shape[1]
+        back = taken[order[is_swap], best[order][is_swap]]
+        self._apply(givers[order], rows[at], change[at], added[at], is_swap, back)
+        return bool(order.shape[0])
+
+    def _apply(
+        self,
+        given: Int64Array,
+        rows: Int64Array,
+        change: Float64Array,
+        added: Int64Array,
+        is_swap: npt.NDArray[np.bool_],
+        back: Int64Array,
+    ) -> None:
+        """Move the given sequences to rows, and those of the swaps back, with what changes in cost and tokens."""
+        was = self.row_of[given]
+        self.row_of[given] = rows
+        self.row_of[back] = was[is_swap]
+        for row, sign in ((was, -1), (rows, 1)):
+            np.add.at(self.row_costs, row, sign * change)
+            np.add.at(self.free, row, -sign * added)
