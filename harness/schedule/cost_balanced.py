@@ -303,10 +303,10 @@ class _Placement:
         is_idle = np.zeros(self.row_costs.shape[0], np.bool_)
         is_idle[idle] = True
         owner = owner_of[self.row_of]
-        givers = np.flatnonzero((pair_of[owner] >= 0) & ~is_idle[owner])
-        takers = np.flatnonzero((pair_of[owner] >= 0) & is_idle[owner])
-        takers = takers[np.argsort(pair_of[owner[takers]], kind="stable")]
-        pair, of_taker = pair_of[owner[givers]], pair_of[owner[takers]]
+        pair, gives = pair_of[owner], ~is_idle[owner]
+        givers, takers = np.flatnonzero((pair >= 0) & gives), np.flatnonzero((pair >= 0) & ~gives)
+        takers = takers[np.argsort(pair[takers], kind="stable")]
+        pair, of_taker = pair[givers], pair[takers]
         if not givers.shape[0]:
             return False
 
@@ -314,10 +314,10 @@ class _Placement:
         apart = 2 * self.costs[-1] + 1
         sought = pair * apart + np.maximum(0.0, self.costs[givers] - wanted[pair])
         near = np.searchsorted(of_taker * apart + self.costs[takers], sought)[:, None] + np.arange(-2, 2)
-        inside = (near >= 0) & (near < takers.shape[0])
-        near[~inside] = 0
-        swaps = inside & (of_taker[near] == pair[:, None]) if takers.shape[0] else inside
+        # Beyond the ends is a taker of no pair.
+        near = np.where((near >= 0) & (near < takers.shape[0]), near, takers.shape[0])
         taken = np.append(takers, 0)[near]
+        swaps = np.append(of_taker, -1)[near] == pair[:, None]
 
         def with_none(values: Any, none: Any) -> Any:
             return np.concatenate([np.where(swaps, values, 0), np.broadcast_to(none, (pair.shape[0], 1))], axis=1)
@@ -329,10 +329,7 @@ class _Placement:
         allowed[:, :-1] &= swaps
         score = np.abs(change - wanted[pair][:, None])
         if weight:
-            costs = self.row_costs.reshape(self.shape)
-            # Cost that a row can gain before its microbatch takes longer.
-            slack = (costs.max(axis=1, keepdims=True) - costs).reshape(-1)
-            score += weight * np.maximum(0.0, change - slack[rows])
+            score += weight * np.maximum(0.0, change - self._slack()[rows])
         score[~allowed] = np.inf
 
         best = np.argmin(score, axis=1)
@@ -346,6 +343,12 @@ class _Placement:
         back = taken[order[is_swap], best[order][is_swap]]
         self._apply(givers[order], rows[at], change[at], added[at], is_swap, back)
         return bool(order.shape[0])
+
+    def _slack(self) -> Float64Array:
+        """Return the cost that each row can gain before its microbatch takes longer, float64 [rows]."""
+        costs = self.row_costs.reshape(self.shape)
+        slack: Float64Array = costs.max(axis=1, keepdims=True) - costs
+        return slack.reshape(-1)
 
     def _apply(
         self,
