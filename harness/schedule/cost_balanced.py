@@ -298,15 +298,12 @@ class _Placement:
         """
         busy, idle = pairs
         wanted, most = changes
-        pair_of = np.full(self.row_costs.shape[0], -1)
-        pair_of[busy] = pair_of[idle] = np.arange(busy.shape[0])
-        is_idle = np.zeros(self.row_costs.shape[0], np.bool_)
-        is_idle[idle] = True
-        owner = owner_of[self.row_of]
-        pair, gives = pair_of[owner], ~is_idle[owner]
-        givers, takers = np.flatnonzero((pair >= 0) & gives), np.flatnonzero((pair >= 0) & ~gives)
-        takers = takers[np.argsort(pair[takers], kind="stable")]
-        pair, of_taker = pair[givers], pair[takers]
+        pair_of = np.full((2, self.row_costs.shape[0]), -1)
+        pair_of[0, busy] = pair_of[1, idle] = np.arange(busy.shape[0])
+        of_givers, of_takers = pair_of[:, owner_of[self.row_of]]
+        givers, takers = np.flatnonzero(of_givers >= 0), np.flatnonzero(of_takers >= 0)
+        takers = takers[np.argsort(of_takers[takers], kind="stable")]
+        pair, of_taker = of_givers[givers], of_takers[takers]
         if not givers.shape[0]:
             return False
 
@@ -340,7 +337,7 @@ class _Placement:
         order = order[np.unique(pair[order], return_index=True)[1]]
         at = order, best[order]
         is_swap = best[order] < near.shape[1]
-        back = taken[order[is_swap], best[order][is_swap]]
+        back = taken[order[is_swap], best[order[is_swap]]]
         self._apply(givers[order], rows[at], change[at], added[at], is_swap, back)
         return bool(order.shape[0])
 
