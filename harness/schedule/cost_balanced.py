@@ -329,16 +329,15 @@ class _Placement:
             score += weight * np.maximum(0.0, change - self._slack()[rows])
         score[~allowed] = np.inf
 
-        best = np.argmin(score, axis=1)
-        least = score[np.arange(pair.shape[0]), best]
+        best, least = np.argmin(score, axis=1), score.min(axis=1)
         least_of = np.full(busy.shape[0], np.inf)
         np.minimum.at(least_of, pair, least)
         order = np.flatnonzero((least == least_of[pair]) & (least < np.inf))
         order = order[np.unique(pair[order], return_index=True)[1]]
-        at = order, best[order]
         is_swap = best[order] < near.shape[1]
         back = taken[order[is_swap], best[order[is_swap]]]
-        self._apply(givers[order], rows[at], change[at], added[at], is_swap, back)
+        values = (each[order, best[order]] for each in (rows, change, added))
+        self._apply(givers[order], *values, is_swap, back)
         return bool(order.shape[0])
 
     def _slack(self) -> Float64Array:
