@@ -337,7 +337,7 @@ class _Placement:
         is_swap = best[order] < near.shape[1]
         back = taken[order[is_swap], best[order[is_swap]]]
         values = (each[order, best[order]] for each in (rows, change, added))
-        self._apply(givers[order], *values, is_swap, back)
+        self._apply(givers[order], is_swap, back, *values)
         return bool(order.shape[0])
 
     def _slack(self) -> Float64Array:
@@ -349,11 +349,11 @@ class _Placement:
     def _apply(
         self,
         given: Int64Array,
+        is_swap: npt.NDArray[np.bool_],
+        back: Int64Array,
         rows: Int64Array,
         change: Float64Array,
         added: Int64Array,
-        is_swap: npt.NDArray[np.bool_],
-        back: Int64Array,
     ) -> None:
         """Move the given sequences to rows, and those of the swaps back, with what changes in cost and tokens."""
         was = self.row_of[given]
