@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-import warnings
 from pathlib import Path
 
 from harness.bench.apart import measure_apart
@@ -82,17 +81,14 @@ def _stream(name: str, path: Path, workers: int, sizes: Sizes) -> Side:
     ahead = workers * config.prefetch_factor
 
     def side(number: int) -> float:
-        with warnings.catch_warnings():
-            # Torch warns about more workers than cores, which this bench measures on purpose.
-            warnings.filterwarnings("ignore", "This DataLoader will create")
-            schedule = ScheduleConfig(max_tokens_per_rank=sizes.max_tokens_per_rank)
-            with Loader(open_dataset(path), config, schedule=schedule) as loader:
-                batches = iter(loader)
-                for _ in range(1 + ahead):
-                    next(batches)
-                start = time.perf_counter()
-                tokens = sum(batch.num_tokens for batch in itertools.islice(batches, steps))
-                return tokens / (time.perf_counter() - start) / 1e6
+        schedule = ScheduleConfig(max_tokens_per_rank=sizes.max_tokens_per_rank)
+        with Loader(open_dataset(path), config, schedule=schedule) as loader:
+            batches = iter(loader)
+            for _ in range(1 + ahead):
+                next(batches)
+            start = time.perf_counter()
+            tokens = sum(batch.num_tokens for batch in itertools.islice(batches, steps))
+            return tokens / (time.perf_counter() - start) / 1e6
 
     return side
 

@@ -21,7 +21,7 @@ class Loader(BatchStream[RawBatch]):
 
     Every rank computes the same global batch and schedule from lengths alone and reads only its own sequences. Each
     `iter()` starts again from `state`. Use it as a context manager around the training loop: on exit it ends the
-    workers, and turns the death of a worker that reached the loop as torch's RuntimeError into a LoaderError.
+    workers.
 
     Args:
         reader: an open dataset; pickled to workers that are not forked.
