@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from harness.checks import check_numbers
 from harness.errors import ConfigError, LoaderError
 from harness.loader.config import LoaderConfig
 from harness.loader.order import BatchRange, EpochOrder, derive_seed
@@ -43,10 +45,15 @@ class Blend:
     shares: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        check_sources(self.names, self.weights, self.epochs)
-        for name, size in zip(self.names, self.sizes, strict=True):
+        weights = self.weights or (1.0,) * len(self.names)
+        for name, size, weight, epochs in zip(self.names, self.sizes, weights, self.epochs, strict=True):
+            where = f"data.blend, {name}"
             if size < 1:
-                raise ConfigError("the source has no packs", where=f"data.blend, {name}", fix="remove it")
+                raise ConfigError("the source has no packs", where=where, fix="remove it")
+            if not (math.isfinite(weight) and weight > 0):
+                raise ConfigError(f"the weight is {weight}", where=where, fix="set it to a number above 0, or omit it")
+            if epochs is not None and epochs < 1:
+                raise ConfigError(f"epochs is {epochs}", where=where, fix="set it to 1 or more")
         limits = [size * (epochs or 1) for size, epochs in zip(self.sizes, self.epochs, strict=True)]
         # Scaled in numpy, as Megatron-Core does: a sum in another order differs in its last bit.
         scaled = np.asarray(self.weights or limits, dtype=np.float64)
@@ -179,21 +186,16 @@ class Blend:
         return counts
 
 
-def check_sources(names: Sequence[str], weights: Sequence[float | None] | None, epochs: Sequence[int | None]) -> None:
-    """Raise ConfigError for weights and epochs that no blend can have."""
-    for name, weight, times in zip(names, weights or [None] * len(names), epochs, strict=True):
-        where = f"data.blend, {name}"
-        if weight is not None and not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"the weight is {weight}", where=where, fix="set it to a number above 0, or omit it")
-        if times is not None and times < 1:
-            raise ConfigError(f"epochs is {times}", where=where, fix="set it to 1 or more")
-    if weights is not None and len({weight is None for weight in weights}) > 1:
-        missing = next(name for name, weight in zip(names, weights, strict=True) if weight is None)
-        raise ConfigError(
-            "some sources have a weight, and this one has none",
-            where=f"data.blend, {missing}",
-            fix="give every source a weight, or none of them: then each is read `epochs` times, once by default",
-        )
+def check_sources(sources: Sequence[Any], where: str) -> None:
+    """Raise ConfigError for the sources of a setting if one has no path, a number out of bounds, or alone no weight."""
+    for number, source in enumerate(sources):
+        place, path = f"{where}[{number}]", getattr(source, "path", None)
+        if not path or not isinstance(path, str):
+            raise ConfigError("the source has no path", where=place, fix="name a dataset, a corpus or a folder")
+        check_numbers(source, place)
+    if len({source.weight is None for source in sources}) > 1:
+        fix = "give every source a weight, or none of them: then each is read once, or `epochs` times"
+        raise ConfigError("some sources have a weight and some have none", where=where, fix=fix)
 
 
 class BlendOrder:
