@@ -19,7 +19,6 @@ from harness.loader.live.position import LivePosition, positions_from_json, posi
 from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer
 from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
-from harness.records import Schedule
 from harness.schedule import measure_imbalance
 from harness.thd import build_thd_batch, padded_lengths, zero_loss_row
 
@@ -183,7 +182,7 @@ class LiveLoader:
             self._advance(after, offers, len(packs_in_order(reads)))
             shares = StepShares(self._plan, after)
             ahead = self._read(shares)
-            placement = self._place(reads)
+            placement = place(reads, self._plan)
             rows = self._share(self._rows(mine, placement) if self._streams else None)
             yield self._batch(rows, placement, reads)
 
@@ -306,26 +305,6 @@ class LiveLoader:
         rest = "" if all_ended else "; the other folders have its share now"
         if self.steps or any(offer.lengths for offer in offers):
             self._log(f"{which} ended: {after.rows:,} rows in {after.done_below:,} chunks{left_out}{rest}")
-
-    def _place(self, reads: Sequence[RankReads]) -> Placement:
-        """Return where the sequences of a step train: with `as_packed` in the packs of the rank that has read them."""
-        if self._plan.is_balanced:
-            return place(reads, self._plan)
-        group = self._plan.layout.group_size
-        num_microbatches = -(-max(len(read.lengths) for read in reads) // group) * group
-        nothing = np.zeros(0, np.int64)
-        rows = [
-            (read.dp_rank, read.lengths[row], read.sequence_ids[row])
-            if row < len(read.lengths)
-            else (read.dp_rank, nothing, nothing)
-            for row in range(num_microbatches)
-            for read in reads
-        ]
-        lengths = np.concatenate([lengths for _, lengths, _ in rows])
-        bounds = np.cumsum([0, *(lengths.shape[0] for _, lengths, _ in rows)], dtype=np.int64)
-        readers = np.repeat(np.array([rank for rank, _, _ in rows], np.int64), np.diff(bounds))
-        placed = Schedule(len(reads), np.arange(lengths.shape[0], dtype=np.int64), bounds)
-        return Placement(placed, np.concatenate([ids for _, _, ids in rows]), lengths, readers, readers)
 
     def _advance(self, after: list[LivePosition], offers: Sequence[Offer], num_packs: int) -> None:
         """Move to the positions after a step."""

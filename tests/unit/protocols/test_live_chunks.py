@@ -160,13 +160,14 @@ class Stream(FolderReader):
         return ""
 
 
+def place(reads: Any, plan: Any) -> Any:
+    return SimpleNamespace(placed=SimpleNamespace(num_microbatches=max(len(read.lengths) for read in reads)))
+
+
 class Loader(LiveLoader):
     """`LiveLoader` whose batches are rows without tensors."""
 
     __module__ = "interleavings:"
-
-    def _place(self, reads: Any) -> Any:
-        return SimpleNamespace(placed=SimpleNamespace(num_microbatches=max(len(read.lengths) for read in reads)))
 
     def _batch(self, rows: Any, placement: Any, reads: Any) -> Any:
         return [int(live.pack.input_ids[0]) for live in rows if live is not None], self._state.live
@@ -347,6 +348,7 @@ def patches(world: Any, clock: Any) -> dict[tuple[Any, str], Any]:
         (producer_module, "uuid"): SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=world.new_name())),
         (producer_module, "time"): clock,
         (consumer_module, "time"): clock,
+        (consumer_module, "place"): place,
         (consumer_module, "ThreadPoolExecutor"): lambda **settings: Reading(world),
         (rank_module, "time"): clock,
     }
