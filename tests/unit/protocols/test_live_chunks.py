@@ -22,7 +22,7 @@ from harness.loader.live import rank as rank_module
 from harness.loader.live.consumer import LiveLoader
 from harness.loader.live.folder import LiveFolder, ReadyRecord
 from harness.loader.live.position import LivePosition
-from harness.loader.live.rank import BatchPlan, FolderReader
+from harness.loader.live.rank import BatchPlan, FolderReader, Waiting
 from harness.records import Pack
 from harness.schedule import SequenceCost
 
@@ -245,12 +245,14 @@ class Streams(World):
             [Stream(config, plan, position=position)],
             plan,
             exchange=lambda mine: self.gather(job.offers, job.size, number, mine),
-            share=lambda rows: rows,
             state=LoaderState(seed=0, live=live),
             timeout_s=1e6,
             report=report if number == 0 else lambda positions, offers: None,
         )
-        for rows, live in loader:
+        for batch in loader:
+            if isinstance(batch, Waiting):
+                continue
+            rows, live = batch
             history = (*history, *self.gather(job.rows, job.size, number, rows))
             if number == 0:
                 for work in (self.mark, self.save) if self.marks_first else (self.save, self.mark):
