@@ -12,8 +12,7 @@ from harness.bench.figures import BenchReport, Case, Figure, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, PackReader, load_format, open_dataset
-from harness.loader import BatchRange, Loader, LoaderConfig, LoaderState, RankLayout, build_batch
-from harness.loader.order import steps_from
+from harness.loader import BatchRange, Blend, Loader, LoaderConfig, LoaderState, RankLayout, build_batch
 from harness.loader.plan import BatchReader
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
@@ -136,7 +135,7 @@ def _measure_stages(sizes: Sizes, name: str, path: Path, report: BenchReport) ->
         joined = max(0.0, read - planned - source.seconds)
         return dict(zip(_STAGES, (planned, source.seconds, joined, sent, built), strict=True))
 
-    steps = steps_from(config, len(source), epoch=0, packs_consumed=0)
+    steps = Blend.of_one(len(source)).steps(config, epoch=0, packs_consumed=0)
     step_through(next(steps))  # a warm-up
     spent = [step_through(step) for step in itertools.islice(steps, _steps_of(name, sizes))]
     seconds = {stage: sum(stages[stage] for stages in spent) for stage in _STAGES}

@@ -1,4 +1,4 @@
-"""Several datasets interleaved by weight: a pure function from position to packs of each source."""
+"""One dataset, or several interleaved by weight: a pure function from position to packs of each source."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ class Blend:
         scaled = np.asarray(self.weights or limits, dtype=np.float64)
         object.__setattr__(self, "shares", tuple((scaled / np.sum(scaled)).tolist()))
 
+    @classmethod
+    def of_one(cls, num_packs: int) -> Blend:
+        """Return the blend of a single dataset: its shuffled epochs, one after the other."""
+        return cls(("the dataset",), (num_packs,), None, (None,))
+
     @property
     def num_packs(self) -> int | None:
         """Packs of one epoch; None with weights."""
@@ -94,6 +99,10 @@ class Blend:
         """
         limits = [self.limit(source) for source in range(len(counts))]
         is_weighted = self.weights is not None
+        if len(counts) == 1 and limits[0] is not None:
+            taken = min(num_packs, limits[0] - counts[0])
+            counts[0] += taken
+            return np.zeros(taken, dtype=np.int64)
         unspent = [(i, share) for i, share in enumerate(self.shares) if is_weighted or counts[i] != limits[i]]
         drawn: list[int] = []
         first = sum(counts)
@@ -115,12 +124,15 @@ class Blend:
         return np.asarray(drawn, dtype=np.int64)
 
     def steps(self, config: LoaderConfig, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
-        """Yield global batches from a position on, as `harness.loader.steps_from` does, until `draw` ends."""
+        """Yield global batches from a position on, across epochs, until `draw` ends.
+
+        After a resume with another global batch size the first batch starts where the state ended, so every pack is
+        read once per epoch whatever the sizes were.
+        """
         size = config.global_batch_size
         if config.drop_last and self.num_packs is not None and self.num_packs < size:
             raise ConfigError(
-                f"the {self.num_packs:,} packs of the blend never fill a global batch of {size:,}, and drop_last "
-                "drops the rest",
+                f"{self.num_packs:,} packs never fill a global batch of {size:,}, and drop_last drops the rest",
                 where="loader.global_batch_size",
                 fix="lower global_batch_size, or set drop_last to false",
             )
@@ -199,7 +211,7 @@ def check_sources(sources: Sequence[Any], where: str) -> None:
 
 
 class BlendOrder:
-    """The packs of a blend's batches, as `EpochOrder` gives those of one dataset; each source has epochs of its own."""
+    """The packs of a blend's batches; each source has epochs of its own (`EpochOrder`)."""
 
     def __init__(self, config: LoaderConfig, blend: Blend) -> None:
         self._blend = blend
@@ -208,13 +220,18 @@ class BlendOrder:
         self._starts = np.cumsum([0, *blend.sizes[:-1]], dtype=np.int64)
         self._orders: dict[int, EpochOrder] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Computing the orders again is faster than sending them.
+        return {**self.__dict__, "_orders": {}}
+
     def packs(self, batch: BatchRange) -> Int64Array:
         """Return the ids of the packs of a batch, counted through all sources, int64 [packs]."""
-        sources = self._blend.draw(list(batch.drawn), batch.stop - batch.start)
+        drawn = batch.drawn or (batch.start,)
+        sources = self._blend.draw(list(drawn), batch.stop - batch.start)
         packs = np.zeros(sources.shape[0], dtype=np.int64)
         for source in np.unique(sources).tolist():
             places = np.flatnonzero(sources == source)
-            first = batch.drawn[source] + batch.epoch * (self._blend.limit(source) or 0)
+            first = drawn[source] + batch.epoch * (self._blend.limit(source) or 0)
             packs[places] = self._starts[source] + self._drawn_from(source, first, first + places.shape[0])
         return packs
 

@@ -13,7 +13,7 @@ import xxhash
 from harness.errors import LoaderError
 from harness.loader.blend import Blend, BlendOrder
 from harness.loader.config import LoaderConfig, RankLayout
-from harness.loader.order import BatchRange, EpochOrder
+from harness.loader.order import BatchRange
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
 from harness.schedule import Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
@@ -114,16 +114,10 @@ class BatchReader:
         blend: Blend | None = None,
     ) -> None:
         self._source = source
-        self._config = config
         self._schedule = schedule
         self._layout = layout
         self._cost = cost or SequenceCost()
-        self._epoch_order: EpochOrder | None = None
-        self._blend_order = BlendOrder(config, blend) if blend is not None else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Computing the order again is faster than sending it.
-        return {**self.__dict__, "_epoch_order": None}
+        self._order = BlendOrder(config, blend or Blend.of_one(len(source)))
 
     @property
     def max_tokens_per_row(self) -> int:
@@ -138,12 +132,7 @@ class BatchReader:
 
     def plan(self, step: BatchRange) -> tuple[Int64Array, Int64Array, Schedule, Imbalance]:
         """Return pack ids, ids of their sequences, their schedule and its imbalance: the same on every rank."""
-        if self._blend_order is not None:
-            packs = self._blend_order.packs(step)
-        else:
-            if self._epoch_order is None or self._epoch_order.epoch != step.epoch:
-                self._epoch_order = EpochOrder(self._config, len(self._source), step.epoch)
-            packs = self._epoch_order.packs(step.start, step.stop)
+        packs = self._order.packs(step)
         starts = self._source.pack_offsets[packs]
         counts = self._source.pack_offsets[packs + 1] - starts
         offsets = np.concatenate([[0], np.cumsum(counts)])
