@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-import warnings
 from pathlib import Path
 
 from harness.bench.apart import measure_apart
@@ -13,8 +12,7 @@ from harness.bench.figures import BenchReport, Case, Figure, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, PackReader, load_format, open_dataset
-from harness.loader import BatchRange, Loader, LoaderConfig, LoaderState, RankLayout, build_batch
-from harness.loader.order import steps_from
+from harness.loader import BatchRange, Blend, Loader, LoaderConfig, LoaderState, RankLayout, build_batch
 from harness.loader.plan import BatchReader
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
@@ -82,17 +80,14 @@ def _stream(name: str, path: Path, workers: int, sizes: Sizes) -> Side:
     ahead = workers * config.prefetch_factor
 
     def side(number: int) -> float:
-        with warnings.catch_warnings():
-            # Torch warns about more workers than cores, which this bench measures on purpose.
-            warnings.filterwarnings("ignore", "This DataLoader will create")
-            schedule = ScheduleConfig(max_tokens_per_rank=sizes.max_tokens_per_rank)
-            with Loader(open_dataset(path), config, schedule=schedule) as loader:
-                batches = iter(loader)
-                for _ in range(1 + ahead):
-                    next(batches)
-                start = time.perf_counter()
-                tokens = sum(batch.num_tokens for batch in itertools.islice(batches, steps))
-                return tokens / (time.perf_counter() - start) / 1e6
+        schedule = ScheduleConfig(max_tokens_per_rank=sizes.max_tokens_per_rank)
+        with Loader(open_dataset(path), config, schedule=schedule) as loader:
+            batches = iter(loader)
+            for _ in range(1 + ahead):
+                next(batches)
+            start = time.perf_counter()
+            tokens = sum(batch.num_tokens for batch in itertools.islice(batches, steps))
+            return tokens / (time.perf_counter() - start) / 1e6
 
     return side
 
@@ -140,7 +135,7 @@ def _measure_stages(sizes: Sizes, name: str, path: Path, report: BenchReport) ->
         joined = max(0.0, read - planned - source.seconds)
         return dict(zip(_STAGES, (planned, source.seconds, joined, sent, built), strict=True))
 
-    steps = steps_from(config, len(source), epoch=0, packs_consumed=0)
+    steps = Blend.of_one(len(source)).steps(config, epoch=0, packs_consumed=0)
     step_through(next(steps))  # a warm-up
     spent = [step_through(step) for step in itertools.islice(steps, _steps_of(name, sizes))]
     seconds = {stage: sum(stages[stage] for stages in spent) for stage in _STAGES}

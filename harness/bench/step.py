@@ -91,7 +91,7 @@ def open_feed(
     def make() -> Loader:
         return Loader(open_dataset(str(path)), config, schedule=schedule, layout=layout, cost=cost)
 
-    return Feed(make, layout, device=device)
+    return Feed(make, device=device)
 
 
 class LoopBench(ExitStack):

@@ -145,7 +145,6 @@ def _read_live(
             [FolderReader(config, plan)],
             plan,
             exchange=lambda offers: [offer for some in gather(rank, offers) for offer in some],
-            share=lambda rows: rows or [],
             swap=swap,
             state=LoaderState(seed=0),
             timeout_s=_TIMEOUT_S,
@@ -153,6 +152,8 @@ def _read_live(
         batches = []
         try:
             for batch in loader:
+                if not isinstance(batch, RankBatch):  # no chunk yet
+                    continue
                 batch.rows.clear()  # the tokens themselves are not kept
                 batches.append(batch)
         except BaseException:

@@ -3,9 +3,7 @@
 Which packs make up a global batch is a pure function of seed and epoch (`order`, and `blend` for several datasets). How
 their sequences become rows is planned from lengths alone, the same on every rank (`plan`); a rank reads only its own
 sequences, in `workers`. The whole state is a few integers and a fingerprint (`state`). `live` reads data that is still
-being written. Read `order` first, then `plan` and `loader`.
-
-Importing this package imports no PyTorch; opening a `Loader` does.
+being written. Read `order` first, then `plan` and `loader`. No part of it needs PyTorch.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Several datasets interleaved by weight: a pure function from position to packs of each source."""
+"""One dataset, or several interleaved by weight: a pure function from position to packs of each source."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from harness.checks import check_numbers
 from harness.errors import ConfigError, LoaderError
 from harness.loader.config import LoaderConfig
 from harness.loader.order import BatchRange, EpochOrder, derive_seed
@@ -43,14 +45,24 @@ class Blend:
     shares: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        check_sources(self.names, self.weights, self.epochs)
-        for name, size in zip(self.names, self.sizes, strict=True):
+        weights = self.weights or (1.0,) * len(self.names)
+        for name, size, weight, epochs in zip(self.names, self.sizes, weights, self.epochs, strict=True):
+            where = f"data.blend, {name}"
             if size < 1:
-                raise ConfigError("the source has no packs", where=f"data.blend, {name}", fix="remove it")
+                raise ConfigError("the source has no packs", where=where, fix="remove it")
+            if not (math.isfinite(weight) and weight > 0):
+                raise ConfigError(f"the weight is {weight}", where=where, fix="set it to a number above 0, or omit it")
+            if epochs is not None and epochs < 1:
+                raise ConfigError(f"epochs is {epochs}", where=where, fix="set it to 1 or more")
         limits = [size * (epochs or 1) for size, epochs in zip(self.sizes, self.epochs, strict=True)]
         # Scaled in numpy, as Megatron-Core does: a sum in another order differs in its last bit.
         scaled = np.asarray(self.weights or limits, dtype=np.float64)
         object.__setattr__(self, "shares", tuple((scaled / np.sum(scaled)).tolist()))
+
+    @classmethod
+    def of_one(cls, num_packs: int) -> Blend:
+        """Return the blend of a single dataset: its shuffled epochs, one after the other."""
+        return cls(("the dataset",), (num_packs,), None, (None,))
 
     @property
     def num_packs(self) -> int | None:
@@ -87,6 +99,10 @@ class Blend:
         """
         limits = [self.limit(source) for source in range(len(counts))]
         is_weighted = self.weights is not None
+        if len(counts) == 1 and limits[0] is not None:
+            taken = min(num_packs, limits[0] - counts[0])
+            counts[0] += taken
+            return np.zeros(taken, dtype=np.int64)
         unspent = [(i, share) for i, share in enumerate(self.shares) if is_weighted or counts[i] != limits[i]]
         drawn: list[int] = []
         first = sum(counts)
@@ -108,12 +124,15 @@ class Blend:
         return np.asarray(drawn, dtype=np.int64)
 
     def steps(self, config: LoaderConfig, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
-        """Yield global batches from a position on, as `harness.loader.steps_from` does, until `draw` ends."""
+        """Yield global batches from a position on, across epochs, until `draw` ends.
+
+        After a resume with another global batch size the first batch starts where the state ended, so every pack is
+        read once per epoch whatever the sizes were.
+        """
         size = config.global_batch_size
         if config.drop_last and self.num_packs is not None and self.num_packs < size:
             raise ConfigError(
-                f"the {self.num_packs:,} packs of the blend never fill a global batch of {size:,}, and drop_last "
-                "drops the rest",
+                f"{self.num_packs:,} packs never fill a global batch of {size:,}, and drop_last drops the rest",
                 where="loader.global_batch_size",
                 fix="lower global_batch_size, or set drop_last to false",
             )
@@ -179,25 +198,20 @@ class Blend:
         return counts
 
 
-def check_sources(names: Sequence[str], weights: Sequence[float | None] | None, epochs: Sequence[int | None]) -> None:
-    """Raise ConfigError for weights and epochs that no blend can have."""
-    for name, weight, times in zip(names, weights or [None] * len(names), epochs, strict=True):
-        where = f"data.blend, {name}"
-        if weight is not None and not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"the weight is {weight}", where=where, fix="set it to a number above 0, or omit it")
-        if times is not None and times < 1:
-            raise ConfigError(f"epochs is {times}", where=where, fix="set it to 1 or more")
-    if weights is not None and len({weight is None for weight in weights}) > 1:
-        missing = next(name for name, weight in zip(names, weights, strict=True) if weight is None)
-        raise ConfigError(
-            "some sources have a weight, and this one has none",
-            where=f"data.blend, {missing}",
-            fix="give every source a weight, or none of them: then each is read `epochs` times, once by default",
-        )
+def check_sources(sources: Sequence[Any], where: str) -> None:
+    """Raise ConfigError for the sources of a setting if one has no path, a number out of bounds, or alone no weight."""
+    for number, source in enumerate(sources):
+        place, path = f"{where}[{number}]", getattr(source, "path", None)
+        if not path or not isinstance(path, str):
+            raise ConfigError("the source has no path", where=place, fix="name a dataset, a corpus or a folder")
+        check_numbers(source, place)
+    if len({source.weight is None for source in sources}) > 1:
+        fix = "give every source a weight, or none of them: then each is read once, or `epochs` times"
+        raise ConfigError("some sources have a weight and some have none", where=where, fix=fix)
 
 
 class BlendOrder:
-    """The packs of a blend's batches, as `EpochOrder` gives those of one dataset; each source has epochs of its own."""
+    """The packs of a blend's batches; each source has epochs of its own (`EpochOrder`)."""
 
     def __init__(self, config: LoaderConfig, blend: Blend) -> None:
         self._blend = blend
@@ -206,13 +220,18 @@ class BlendOrder:
         self._starts = np.cumsum([0, *blend.sizes[:-1]], dtype=np.int64)
         self._orders: dict[int, EpochOrder] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Computing the orders again is faster than sending them.
+        return {**self.__dict__, "_orders": {}}
+
     def packs(self, batch: BatchRange) -> Int64Array:
         """Return the ids of the packs of a batch, counted through all sources, int64 [packs]."""
-        sources = self._blend.draw(list(batch.drawn), batch.stop - batch.start)
+        drawn = batch.drawn or (batch.start,)
+        sources = self._blend.draw(list(drawn), batch.stop - batch.start)
         packs = np.zeros(sources.shape[0], dtype=np.int64)
         for source in np.unique(sources).tolist():
             places = np.flatnonzero(sources == source)
-            first = batch.drawn[source] + batch.epoch * (self._blend.limit(source) or 0)
+            first = drawn[source] + batch.epoch * (self._blend.limit(source) or 0)
             packs[places] = self._starts[source] + self._drawn_from(source, first, first + places.shape[0])
         return packs
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.checks import bounded, check_numbers
 from harness.errors import ConfigError
+from harness.loader.blend import check_sources
 from harness.storage import is_uri
 
 # Names of Megatron.
@@ -143,9 +144,9 @@ class CorpusConfig:
             raise ConfigError(
                 "no source is named", where="data.path", fix="name X of X.bin and X.idx, or several in data.blend"
             )
-        check_sources(self.blend, where="data.blend")
+        check_sources(self.blend, "data.blend")
         for name, sources in per_split.items():
-            check_sources(sources, where=f"data.blend_per_split.{name}")
+            check_sources(sources, f"data.blend_per_split.{name}")
         if any(per_split.values()) and not per_split["train"]:
             raise ConfigError("no source is for training", where="data.blend_per_split", fix="name sources under train")
 
@@ -214,17 +215,6 @@ class CorpusConfig:
         return counts
 
 
-def check_sources(sources: Sources, *, where: str) -> None:
-    """Raise ConfigError for sources without a path, weights of only some sources, or a weight not above 0."""
-    for number, source in enumerate(sources):
-        if not isinstance(source, CorpusSource) or not source.path or not isinstance(source.path, str):
-            raise ConfigError("the source has no path", where=f"{where}[{number}]", fix="name X of X.bin and X.idx")
-        check_numbers(source, f"{where}[{number}]")
-    if len({source.weight is None for source in sources}) > 1:
-        what = "some sources have a weight and some have none"
-        raise ConfigError(what, where=where, fix="give every source a weight, or none of them")
-
-
 def corpus_paths(data: dict[str, Any]) -> list[str]:
     """Return the sources in plain settings of a corpus, or in their JSON file if it is on this machine."""
     if data["per_split_data_args_path"]:
@@ -266,7 +256,7 @@ def _read_splits(path: Path) -> dict[str, Sources]:
             splits[name] = [CorpusSource(source, weight) for source, weight in zip(texts[1::2], weights, strict=True)]
         except ValueError:  # without weights
             splits[name] = [CorpusSource(text) for text in texts]
-        check_sources(splits[name], where=f"{path}, {name}")
+        check_sources(splits[name], f"{path}, {name}")
     if "train" not in splits:
         raise ConfigError("no source is for training", where=str(path), fix="name sources under train")
     return splits

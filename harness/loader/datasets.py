@@ -103,11 +103,7 @@ class LiveConfig:
         require_choice(self.completed, ("trained", "read"), setting="data.live.completed")
         require_choice(self.over_long, OVER_LONG, setting="data.live.over_long")
         require_choice(self.on_bad, ("refuse", "skip"), setting="data.live.on_bad")
-        for number, source in enumerate(self.blend):
-            where = f"data.live.blend[{number}]"
-            check_numbers(source, where)
-            if not source.path:
-                raise ConfigError("the source has no path", where=where, fix="name a folder of live chunks")
+        check_sources(self.blend, "data.live.blend")
         if twice := [path for path, times in Counter(map(os.path.normpath, self.folders)).items() if times > 1]:
             raise ConfigError(
                 f"{twice[0]} is named twice", where="data.live.blend", fix="name it once, with the sum of the weights"
@@ -161,12 +157,7 @@ class DataConfig:
                 fix="leave one of them empty; data.live.blend takes several folders of chunks, and `harness live "
                 "produce` makes chunks of a dataset",
             )
-        for number, source in enumerate(self.blend):
-            if not source.path:
-                raise ConfigError("the source has no path", where=f"data.blend[{number}]", fix="name a dataset")
-            check_numbers(source, f"data.blend[{number}]")
-        names, weights = [source.path for source in self.blend], [source.weight for source in self.blend]
-        check_sources(names, weights, [source.epochs for source in self.blend])
+        check_sources(self.blend, "data.blend")
 
 
 class JoinedReader:

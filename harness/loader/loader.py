@@ -9,7 +9,7 @@ from dataclasses import replace
 from harness.errors import LoaderError
 from harness.loader.blend import Blend
 from harness.loader.config import LoaderConfig, RankLayout, rank_layout
-from harness.loader.order import BatchRange, steps_from, steps_per_epoch
+from harness.loader.order import BatchRange, steps_per_epoch
 from harness.loader.plan import BatchReader, PackSource, RankBatch, RawBatch, build_batch
 from harness.loader.state import LoaderState
 from harness.loader.workers import BatchStream
@@ -21,7 +21,7 @@ class Loader(BatchStream[RawBatch]):
 
     Every rank computes the same global batch and schedule from lengths alone and reads only its own sequences. Each
     `iter()` starts again from `state`. Use it as a context manager around the training loop: on exit it ends the
-    workers, and turns the death of a worker that reached the loop as torch's RuntimeError into a LoaderError.
+    workers.
 
     Args:
         reader: an open dataset; pickled to workers that are not forked.
@@ -68,9 +68,8 @@ class Loader(BatchStream[RawBatch]):
             raise LoaderError(
                 "the dataset has no packs", where="the dataset", fix="prepare it from data that is not empty"
             )
-        self._dataset_packs = len(reader)
-        self._num_packs = len(reader) if blend is None else blend.num_packs
-        self._blend = blend
+        self._blend = blend or Blend.of_one(len(reader))
+        self._num_packs = self._blend.num_packs
         self._config = config = replace(config)
         self.layout = rank_layout(layout, dp_rank, dp_size)
         self._num_steps = num_steps
@@ -80,7 +79,7 @@ class Loader(BatchStream[RawBatch]):
         if state is not None:
             self.state = state.resumed(self.state, num_packs=self._num_packs, allow_other_data=config.allow_other_data)
         batches = BatchReader(
-            reader, config, schedule=schedule or ScheduleConfig(), layout=self.layout, cost=cost, blend=blend
+            reader, config, schedule=schedule or ScheduleConfig(), layout=self.layout, cost=cost, blend=self._blend
         )
         batches.check()
         self._plan = batches.plan
@@ -120,11 +119,8 @@ class Loader(BatchStream[RawBatch]):
         for raw in self.read(steps):
             yield build_batch(raw, layout=self.layout, before=self.state, num_packs=self._num_packs)
         # Ranges run ahead of training: raise only after every batch that exists was trained.
-        if is_used_up and self._blend is not None:
+        if is_used_up:
             raise self._blend.used_up()
 
     def _steps(self, state: LoaderState) -> Iterator[BatchRange]:
-        epoch, packs_consumed = state.epoch, state.packs_consumed
-        if self._blend is not None:
-            return self._blend.steps(self._config, epoch=epoch, packs_consumed=packs_consumed)
-        return steps_from(self._config, self._dataset_packs, epoch=epoch, packs_consumed=packs_consumed)
+        return self._blend.steps(self._config, epoch=state.epoch, packs_consumed=state.packs_consumed)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import ConfigError
 from harness.loader.config import LoaderConfig
 from harness.records import Int64Array
 
@@ -28,7 +26,7 @@ class BatchRange:
         epoch: from 0.
         index: number of the batch in its epoch.
         start, stop: positions in the epoch's order.
-        drawn: for a blend, packs of this epoch drawn from each source before this batch; otherwise empty.
+        drawn: packs of this epoch drawn from each source before this batch; empty for a single one, where `start` is.
     """
 
     epoch: int
@@ -117,31 +115,6 @@ def epochs_after(config: LoaderConfig, num_packs: int, steps: int, *, epoch: int
         whole, steps = divmod(steps - in_epoch, max(1, steps_per_epoch(config, num_packs)))
         epoch, packs_consumed = epoch + 1 + whole, 0
     return epoch + (packs_consumed + steps * config.global_batch_size) / num_packs
-
-
-def steps_from(config: LoaderConfig, num_packs: int, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
-    """Yield global batches from a position on, across epochs, without end.
-
-    After a resume with another global batch size the first batch starts where the state ended, so every pack is read
-    once per epoch whatever the sizes were.
-    """
-    size = config.global_batch_size
-    if num_packs < (size if config.drop_last else 1):
-        raise ConfigError(
-            f"{num_packs:,} packs never fill a global batch of {size:,}, and drop_last drops the rest",
-            where="loader.global_batch_size",
-            fix="lower global_batch_size, or set drop_last to false",
-        )
-    start = packs_consumed
-    while True:
-        index = -(-start // size)
-        while start < num_packs:
-            stop = min(start + size, num_packs)
-            if config.drop_last and stop - start < size:
-                break
-            yield BatchRange(epoch, index, start, stop)
-            start, index = stop, index + 1
-        epoch, start = epoch + 1, 0
 
 
 def derive_seed(seed: int, source: int) -> int:

@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from harness.errors import LoaderError, ScheduleError
+from harness.errors import LoaderError
 from harness.loader.blend import Blend, BlendOrder
 from harness.loader.config import LoaderConfig, RankLayout
-from harness.loader.order import BatchRange, EpochOrder
+from harness.loader.order import BatchRange
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
 from harness.schedule import Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
+from harness.schedule.batch import check_lengths
 from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, thd_from_model_tokens, zero_loss_row
 
 
@@ -113,16 +114,10 @@ class BatchReader:
         blend: Blend | None = None,
     ) -> None:
         self._source = source
-        self._config = config
         self._schedule = schedule
         self._layout = layout
         self._cost = cost or SequenceCost()
-        self._epoch_order: EpochOrder | None = None
-        self._blend_order = BlendOrder(config, blend) if blend is not None else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Computing the order again is faster than sending it.
-        return {**self.__dict__, "_epoch_order": None}
+        self._order = BlendOrder(config, blend or Blend.of_one(len(source)))
 
     @property
     def max_tokens_per_row(self) -> int:
@@ -131,51 +126,13 @@ class BatchReader:
 
     def check(self) -> None:
         """Raise ScheduleError if a sequence (or, with as_packed, a pack) of the dataset can never be placed."""
-        layout, offsets, max_tokens_per_row = self._layout, self._source.pack_offsets, self.max_tokens_per_row
-        lengths = padded_lengths(self._source.sequence_lengths, layout.pad_to_multiple)
-
-        def place(sequence: int) -> str:
-            pack = int(np.searchsorted(offsets, sequence, side="right")) - 1
-            return f"pack {pack}, its sequence {sequence - int(offsets[pack])}"
-
-        if lengths.max() > max_tokens_per_row:
-            sequence = int(np.argmax(lengths > max_tokens_per_row))
-            raise ScheduleError(
-                f"sequence {sequence} of the dataset has {lengths[sequence]:,} model tokens after padding to "
-                f"{layout.pad_to_multiple}, more than the {max_tokens_per_row:,} of a row "
-                f"(max_tokens_per_rank {self._schedule.max_tokens_per_rank:,} * cp_size {layout.cp_size}); "
-                f"{np.count_nonzero(lengths > max_tokens_per_row):,} of {lengths.shape[0]:,} sequences are that long",
-                where=place(sequence),
-                fix=f"set schedule.max_tokens_per_rank to at least {-(-int(lengths.max()) // layout.cp_size):,}, "
-                "or prepare the data with a smaller limit",
-            )
-        if lengths.min() < 1:
-            sequence = int(np.argmin(lengths))
-            raise ScheduleError(
-                f"sequence {sequence} of the dataset has a single stored token; training needs two",
-                where=place(sequence),
-                fix="prepare the dataset again; sequences of one token are refused there",
-            )
-        tokens = np.add.reduceat(lengths, offsets[:-1])
-        if self._schedule.name == "as_packed" and tokens.max() > max_tokens_per_row:
-            pack = int(np.argmax(tokens > max_tokens_per_row))
-            raise ScheduleError(
-                f"pack {pack} of the dataset takes {tokens[pack]:,} tokens with its sequences padded to "
-                f"{layout.pad_to_multiple}, more than the {max_tokens_per_row:,} of a row; "
-                f"{np.count_nonzero(tokens > max_tokens_per_row):,} of {tokens.shape[0]:,} packs do",
-                where="schedule.max_tokens_per_rank",
-                fix=f"set it to at least {-(-int(tokens.max()) // layout.cp_size):,}, prepare smaller packs, "
-                "or choose the dp_balanced schedule",
-            )
+        lengths = padded_lengths(self._source.sequence_lengths, self._layout.pad_to_multiple)
+        offsets, as_packed = self._source.pack_offsets, self._schedule.name == "as_packed"
+        check_lengths(lengths, self.max_tokens_per_row, offsets, as_packed=as_packed, of=" of the dataset")
 
     def plan(self, step: BatchRange) -> tuple[Int64Array, Int64Array, Schedule, Imbalance]:
         """Return pack ids, ids of their sequences, their schedule and its imbalance: the same on every rank."""
-        if self._blend_order is not None:
-            packs = self._blend_order.packs(step)
-        else:
-            if self._epoch_order is None or self._epoch_order.epoch != step.epoch:
-                self._epoch_order = EpochOrder(self._config, len(self._source), step.epoch)
-            packs = self._epoch_order.packs(step.start, step.stop)
+        packs = self._order.packs(step)
         starts = self._source.pack_offsets[packs]
         counts = self._source.pack_offsets[packs + 1] - starts
         offsets = np.concatenate([[0], np.cumsum(counts)])

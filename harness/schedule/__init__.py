@@ -18,7 +18,14 @@ from harness.checks import bounded, check_numbers, require_choice
 from harness.errors import ScheduleError
 from harness.records import Schedule
 from harness.schedule.as_packed import place_as_packed
-from harness.schedule.batch import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, most_sequences
+from harness.schedule.batch import (
+    GlobalBatch,
+    Imbalance,
+    SequenceCost,
+    check_lengths,
+    measure_imbalance,
+    most_sequences,
+)
 from harness.schedule.cost_balanced import place_cost_balanced
 from harness.schedule.dp_balanced import place_dp_balanced
 
@@ -92,8 +99,9 @@ def schedule(
         if number < 1:
             raise ScheduleError(f"{what} is {number}", where=what, fix="set it to 1 or more")
     sizes = np.asarray(lengths, dtype=np.int64)
+    if sizes.shape[0] == 0:
+        raise ScheduleError("there are no sequences to schedule", where="lengths", fix="schedule at least one sequence")
     max_tokens_per_row = max_tokens_per_rank * cp_size
-    _check_lengths(sizes, max_tokens_per_row)
     offsets = None if pack_offsets is None else np.asarray(pack_offsets, dtype=np.int64)
     if offsets is not None and ([*offsets[:1], *offsets[-1:]] != [0, sizes.shape[0]] or (np.diff(offsets) < 1).any()):
         raise ScheduleError(
@@ -102,25 +110,6 @@ def schedule(
             where="pack_offsets",
             fix="give the offsets of exactly these sequences, as reader.pack_offsets has them",
         )
+    check_lengths(sizes, max_tokens_per_row, offsets, as_packed=name == "as_packed")
     batch = GlobalBatch(sizes, dp_size, max_tokens_per_row, group_size, offsets, cost or SequenceCost())
     return SCHEDULERS[name](batch)
-
-
-def _check_lengths(lengths: npt.NDArray[np.int64], max_tokens_per_row: int) -> None:
-    """Raise ScheduleError, naming the sequence, where one can never be placed: no token, or more than a row holds."""
-    if lengths.shape[0] == 0:
-        raise ScheduleError("there are no sequences to schedule", where="lengths", fix="schedule at least one sequence")
-    if lengths.max() > max_tokens_per_row:
-        at = int(np.argmax(lengths > max_tokens_per_row))
-        raise ScheduleError(
-            f"sequence {at} has {lengths[at]:,} model tokens after padding, "
-            f"more than the {max_tokens_per_row:,} of a row (max_tokens_per_rank * cp_size); "
-            f"{np.count_nonzero(lengths > max_tokens_per_row):,} of {lengths.shape[0]:,} sequences are that long",
-            where="schedule.max_tokens_per_rank",
-            fix=f"raise schedule.max_tokens_per_rank or cp_size to {int(lengths.max()):,} tokens a row, "
-            "or prepare the data with a smaller limit",
-        )
-    if lengths.min() < 1:
-        at = int(np.argmin(lengths))
-        fix = "prepare the dataset again; sequences of one token are refused there"
-        raise ScheduleError(f"sequence {at} has {lengths[at]} model tokens", where="lengths", fix=fix)

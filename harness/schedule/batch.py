@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, ScheduleError
 from harness.records import Float64Array, Int64Array, Schedule
 
 
@@ -59,6 +59,53 @@ class GlobalBatch:
     def rows_per_group(self) -> int:
         """The number of rows of a schedule is a multiple of this."""
         return self.dp_size * self.group_size
+
+
+def check_lengths(
+    lengths: Int64Array,
+    max_tokens_per_row: int,
+    pack_offsets: Int64Array | None = None,
+    *,
+    as_packed: bool = False,
+    of: str = "",
+) -> None:
+    """Raise ScheduleError, naming a sequence or a pack, where one can never be placed.
+
+    Args:
+        lengths: int64 [sequences], model tokens after padding.
+        pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
+        as_packed: packs are trained as they are.
+        of: whose sequences they are, for messages.
+    """
+
+    def where(sequence: int) -> str:
+        if pack_offsets is None:
+            return "schedule.max_tokens_per_rank"
+        pack = int(np.searchsorted(pack_offsets, sequence, side="right")) - 1
+        return f"pack {pack}, its sequence {sequence - int(pack_offsets[pack])}"
+
+    def check_longest(kind: str, tokens: Int64Array, where: Callable[[int], str], shorter: str) -> None:
+        is_long = tokens > max_tokens_per_row
+        if not is_long.any():
+            return
+        at = int(np.argmax(is_long))
+        raise ScheduleError(
+            f"{kind} {at}{of} has {tokens[at]:,} model tokens after padding, more than the {max_tokens_per_row:,} of a "
+            f"row (max_tokens_per_rank * cp_size); {np.count_nonzero(is_long):,} of {tokens.shape[0]:,} {kind}s are "
+            "that long",
+            where=where(at),
+            fix=f"raise schedule.max_tokens_per_rank * cp_size to at least {int(tokens.max()):,}, or {shorter}",
+        )
+
+    check_longest("sequence", lengths, where, "prepare the data with a smaller limit")
+    if lengths.min() < 1:
+        at = int(np.argmin(lengths))
+        fix = "prepare the dataset again; sequences of one token are refused there"
+        raise ScheduleError(f"sequence {at}{of} has {lengths[at]} model tokens", where=where(at), fix=fix)
+    if as_packed and pack_offsets is not None:
+        packs = np.add.reduceat(lengths, pack_offsets[:-1])
+        shorter = "prepare smaller packs, or choose the dp_balanced schedule"
+        check_longest("pack", packs, lambda pack: f"pack {pack}", shorter)
 
 
 def row_offsets(counts: Iterable[int], multiple: int) -> Int64Array:

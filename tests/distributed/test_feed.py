@@ -100,19 +100,19 @@ def main(dataset: Path, out: Path) -> None:
                 num_epochs=1,
             )
 
-        with Feed(lambda: make(source), layout, device=job.device) as feed:
+        with Feed(lambda: make(source), device=job.device) as feed:
             report = {"rank": job.rank, "tp": layout.tp_rank, "digests": [batch.digest() for batch in feed]}
         report["opened"] = len(opened)
 
         faulty = Failing(source) if job.rank == 2 else source
         got = 0
         try:
-            for _ in Feed(lambda: make(faulty), layout, device=job.device):
+            for _ in Feed(lambda: make(faulty), device=job.device):
                 got += 1
         except HarnessError as error:
             report |= {"got": got, "error": error.what}
         try:
-            Feed(lambda: _refuse() if job.rank == 0 else make(source), layout, device=job.device)
+            Feed(lambda: _refuse() if job.rank == 0 else make(source), device=job.device)
         except HarnessError as error:
             report["refused"] = error.what
         report["sum"] = float(_sum(job.device))

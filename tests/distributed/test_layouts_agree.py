@@ -255,7 +255,7 @@ class Run:
         def load() -> Loader:
             return Loader(readable(reader, layout), config.loader, schedule=config.schedule, layout=layout, num_steps=2)
 
-        with Feed(load, layout, device=device) as batches:
+        with Feed(load, device=device) as batches:
             for number, batch in enumerate(batches):
                 made["steps"].append(dict(numbers(asdict(step.train(batch)), "")))
                 state, _ = checkpoint._run_state(step, is_loading=False)

@@ -25,7 +25,6 @@ from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedWriter
 from harness.loader import LoaderState
 from harness.loader.live.folder import LiveChunk, LiveFolder
-from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
 from harness.loader.live.producer import LiveProducer
 from harness.plan.hf_config import read_hf_config
 from harness.prep.chat import SCHEMAS, RecordReader
@@ -237,17 +236,6 @@ def state(_folder: Path) -> Target:
     return text_target(texts, LoaderState.from_json)
 
 
-def position(_folder: Path) -> Target:
-    one = LivePosition(3, frozenset({5}), {6: 2}, {6: 1}, (((6, 1, 0), (6, 2, 0)),), 9, 4, 1, 2, True)
-
-    def read(text: str) -> None:
-        for count in (1, 2):
-            with suppress(HarnessError):
-                positions_from_json(text, count)
-
-    return text_target([one.to_json(), LivePosition().to_json(), positions_to_json([one, one])], read)
-
-
 def live(folder: Path) -> Target:
     path = folder / "live"
     with LiveProducer(path) as producer:
@@ -432,7 +420,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "index": index,
     "indexed": indexed,
     "state": state,
-    "position": position,
     "live": live,
     "checkpoint": checkpoint,
     "run": run,

@@ -23,7 +23,6 @@ HF_CONFIG = {"model_type": "llama", "hidden_size": 8, "max_position_embeddings":
 # What a search has found, to which a parser once had no answer of its own.
 REGRESSIONS = [
     ("state", "", DEEP),
-    ("position", "", DEEP),
     ("live", "END.json", DEEP),
     ("live", "_producer", DEEP),
     ("live", "chunk_00000.jsonl.ready", json.dumps({**asdict(NO_RECORD), "total_rows": []}).encode()),

@@ -68,6 +68,7 @@ def main(
         tokenizer=ChatTokenizer(TokenizerConfig(name=tokenizer)) if tokenizer else None,
         state=state,
         timeout_s=collective_s,
+        device=torch.device("cpu"),
     ) as feed:
         for batch in feed:
             time.sleep(step_s)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import warnings
 
 from harness.formats import open_dataset
 from harness.loader import Loader, LoaderConfig, RankLayout
@@ -19,7 +18,6 @@ from harness.schedule import ScheduleConfig
 
 
 def main(path: str, dp_rank: str, dp_size: str, workers: str, start_method: str, steps: str) -> None:
-    warnings.filterwarnings("ignore", "This DataLoader will create")
     made = Loader(
         open_dataset(path),
         LoaderConfig(global_batch_size=32, num_workers=int(workers), start_method=start_method, prefetch_factor=1),

@@ -16,8 +16,6 @@ from harness.loader import Blend, JoinedReader, Loader, LoaderConfig, LoaderStat
 from harness.loader.plan import PackSource
 from harness.schedule import SCHEDULERS, ScheduleConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
 
 class History(RuleBasedStateMachine):
     """A run that is stopped, killed and resumed on other ranks, workers, formats and batch sizes.

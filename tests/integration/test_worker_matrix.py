@@ -15,9 +15,6 @@ from harness.formats import FORMATS, open_dataset
 from harness.loader import Loader, LoaderConfig, RankBatch, RankLayout
 from harness.schedule import ScheduleConfig
 
-# A warning of torch: the test machine may have fewer cores than a test has workers.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
 
 @dataclass(frozen=True)
 class Cell:

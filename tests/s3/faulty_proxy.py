@@ -36,11 +36,17 @@ class Fault:
 
 @dataclass
 class Request:
-    """A forwarded request: `sent` and `received` are bytes of its body and of the answer's."""
+    """A forwarded request.
+
+    Attributes:
+        client: port at the other end of its connection.
+        sent, received: bytes of its body and of the answer's.
+    """
 
     method: str
     path: str
     range: str
+    client: int
     status: int = 0
     sent: int = 0
     received: int = 0
@@ -103,7 +109,7 @@ def _forward(proxy: FaultyProxy, reader: BinaryIO, client: socket.socket) -> boo
     if not line:
         return False
     method, path, _ = line.split(" ", 2)
-    request = Request(method, path, headers.get("range", ""))
+    request = Request(method, path, headers.get("range", ""), client.getpeername()[1])
     fault = proxy.seen(request)
     if headers.get("expect", "").lower() == "100-continue":
         client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")

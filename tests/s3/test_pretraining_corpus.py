@@ -100,6 +100,29 @@ def test_a_corpus_in_a_bucket_trains_as_the_one_on_disk_and_only_its_index_is_ke
     assert refused.value.where == f"{place}/gone.idx"
 
 
+def test_workers_forked_after_a_validation_do_not_share_its_connections(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path, job: Any
+) -> None:
+    write_corpus(tmp_path / "one", 200, seed=1)
+    pa_fs.copy_files(str(tmp_path), place.removeprefix("s3://"), destination_filesystem=bucket)
+    remote = {"object_storage_cache_path": str(tmp_path / "kept"), "object_storage_chunk_bytes": 64}
+    config = settings(f"{place}/one", path_to_cache=str(tmp_path / "indices"), **remote)
+    corpus = opened(config)
+
+    def connections(num_workers: int) -> set[int]:
+        proxy.clear()
+        assert len(batches(corpus, config, num_workers=num_workers)) == 8
+        return {one.client for one in proxy.requests if one.path.split("?")[0].endswith(".bin")}
+
+    # The training process validates, then forks workers.
+    own = connections(0)
+    first, second = connections(2), connections(2)
+    assert len(own) == 1
+    assert [len(first), len(second)] == [2, 2]
+    assert len(own | first | second) == 5
+    assert connections(0) == own, "which still works"
+
+
 @pytest.fixture
 def job() -> Iterator[runtime.Runtime]:
     with runtime.start("cpu") as ranks:

@@ -52,7 +52,9 @@ def opened(config: CorpusConfig, *, train: int = 64, valid: int | None = 8, seed
     return corpus
 
 
-def batches(corpus: Corpus, config: CorpusConfig, count: int = 64, **layout: int) -> list[RankBatch]:
+def batches(
+    corpus: Corpus, config: CorpusConfig, count: int = 64, *, num_workers: int = 0, **layout: int
+) -> list[RankBatch]:
     rank_layout = RankLayout(**layout)
     reader = SampleReader(
         corpus.train,
@@ -62,7 +64,7 @@ def batches(corpus: Corpus, config: CorpusConfig, count: int = 64, **layout: int
         boundary=config.eod if config.reset_attention_mask else None,
     )
     start = LoaderState(7, fingerprint=corpus.fingerprint, order=corpus.order)
-    loading = LoaderConfig(global_batch_size=8, num_workers=0)
+    loading = LoaderConfig(global_batch_size=8, num_workers=num_workers)
     with SampleLoader(reader, loading, layout=rank_layout, num_samples=count, start=start) as loader:
         return list(loader)
 

@@ -18,7 +18,7 @@ from harness.loader.datasets import LiveSource
 from harness.loader.live import LiveProducer
 from harness.loader.live.consumer import LiveLoader, split_streams
 from harness.loader.live.position import positions_from_json
-from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer
+from harness.loader.live.rank import BatchPlan, FolderReader, Offer
 from harness.prep import ChatTokenizer
 from harness.records import Pack, UInt8Array
 from harness.schedule import SequenceCost
@@ -172,10 +172,6 @@ def train(
     def log(line: str) -> None:
         (trained.loaded if ": Loaded chunk " in line else trained.log).append(line)
 
-    def share(rows: list[LivePack | None] | None) -> list[LivePack | None]:
-        assert rows is not None
-        return rows
-
     def run(rank: int) -> None:
         place = RankLayout(dp_rank=rank, dp_size=dp_size, **(layout or {}))
         plan = BatchPlan(
@@ -190,7 +186,6 @@ def train(
             ],
             plan,
             exchange=_exchange_of(rank, barrier, slots),
-            share=share,
             swap=_swap_of(rank, barrier, sent),
             state=state or LoaderState(seed=0),
             timeout_s=config.timeout_s,
@@ -201,7 +196,8 @@ def train(
         try:
             if steps == 0:
                 return
-            for number, batch in enumerate(loader, start=1):
+            found = (batch for batch in loader if isinstance(batch, RankBatch))
+            for number, batch in enumerate(found, start=1):
                 before_step(rank, number)
                 batches[rank].append(batch)
                 if number == steps:

@@ -14,6 +14,7 @@ import numpy as np
 from harness.loader.live.rank import BatchPlan, LivePack, Offer
 from harness.records import Int64Array, Pack, Schedule, UInt8Array
 from harness.schedule import schedule
+from harness.schedule.batch import row_offsets
 from harness.thd import padded_lengths
 
 # A token and its mask.
@@ -66,7 +67,10 @@ def join_offers(offers: Sequence[Offer]) -> list[RankReads]:
 
 
 def place(reads: Sequence[RankReads], plan: BatchPlan) -> Placement:
-    """Place the sequences that all ranks have read by `plan.schedule`, the same on every rank.
+    """Place the sequences that all ranks have read, the same on every rank.
+
+    With `as_packed` a pack is trained where it was read, and the packs that a rank lacks are empty rows; the other
+    schedules place all sequences anywhere.
 
     Raises:
         ScheduleError: a sequence is longer than a row.
@@ -75,16 +79,23 @@ def place(reads: Sequence[RankReads], plan: BatchPlan) -> Placement:
     packs = packs_in_order(reads)
     lengths = np.concatenate([read.lengths[row] for read, row in packs])
     counts = np.array([read.lengths[row].shape[0] for read, row in packs], np.int64)
-    placed = schedule(
-        plan.schedule,
-        padded_lengths(lengths, layout.pad_to_multiple),
-        dp_size=layout.dp_size,
-        cp_size=layout.cp_size,
-        max_tokens_per_rank=plan.max_tokens_per_row // layout.cp_size,
-        group_size=layout.group_size,
-        pack_offsets=np.cumsum([0, *counts], dtype=np.int64),
-        cost=plan.cost,
-    )
+    if plan.is_balanced:
+        placed = schedule(
+            plan.schedule,
+            padded_lengths(lengths, layout.pad_to_multiple),
+            dp_size=layout.dp_size,
+            cp_size=layout.cp_size,
+            max_tokens_per_rank=plan.max_tokens_per_row // layout.cp_size,
+            group_size=layout.group_size,
+            pack_offsets=np.cumsum([0, *counts], dtype=np.int64),
+            cost=plan.cost,
+        )
+    else:
+        sizes = np.zeros((max(len(read.lengths) for read in reads), layout.dp_size), np.int64)
+        for (read, row), count in zip(packs, counts.tolist(), strict=True):
+            sizes[row, read.dp_rank] = count
+        offsets = row_offsets(sizes.reshape(-1).tolist(), layout.dp_size * layout.group_size)
+        placed = Schedule(layout.dp_size, np.arange(lengths.shape[0], dtype=np.int64), offsets)
     trainers = np.empty(lengths.shape[0], np.int64)
     trainers[placed.order] = np.repeat(
         np.arange(placed.row_offsets.shape[0] - 1) % layout.dp_size, np.diff(placed.row_offsets)

@@ -7,19 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import HarnessError, LoaderError
+from harness.errors import LoaderError
 from harness.loader.blend import Blend
 from harness.loader.live.balance import Placement, RankReads, Swap, join_offers, packs_in_order, place, send_to_trainers
 from harness.loader.live.folder import chunk_name, last_seen
 from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
-from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer
+from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer, Waiting
 from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
-from harness.records import Schedule
 from harness.schedule import measure_imbalance
 from harness.thd import build_thd_batch, padded_lengths, zero_loss_row
 
@@ -32,8 +32,6 @@ _FIRST_LOG_S, _LOG_EVERY_S = 2.0, 60.0
 _BETWEEN = ","
 
 Exchange = Callable[[list[Offer]], list[Offer]]
-Rows = list[LivePack | None]
-Share = Callable[[Rows | None], Rows]
 
 
 class StepShares:
@@ -108,25 +106,19 @@ def _counts(start: int, stop: int, ranks: int) -> npt.NDArray[np.int64]:
 
 
 class LiveLoader:
-    """Yields one `RankBatch` per global batch until the stream ends.
+    """Yields one `RankBatch` per global batch until the stream ends, and a `Waiting` per look that misses a chunk.
 
     Args:
-        streams: readers of this rank, one for each folder; none where it gets its rows from another rank.
+        streams: readers of this rank, one for each folder.
         plan: the division of a step into rows.
-        exchange: gives the offers of all reading ranks, by data-parallel rank and folder, to every rank; all call it
-            together.
-        share: hands the rows of a step to the ranks that train the same; all of these call it together.
-        swap: sends tokens between the ranks that read, which call it together; only for schedules that balance.
+        exchange: returns the offers of all ranks, by data-parallel rank and folder; all call it together.
+        swap: sends tokens between the ranks, which call it together; only for schedules that balance.
         state: position to resume from, or the state of a new run, whose `live` is empty.
         timeout_s: the longest wait for a chunk.
         folders: for messages.
         log: called with lines for the log.
         report: called at each look with the positions in all folders and the offers, for `harness live status` and
             for producers.
-
-    Attributes:
-        while_waiting: called at each look that misses a chunk, on all ranks together. A reason to stop that it
-            returns, the same on all of them, ends the iteration.
 
     Raises:
         LoaderError: while iterating, on all ranks together: a chunk does not come, is damaged, or rows are missing.
@@ -138,7 +130,6 @@ class LiveLoader:
         plan: BatchPlan,
         *,
         exchange: Exchange,
-        share: Share,
         swap: Swap = lambda outgoing, expected: outgoing,
         state: LoaderState,
         timeout_s: float,
@@ -148,27 +139,25 @@ class LiveLoader:
     ) -> None:
         self._streams = tuple(streams)
         self._plan = plan
-        self._exchange, self._share, self._swap = exchange, share, swap
+        self._exchange, self._swap = exchange, swap
         self._state = state
         self._positions = positions_from_json(state.live, len(plan.weights))
         self._timeout_s, self._folders = timeout_s, folders
         self._log, self._report = log, report
-        self.while_waiting: Callable[[], str | None] = lambda: None
         self._left_out: list[Counter[str]] = [Counter() for _ in self._positions]
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="live-chunks")
 
-    def __iter__(self) -> Iterator[RankBatch]:
+    def __iter__(self) -> Iterator[RankBatch | Waiting]:
         shares = StepShares(self._plan, self._positions)
         ahead = self._read(shares)
         log_at_s = _FIRST_LOG_S
         while True:
-            offers = self._exchange(ahead.result() if ahead is not None else [])
+            offers = self._exchange(ahead.result())
             self._look(offers, shares)
             if any(offer.waiting for offer in offers):
-                waited_s, log_at_s = self._log_wait(offers, log_at_s)
-                if self.while_waiting() is not None:
-                    return
-                time.sleep(min(_POLL_S, 0.01 + waited_s / 4))
+                waiting, log_at_s = self._log_wait(offers, log_at_s)
+                yield waiting
+                time.sleep(min(_POLL_S, 0.01 + waiting.waited_s / 4))
                 ahead = self._read(shares)
                 continue
             log_at_s = _FIRST_LOG_S
@@ -178,14 +167,13 @@ class LiveLoader:
             after, reads = self._after(shares, offers), join_offers(offers)
             if self._is_over(after, reads, offers):
                 return
-            pairs = zip(self._streams, after, strict=False)
+            pairs = zip(self._streams, after, strict=True)
             mine = [live for stream, to in pairs for live in stream.take(done_below=to.done_below)]
             self._advance(after, offers, len(packs_in_order(reads)))
             shares = StepShares(self._plan, after)
             ahead = self._read(shares)
-            placement = self._place(reads)
-            rows = self._share(self._rows(mine, placement) if self._streams else None)
-            yield self._batch(rows, placement, reads)
+            placement = place(reads, self._plan)
+            yield self._batch(self._rows(mine, placement), placement, reads)
 
     def _look(self, offers: Sequence[Offer], shares: StepShares) -> None:
         """Raise what any rank refuses, and report what all have, the same on each rank."""
@@ -209,11 +197,11 @@ class LiveLoader:
         if is_last and self.steps == 0:
             counts = _counts_of(sum(self._left_out, Counter[str]()))
             what = "the stream ended without a row to train on" + (f"; left out: {counts}" if counts else "")
-            raise _shared(what, where="data.live", fix="check the input of its producer, and data.live.pack_size")
+            raise LoaderError(what, where="data.live", fix="check the input of its producer, and data.live.pack_size")
         return is_last
 
-    def _log_wait(self, offers: Sequence[Offer], log_at_s: float) -> tuple[float, float]:
-        """Log the longest wait if it is long enough; return its seconds, and when to log it again.
+    def _log_wait(self, offers: Sequence[Offer], log_at_s: float) -> tuple[Waiting, float]:
+        """Log the longest wait if it is long enough; return it, and when to log it again.
 
         Raises:
             LoaderError: it is too long.
@@ -224,20 +212,20 @@ class LiveLoader:
         waited = f"waited {waiting.waited_s:.0f} s for {chunk} of {waiting.folder}"
         waited += f"; its producer was {last_seen(waiting.producer_seen_s)}{hint}"
         if waiting.waited_s > self._timeout_s:
-            raise _shared(
+            raise LoaderError(
                 f"data-parallel rank {dp_rank} {waited}",
                 where=waiting.folder,
                 fix="check the producer (`harness live status` shows it), then continue with resume=true; "
                 "data.live.timeout_s is the longest wait",
             )
         if waiting.waited_s < log_at_s:
-            return waiting.waited_s, log_at_s
+            return waiting, log_at_s
         self._log(f"data-parallel rank {dp_rank} has {waited}")
-        return waiting.waited_s, min(2 * log_at_s, log_at_s + _LOG_EVERY_S)
+        return waiting, min(2 * log_at_s, log_at_s + _LOG_EVERY_S)
 
-    def _rows(self, mine: list[LivePack], placement: Placement) -> Rows:
+    def _rows(self, mine: list[LivePack], placement: Placement) -> list[LivePack | None]:
         """Return this rank's packs of a step, one for each row that it fills."""
-        rows: Rows = [*mine]
+        rows: list[LivePack | None] = [*mine]
         if self._plan.is_balanced:
             rows = send_to_trainers(mine, placement, self._plan.layout.dp_rank, self._swap)
         return rows + [None] * (placement.placed.num_microbatches - len(rows))
@@ -247,15 +235,19 @@ class LiveLoader:
         """Number of global batches that were handed out, those before a resume included."""
         return self._positions[0].steps
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self._reading.shutdown()
         for stream in self._streams:
             stream.close()
 
-    def _read(self, shares: StepShares) -> Future[list[Offer]] | None:
+    def _read(self, shares: StepShares) -> Future[list[Offer]]:
         """Start to read this rank's part of the next step, while the step before is trained."""
-        if not self._streams:
-            return None
         mine = shares.mine(self._plan.layout.dp_rank)
 
         def read() -> list[Offer]:
@@ -279,22 +271,23 @@ class LiveLoader:
             error = offer.error
             if error is None:
                 continue
-            if offer.dp_rank == self._plan.layout.dp_rank and self._streams:
+            if offer.dp_rank == self._plan.layout.dp_rank:
                 raise error
             what = f"data-parallel rank {offer.dp_rank}: {error.what}"
-            raise _shared(what, where=error.where, fix=error.fix, kind=type(error))
+            raise type(error)(what, where=error.where, fix=error.fix)
         for source in range(len(self._positions)):
             streams = sorted({offer.stream for offer in offers if offer.source == source and offer.stream})
             if len(streams) > 1:
-                raise _shared(
+                raise LoaderError(
                     f"chunks of one folder belong to several streams: {', '.join(streams)}",
+                    where=self._folders[source],
                     fix="let one producer write to a folder, and never copy chunks from another one",
                 )
 
     def _check_end(self, source: int, after: LivePosition, offers: Sequence[Offer], *, all_ended: bool) -> None:
         expected = {offer.rows_expected for offer in offers if offer.source == source} - {None}
         if expected and after.rows not in expected and not after.lost:
-            raise _shared(
+            raise LoaderError(
                 f"the stream ended after {expected.pop():,} rows, and {after.rows:,} were read",
                 where=self._folders[source],
                 fix="chunks were changed while they were read, or the run was resumed on other ones",
@@ -306,26 +299,6 @@ class LiveLoader:
         rest = "" if all_ended else "; the other folders have its share now"
         if self.steps or any(offer.lengths for offer in offers):
             self._log(f"{which} ended: {after.rows:,} rows in {after.done_below:,} chunks{left_out}{rest}")
-
-    def _place(self, reads: Sequence[RankReads]) -> Placement:
-        """Return where the sequences of a step train: with `as_packed` in the packs of the rank that has read them."""
-        if self._plan.is_balanced:
-            return place(reads, self._plan)
-        group = self._plan.layout.group_size
-        num_microbatches = -(-max(len(read.lengths) for read in reads) // group) * group
-        nothing = np.zeros(0, np.int64)
-        rows = [
-            (read.dp_rank, read.lengths[row], read.sequence_ids[row])
-            if row < len(read.lengths)
-            else (read.dp_rank, nothing, nothing)
-            for row in range(num_microbatches)
-            for read in reads
-        ]
-        lengths = np.concatenate([lengths for _, lengths, _ in rows])
-        bounds = np.cumsum([0, *(lengths.shape[0] for _, lengths, _ in rows)], dtype=np.int64)
-        readers = np.repeat(np.array([rank for rank, _, _ in rows], np.int64), np.diff(bounds))
-        placed = Schedule(len(reads), np.arange(lengths.shape[0], dtype=np.int64), bounds)
-        return Placement(placed, np.concatenate([ids for _, _, ids in rows]), lengths, readers, readers)
 
     def _advance(self, after: list[LivePosition], offers: Sequence[Offer], num_packs: int) -> None:
         """Move to the positions after a step."""
@@ -341,7 +314,7 @@ class LiveLoader:
             live=positions_to_json(after),
         )
 
-    def _batch(self, rows: Rows, placement: Placement, reads: Sequence[RankReads]) -> RankBatch:
+    def _batch(self, rows: list[LivePack | None], placement: Placement, reads: Sequence[RankReads]) -> RankBatch:
         layout, lengths = self._plan.layout, placement.lengths
         return RankBatch(
             epoch=0,
@@ -378,10 +351,3 @@ def split_streams(fingerprint: str, num_folders: int) -> list[str]:
 
 def join_streams(names: Sequence[str]) -> str:
     return _BETWEEN.join(names) if any(names) else ""
-
-
-def _shared(what: str, *, where: str = "", fix: str = "", kind: type[HarnessError] = LoaderError) -> HarnessError:
-    """Return an error that every rank raises alike, so that only one prints it."""
-    error = kind(what, where=where, fix=fix)
-    error.is_shared = True
-    return error

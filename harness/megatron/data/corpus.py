@@ -78,6 +78,23 @@ class TokenIds:
         self.unique_identifiers = OrderedDict({"class": "TokenIds", "source": facts})
 
 
+class OwnClient:
+    """Megatron's client of S3, of which each process has its own: forked ones must not share their connections."""
+
+    def __init__(self, client: Any) -> None:
+        self._client, self._owner = client, os.getpid()
+
+    def get_object(self, **request: Any) -> Any:
+        if self._owner != os.getpid():
+            import boto3
+
+            self._client, self._owner = boto3.client("s3"), os.getpid()
+        return self._client.get_object(**request)
+
+    def close(self) -> None:
+        self._client.close()
+
+
 class _Sources:
     """A stand-in for the dataset class of Megatron's builder: GPTDataset for corpora, PackDataset for packs.
 
@@ -115,7 +132,10 @@ class _Sources:
             return dataset
         cache, chunk = config.object_storage_cache_path, self._config.object_storage_chunk_bytes
         storage = ObjectStorageConfig(path_to_idx_cache=cache, bin_chunk_nbytes=chunk)
-        return IndexedDataset(path, mmap=False, object_storage_config=storage)
+        dataset = IndexedDataset(path, mmap=False, object_storage_config=storage)
+        if path.startswith("s3://"):
+            dataset.bin_reader._client = OwnClient(dataset.bin_reader._client)
+        return dataset
 
     def numel_low_level_dataset(self, dataset: Any) -> int:
         return len(dataset) if isinstance(dataset, PackReader) else GPTDataset.numel_low_level_dataset(dataset)

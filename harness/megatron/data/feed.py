@@ -2,13 +2,13 @@
 
 Ranks of one tensor-parallel group train the same rows: the first reads, through its loader's workers, and broadcasts to
 the others, which open nothing. Middle stages of a pipeline need no tokens, only the bounds of sequences, which follow
-from the schedule: they read nothing either.
+from the schedule: they read nothing either. Live chunks are read once for each copy of the model (`live_feed`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 
 from harness.errors import HarnessError
 from harness.loader import RankBatch, RankLayout
+from harness.loader.live.rank import Waiting
 from harness.loader.plan import PackSource
 from harness.megatron.job.watchdog import waiting
 from harness.records import Pack
@@ -88,31 +89,46 @@ def readable(source: PackSource, layout: RankLayout) -> PackSource:
 
 
 class Feed:
-    """The batches of a loader on every rank of the tensor-parallel groups, in step with all ranks of the job.
+    """The batches of a loader on every rank that trains the same rows, in step with all ranks of the job.
 
     Args:
-        make: opens the `Loader` or `SampleLoader`; called where this rank reads.
-        layout: the place of this rank.
-        device: of the exchange; batches stay numpy arrays.
+        make: opens the loader; called where this rank reads.
+        device: of the exchange between all ranks; batches stay numpy arrays.
+        copy: the rank that reads for this one, and the gloo group that gets its batches, None for a rank alone; without
+            it, those of the tensor-parallel group.
+
+    Attributes:
+        while_waiting: called on all ranks together at each look for data that is still being made. A reason to stop
+            that it returns, the same on all of them, ends the iteration.
     """
 
-    def __init__(self, make: Callable[[], Any], layout: RankLayout, *, device: torch.device) -> None:
-        self._device = device
-        self._loader = together(lambda: make() if layout.tp_rank == 0 else None, device=device)
+    def __init__(self, make: Callable[[], Any], *, device: torch.device, copy: tuple[int, Any] | None = None) -> None:
+        self._device, self._carrier = device, device if copy is None else torch.device("cpu")
+        if copy is None:
+            group = parallel_state.get_tensor_model_parallel_group()
+            copy = parallel_state.get_tensor_model_parallel_src_rank(), group
+        self._source, self._group = copy
+        self.while_waiting: Callable[[], str | None] = lambda: None
+        reads = self._source == torch.distributed.get_rank()
+        self._loader: Any = together(lambda: make() if reads else None, device=device)
 
     def __iter__(self) -> Iterator[RankBatch]:
         batches = iter(self._loader) if self._loader is not None else iter(())
         while True:
             carried = [together(lambda: next(batches, None), device=self._device)]
-            group = parallel_state.get_tensor_model_parallel_group()
-            if group.size() > 1:
-                source = parallel_state.get_tensor_model_parallel_src_rank()
-                torch.distributed.broadcast_object_list(carried, src=source, group=group, device=self._device)
-            if carried[0] is None:
+            if self._group is not None and self._group.size() > 1:
+                torch.distributed.broadcast_object_list(
+                    carried, src=self._source, group=self._group, device=self._carrier
+                )
+            if isinstance(carried[0], Waiting):
+                if self.while_waiting() is not None:
+                    return
+            elif carried[0] is None:
                 return
-            yield carried[0]
+            else:
+                yield carried[0]
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> Self:
         if self._loader is not None:
             self._loader.__enter__()
         return self

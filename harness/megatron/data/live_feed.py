@@ -1,7 +1,7 @@
 """Live chunks on every rank of a job: one rank of each copy of the model reads, and all continue together.
 
-Ranks communicate over gloo, on GPUs too: a look for a missing chunk is one short exchange, and no collective of the
-training is pending meanwhile.
+Ranks exchange data over gloo, on GPUs too. All of them take part in each look for a missing chunk, so that none spends
+long in a collective.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from harness.loader.live.consumer import ORDER, LiveLoader, join_streams, split_
 from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
 from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
 from harness.loader.live.rank import BatchPlan, FolderReader, Offer
+from harness.megatron.data.feed import Feed
 from harness.megatron.job import runtime
 from harness.prep import ChatTokenizer
 from harness.printing import print_line
@@ -33,12 +34,11 @@ from harness.records import UInt8Array
 from harness.storage import Marker
 from harness.storage.claims import Lease
 
-T = TypeVar("T")
 _REPORT_EVERY_S = 1.0
 _RATE_OVER_S = 30.0
 
 
-class LiveFeed:
+class LiveFeed(Feed):
     """The batches of a stream of live chunks, in step with all other ranks of the job.
 
     Args:
@@ -48,6 +48,7 @@ class LiveFeed:
         state: position to resume from; None begins with the first chunk.
         allow_other_data: resume although the stream or the tokenizer differs from that of the checkpoint.
         timeout_s: the longest wait for a rank that does not answer.
+        device: as for a Feed.
 
     Raises:
         HarnessError: on every rank: a pack would not fit a row, another run trains on the chunks, or `state` belongs to
@@ -64,6 +65,7 @@ class LiveFeed:
         seed: int = 0,
         allow_other_data: bool = False,
         timeout_s: float = 600.0,
+        device: torch.device,
     ) -> None:
         if tokenizer is not None and config.pack_size > plan.max_tokens_per_row:
             raise ConfigError(
@@ -92,38 +94,35 @@ class LiveFeed:
         positions = runtime.on_rank_0(lambda: self._lock(positions, is_new=is_new))
         if state is not None:
             state = replace(state, live=positions_to_json(positions))
-        self._everyone, copy, self._readers, reader = _groups(plan.layout.dp_rank, timeout_s)
-        reads = reader == torch.distributed.get_rank()
-        self._loader = LiveLoader(
-            [
-                FolderReader(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
-                for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
-                if reads
-            ],
-            plan,
-            exchange=self._exchange,
-            swap=lambda outgoing, expected: _swap(outgoing, expected, self._readers),
-            share=lambda packs: cast(Any, packs) if copy is None else _broadcast(packs, reader, copy),
-            state=state or fresh,
-            timeout_s=config.timeout_s,
-            folders=config.folders,
-            # Flushed, so that a wait shows in a log file while it lasts.
-            log=_log if self._is_rank_0 else lambda line: None,
-            report=self._report if self._is_rank_0 else lambda positions, offers: None,
-        )
+        copy, readers = _groups(plan.layout.dp_rank, timeout_s)
+
+        def loader() -> LiveLoader:
+            return LiveLoader(
+                [
+                    FolderReader(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
+                    for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
+                ],
+                plan,
+                exchange=lambda offers: _exchange(offers, readers),
+                swap=lambda outgoing, expected: _swap(outgoing, expected, readers),
+                state=state or fresh,
+                timeout_s=config.timeout_s,
+                folders=config.folders,
+                # Flushed, so that a wait shows in a log file while it lasts.
+                log=_log if self._is_rank_0 else lambda line: None,
+                report=self._report if self._is_rank_0 else lambda positions, offers: None,
+            )
+
+        super().__init__(loader, device=device, copy=copy)
         self._trained: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
         self._statuses: list[dict[str, Any]] = [{} for _ in self._folders]
         self._written_at, self._written_waits = 0.0, [(-1, -1)]
 
     def __iter__(self) -> Iterator[RankBatch]:
-        for batch in self._loader:
+        for batch in super().__iter__():
             if self._marks_read:
                 self.trained(batch.state)
             yield batch
-
-    def call_while_waiting(self, call: Callable[[], str | None]) -> None:
-        """Set the function that is called at each look for a missing chunk (`LiveLoader.while_waiting`)."""
-        self._loader.while_waiting = call
 
     def trained(self, state: LoaderState) -> None:
         """On rank 0, mark the chunks of which a checkpoint with this state covers every row."""
@@ -133,12 +132,9 @@ class LiveFeed:
             for folder, position in zip(self._folders, positions, strict=True):
                 folder.complete(position.trained_chunks(folder.look().chunks))
 
-    def __enter__(self) -> LiveFeed:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._loader.close()
-        if error is None and self._is_rank_0:
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None and self._is_rank_0:
             self._statuses = [{**status, "steps": self._loader.steps} if status else {} for status in self._statuses]
             self._write_statuses(state="ended")
         for mark in self._marks:
@@ -171,10 +167,6 @@ class LiveFeed:
                 mark.release(remove=False)
             raise
         return found
-
-    def _exchange(self, offers: list[Offer]) -> list[Offer]:
-        gathered = [offer for some in _gather(offers, self._everyone) for offer in some]
-        return sorted(gathered, key=lambda offer: (offer.dp_rank, offer.source))
 
     def _report(self, positions: Sequence[LivePosition], offers: Sequence[Offer]) -> None:
         self._check_marks()
@@ -267,26 +259,35 @@ def _log(line: str) -> None:
         print_line(line, flush=True)
 
 
-def _groups(dp_rank: int, timeout_s: float) -> tuple[Any, Any, Any, int]:
-    """Make gloo groups of all ranks, of those that train the same rows, and of those that read.
+def _groups(dp_rank: int, timeout_s: float) -> tuple[tuple[int, Any], Any]:
+    """Make gloo groups of the ranks that train the same rows, and of those that read.
 
-    A group is None for this rank alone, and the last one for a rank that does not read. Also returns the rank that
-    reads for the second group.
+    Return the rank that reads for this one with the first group, and the second; None for a group of one rank, and for
+    the second on a rank that does not read.
     """
     if torch.distributed.get_world_size() == 1:
-        return None, None, None, 0
+        return (0, None), None
     timeout = timedelta(seconds=timeout_s)
-    everyone = torch.distributed.new_group(backend="gloo", timeout=timeout)
-    places = _gather(dp_rank, everyone)
+    places: list[int] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(places, dp_rank)
     copies = {place: [rank for rank, other in enumerate(places) if other == place] for place in sorted(set(places))}
     # Every rank takes part in the making of every group; all places have the same number of ranks.
     reading = [ranks[0] for ranks in copies.values()]
     readers = torch.distributed.new_group(reading, timeout, "gloo") if len(reading) > 1 else None
-    reads = torch.distributed.get_rank() in reading
-    if len(copies[dp_rank]) == 1:
-        return everyone, None, readers, copies[dp_rank][0]
+    mine = copies[dp_rank]
+    if len(mine) == 1:
+        return (mine[0], None), readers
     groups = {place: torch.distributed.new_group(ranks, timeout, "gloo") for place, ranks in copies.items()}
-    return everyone, groups[dp_rank], readers if reads else None, copies[dp_rank][0]
+    return (mine[0], groups[dp_rank]), readers if torch.distributed.get_rank() in reading else None
+
+
+def _exchange(offers: list[Offer], readers: Any) -> list[Offer]:
+    """Return the offers of all reading ranks, by data-parallel rank and folder."""
+    if readers is None:
+        return offers
+    gathered: list[list[Offer]] = [[]] * readers.size()
+    torch.distributed.all_gather_object(gathered, offers, group=readers)
+    return sorted((offer for some in gathered for offer in some), key=lambda offer: (offer.dp_rank, offer.source))
 
 
 def _swap(outgoing: list[UInt8Array], expected: list[int], readers: Any) -> list[UInt8Array]:
@@ -297,17 +298,3 @@ def _swap(outgoing: list[UInt8Array], expected: list[int], readers: Any) -> list
     arrived = torch.empty(sum(expected), dtype=torch.uint8)
     torch.distributed.all_to_all_single(arrived, sent, expected, [part.shape[0] for part in outgoing], group=readers)
     return np.split(arrived.numpy(), np.cumsum(expected)[:-1])
-
-
-def _gather(value: T, group: Any) -> list[T]:
-    if group is None:
-        return [value]
-    gathered: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(gathered, value, group=group)
-    return gathered
-
-
-def _broadcast(value: Any, source: int, group: Any) -> Any:
-    carried = [value]
-    torch.distributed.broadcast_object_list(carried, src=source, group=group)
-    return carried[0]

@@ -161,7 +161,7 @@ def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | 
 
 def make_feeds(
     config: SftConfig, data: RunData | LiveData, layout: RankLayout, progress: Progress | None, ranks: runtime.Runtime
-) -> tuple[Feed | LiveFeed, dict[str, Feed]]:
+) -> tuple[Feed, dict[str, Feed]]:
     """Return the training batches after `progress`, and per validation set the batches of one pass over it."""
     state = progress.loader if progress is not None else None
 
@@ -179,9 +179,9 @@ def make_feeds(
                 **options,
             )
 
-        return Feed(loader, layout, device=ranks.device)
+        return Feed(loader, device=ranks.device)
 
-    training: Feed | LiveFeed
+    training: Feed
     if isinstance(data, LiveData):
         max_tokens_per_row = config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank)
         training = LiveFeed(
@@ -200,6 +200,7 @@ def make_feeds(
             seed=config.loader.seed,
             allow_other_data=config.loader.allow_other_data,
             timeout_s=config.trainer.timeout_s + 60,
+            device=ranks.device,
         )
     else:
         training = feed(data.train, config.loader, state=state, blend=data.blend)

@@ -117,7 +117,7 @@ def make_feeds(
                 start=fresh if start is None else start.resumed(fresh, num_packs=None, allow_other_data=allow),
             )
 
-        return Feed(loader, layout, device=ranks.device)
+        return Feed(loader, device=ranks.device)
 
     # Every rank makes the same feeds; ranks that do not read learn from rank 0 which splits exist.
     splits = corpus and {OWN_VALIDATION: corpus.validation, "test": corpus.test}

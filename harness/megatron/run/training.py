@@ -69,7 +69,7 @@ class Task:
         length: the run's steps in epochs, for its log; empty where the data has none.
     """
 
-    feeds: Callable[[RankLayout, Progress | None, runtime.Runtime], tuple[Feed | LiveFeed, dict[str, Feed]]]
+    feeds: Callable[[RankLayout, Progress | None, runtime.Runtime], tuple[Feed, dict[str, Feed]]]
     vocab_size: int
     pad_rows_to: int | None
     max_sequences: int | None
@@ -287,8 +287,7 @@ class _Run(Hooks):
             # The settings are what an export needs, whatever becomes of config.yaml.
             facts={"run": identity.run, "attempt": identity.attempt, "settings": redact_all(to_plain(self._settings))},
         )
-        if isinstance(self.training, LiveFeed):
-            self.training.call_while_waiting(self._wait)
+        self.training.while_waiting = self._wait
         try:
             yield
         finally:

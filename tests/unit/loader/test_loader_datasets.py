@@ -86,7 +86,7 @@ def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):
     [
         (("b", 0.0), "weight is 0.0"),
         (("b", float("nan")), "weight is nan"),
-        (("b", None), "some sources have a weight, and this one has none"),
+        (("b", None), "some sources have a weight and some have none"),
         (("b", 1.0, 0), "epochs is 0"),
         (("", 1.0), "the source has no path"),
     ],
@@ -94,7 +94,7 @@ def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):
 def test_a_blend_that_cannot_be_drawn_is_refused_before_anything_is_opened(source, message):
     with pytest.raises(ConfigError, match=message) as caught:
         blend(("a", 1.0), source)
-    assert caught.value.where.startswith(("data.blend, b", "data.blend[1]"))
+    assert caught.value.where.startswith("data.blend")
     assert caught.value.fix
 
 

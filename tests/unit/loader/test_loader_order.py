@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError
-from harness.loader import EpochOrder, LoaderConfig
+from harness.loader import Blend, EpochOrder, LoaderConfig
 from harness.loader.order import (
     _hash,
     derive_seed,
     epochs_after,
     shuffle_in_windows,
-    steps_from,
     steps_per_epoch,
     steps_until,
 )
@@ -111,14 +110,14 @@ def test_without_shuffle_packs_come_as_stored() -> None:
 def test_the_ragged_end_is_kept_unless_dropped() -> None:
     assert steps_per_epoch(config(4), 10) == 3
     assert steps_per_epoch(config(4, drop_last=True), 10) == 2
-    kept = list(itertools.islice(steps_from(config(4), 10, epoch=0, packs_consumed=0), 4))
+    kept = list(itertools.islice(Blend.of_one(10).steps(config(4), epoch=0, packs_consumed=0), 4))
     assert [(step.epoch, step.index, step.start, step.stop) for step in kept] == [
         (0, 0, 0, 4),
         (0, 1, 4, 8),
         (0, 2, 8, 10),
         (1, 0, 0, 4),
     ]
-    dropped = list(itertools.islice(steps_from(config(4, drop_last=True), 10, epoch=0, packs_consumed=0), 3))
+    dropped = list(itertools.islice(Blend.of_one(10).steps(config(4, drop_last=True), epoch=0, packs_consumed=0), 3))
     assert [(step.epoch, step.start, step.stop) for step in dropped] == [(0, 0, 4), (0, 4, 8), (1, 0, 4)]
 
 
@@ -140,7 +139,7 @@ def test_the_steps_to_the_end_of_epochs_are_those_that_the_order_yields(
 ) -> None:
     made = config(size, drop_last=drop_last)
     assert steps_until(made, 10, epochs, epoch=epoch, packs_consumed=consumed) == steps
-    batches = steps_from(made, 10, epoch=epoch, packs_consumed=consumed)
+    batches = Blend.of_one(10).steps(made, epoch=epoch, packs_consumed=consumed)
     assert len(list(itertools.takewhile(lambda batch: batch.epoch < epochs, batches))) == steps
 
 
@@ -153,7 +152,7 @@ def test_steps_in_epochs_count_the_ragged_batch_as_what_it_holds() -> None:
 
 
 def test_steps_go_on_from_any_position() -> None:
-    steps = itertools.islice(steps_from(config(4), 10, epoch=2, packs_consumed=3), 3)
+    steps = itertools.islice(Blend.of_one(10).steps(config(4), epoch=2, packs_consumed=3), 3)
     assert [(step.epoch, step.index, step.start, step.stop) for step in steps] == [
         (2, 1, 3, 7),
         (2, 2, 7, 10),
@@ -163,7 +162,7 @@ def test_steps_go_on_from_any_position() -> None:
 
 def test_a_dataset_that_never_fills_a_dropped_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match="3 packs never fill a global batch of 4"):
-        next(steps_from(config(4, drop_last=True), 3, epoch=0, packs_consumed=0))
+        next(Blend.of_one(3).steps(config(4, drop_last=True), epoch=0, packs_consumed=0))
 
 
 def test_settings_below_one_are_refused() -> None:

@@ -180,7 +180,7 @@ def test_a_sequence_over_capacity_is_refused_by_name_before_training() -> None:
     assert caught.value.where == "pack 1, its sequence 2"
     assert "at least 49" in caught.value.fix
     # Padding and context parallelism count: 49 become 52 tokens in a row of 2 * 25.
-    with pytest.raises(ScheduleError, match="52 model tokens after padding to 4, more than the 50"):
+    with pytest.raises(ScheduleError, match="52 model tokens after padding, more than the 50"):
         reader(data, capacity=25, cp_size=2, pad_to_multiple=4).check()
     reader(data, capacity=26, cp_size=2, pad_to_multiple=4).check()
 
@@ -188,15 +188,15 @@ def test_a_sequence_over_capacity_is_refused_by_name_before_training() -> None:
 def test_a_pack_over_capacity_is_refused_as_packed() -> None:
     data = MemorySource([pack(5, 9), pack(4, 30)])
     reader(data, "as_packed", capacity=32).check()
-    with pytest.raises(ScheduleError, match=r"pack 1 of the dataset takes 32 tokens .* more than the 31 of a row"):
+    with pytest.raises(ScheduleError, match=r"pack 1 of the dataset has 32 model tokens .* more than the 31 of a row"):
         reader(data, "as_packed", capacity=31).check()
     reader(data, "dp_balanced", capacity=31).check()
-    with pytest.raises(ScheduleError, match="pack 1 of the dataset takes 33 tokens"):
+    with pytest.raises(ScheduleError, match="pack 1 of the dataset has 33 model tokens"):
         reader(MemorySource([pack(17, 17), pack(4, 31)]), "as_packed", capacity=32).check()
 
 
 def test_a_sequence_of_one_token_is_refused_by_name() -> None:
-    with pytest.raises(ScheduleError, match="sequence 1 of the dataset has a single stored token"):
+    with pytest.raises(ScheduleError, match="sequence 1 of the dataset has 0 model tokens"):
         reader(MemorySource([pack(5, 1, 3)])).check()
 
 

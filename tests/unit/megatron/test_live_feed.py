@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from live_streams import CAPACITY, some_packs, write_stream
 
 from harness.errors import FormatError, LoaderError
@@ -26,7 +27,7 @@ def folder(tmp_path: Path) -> LiveFolder:
 def feed(folder: LiveFolder, completed: str, state: LoaderState | None = None) -> LiveFeed:
     config = LiveConfig(path=folder.where, pack_size=128, timeout_s=60.0, completed=completed)
     plan = BatchPlan(RankLayout(), 4, CAPACITY, SequenceCost())
-    return LiveFeed(config, plan, tokenizer=None, state=state)
+    return LiveFeed(config, plan, tokenizer=None, state=state, device=torch.device("cpu"))
 
 
 def delete(folder: LiveFolder, *chunks: int) -> None:
@@ -107,5 +108,6 @@ def test_a_store_that_does_not_answer_is_not_taken_for_another_run(job, monkeypa
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("HARNESS_STORAGE_TIMEOUT_S", "1")
     plan = BatchPlan(RankLayout(), 4, CAPACITY, SequenceCost())
+    config = LiveConfig(path="s3://bucket/live", pack_size=128)
     with pytest.raises(FormatError, match="object storage did not answer"):
-        LiveFeed(LiveConfig(path="s3://bucket/live", pack_size=128), plan, tokenizer=None, state=None)
+        LiveFeed(config, plan, tokenizer=None, state=None, device=job.device)

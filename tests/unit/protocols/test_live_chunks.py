@@ -22,7 +22,7 @@ from harness.loader.live import rank as rank_module
 from harness.loader.live.consumer import LiveLoader
 from harness.loader.live.folder import LiveFolder, ReadyRecord
 from harness.loader.live.position import LivePosition
-from harness.loader.live.rank import BatchPlan, FolderReader
+from harness.loader.live.rank import BatchPlan, FolderReader, Waiting
 from harness.records import Pack
 from harness.schedule import SequenceCost
 
@@ -160,13 +160,14 @@ class Stream(FolderReader):
         return ""
 
 
+def place(reads: Any, plan: Any) -> Any:
+    return SimpleNamespace(placed=SimpleNamespace(num_microbatches=max(len(read.lengths) for read in reads)))
+
+
 class Loader(LiveLoader):
     """`LiveLoader` whose batches are rows without tensors."""
 
     __module__ = "interleavings:"
-
-    def _place(self, reads: Any) -> Any:
-        return SimpleNamespace(placed=SimpleNamespace(num_microbatches=max(len(read.lengths) for read in reads)))
 
     def _batch(self, rows: Any, placement: Any, reads: Any) -> Any:
         return [int(live.pack.input_ids[0]) for live in rows if live is not None], self._state.live
@@ -244,12 +245,14 @@ class Streams(World):
             [Stream(config, plan, position=position)],
             plan,
             exchange=lambda mine: self.gather(job.offers, job.size, number, mine),
-            share=lambda rows: rows,
             state=LoaderState(seed=0, live=live),
             timeout_s=1e6,
             report=report if number == 0 else lambda positions, offers: None,
         )
-        for rows, live in loader:
+        for batch in loader:
+            if isinstance(batch, Waiting):
+                continue
+            rows, live = batch
             history = (*history, *self.gather(job.rows, job.size, number, rows))
             if number == 0:
                 for work in (self.mark, self.save) if self.marks_first else (self.save, self.mark):
@@ -347,6 +350,7 @@ def patches(world: Any, clock: Any) -> dict[tuple[Any, str], Any]:
         (producer_module, "uuid"): SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=world.new_name())),
         (producer_module, "time"): clock,
         (consumer_module, "time"): clock,
+        (consumer_module, "place"): place,
         (consumer_module, "ThreadPoolExecutor"): lambda **settings: Reading(world),
         (rank_module, "time"): clock,
     }

@@ -30,7 +30,7 @@ def test_missing_rows_at_the_end_are_empty() -> None:
 
 
 def test_a_pack_over_capacity_is_refused_with_its_number_and_tokens() -> None:
-    with pytest.raises(ScheduleError, match=r"pack 1 of the batch takes 9 tokens .* more than the 8 of a row"):
+    with pytest.raises(ScheduleError, match=r"pack 1 has 9 model tokens .* more than the 8 of a row"):
         place([8, 4, 5], [0, 1, 3], dp_size=1)
 
 
