@@ -150,7 +150,7 @@ def _commands_of(command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _describe_errors() -> Iterator[str]:
-    yield "\nAll derive from `harness.HarnessError`. A command prints the error and exits with [code 2](index.md#exit-codes).\n"
+    yield "\nAll derive from `HarnessError`. Commands print the error and exit with [code 2](index.md#exit-codes).\n"
     yield "| class | raised when |\n|---|---|"
     for name, kind in vars(errors).items():
         if inspect.isclass(kind) and issubclass(kind, errors.HarnessError):
