@@ -33,8 +33,8 @@ _ROOT_PAGES = {
     "changelog.md": "CHANGELOG.md",
     "security.md": "SECURITY.md",
 }
-_HOW = """Each setting is `key=value` on the command line. `--cfg` prints the composed settings and starts nothing. See
-[how settings are composed](../train.md#your-own-configuration).
+_HOW = """Pass settings as `key=value` on the command line. `--cfg` prints the composed settings and exits.
+See [how settings are composed](../train.md#your-own-configuration).
 """
 # Page: its command, the recipe that composes its defaults, and the schema.
 _SETTINGS = {
@@ -53,6 +53,16 @@ def on_files(files: Any, config: Any) -> Any:
     for path, text in write_pages().items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Link the titles in the list of generated pages, which exist only in the site."""
+    if page.file.src_uri != "reference/index.md":
+        return markdown
+    for path, text in write_pages().items():
+        title = text.partition("\n")[0].removeprefix("# ")
+        markdown = markdown.replace(f"| {title} |", f"| [{title}]({Path(path).name}) |")
+    return markdown
 
 
 def write_pages() -> dict[str, str]:
@@ -86,12 +96,12 @@ def _settings_page(command: str, recipe: str, schema: type[Any]) -> str:
     shared = {setting.key for setting in explain_settings(RunConfig)} if recipe == "pretrain" else set()
     settings = [setting for setting in explain_settings(schema) if setting.key not in shared]
     values = dict(_flatten(to_plain(compose_config(recipe, schema))))
-    note = "All other settings are those of [`harness train sft`](sft.md).\n" if shared else ""
+    note = "The remaining settings are the same as in [`harness train sft`](sft.md).\n" if shared else ""
     return _lines(f"# Settings of `{command}`\n", _HOW, note, *_tables(settings, values))
 
 
 def _describe_groups() -> Iterator[str]:
-    yield "\n`GROUP=FILE` on the command line selects a file of `configs/GROUP/`.\n"
+    yield "\n`GROUP=FILE` on the command line selects the file `configs/GROUP/FILE.yaml`.\n"
     yield "| `group=file` | contents |\n|---|---|"
     for path in sorted(CONFIGS.glob("*/*.yaml")):
         comment = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("# ")]
@@ -140,7 +150,7 @@ def _commands_of(command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _describe_errors() -> Iterator[str]:
-    yield "\nAll derive from `harness.HarnessError`. Commands print them and exit with [code 2](index.md#exit-codes).\n"
+    yield "\nAll derive from `HarnessError`. Commands print the error and exit with [code 2](index.md#exit-codes).\n"
     yield "| class | raised when |\n|---|---|"
     for name, kind in vars(errors).items():
         if inspect.isclass(kind) and issubclass(kind, errors.HarnessError):
@@ -148,13 +158,13 @@ def _describe_errors() -> Iterator[str]:
 
 
 def _describe_families() -> Iterator[str]:
-    yield "\n`model.family` and the `model_type` of a `config.json` that `model.init_from` accepts.\n"
+    yield "\nValues of `model.family`. `model.init_from` accepts models with the same `model_type` in `config.json`.\n"
     yield "| family | class in transformers | experts | latent attention | attention sinks | MTP layers |"
     yield "|---|---|---|---|---|---|"
     for name, family in FAMILIES.items():
         has = (family.experts, family.has_latents, family.has_sinks, family.predicts_further)
         yield f"| `{name}` | `{family.architecture}` | {' | '.join('yes' if part else '' for part in has)} |"
-    yield "\n## Refused\n\n| `model_type` | requires |\n|---|---|"
+    yield "\n## Not supported\n\n| `model_type` | requires |\n|---|---|"
     for reason in dict.fromkeys(MISSING.values()):
         yield f"| {', '.join(f'`{name}`' for name, other in MISSING.items() if other == reason)} | {_cell(reason)} |"
 

@@ -32,18 +32,18 @@ _TIMEOUT_S = 7200.0
 _SHARING = ("formats", "repack", "loader", "integrations")
 _HEAD = """# Benchmarks
 
-`python -m tests.benchmarks all` runs all benchmarks and writes this page, which shows fifteen figures; the command of
-each section prints all of its figures. Figures are medians over rounds in which the compared sides take turns on the
-same data. A ratio is the figure of this project over that of the peer, and a target is this project's own. On another
-machine figures change, and ratios should change little. Missed targets and slower results stay on the page.
+`python -m tests.benchmarks all` runs all benchmarks and writes this page, with fifteen of the figures. The command of
+each section prints all of them. Figures are medians of rounds in which both sides alternate on the same data. A ratio
+is the figure of this project divided by the figure of the peer. Targets are our own; missed targets stay on the page.
+On another machine, expect similar ratios.
 
-The step time of a large model is not a claim. At 30 B parameters, a published comparison of bin/idx and Parquet found
-no difference in step time (104.7 s against 103.8 s): a step waits for the model, not for the data format. The claims
-are about startup, memory, balance, safety and proof.
+We make no claim about the step time of large models. For a model of 30B parameters, a published comparison of bin/idx
+and Parquet found no difference (104.7 s against 103.8 s), because a step waits for the model and not for the data. The
+claims are about startup, memory, balance, safety and verification.
 """
 _BUSY = """
-This machine had other work: more processes wanted to run than its {} cores can. Seconds on the clock are too long and
-rates too low; ratios, and what is timed by processor time, suffer less."""
+Other processes were running: more than the {} cores of this machine can execute at once. Times are too long and rates
+too low; ratios and processor times are affected less."""
 
 
 @dataclass(frozen=True)
@@ -63,109 +63,80 @@ SECTIONS = (
     Section(
         "Formats: random reads",
         "formats parts=random",
-        "Against numpy's `np.memmap` and plain `pread` of the same rows, unchecked.",
+        "random reads, against numpy's `np.memmap` and `pread` of the same rows.",
         ("numpy",),
     ),
-    Section(
-        "Formats: the loader's order",
-        "formats parts=order",
-        "Formats against one another, in the order in which a loader reads.",
-    ),
+    Section("Formats: the loader's order", "formats parts=order", "reads in the loader's order, all formats."),
     Section(
         "Formats: against other readers",
         "formats parts=peer",
-        "Fully random reads. Megatron-Bridge's Parquet is what its `GPTSFTPackedParquetDataset` does, written out for "
-        "this bench (the package itself needs CUDA); Arrow is Hugging Face's `datasets`, which decompresses nothing.",
+        "random reads, against `datasets` (uncompressed Arrow) and a copy of the reading code of "
+        "Megatron-Bridge's `GPTSFTPackedParquetDataset`.",
         ("pyarrow", "datasets"),
     ),
-    Section(
-        "Formats: what checking costs", "formats parts=checks", "Against the same reader without comparing checksums."
-    ),
-    Section("Formats: opening", "formats parts=open", "Millions of packs opened, each time in a new process."),
-    Section(
-        "Formats: writing",
-        "formats parts=write",
-        "Against the same bytes written to one plain file and forced to disk.",
-    ),
+    Section("Formats: what checking costs", "formats parts=checks", "reads with and without checksums."),
+    Section("Formats: opening", "formats parts=open", "opening millions of packs in a new process."),
+    Section("Formats: writing", "formats parts=write", "writing, against the same bytes in one plain file."),
     Section(
         "Formats: the legacy .npy",
         "formats parts=legacy",
-        "Opening Parquet against `numpy.load(allow_pickle=True)` of the same packs.",
+        "opening Parquet, against `numpy.load` of the same packs.",
         ("numpy",),
     ),
-    Section("Packing", "pack", "Against a plain best-fit decreasing and trl's `pack_dataset`.", ("trl", "datasets")),
+    Section("Packing", "pack", "against a plain best-fit decreasing and TRL's `pack_dataset`.", ("trl", "datasets")),
     Section(
         "Preparing",
         "prepare",
-        "Chat files to tokens on disk, against the tokenizers library on text in memory; memory as the input grows.",
+        "chat files to tokens on disk, against the tokenizers library in memory; memory by input size.",
         ("tokenizers",),
     ),
-    Section(
-        "Planning again",
-        "repack",
-        "A plan over stored sequences, written in whole; and packs read through one, against the same packs in rows.",
-    ),
+    Section("Planning again", "repack", "writing a plan over stored sequences, and reading packs through it."),
     Section(
         "Token shards",
         "tokens",
-        "Parquet to Megatron's `.bin` and `.idx`, against Megatron-Core's `IndexedDatasetBuilder`.",
+        "Parquet to `.bin` and `.idx`, against Megatron-Core's `IndexedDatasetBuilder`.",
         ("megatron-core",),
     ),
     Section(
         "Scheduling",
         "schedule",
-        "Simulated batches on 8 ranks. `next fit` is the placement of Megatron-LM's `DpBalancedScheduler` (in no wheel "
-        "on PyPI) and of packs made in order; `as_packed` is training packs as they are stored.",
+        "simulated batches on 8 ranks; `next fit` is the placement of Megatron-LM's `DpBalancedScheduler`.",
     ),
-    Section("Loader", "loader", "Finished THD batches from each format, and the wait for the first one."),
+    Section("Loader", "loader", "THD batches from each format, and the wait for the first one."),
     Section(
         "Live data",
         "live",
-        "One stream read by 8 ranks: windows that a schedule balances, packs that are trained where they are read, and "
-        "the modulo reading of Megatron-SWIFT, which trains each sequence in a row of its own.",
+        "one stream on 8 ranks: windows, packs, and Megatron-SWIFT's reading of every n-th sequence.",
     ),
     Section(
         "Integrations",
         "integrations",
-        "Rows that other trainers get here, against the trainer's own data path on the same packs and with as many "
-        "workers. Megatron-Bridge's is what its `GPTSFTPackedParquetDataset` does, written out for this bench.",
+        "rows for other trainers, against the trainer's own data path with as many workers (of "
+        "Megatron-Bridge, a copy of its code).",
         ("trl", "datasets", "torchtitan"),
     ),
-    Section(
-        "Soak",
-        "soak",
-        "A loader with 4 workers reads each format again and again; what it holds early against what it holds late.",
-    ),
+    Section("Soak", "soak", "memory of a loader with 4 workers, early and late."),
     Section(
         "A corpus of many files",
         "corpus",
-        "Opening a blend of 1,000 `.bin` and `.idx` pairs through Megatron-Core's builder, with its fast options; and "
-        "the pages that a step reads of a corpus ten times larger than the cache.",
+        "opening a blend of 1,000 pairs with Megatron-Core's builder; pages read of a corpus larger than the cache.",
         ("megatron-core",),
     ),
-    Section(
-        "Step",
-        "step",
-        "The training loop against Megatron-Core's bare step on the same batches.",
-        ("megatron-core",),
-    ),
+    Section("Step", "step", "the training loop, against Megatron-Core's step on the same batches.", ("megatron-core",)),
     Section(
         "Kernels",
         "kernels",
-        "Kernels, copies and waits of one layer and one step, counted, against Megatron-Core's own.",
+        "counts of kernels, copies and waits of one step, against Megatron-Core.",
         ("megatron-core",),
     ),
     Section(
-        "Checkpoints",
-        "checkpoint",
-        "Saving with the hashes of all files against saving without, and their check at resume against loading.",
-        ("megatron-core",),
+        "Checkpoints", "checkpoint", "saving with and without hashes; verifying, against loading.", ("megatron-core",)
     ),
     Section(
         "GPUs",
         "gpu",
-        "Attention against a plain reference, layouts against one rank, our step against a bare Megatron loop, packed "
-        "chats against dense sequences, and checkpoints, on the GPUs of this machine.",
+        "attention, layouts, the training step, packed against dense sequences, and checkpoints, on the "
+        "GPUs of this machine.",
         ("megatron-core", "transformer-engine"),
     ),
 )
@@ -223,7 +194,7 @@ def _measure(section: Section, folder: Path, quick: bool, failed: list[str], pro
     progress(f"{section.title}: {command}")
     report = BenchReport(name)
     if name == "gpu" and shutil.which("nvidia-smi") is None:
-        report.notes.append("not measured: this machine has no nvidia-smi, and so no GPU")
+        report.notes.append("Not measured: this machine has no GPU")
     else:
         try:
             report = _run([*arguments, *(["--dir", str(folder), "--keep"] if name in _SHARING else []), "--json"])
