@@ -118,6 +118,15 @@ def is_of_disk(error: OSError) -> bool:
     return error.errno in _OF_DISKS
 
 
+def is_of_memory(error: BaseException | None) -> bool:
+    """Return True if memory ran out, also where another error was raised in place of that one."""
+    while error is not None:
+        if isinstance(error, MemoryError) or getattr(os_error_of(error), "errno", None) == errno.ENOMEM:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.ENXIO, errno.ENODEV}
 
 
@@ -182,7 +191,7 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             extra = _EXTRAS[(error.name or "").partition(".")[0]]
             fix = f"pip install 'megatron-sft-harness[{extra}]'"
             error = ConfigError(f"the package {error.name} is not installed", where=sys.executable, fix=fix)
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        if not isinstance(error, HarnessError) and is_of_memory(error):
             error = HarnessError(
                 f"memory ran out: {str(error).partition(chr(10))[0] or 'of this process'}",
                 where=f"`{' '.join(sys.argv)[:200]}`",

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from harness.errors import ConfigError, exit_on_error
-from harness.printing import print_line
+from harness.printing import UNREAD, print_line
 
 _PROJECT = "megatron-sft-harness"
 # The base of errors in a command line, which typer does not export.
@@ -158,6 +158,11 @@ def main() -> None:
                 raise missing from None
             error.show()
             code = error.exit_code
+        except SystemExit as ended:
+            # Typer ends with 1 where the reader of the help has ended.
+            if isinstance(ended.__context__, BrokenPipeError):
+                sys.exit(UNREAD)
+            raise
         sys.exit(code)
 
 

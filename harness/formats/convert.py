@@ -89,10 +89,10 @@ def convert_dataset(
 
 def _other_content(reader: PackReader, written: PackReader, fingerprint: str, where: str) -> FormatError:
     return FormatError(
-        f"the destination has the fingerprint {fingerprint}, the source {reader.fingerprint}; "
-        f"first difference: {diff_readers(reader, written) or 'none on a second reading'}",
+        f"the fingerprints differ: {reader.fingerprint} of the source, {fingerprint} of the destination; "
+        f"first difference: {diff_readers(reader, written) or 'none when read again'}",
         where=where,
-        fix="remove the destination and convert again; if it happens again, test the disk and the memory",
+        fix="remove the destination and convert again; if this happens again, check the disk and the memory",
     )
 
 

@@ -38,6 +38,7 @@ from harness.formats.manifest import (
     restore_hint,
     undo_flipped_bit,
 )
+from harness.printing import count_of
 from harness.records import HUNDREDTHS
 from harness.storage import BucketFolder, Folder, LocalFolder, Marker, natural_key, open_folder
 from harness.storage.arrays import map_npy
@@ -47,7 +48,7 @@ from harness.storage.files import TEMPORARY_SUFFIX
 MARKER_NAME = "_writing"
 
 _ROWS = 64
-_UNKNOWN = "provenance (tokenizer, chat template, packer, seed, mask) is empty: prepare again if a run needs it"
+_UNKNOWN = "provenance (tokenizer, chat template, packer, seed, mask) is lost; prepare again if a run requires it"
 
 
 @dataclass
@@ -106,7 +107,7 @@ def incomplete_error(folder: Folder, traces: Traces) -> FormatError:
     shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
     found = sum(map(len, traces.shards.values()))
     return FormatError(
-        f"the dataset is incomplete: {shown} missing (found {found:,} shard{'s' * (found != 1)})",
+        f"the dataset is incomplete: {shown} missing ({count_of(found, 'shard')} found)",
         where=folder.where(),
         fix=restore_hint(folder.where()),
     )
@@ -155,20 +156,20 @@ def survey_folder(
     if MARKER_NAME in names and not is_claimed:
         survey.problems.append(Problem("a write is in progress or was interrupted", folder.where(MARKER_NAME)))
     unfinished = [name for name in [*names, *traces.index] if name.endswith((TEMPORARY_SUFFIX, ".part"))]
-    survey.problems += [Problem("a file of an interrupted write", folder.where(name)) for name in unfinished]
+    survey.problems += [Problem("a file left by an interrupted write", folder.where(name)) for name in unfinished]
     if len(traces.shards) != 1:
-        what = f"shards of {len(traces.shards)} formats are there ({', '.join(traces.shards)})"
-        survey.problems.append(Problem(what if traces.shards else "no shards are there", folder.where()))
+        what = f"shards of {len(traces.shards)} formats were found ({', '.join(traces.shards)})"
+        survey.problems.append(Problem(what if traces.shards else "no shards were found", folder.where()))
         return survey
     [(survey.format, shards)] = traces.shards.items()
     format = load_format(survey.format)
     for number in _gaps(shards):
-        what = f"shard {number:,} is missing: shards up to {max(shards):,} are there"
+        what = f"shard {number:,} is missing, but shards up to {max(shards):,} exist"
         survey.problems.append(Problem(what, folder.where(format.shard_name(number))))
     known = {name for shard in shards.values() for name in (shard + end for end in format.shard_files)}
     for name in names:
         if name not in known and not name.startswith(".") and re.fullmatch(format.shard_pattern, name):
-            survey.problems.append(Problem("a file that looks like a shard, under another name", folder.where(name)))
+            survey.problems.append(Problem("a file that looks like a shard, with another name", folder.where(name)))
     for count, number in enumerate(sorted(shards), start=1):
         _survey_shard(survey, folder, format, shards[number])
         if progress is not None:
@@ -189,7 +190,7 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
                     survey.pack_size = max(survey.pack_size, len(pack))
                     builder.append(pack)
             if not len(builder):
-                raise FormatError("the shard holds no packs")
+                raise FormatError("the shard contains no packs")
             survey.pack_size = max(survey.pack_size, _stored_size(handle))
         files = folder.describe(_files_of(place, format))
     except FormatError as error:
@@ -229,9 +230,9 @@ def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
             if name == PACK_CHECKSUMS:
                 if format.has_checksums:
                     last = survey.shards[-1].path
-                    survey.notes.append(f"without {name} nothing shows that {last} was the last shard")
+                    survey.notes.append(f"without {name}, nothing shows whether {last} was the last shard")
                 else:
-                    what = f"missing, and shards of {format.name} have no checksums of their own to be whole by"
+                    what = f"missing, and {format.name} shards contain no checksums to check them with"
                     survey.problems.append(Problem(what, folder.where(name)))
             continue
         try:
@@ -240,7 +241,7 @@ def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
             survey.problems.append(Problem(error.what, error.where))
             continue
         if stored.shape != found.shape:
-            what = f"the index has {stored.shape[0]:,} entries, the shards make {found.shape[0]:,}"
+            what = f"the index has {stored.shape[0]:,} entries, but the shards have {found.shape[0]:,}"
         elif (stored != found).any():
             what = f"the index differs from the shards at entry {int(np.argmax(stored != found)):,}"
         else:
@@ -267,8 +268,8 @@ def repair_manifest(
     """
     folder = open_folder(path)
     if not isinstance(folder, LocalFolder) or not folder.place.is_dir():
-        what = "a manifest is repaired in a folder on a disk"
-        raise ConfigError(what, where=str(path), fix="copy the dataset to a disk, repair it there, and copy it back")
+        what = "a manifest can be repaired only in a local folder"
+        raise ConfigError(what, where=str(path), fix="download the dataset, repair it, and upload it again")
     marker = Marker(folder.place / MARKER_NAME)
     is_claimed = False
     if not marker.path.exists():
@@ -297,11 +298,11 @@ def _write_again(folder: LocalFolder, survey: Survey) -> tuple[Manifest, list[st
     found = undo_flipped_bit(folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES) or b"")
     if found is not None and found.fingerprint == fingerprint:
         provenance, pack_size = found.provenance, found.pack_size
-        notes.append("one bit of the manifest had flipped: provenance and pack_size are those that were stored")
+        notes.append("one flipped bit of the manifest was corrected; the provenance and pack_size are as stored")
     else:
         notes.append(_UNKNOWN)
         if survey.format != "memmap":
-            notes.append(f"pack_size is that of the longest pack, {pack_size:,}: {survey.format} does not store it")
+            notes.append(f"{survey.format} does not store pack_size; it was set to the longest pack, {pack_size:,}")
     manifest = Manifest(
         format=survey.format,
         pack_size=pack_size,

@@ -45,7 +45,7 @@ class PackIndex:
         start, end = int(self.pack_offsets[pack_id]), int(self.pack_offsets[pack_id + 1])
         if not 0 <= start < end <= self.sequence_lengths.shape[0]:
             raise FormatError(
-                f"pack {pack_id:,} has sequences {start:,} to {end:,} of {self.sequence_lengths.shape[0]:,}"
+                f"pack {pack_id:,} refers to sequences {start:,} to {end:,} of {self.sequence_lengths.shape[0]:,}"
             )
         return self.sequence_lengths[start:end]
 
@@ -73,7 +73,7 @@ def lengths_from_starts(
         return np.zeros(0, np.int32)
     if (counts <= 0).any() or not 0 <= offsets[0] <= offsets[-1] <= starts.shape[0]:
         row = first_row + int(np.argmax(counts <= 0))
-        raise FormatError(f"pack {row:,} has no sequences, or more than are stored", where=where)
+        raise FormatError(f"pack {row:,} refers to no sequences, or to more than are stored", where=where)
     _check_zeros(starts[int(offsets[0]) : int(offsets[-1])], counts.shape[0], where)
     begins = starts[int(offsets[0]) : int(offsets[-1])].astype(np.int64)
     lasts = np.cumsum(counts) - 1
@@ -86,7 +86,7 @@ def lengths_from_starts(
     if bad.any():
         row = first_row + int(np.searchsorted(lasts, int(np.argmax(bad))))
         raise FormatError(
-            f"pack {row:,} has seq_start_id that do not start at 0 and rise strictly below its tokens", where=where
+            f"the seq_start_id of pack {row:,} do not start at 0, do not increase, or exceed its tokens", where=where
         )
     return lengths.astype(np.int32)
 
@@ -121,10 +121,10 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
     root = folder.fetch(manifest.index).folder
     for stored in manifest.index:
         path = root / stored.path
-        with os_errors_as(FormatError, "a file of the index that the manifest names cannot be read", where=path):
+        with os_errors_as(FormatError, "an index file that the manifest lists cannot be read", where=path):
             digest = file_digest(path)
         if digest != stored.xxh3:
-            raise FormatError(f"the file has the hash {digest}, the manifest says {stored.xxh3}", where=str(path))
+            raise FormatError(f"the file has the hash {digest}, but the manifest lists {stored.xxh3}", where=str(path))
     offsets = map_npy(root / PACK_OFFSETS, np.dtype(np.int64), (manifest.num_packs + 1,))
     lengths = map_npy(root / SEQUENCE_LENGTHS, np.dtype(np.int32), (manifest.num_sequences,))
     checksums = None
@@ -133,7 +133,7 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
     if offsets[0] != 0 or offsets[-1] != manifest.num_sequences:
         raise FormatError(
             f"the index runs from sequence {int(offsets[0]):,} to {int(offsets[-1]):,}, "
-            f"the manifest counts {manifest.num_sequences:,}",
+            f"but the manifest counts {manifest.num_sequences:,}",
             where=str(root / PACK_OFFSETS),
         )
     return PackIndex(offsets, lengths, checksums)

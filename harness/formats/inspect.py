@@ -16,7 +16,7 @@ from rich.text import Text
 from harness.errors import ConfigError, FormatError
 from harness.formats.opening import holds_dataset, holds_manifest, open_dataset
 from harness.formats.reader import PackReader
-from harness.printing import one_line, printable
+from harness.printing import count_of, one_line, printable
 from harness.records import Int64Array, SequenceView
 from harness.storage import join_path, open_folder, parse_place
 from harness.storage.uris import resolve_path
@@ -84,7 +84,7 @@ def inspect_dataset(path: str) -> DatasetSummary:
     reader = open_dataset(path)
     lengths = np.asarray(reader.sequence_lengths, np.int64)
     if len(lengths) == 0:
-        raise FormatError("the dataset holds no sequences", where=path, fix="write it again")
+        raise FormatError("the dataset contains no sequences", where=path, fix="write it again")
     manifest = reader.manifest
     tokens = int(lengths.sum())
     trained = manifest.num_trained_tokens if manifest else sum(int(np.count_nonzero(pack.loss_mask)) for pack in reader)
@@ -119,8 +119,8 @@ def render_summary(summary: DatasetSummary) -> RenderableType:
     share = summary.trained_tokens / summary.tokens
     rows = {
         "format": summary.format,
-        "packs": f"{summary.packs:,} of {summary.pack_size:,} tokens",
-        "sequences": f"{summary.sequences:,} ({summary.sequences / summary.packs:.1f} a pack)",
+        "packs": f"{summary.packs:,} of up to {summary.pack_size:,} tokens",
+        "sequences": f"{summary.sequences:,} ({summary.sequences / summary.packs:.1f} per pack)",
         "tokens": f"{summary.tokens:,}",
         "trained tokens": f"{summary.trained_tokens:,} ({share:.1%})",
         "fill": f"{summary.fill:.2%}",
@@ -147,14 +147,14 @@ class TokenizerFile:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise ConfigError(
-                "showing text needs the `tokenizers` library",
+                "showing text requires the `tokenizers` library",
                 where=sys.executable,
                 fix="pip install 'megatron-sft-harness[tokenize]'",
             ) from error
         file = folder / "tokenizer.json"
-        fix = "tokenizer.name=DIR names a folder with a tokenizer.json"
+        fix = "set tokenizer.name=DIR to a folder that contains a tokenizer.json"
         if not file.is_file():
-            raise ConfigError("there is no tokenizer", where=str(file), fix=fix)
+            raise ConfigError("the tokenizer file does not exist", where=str(file), fix=fix)
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
@@ -170,9 +170,9 @@ class TokenizerFile:
         for token in ids:
             if self._tokenizer.id_to_token(int(token)) is None:
                 raise ConfigError(
-                    f"the tokenizer has no token {int(token):,}, so it did not make this dataset",
+                    f"the tokenizer has no token {int(token):,}, so it is not the tokenizer of this dataset",
                     where=str(self._folder),
-                    fix="tokenizer.name=DIR names the dataset's own tokenizer",
+                    fix="set tokenizer.name=DIR to the tokenizer of the dataset",
                 )
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
 
@@ -190,8 +190,8 @@ def find_tokenizer_folder(reader: PackReader) -> Path:
     """Return the tokenizer folder that a dataset's manifest names; raises ConfigError if it names none."""
     stored = reader.manifest.provenance.tokenizer if reader.manifest else ""
     if not stored:
-        what = "the dataset names no tokenizer, or is not on this machine with it"
-        raise ConfigError(what, where=reader.path, fix="name one: tokenizer.name=DIR")
+        what = "the dataset does not record its tokenizer, or the tokenizer is not on this machine"
+        raise ConfigError(what, where=reader.path, fix="set tokenizer.name=DIR")
     # Stored relative to the dataset, so that both can be moved together.
     place = parse_place(reader.path)
     is_file = place.is_file() if isinstance(place, Path) else reader.files() == [place]
@@ -212,15 +212,15 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
     pack = reader[index]
     number = index % len(reader)
     trained = int(np.count_nonzero(pack.loss_mask))
+    sequences = count_of(pack.num_sequences, "sequence")
     parts: list[RenderableType] = [
-        Text(
-            f"pack {number:,}: {pack.num_sequences} sequences, {len(pack):,} tokens, {trained:,} trained", style="bold"
-        ),
+        Text(f"pack {number:,}: {sequences}, {count_of(len(pack), 'token')}, {trained:,} trained", style="bold"),
         render_runs([("trained tokens", True), (" others", False)]),
     ]
     for place, sequence in enumerate(pack.sequences()):
         trained = int(np.count_nonzero(sequence.loss_mask))
-        parts.append(Text(f"\nsequence {place}: {len(sequence):,} tokens, {trained:,} trained", style="bold cyan"))
+        counts = f"{count_of(len(sequence), 'token')}, {trained:,} trained"
+        parts.append(Text(f"\nsequence {place}: {counts}", style="bold cyan"))
         parts.append(render_sequence(sequence, tokenizer))
     return Group(*parts)
 

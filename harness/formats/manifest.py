@@ -196,11 +196,11 @@ def _parse_json(data: str | bytes, where: str) -> tuple[Any, str]:
         values = dict(pairs)
         if len(values) != len(pairs):
             twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            oddities.append(f"has the key {twice[:40]!r} twice")
+            oddities.append(f"contains the key {twice[:40]!r} twice")
         return values
 
     def refuse(name: str) -> None:
-        oddities.append(f"holds {name}, which is not a number of JSON")
+        oddities.append(f"holds {name}, which is not a JSON number")
 
     try:
         text = data.decode() if isinstance(data, bytes) else data
@@ -222,9 +222,9 @@ def _parse(values: Any, problem: str, where: str) -> Manifest:
         problem = "lacks format, version, fingerprint or shards"
     if not problem and isinstance(values["version"], int) and values["version"] != MANIFEST_VERSION:
         raise FormatError(
-            f"the manifest has version {values['version']}, this program reads version {MANIFEST_VERSION}",
+            f"the manifest has version {values['version']}; this program reads version {MANIFEST_VERSION}",
             where=where,
-            fix="use the program's version that wrote it, or write the dataset again",
+            fix="use the version of the program that wrote it, or write the dataset again",
         )
     if not problem:
         try:
@@ -250,7 +250,7 @@ def _content_problem(manifest: Manifest, values: dict[str, Any]) -> str:
     except RecursionError:
         return "is nested too deep"
     if manifest.checksum and digest != manifest.checksum:
-        return f"has the checksum {manifest.checksum[:40]!r}, its content {digest!r}: it was damaged or edited"
+        return f"has the checksum {manifest.checksum[:40]!r}, but its content has {digest!r}: it was damaged or edited"
     return ""
 
 
@@ -261,11 +261,11 @@ def _count_problem(manifest: Manifest) -> str | None:
     if min(counts) < 0 or max(counts) >= 2**63 or any(shard.num_packs < 1 for shard in manifest.shards):
         return "has a negative count, one of 2^63 or more, or a shard without packs"
     if manifest.shards and stored != manifest.num_packs:
-        return f"has num_packs {manifest.num_packs:,}, but its shards hold {stored:,}"
+        return f"has num_packs {manifest.num_packs:,}, but its shards contain {stored:,}"
     if not 0 < manifest.num_packs <= manifest.num_sequences <= manifest.num_tokens:
         return (
             f"counts {manifest.num_packs:,} packs, {manifest.num_sequences:,} sequences and "
-            f"{manifest.num_tokens:,} tokens; each pack has a sequence and each sequence a token"
+            f"{manifest.num_tokens:,} tokens; each pack contains a sequence, and each sequence a token"
         )
     if manifest.num_tokens > manifest.num_packs * manifest.pack_size:
         return (
@@ -299,7 +299,7 @@ def _name_problem(manifest: Manifest) -> str | None:
 def _path_problem(text: str) -> str:
     path = PurePosixPath(text)
     if any("\ud800" <= character <= "\udfff" for character in text):
-        return "Unicode: it has half of a surrogate pair"
+        return "valid Unicode: it contains half of a surrogate pair"
     if not text or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text or str(path) != text:
         return "a plain path inside the dataset's folder"
     return ""

@@ -62,7 +62,7 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
             fix="check permissions, mounts and limits of open files",
         ) from error
     except MemoryError:
-        what = "the dataset claims more memory than there is: it is damaged, or too large for this machine"
+        what = "the dataset requires more memory than is available: it is damaged, or too large for this machine"
         raise FormatError(what, where=text) from None
 
 
@@ -151,7 +151,7 @@ def _open_bucket(uri: str) -> PackReader:
     names = folder.names()
     if not names:
         folder.store.check_bucket()
-        raise FormatError("no dataset there", where=str(place), fix="check bucket and key")
+        raise FormatError("there is no dataset", where=str(place), fix="check bucket and key")
     manifest = load_manifest(folder)
     if manifest is not None:
         return _open_checked(folder, manifest)
@@ -173,8 +173,8 @@ def _open_checked(folder: Folder, manifest: Manifest) -> PackReader:
 
 def _check_files(folder: Folder, manifest: Manifest) -> None:
     if manifest.format not in FORMATS:
-        what = f"the manifest names the format {manifest.format[:40]!r}"
-        raise FormatError(what, where=folder.where(MANIFEST_NAME), fix=f"known are {', '.join(FORMATS)}")
+        what = f"the manifest contains an unknown format, {manifest.format[:40]!r}"
+        raise FormatError(what, where=folder.where(MANIFEST_NAME), fix=f"known formats: {', '.join(FORMATS)}")
     for error in list_file_problems(folder, manifest):
         raise error
 
@@ -402,7 +402,7 @@ def _nothing(path: Path) -> FormatError:
     if path.parent.is_dir():
         near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=2, cutoff=0.6)
     fix = f"did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else "check the path"
-    return FormatError("no dataset there", where=str(path), fix=fix)
+    return FormatError("there is no dataset", where=str(path), fix=fix)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -412,4 +412,4 @@ def _some(names: Sequence[str]) -> str:
 
 def _suffixes() -> str:
     known = sorted({suffix for format in _formats() for suffix in format.suffixes})
-    return f"known are {', '.join(known)} and dataset folders"
+    return f"supported are {', '.join(known)} and dataset folders"

@@ -227,7 +227,7 @@ class PackReader:
             raise _explained(error, place) from error
         if handle.num_packs != num_packs:
             handle.close()
-            what = f"holds {handle.num_packs:,} packs, expected {num_packs:,}"
+            what = f"contains {handle.num_packs:,} packs, expected {num_packs:,}"
             raise FormatError(what, where=str(place))
         self._check_stamp(shard)
         return handle
@@ -246,7 +246,7 @@ class PackReader:
             if problem is None:
                 if np.array_equal(self._index.lengths_of(pack_id), pack.sequence_lengths):
                     return
-                problem = "holds sequences of other lengths than when the file was opened"
+                problem = "contains sequences of other lengths than when the file was opened"
         elif content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id) == checksums[pack_id]:
             return
         else:
@@ -280,7 +280,7 @@ def stamp_shard(format: Format, place: Place) -> ShardStamp:
 def _explained(error: OSError | MemoryError | FormatError, place: Place) -> FormatError:
     """Add the place to an error of the system, or to one that has none."""
     if isinstance(error, MemoryError):
-        return FormatError("claims more memory than there is: damaged, or too large here", where=str(place))
+        return FormatError("requires more memory than is available: damaged or too large", where=str(place))
     if isinstance(error, OSError):
         what = f"reading failed: {error.strerror or error}"
         return FormatError(what, where=str(error.filename or place))

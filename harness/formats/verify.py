@@ -91,7 +91,7 @@ def describe_checks(path: str | PathLike[str]) -> list[str]:
     """Return what the manifest of a dataset cannot show, as sentences; the dataset must open."""
     with closing(open_dataset(path)) as reader:
         if reader.manifest is None:
-            return ["there is no manifest: only the invariants of packs were checked, as for files of other tools"]
+            return ["without a manifest, only the invariants of packs were checked, as for files of other tools"]
         if not reader.manifest.checksum:
             return ["the manifest has no checksum of its own: it was written by an earlier version"]
     return []
@@ -114,7 +114,7 @@ def _file_problems(folder: Folder, manifest: Manifest) -> Iterator[Problem]:
             yield Problem(error.what, error.where)
         else:
             if digest != stored.xxh3:
-                yield Problem(f"the file has the hash {digest}, the manifest says {stored.xxh3}", where)
+                yield Problem(f"the file has the hash {digest}, but the manifest lists {stored.xxh3}", where)
 
 
 def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | None) -> Iterator[Problem]:
@@ -139,7 +139,7 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
         # Batches are planned from the index's lengths, which no digest of a pack covers.
         first, last = int(reader.pack_offsets[pack_id]), int(reader.pack_offsets[pack_id + 1])
         if not np.array_equal(reader.sequence_lengths[first:last], pack.sequence_lengths):
-            yield Problem(f"pack {pack_id:,} holds sequences of other lengths than the index", reader.where(pack_id))
+            yield Problem(f"pack {pack_id:,} contains sequences of other lengths than the index", reader.where(pack_id))
         digests[pack_id] = pack_digest(pack)
         totals += Totals(1, pack.num_sequences, len(pack), int(np.count_nonzero(pack.loss_mask)))
         if progress is not None:
@@ -150,12 +150,12 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
     for name, counted in asdict(totals).items():
         claimed = getattr(manifest, name)
         if counted != claimed:
-            yield Problem(f"the manifest has {name} {claimed:,}, the packs make {counted:,}", reader.path)
+            yield Problem(f"the manifest has {name} {claimed:,}, but the packs have {counted:,}", reader.path)
     fingerprint = dataset_fingerprint([digests])
     # A plan's manifest has none.
     known = manifest.fingerprint or KeptFingerprint.of(open_folder(reader.path), manifest).load()
     if known is not None and fingerprint != known:
-        yield Problem(f"the manifest has the fingerprint {known}, the packs {fingerprint}", reader.path)
+        yield Problem(f"the manifest has fingerprint {known}, but the packs have {fingerprint}", reader.path)
 
 
 def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> PackDifference | None:

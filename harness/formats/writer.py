@@ -77,7 +77,7 @@ def open_writer(
         if name != format and str(path).endswith(f".{name}"):
             load_format(format)
             what = f"the destination ends in .{name} but the format is {format}"
-            raise ConfigError(what, where=str(path), fix=f"use format {name!r}, or another name")
+            raise ConfigError(what, where=str(path), fix=f"use format {name!r}, or change the destination")
     options = ShardOptions(pack_size, rows_per_group)
     return PackWriter(
         path, load_format(format), options, provenance or Provenance(), packs_per_shard, overwrite, resume_key
@@ -136,7 +136,7 @@ class PackWriter:
                 raise ConfigError(
                     f"a single file of {format.name} cannot be written to object storage",
                     where=destination.where(),
-                    fix=f"leave out the ending {format.single_file_suffix} to write a folder, or write parquet",
+                    fix=f"omit the suffix {format.single_file_suffix} to write a folder, or write parquet",
                 )
             self._file = destination.place.name
             self._folder = open_folder(str(destination.place.parent))
@@ -226,7 +226,7 @@ class PackWriter:
 
     def _finish(self) -> None:
         if self.num_packs == 0:
-            raise FormatError("no packs were written", where=self.where, fix="a dataset holds at least one pack")
+            raise FormatError("no packs were written", where=self.where, fix="write at least one pack")
         manifest = Manifest(
             format=self._format.name,
             pack_size=self.pack_size,
@@ -349,8 +349,8 @@ class FolderClaim:
         if MARKER_NAME not in names:
             if not self._holds_dataset():
                 if names:
-                    what = f"the destination holds {len(names):,} files of something else, such as {min(names)}"
-                    raise FormatError(what, where=folder.where(), fix="name a new or empty folder")
+                    what = f"the destination contains other files, such as {min(names)}"
+                    raise FormatError(what, where=folder.where(), fix="choose a new or empty folder")
             elif not self.overwrite:
                 raise _already_there(folder.where())
         previous = self._marker.acquire()
@@ -476,9 +476,9 @@ def explain_os_errors(where: str) -> Iterator[None]:
 
 def _already_there(where: str) -> FormatError:
     return FormatError(
-        "the destination already holds a dataset",
+        "the destination already contains a dataset",
         where=where,
-        fix="name another, or replace it (--overwrite, overwrite=True)",
+        fix="choose another destination, or replace the dataset (--overwrite, overwrite=True)",
     )
 
 

@@ -327,10 +327,14 @@ class Preparation:
                 tokenizer.save(folder)
                 stage.summary = f"{config.name}, {tokenizer.vocab_size:,} tokens"
             return tokenizer
-        with self.stages.stage("tokenizer", "training a tokenizer", total=self.num_bytes) as stage:
+        with self.stages.stage("tokenizer", "reading texts for a tokenizer", total=self.num_bytes) as stage:
             template = config.chat_template or "chatml"
-            texts = self._texts(stage.advance)
-            train_bpe(texts, folder, vocab_size=config.vocab_size, chat_template=template)
+
+            def texts() -> Iterator[str]:
+                yield from self._texts(stage.advance)
+                stage.next_part("training the tokenizer")
+
+            train_bpe(texts(), folder, vocab_size=config.vocab_size, chat_template=template)
             tokenizer = ChatTokenizer(config, str(folder), today=self.today)
             if config.chat_template:
                 tokenizer.save(folder)

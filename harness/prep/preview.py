@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -23,8 +24,8 @@ from harness.prep.pipeline import Preparation, PrepareConfig
 from harness.prep.report import PrepareReport, Stages
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.mix import find_sources
-from harness.prep.tokenize import ChatTokenizer
-from harness.printing import one_line, open_console
+from harness.prep.tokenize import ChatTokenizer, Encoded
+from harness.printing import count_of, one_line, open_console
 from harness.tables import Table
 
 # Records on which a tokenizer is trained for a preview.
@@ -73,9 +74,15 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
         )
         console.print(Table((), [(name, text) for name, text in facts_of_run if text]).to_terminal())
         console.print(render_runs([("trained", True), (" not trained", False)], has_color=has_color))
-        for record in records:
-            _show(record, tokenizer, config, console, has_color=has_color)
-            if served is not None and not isinstance(record, BadRecord):
+        made = [record if isinstance(record, BadRecord) else tokenizer.encode_each([record])[0] for record in records]
+        equal = Counter((one.reason, one.detail) for one in made if isinstance(one, BadRecord))
+        for record, sequences in zip(records, made, strict=True):
+            if isinstance(sequences, BadRecord):
+                _show_refused(sequences, equal.pop((sequences.reason, sequences.detail), 0), console)
+                continue
+            assert isinstance(record, Conversation)
+            _show(record, sequences, tokenizer, config, console, has_color=has_color)
+            if served is not None:
                 _show_difference(record, tokenizer, served, console)
     shown = f"The first {len(records):,} records as they are" if len(records) != 1 else "The first record as it is"
     console.print(Text(f"\n{shown} trained; nothing was written."))
@@ -85,22 +92,24 @@ def _is_given(source: SourceConfig) -> bool:
     return all(one.schema for one in source.each())
 
 
+def _show_refused(bad: BadRecord, count: int, console: Console) -> None:
+    """Print the first of `count` records that are refused for the same reason; 0 for one that was counted before."""
+    if count:
+        more = f" (and {count_of(count - 1, 'more record')})" if count > 1 else ""
+        console.print(Text("\n" + _wrapped(bad.where + more, console), style="bold"))
+        console.print(Text(_wrapped(f"refused, {bad.reason}: {bad.detail}", console), style="red"))
+
+
 def _show(
-    record: Conversation | BadRecord,
+    record: Conversation,
+    made: Sequence[Encoded],
     tokenizer: ChatTokenizer,
     config: PrepareConfig,
     console: Console,
     *,
     has_color: bool,
 ) -> None:
-    made = record if isinstance(record, BadRecord) else tokenizer.encode_each([record])[0]
     console.print()
-    if isinstance(record, BadRecord) or isinstance(made, BadRecord):
-        bad = record if isinstance(record, BadRecord) else made
-        assert isinstance(bad, BadRecord)
-        console.print(Text(_wrapped(bad.where, console), style="bold"))
-        console.print(Text(_wrapped(f"refused, {bad.reason}: {bad.detail}", console), style="red"))
-        return
     data = config.data
     fitted = fit_conversation(record, made, tokenizer, pack_size=data.pack_size, over_long=data.over_long)
     sample = make_sample(record, fitted.pieces, tokenizer, is_whole=True)
@@ -115,7 +124,7 @@ def _show(
         console.print(Text(f"longer than a pack, {done}: {fitted.num_lost:,} trained tokens are lost", style="yellow"))
     for number, sequence in enumerate(sample.sequences, start=1):
         share = sequence.num_trained / sequence.num_tokens
-        counts = f"{sequence.num_tokens:,} tokens, {sequence.num_trained:,} trained ({share:.0%})"
+        counts = f"{count_of(sequence.num_tokens, 'token')}, {sequence.num_trained:,} trained ({share:.0%})"
         if config.tokenizer.train_on == "weighted":
             weights = Counter(fitted.pieces[number - 1].loss_mask.tolist())
             counts += ", weights " + ", ".join(f"{as_share(one)} ({weights[one]:,})" for one in sorted(weights) if one)

@@ -356,11 +356,13 @@ class Stage:
 
     Attributes:
         advance: takes the progress made.
+        next_part: shows another part of the stage, of unknown length, with a moving bar.
         watch: takes a function that returns the progress of what is still running, and shows it every half second.
         summary: printed at the end.
     """
 
     advance: Callable[[float], None]
+    next_part: Callable[[str], None]
     watch: Callable[[Callable[[], float]], AbstractContextManager[None]]
     summary: str = ""
 
@@ -425,8 +427,12 @@ class Stages:
                 done += step
                 show(0)
 
+            def next_part(doing: str) -> None:
+                progress.update(task, visible=False)
+                progress.add_task(doing, total=None)
+
             advance(0)
-            stage = Stage(advance, lambda measure: _watching(lambda: show(measure())))
+            stage = Stage(advance, next_part, lambda measure: _watching(lambda: show(measure())))
             yield stage
         self.seconds[name] = round(time.perf_counter() - began, 3)
         self.show(f"{name:<10}{self.seconds[name]:7.1f} s  {stage.summary}")

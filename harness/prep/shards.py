@@ -32,6 +32,7 @@ from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
 from harness.prep.sources.reading import SourceChunk, SourceShard, is_blank, read_shard
 from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
+from harness.printing import count_of
 from harness.settings import load, to_plain
 from harness.storage import Place, file_digest, parse_place, stamp_of, sync_folder
 
@@ -131,7 +132,8 @@ def refuse(bad: list[BadRecord]) -> None:
     for record in bad:
         equal.setdefault(f"{record.reason}: {record.detail}", []).append(record.where)
     shown = [
-        f"{places[0]}: {text}" + (f" (and {len(places) - 1:,} more records nearby)" if len(places) > 1 else "")
+        f"{places[0]}: {text}"
+        + (f" (and {count_of(len(places) - 1, 'more record')} nearby)" if len(places) > 1 else "")
         for text, places in list(equal.items())[:_SHOWN_BAD]
     ]
     if len(equal) > _SHOWN_BAD:

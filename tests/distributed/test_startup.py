@@ -61,7 +61,7 @@ def test_a_dataset_missing_on_one_rank_ends_the_job_at_once_with_the_error_alone
     assert code == 2, output
     assert len(output.splitlines()) == 3, output
     error, where, fix = output.splitlines()
-    assert error == "FormatError: rank 1: no dataset there"
+    assert error == "FormatError: rank 1: there is no dataset"
     assert where == f"  where: {missing}"
     assert fix.startswith("  fix: ")
     assert not (tmp_path / "run").exists()

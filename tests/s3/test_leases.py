@@ -61,7 +61,7 @@ def test_a_second_writer_of_a_prefix_is_refused_until_the_first_has_finished(sto
         for pack in PACKS[1:]:
             first.append(pack)
     assert list(open_dataset(place)) == PACKS
-    with pytest.raises(FormatError, match="already holds a dataset"):
+    with pytest.raises(FormatError, match="already contains a dataset"):
         write(place, PACKS)
     write(place, PACKS[:3], overwrite=True)
     assert list(open_dataset(place)) == PACKS[:3]

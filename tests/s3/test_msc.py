@@ -63,7 +63,7 @@ def test_packs_are_written_and_read_as_in_the_bucket_itself(profile: str, place:
 def test_missing_profiles_and_objects_are_named(profile: str) -> None:
     with pytest.raises(FormatError, match='Profile "nope" not found'):
         open_dataset("msc://nope/packs")
-    with pytest.raises(FormatError, match="no dataset there"):
+    with pytest.raises(FormatError, match="there is no dataset"):
         open_dataset(f"{profile}/none")
 
 

@@ -92,7 +92,7 @@ def test_a_written_dataset_is_read_back_and_verifies(proxy: Any, bucket: Any, pl
     assert verify_dataset(place) == []
     assert find_datasets(place) == [place]
     assert inspect_dataset(place).packs == 64
-    assert error_of(lambda: write(place)).what == "the destination already holds a dataset"
+    assert error_of(lambda: write(place)).what == "the destination already contains a dataset"
     write(place, overwrite=True, packs_per_shard=64)
     assert len(stored(bucket, place)) == 5, "the second shard of the first dataset is gone"
 
@@ -273,7 +273,7 @@ def test_a_write_that_fails_leaves_no_dataset(proxy: Any, bucket: Any, place: st
         with pytest.raises(RuntimeError, match="enough"):
             write_some(path)
     assert stored(bucket, place) == {}
-    assert error_of(lambda: open_dataset(single)).what == "no dataset there"
+    assert error_of(lambda: open_dataset(single)).what == "there is no dataset"
 
 
 @pytest.mark.parametrize("format", ["memmap", "binidx", "jsonl", "npy", "virtual"])
@@ -356,14 +356,14 @@ def test_an_interrupted_write_of_something_else_is_replaced(proxy: Any, bucket: 
 def test_a_place_with_something_else_in_it_is_not_written_to(proxy: Any, bucket: Any, place: str) -> None:
     with bucket.open_output_stream(place.removeprefix("s3://") + "/notes.txt") as file:
         file.write(b"hello")
-    assert "1 files of something else, such as notes.txt" in error_of(lambda: write(place)).what
+    assert "the destination contains other files, such as notes.txt" in error_of(lambda: write(place)).what
     with pytest.raises(ConfigError, match="a single file of npy cannot be written to object storage"):
         write(place + ".npy", format="npy")
 
 
 def test_missing_objects_and_buckets_are_errors_with_their_names(proxy: Any, bucket: Any, place: str) -> None:
     for path in (place, place + ".parquet"):
-        assert error_of(lambda path=path: open_dataset(path)).what == "no dataset there"  # type: ignore[misc]
+        assert error_of(lambda path=path: open_dataset(path)).what == "there is no dataset"  # type: ignore[misc]
     for path in ("s3://no-such-bucket/data", "s3://no-such-bucket/data.parquet"):
         assert error_of(lambda path=path: open_dataset(path)).what == "no such bucket: no-such-bucket"  # type: ignore[misc]
         assert error_of(lambda path=path: write(path)).what == "no such bucket: no-such-bucket"  # type: ignore[misc]

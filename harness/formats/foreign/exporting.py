@@ -98,7 +98,7 @@ def export_to_bridge(
     files = files or BridgeFiles()
     if is_uri(str(root)):
         what = "the files for Megatron-Bridge cannot be written to object storage"
-        raise ConfigError(what, where=str(root), fix="write them to a folder, and copy it")
+        raise ConfigError(what, where=str(root), fix="write them to a local folder, then upload it")
     with closing(open_dataset(source)) as reader:
         refuse_weights(reader, "Megatron-Bridge's loss")
         size = reader.pack_size if pack_size is None else pack_size
@@ -145,9 +145,9 @@ def _read_figures(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"the figures of packing are damaged: {error}", where=str(path), fix="remove it") from error
+        raise FormatError(f"the packing metadata is damaged: {error}", where=str(path), fix="remove it") from error
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise FormatError("expected a JSON list of the figures of packing", where=str(path), fix="remove it")
+        raise FormatError("the packing metadata is not a JSON list of objects", where=str(path), fix="remove the file")
     return found
 
 

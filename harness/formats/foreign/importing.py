@@ -54,7 +54,7 @@ APPENDED_LAST = "import_appended_last_labels"
 _ROW_MAGIC = 0x53465442  # Megatron-Bridge's packed rows in an indexed dataset begin with it.
 _ROW_VERSION = 1
 _ROW_HEAD = 3
-_FIX = "correct the row where it was written, or name the convention of the tool that wrote it"
+_FIX = "correct the row in the tool that wrote it, or set the convention of that tool"
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class ForeignPacks:
         """Return the tokens of the longest pack; raise FormatError if there is none."""
         longest = max((len(pack) for pack in self.packs(Counter())), default=0)
         if not longest:
-            fix = "name what the tool wrote, or split=NAME"
-            raise FormatError("the source holds no packs", where=where, fix=fix)
+            fix = "set the path to the output of the tool, or set split=NAME"
+            raise FormatError("the source contains no packs", where=where, fix=fix)
         return longest
 
 
@@ -133,9 +133,9 @@ def import_dataset(
 
 def _ours(source: str | PathLike[str]) -> FormatError:
     return FormatError(
-        "this is a dataset of the harness, not another tool's",
+        "this dataset was written by the harness, not by another tool",
         where=str(source),
-        fix="it opens as it is; `harness convert SRC DST FORMAT` writes another format",
+        fix="use it directly; to change its format, run `harness convert SRC DST FORMAT`",
     )
 
 
@@ -155,7 +155,7 @@ def _read_nemotron(source: str, split: str) -> ForeignPacks:
             return _read_dataset(str(candidate))
     if (folder / "splits").is_dir():
         splits = ", ".join(sorted(entry.name for entry in (folder / "splits").iterdir()))
-        raise FormatError(f"no split {split!r}", where=source, fix=f"there are {splits}")
+        raise FormatError(f"there is no split {split!r}", where=source, fix=f"use one of {splits}")
     return _read_dataset(source)
 
 
@@ -178,7 +178,7 @@ def _read_bridge_rows(prefix: Path) -> ForeignPacks:
     data = with_suffix(prefix, BIN)
     total = 4 * int(lengths.sum(dtype=np.int64))
     if data.stat().st_size != total:
-        raise FormatError(f"has {data.stat().st_size:,} bytes, its index says {total:,}", where=str(data))
+        raise FormatError(f"has {data.stat().st_size:,} bytes, but its index lists {total:,}", where=str(data))
 
     def packs(counts: Counter[str]) -> Iterator[Pack]:
         with data.open("rb") as file:
@@ -200,7 +200,7 @@ def _read_jsonl(source: str, pack_of: Callable[[dict[str, Any], Counter[str]], P
     if path.is_dir():
         paths = sorted(path.glob("*.jsonl"), key=lambda file: natural_key(file.name))
     if not paths or not paths[0].is_file():
-        raise FormatError("no .jsonl file there", where=source, fix="check the path")
+        raise FormatError("there is no .jsonl file", where=source, fix="check the path")
 
     def packs(counts: Counter[str]) -> Iterator[Pack]:
         for file in paths:
@@ -248,7 +248,7 @@ def clear_last_positions(pack: Pack, counts: Counter[str]) -> Pack:
 def pack_of_bridge_row(words: Int32Array) -> Pack:
     """Convert an item of an indexed dataset: head, starts, and tokens with the mask in their highest bit."""
     if words.shape[0] < _ROW_HEAD or words[0] != _ROW_MAGIC or words[1] != _ROW_VERSION:
-        raise FormatError("does not begin as a packed row of version 1")
+        raise FormatError("does not begin with the header of a packed row, version 1")
     num_starts = int(words[2])
     begin = _ROW_HEAD + num_starts
     if not num_starts > 0 or begin >= words.shape[0]:

@@ -43,9 +43,9 @@ class BinIdxShard(ShardReader):
         missing = [suffix for suffix in SUFFIXES if not with_suffix(prefix, suffix).is_file()]
         if missing:
             raise FormatError(
-                f"lacks {', '.join(prefix.name + suffix for suffix in missing)}",
+                f"is incomplete: {', '.join(prefix.name + suffix for suffix in missing)} missing",
                 where=str(prefix),
-                fix="an indexed dataset without loss mask and sequence starts holds no packs; write it again",
+                fix="an indexed dataset of packs requires the loss mask and sequence starts; write it again",
             )
         # Read, not mapped: 28 bytes a pack.
         self._lengths = read_lengths(with_suffix(prefix, IDX))
@@ -83,7 +83,7 @@ class BinIdxShard(ShardReader):
 
     def _check_size(self, suffix: str, num_bytes: int, expected: int) -> None:
         if num_bytes != expected:
-            raise FormatError(f"has {num_bytes:,} bytes, the index says {expected:,}", where=f"{self._prefix}{suffix}")
+            raise FormatError(f"has {num_bytes:,} bytes, the index lists {expected:,}", where=f"{self._prefix}{suffix}")
 
     def _read_offsets(self) -> Int64Array:
         path = with_suffix(self._prefix, SEQ_IDX)
@@ -91,7 +91,7 @@ class BinIdxShard(ShardReader):
         offsets = np.fromfile(path, "<i8")
         counts = np.diff(offsets)
         if offsets[0] != 0 or (counts <= 0).any() or (counts > self._lengths).any():
-            raise FormatError("the offsets of sequence starts do not rise from 0", where=str(path))
+            raise FormatError("the offsets of sequence starts do not increase from 0", where=str(path))
         return offsets
 
 

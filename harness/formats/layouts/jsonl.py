@@ -41,8 +41,8 @@ _OWN_LINE = re.compile(
     rb'"pack_length":\d+,"num_samples":\d+\}\n'
 )
 _PACK = "`harness prepare source.path=FILE data.path=DIR`"
-_PACK_FIRST = f"{_PACK} packs conversations; a packed line has the lists input_ids, labels, and lengths or position_ids"
-_SMALLER = "pack again with a smaller data.pack_size: a pack is one line"
+_PACK_FIRST = f"{_PACK} packs conversations; a packed line lists input_ids, labels, and lengths or position_ids"
+_SMALLER = "pack again with a smaller data.pack_size: each pack is one line"
 
 
 def line_of_pack(pack: Pack) -> bytes:
@@ -80,7 +80,7 @@ def pack_of_line(line: bytes) -> Pack:
     if len(line) > MAX_LINE_BYTES:
         raise FormatError(f"is a line of {len(line):,} bytes, more than {MAX_LINE_BYTES:,}", fix=_SMALLER)
     if (marks := sum(line.count(mark) for mark in (b'"', b"[", b"{"))) > _MAX_MARKS:
-        raise FormatError(f"has {marks:,} quotes and brackets, more than lists of numbers need", fix=_PACK_FIRST)
+        raise FormatError(f"has {marks:,} quotes and brackets, too many for lists of numbers", fix=_PACK_FIRST)
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -140,7 +140,7 @@ def check_labels(labels: Int64Array, tokens: Int64Array, positions: Int64Array) 
 def to_int32(values: Int64Array) -> Int32Array:
     """Convert token ids or positions; raises FormatError for numbers below 0 or beyond int32."""
     if values.shape[0] and not 0 <= values.min() <= values.max() <= MAX_TOKEN_ID:
-        raise FormatError(f"holds numbers from {values.min()} to {values.max()}, which are not token ids")
+        raise FormatError(f"contains numbers from {values.min()} to {values.max()}, which are not token ids")
     return values.astype(np.int32)
 
 
@@ -155,7 +155,7 @@ def whole_numbers(fields: dict[str, Any], name: str) -> Int64Array:
     except (ValueError, OverflowError):
         array = np.array(None)
     if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise FormatError(f"has {name} that are not all whole numbers", fix=_PACK_FIRST)
+        raise FormatError(f"has {name} that are not all integers", fix=_PACK_FIRST)
     return array.astype(np.int64)
 
 
@@ -168,7 +168,7 @@ class JsonlShard(ShardReader):
         self._ends = _line_ends(self._source)
         num_bytes = self._source.num_bytes
         if num_bytes and (not self._ends.shape[0] or self._ends[-1] != num_bytes):
-            raise FormatError("the last line has no end: the chunk is cut short", where=str(path))
+            raise FormatError("the last line has no line break: the chunk is truncated", where=str(path))
         self.num_packs = int(self._ends.shape[0])
 
     def read_row(self, row: int) -> Pack:

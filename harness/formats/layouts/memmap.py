@@ -53,11 +53,11 @@ class MemmapShard(ShardReader):
         self._path = path
         missing = [name for name in _ARRAYS if not (path / name).is_file()]
         if missing:
-            raise FormatError(f"lacks {', '.join(missing)}", where=str(path), fix="copy the folder again")
+            raise FormatError(f"has no {', '.join(missing)}", where=str(path), fix="copy the folder again")
         with (path / INPUT_IDS).open("rb") as file:
             shape = read_npy_header(path / INPUT_IDS, file)[0]
         if len(shape) != 2:
-            raise FormatError(f"holds an array of shape {list(shape)[:4]}, expected two dimensions", where=str(path))
+            raise FormatError(f"contains an array of shape {list(shape)[:4]}, expected two dimensions", where=str(path))
         self.num_packs, self.pack_size = shape
         # Indexing a memoryview gives a Python number in half the time of an array.
         self._lengths = map_npy(path / PACKED_LEN, _U4, (self.num_packs,)).data
@@ -71,7 +71,7 @@ class MemmapShard(ShardReader):
         starts = self._starts[self._offsets[row] : self._offsets[row + 1]].astype(_INT32)
         if not 0 < num_tokens <= self.pack_size or not starts.shape[0]:
             raise FormatError(
-                f"claims {num_tokens:,} tokens of {self.pack_size:,} and {starts.shape[0]:,} sequences",
+                f"claims {num_tokens:,} of {self.pack_size:,} tokens and {starts.shape[0]:,} sequences",
                 where=self.where(row),
             )
         begin = row * self.pack_size
@@ -99,7 +99,7 @@ class MemmapShard(ShardReader):
             if bad.any():
                 row = start + int(np.argmax(bad))
                 raise FormatError(
-                    f"pack {row:,} claims {int(lengths[row]):,} tokens of {self.pack_size:,} and "
+                    f"pack {row:,} claims {int(lengths[row]):,} of {self.pack_size:,} tokens and "
                     f"{int(counts[row - start]):,} sequences",
                     where=self.where(row),
                 )
@@ -134,9 +134,7 @@ class MemmapWriter(ShardWriter[NpyStream]):
             row[n:] = 0
         self._num_starts += pack.num_sequences
         if self._num_starts >= 1 << 32:
-            raise FormatError(
-                f"makes {self._num_starts:,} sequences in one shard", fix="set data.packs_per_shard lower"
-            )
+            raise FormatError(f"a shard would contain {self._num_starts:,} sequences", fix="lower data.packs_per_shard")
         ids, mask, lengths, offsets, starts = self._files
         ids.write(self._ids_row)
         mask.write(self._mask_row)

@@ -37,7 +37,7 @@ SUFFIX = ".npy"
 # A dict of three lists takes at least this many bytes of a pickle beside its tokens.
 _ITEM_BYTES = 16
 _NUMBERS = frozenset((int, bool, float))
-_FIX = "write the dataset again; `harness convert` makes a format that streams"
+_FIX = "write the dataset again; `harness convert` writes formats that can be streamed"
 
 
 class NpyShard(ShardReader):
@@ -49,8 +49,8 @@ class NpyShard(ShardReader):
             num_bytes = os.fstat(file.fileno()).st_size
             shape, _, dtype = read_npy_header(path, file)
             if not dtype.hasobject or len(shape) != 1:
-                what = f"holds {dtype} {list(shape)[:4]}, expected a pickled list of packed samples"
-                raise FormatError(what, where=str(path), fix="name the folder of a dataset, not one of its arrays")
+                what = f"contains {dtype} {list(shape)[:4]}, expected a pickled list of packed samples"
+                raise FormatError(what, where=str(path), fix="open the folder of the dataset, not one of its arrays")
             # Each object takes at least a byte; a claim beyond that is damage.
             if not 0 <= shape[0] <= num_bytes:
                 raise FormatError(f"claims {shape[0]:,} packs in {num_bytes:,} bytes", where=str(path))
@@ -60,7 +60,7 @@ class NpyShard(ShardReader):
         except FormatError as error:
             raise FormatError(error.what, where=str(path), fix=error.fix) from None
         if len(objects) != shape[0]:
-            raise FormatError(f"claims {shape[0]:,} packs but holds {len(objects):,}", where=str(path), fix=_FIX)
+            raise FormatError(f"claims {shape[0]:,} packs but contains {len(objects):,}", where=str(path), fix=_FIX)
         # A pickle can name one list many times; the size that it expands to is bounded by the file's.
         budget = num_bytes
         self._packs: list[Pack] = []
@@ -88,7 +88,7 @@ def _pack_of(item: Any, budget: int) -> Pack:
         raise FormatError(f"is a {type(item).__name__}, expected a dict of {', '.join(FIELDS)}")
     missing = [name for name in FIELDS if name not in item]
     if missing:
-        raise FormatError(f"lacks {', '.join(missing)}")
+        raise FormatError(f"has no {', '.join(missing)}")
     ids, mask, starts = (_numbers(item[name], name, budget) for name in FIELDS)
     pack = Pack(ids, mask, starts)
     problem = pack.problem(max_weight=HUNDREDTHS)
@@ -102,18 +102,18 @@ def _numbers(value: Any, name: str, budget: int) -> Any:
     if not isinstance(value, list | tuple | np.ndarray):
         raise FormatError(f"has {name} of type {type(value).__name__}, expected numbers")
     if len(value) > budget:
-        raise FormatError(f"has {len(value):,} {name} entries, more than a file of this size can hold")
+        raise FormatError(f"has {len(value):,} {name} entries, more than a file of this size can contain")
     if isinstance(value, np.ndarray):
         return value
     # A list in a list can be shared: ten levels of ten are a hundred bytes here, and ten billion numbers to numpy.
     if not _NUMBERS.issuperset(map(type, value)):
-        raise FormatError(f"has {name} that are not plain whole numbers")
+        raise FormatError(f"has {name} that are not plain integers")
     try:
         array = np.array(value)
     except (ValueError, OverflowError, TypeError) as error:
         raise FormatError(f"has {name} that are not plain numbers: {str(error)[:100]}") from None
     if array.dtype.kind not in "iufb" or array.ndim != 1:
-        raise FormatError(f"has {name} that are not plain whole numbers")
+        raise FormatError(f"has {name} that are not plain integers")
     return array
 
 
@@ -183,7 +183,7 @@ def is_own(path: Path) -> bool:
 # ---- unpickling
 
 
-_DAMAGED = "the file is damaged, or holds more than packed samples: load it only with the tool that wrote it"
+_DAMAGED = "the file is damaged, or contains more than packed samples; load it only with the tool that wrote it"
 
 # Runs of small integers appended to lists, of which nearly all of a file consists.
 _INTEGERS = re.compile(rb"(?:K.|M..|J....|\x88|\x89|e|\()*+", re.DOTALL)
@@ -219,7 +219,7 @@ def check_opcodes(data: bytes) -> None:
         assert run is not None
         position = run.end()
         if position >= end:
-            raise FormatError("the pickle is cut short", fix=_DAMAGED)
+            raise FormatError("the pickle is truncated", fix=_DAMAGED)
         opcode = bytes(view[position : position + 1])
         position += 1
         if opcode == b".":
@@ -231,14 +231,14 @@ def check_opcodes(data: bytes) -> None:
             length = int.from_bytes(view[position : position + width], "little")
             position += width
             if length > end - position:
-                raise FormatError(f"the pickle claims {length:,} bytes where {end - position:,} are left", fix=_DAMAGED)
+                raise FormatError(f"the pickle claims {length:,} bytes, only {end - position:,} are left", fix=_DAMAGED)
             if opcode == b"\x8a" and length > _MAX_LONG_BYTES:
-                raise FormatError(f"the pickle holds a number of {length} bytes", fix=_DAMAGED)
+                raise FormatError(f"the pickle contains a number of {length} bytes", fix=_DAMAGED)
             position += length
         elif opcode in _DAMAGEDED:
             width = _DAMAGEDED[opcode]
             if width > end - position:
-                raise FormatError("the pickle is cut short", fix=_DAMAGED)
+                raise FormatError("the pickle is truncated", fix=_DAMAGED)
             argument = int.from_bytes(view[position : position + width], "little")
             if opcode == b"r" and argument > memoized + 1:
                 # The C unpickler allocates zeroed memory for the claimed number.
@@ -256,7 +256,7 @@ def _skip_names(view: memoryview, position: int) -> int:
         line = bytes(view[position : position + _MAX_NAME_BYTES])
         length = line.find(b"\n")
         if length < 0:
-            raise FormatError("the pickle names something without an end", fix=_DAMAGED)
+            raise FormatError("the pickle contains a name that does not end", fix=_DAMAGED)
         position += length + 1
     return position
 
@@ -267,16 +267,16 @@ class _Dtype:
     def __init__(self, text: object, *_flags: object) -> None:
         name = text.decode("ascii", "replace") if isinstance(text, bytes) else text
         if not isinstance(name, str) or not re.fullmatch(r"[<>=|]?(?:[iu][1248]|f[248]|b1|O8?)", name):
-            raise FormatError(f"the pickle holds an array of {str(name)[:40]!r}", fix=_DAMAGED)
+            raise FormatError(f"the pickle contains an array of {str(name)[:40]!r}", fix=_DAMAGED)
         self.is_object = "O" in name
         self.dtype = np.dtype("O" if self.is_object else name)
 
     def __setstate__(self, state: object) -> None:
         if not isinstance(state, tuple) or len(state) < 8 or state[2:5] != (None, None, None):
-            raise FormatError("the pickle holds a dtype that is not plain", fix=_DAMAGED)
+            raise FormatError("the pickle contains a dtype that is not plain", fix=_DAMAGED)
         order = state[1].decode("ascii", "replace") if isinstance(state[1], bytes) else state[1]
         if order not in ("<", ">", "|", "="):
-            raise FormatError(f"the pickle holds the byte order {str(order)[:10]!r}", fix=_DAMAGED)
+            raise FormatError(f"the pickle contains the byte order {str(order)[:10]!r}", fix=_DAMAGED)
         if not self.is_object and order == ">":
             self.dtype = self.dtype.newbyteorder(">")
 
@@ -289,20 +289,18 @@ class _Array:
 
     def __setstate__(self, state: object) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
-            raise FormatError("the pickle holds an array state of another form", fix=_DAMAGED)
+            raise FormatError("the pickle contains an unknown array state", fix=_DAMAGED)
         _, shape, dtype, _, data = state
         self.value = _build_array(dtype, shape, data)
 
 
 def _build_array(dtype: object, shape: object, data: object) -> npt.NDArray[Any] | list[Any]:
     if not isinstance(dtype, _Dtype) or not isinstance(shape, tuple) or len(shape) != 1 or type(shape[0]) is not int:
-        raise FormatError("the pickle holds an array that is not one-dimensional", fix=_DAMAGED)
+        raise FormatError("the pickle contains an array that is not one-dimensional", fix=_DAMAGED)
     count = shape[0]
     if dtype.is_object:
         if not isinstance(data, list) or len(data) != count:
-            raise FormatError(
-                f"the pickle holds an object array of {count:,} without its {count:,} objects", fix=_DAMAGED
-            )
+            raise FormatError(f"the pickle contains an array of {count:,} objects, but not the objects", fix=_DAMAGED)
         return data
     if isinstance(data, str):  # Python 2 pickles bytes as text.
         try:
@@ -346,7 +344,7 @@ def _frombuffer(data: object, dtype: object, shape: object, *_order: object) -> 
 def _scalar(dtype: object, data: object) -> Any:
     values = _build_array(dtype, (1,), data)
     if isinstance(values, list):
-        raise FormatError("the pickle holds an object scalar", fix=_DAMAGED)
+        raise FormatError("the pickle contains an object scalar", fix=_DAMAGED)
     return values[0].item()
 
 
@@ -376,7 +374,7 @@ for _module in ("numpy.core", "numpy._core"):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> _Name:
         if (module, name) not in _NAMES:
-            raise FormatError(f"the pickle asks for {f'{module}.{name}'[:80]!r}, which is refused", fix=_DAMAGED)
+            raise FormatError(f"the pickle refers to {f'{module}.{name}'[:80]!r}, which is not allowed", fix=_DAMAGED)
         return _Name(_NAMES[(module, name)])
 
     def persistent_load(self, _identity: object) -> object:

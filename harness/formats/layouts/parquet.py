@@ -127,7 +127,7 @@ CACHE_BYTES = 64 << 20
 # Limits on a footer, because thrift allocates what the footer claims.
 _MAX_FOOTER_STRING = 1 << 30
 _MAX_FOOTER_LIST = 1 << 20
-_COLUMNS = "a packed dataset has the list columns input_ids, loss_mask and seq_start_id"
+_COLUMNS = "a packed dataset requires the list columns input_ids, loss_mask and seq_start_id"
 _MAX_COLUMNS = 64
 
 
@@ -205,7 +205,7 @@ class ParquetShard(ShardReader):
         if own or METADATA_PREFIX.encode() in read_footer(self._source):
             manifest, index = (own.pop(f"{METADATA_PREFIX}{name}".encode(), None) for name in ("manifest", "index"))
             if manifest is None or index is None or own:
-                what = "the metadata of the dataset in this file is damaged: it needs a manifest and an index"
+                what = "the dataset metadata of this file is damaged: the manifest or the index is missing"
                 raise FormatError(what, where=str(self._place), fix="copy the file again")
             return self._own_contents(manifest, index)
         counts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
@@ -224,7 +224,9 @@ class ParquetShard(ShardReader):
         manifest = Manifest.from_json(text.decode("utf-8", "replace"), where=f"{self._place}, metadata")
         # Counts beyond those of the footer, which were checked, could expand the index to any size.
         if manifest.num_packs != self.num_packs or manifest.num_sequences > self._count_values("seq_start_id"):
-            what = f"holds {self.num_packs:,} packs, its manifest counts {manifest.num_packs:,}, or other sequences"
+            what = (
+                f"contains {self.num_packs:,} packs (manifest: {manifest.num_packs:,}), or other numbers of sequences"
+            )
             raise FormatError(what, where=str(self._place), fix="copy the file again")
         size = 16 + 12 * manifest.num_packs + 4 * manifest.num_sequences
         try:
@@ -235,13 +237,13 @@ class ParquetShard(ShardReader):
             raise FormatError(f"the index in the metadata is damaged: {error}", where=str(self._place)) from None
         if (num_packs, num_sequences) != (manifest.num_packs, manifest.num_sequences) or num_packs != self.num_packs:
             raise FormatError(
-                f"holds {self.num_packs:,} packs and an index of {num_packs:,}, its manifest counts "
+                f"contains {self.num_packs:,} packs and an index of {num_packs:,}, but its manifest lists "
                 f"{manifest.num_packs:,}",
                 where=str(self._place),
                 fix="copy the file again",
             )
         if dataset_fingerprint([part.checksums]) != manifest.fingerprint:
-            what = "the index in the metadata has other checksums than the manifest's fingerprint covers"
+            what = "the checksums of the index do not match the fingerprint in the manifest"
             raise FormatError(what, where=str(self._place), fix="copy the file again")
         return ShardContents(
             part.sequence_counts.astype(np.int64),
@@ -288,7 +290,7 @@ class ParquetShard(ShardReader):
             self._check_memory(self._source, group, names)
             table = self._file.read_row_group(group, columns=list(names), use_threads=False)
             if table.num_rows != rows:
-                raise FormatError(f"row group {group:,} holds {table.num_rows:,} rows, its footer says {rows:,}")
+                raise FormatError(f"row group {group:,} contains {table.num_rows:,} rows, its footer lists {rows:,}")
             columns = [_column_of(table.column(name), name) for name in names]
             self._source.release()
             return columns
@@ -316,7 +318,7 @@ class ParquetShard(ShardReader):
         for name in FIELDS:
             if schema.get_field_index(name) < 0:
                 raise FormatError(
-                    f"lacks the column {name}; it has {', '.join(schema.names[:8])}",
+                    f"has no column {name}, only {', '.join(schema.names[:8])}",
                     where=str(self._place),
                     fix=_COLUMNS,
                 )

@@ -79,7 +79,7 @@ def read_footer(source: ByteSource) -> bytes:
     tail = source.read_at(max(0, num_bytes - 8), 8)
     length = int.from_bytes(tail[:4], "little")
     if tail[4:] != b"PAR1" or length > num_bytes - 12:
-        raise FormatError("not a Parquet file, or cut short")
+        raise FormatError("not a Parquet file, or truncated")
     return source.read_at(num_bytes - 8 - length, length)
 
 
@@ -107,7 +107,7 @@ def read_row_groups(source: ByteSource) -> list[RowGroup]:
             raise FormatError("the footer is damaged: a column chunk lacks its numbers") from None
         # Each row has an entry in each column, even if its list is empty.
         if not 0 <= num_rows <= min((chunk.num_values for chunk in chunks.values()), default=0) < 1 << 48:
-            raise FormatError(f"the footer is damaged: a row group claims {num_rows:,} rows, its columns hold others")
+            raise FormatError(f"the footer is damaged: the columns of a row group do not have {num_rows:,} rows")
         row_groups.append(RowGroup(num_rows, chunks))
     return row_groups
 
@@ -139,7 +139,7 @@ def check_totals(row_groups: Sequence[RowGroup], num_bytes: int) -> None:
             totals[name] += chunk.num_values
     for name, total in totals.items():
         if total > most:
-            what = f"the column {name} claims {total:,} values in {num_bytes:,} bytes, at most {most:,} can be honest"
+            what = f"the column {name} claims {total:,} values in {num_bytes:,} bytes; at most {most:,} are plausible"
             raise FormatError(what)
 
 
@@ -150,12 +150,12 @@ def check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:
         FormatError: it does.
     """
     if not 0 <= chunk.num_values <= limit:
-        raise FormatError(f"the column {chunk.column} claims {chunk.num_values:,} values, at most {limit:,} fit")
+        raise FormatError(f"the column {chunk.column} claims {chunk.num_values:,} values, but at most {limit:,} fit")
     if chunk.start < 0 or chunk.end < chunk.start or chunk.end > source.num_bytes:
         raise FormatError(f"the column {chunk.column} is at bytes {chunk.start:,} to {chunk.end:,}, outside the file")
     most = _byte_limit(limit)
     if chunk.num_bytes > most:
-        raise FormatError(f"the column {chunk.column} claims {chunk.num_bytes:,} bytes, at most {most:,} can be honest")
+        raise FormatError(f"the column {chunk.column} claims {chunk.num_bytes:,} bytes; at most {most:,} are plausible")
 
 
 def check_pages(source: ByteSource, chunk: Chunk, limit: int) -> None:
@@ -168,7 +168,7 @@ def check_pages(source: ByteSource, chunk: Chunk, limit: int) -> None:
     for page in read_pages(source, chunk):
         total += page.num_bytes
         if total > most:
-            what = f"the column {chunk.column} claims pages of {total:,} bytes, at most {most:,} can be honest"
+            what = f"the column {chunk.column} claims pages of {total:,} bytes, but at most {most:,} are plausible"
             raise FormatError(what)
 
 
@@ -194,7 +194,7 @@ def read_pages(source: ByteSource, chunk: Chunk) -> Iterator[Page]:
             raise FormatError("a page header is damaged: it has negative sizes")
         total += num_values
         if total > chunk.num_values:
-            what = f"pages of the column {chunk.column} hold {total:,} values, its footer says {chunk.num_values:,}"
+            what = f"pages of the column {chunk.column} contain {total:,} values, not {chunk.num_values:,}"
             raise FormatError(what, fix="copy the file again, or write it again")
         yield Page(num_bytes, num_values, header.get(1) == _DICTIONARY_PAGE, is_coded)
         position += reader.position + packed
@@ -245,12 +245,12 @@ class _Compact:
             return self._byte()
         if kind == _DOUBLE:
             return self._take(8)
-        raise FormatError(f"Parquet metadata is damaged: it has a value of type {kind}")
+        raise FormatError(f"Parquet metadata is damaged: unknown type {kind}")
 
     def _take(self, count: int) -> bytes:
         start, self.position = self.position, self.position + count
         if self.position > len(self._data):
-            raise FormatError("Parquet metadata is damaged: it has no end")
+            raise FormatError("Parquet metadata is damaged: it is truncated")
         return self._data[start : self.position]
 
     def _zigzag(self) -> int:
@@ -273,4 +273,4 @@ class _Compact:
             shift += 7
             if shift > 63:
                 raise FormatError("Parquet metadata is damaged: a number has no end")
-        raise FormatError("Parquet metadata is damaged: it has no end")
+        raise FormatError("Parquet metadata is damaged: it is truncated")

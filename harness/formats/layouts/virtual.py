@@ -73,7 +73,7 @@ class SequenceShard(ShardReader):
         )
         self.num_sequences, self.num_packs = checksums.shape[0], packs.shape[0] - 1
         if not self._ids.shape == self._mask.shape or offsets.shape[0] != self.num_sequences + 1:
-            raise FormatError("the arrays do not fit together", where=str(path), fix="copy the dataset again")
+            raise FormatError("the arrays have inconsistent lengths", where=str(path), fix="copy the dataset again")
         check_offsets(offsets, self._ids.shape[0], where=path / SEQUENCE_OFFSETS)
         check_offsets(packs, self.num_sequences, where=path / PACK_OFFSETS)
         self._starts = offsets
@@ -171,11 +171,11 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
     if manifest is None and is_there and (traces := find_traces(folder)):
         raise incomplete_error(folder, traces)
     if manifest is None or manifest.format != NAME:
-        kind = "no dataset" if manifest is None else f"a dataset of format {manifest.format}"
+        kind = "not a dataset" if manifest is None else f"a dataset of format {manifest.format}"
         raise FormatError(
             f"{kind}, expected a sequence store",
             where=str(path),
-            fix=f"make one of a dataset, once: harness convert {path} STORE {NAME}",
+            fix=f"create one from a dataset: harness convert {path} STORE {NAME}",
         )
     name = f"{manifest.shards[0].path}/{PLAN}"
     text = folder.read(name, _MAX_PLAN_BYTES)
@@ -207,15 +207,15 @@ class _Plan:
             FormatError,
             "the plan's sequence store cannot be read",
             where=store.where(),
-            fix=f"put the store at {self.store} of the plan's folder, or plan again: "
+            fix=f"restore the store at {self.store}, relative to the plan, or plan again: "
             f"harness repack STORE {folder.where()}",
         ):
             digest = store.digest(MANIFEST_NAME)
         if digest != self.manifest_xxh3:
             raise FormatError(
-                "the sequence store is not the one that was planned over",
+                "this is not the sequence store of the plan",
                 where=store.where(),
-                fix="put the right store there, or plan over this one: "
+                fix="restore the store of the plan, or plan this one again: "
                 f"harness repack {store.where()} {folder.where()} --overwrite",
             )
         return store
@@ -247,7 +247,7 @@ class PlanShard(ShardReader):
         self._first = np.cumsum([0, *(count for _, count in plan.shards)]).tolist()
         digest = file_digest(path / SEQUENCE_IDS)
         if digest != plan.sequence_ids_xxh3:
-            what = f"the plan's sequences have the hash {digest}, expected {plan.sequence_ids_xxh3}"
+            what = f"the sequence ids of the plan have hash {digest}, expected {plan.sequence_ids_xxh3}"
             raise FormatError(what, where=str(path / SEQUENCE_IDS), fix="copy the plan again, or plan again")
         self._ids = map_npy(path / SEQUENCE_IDS, np.dtype(np.int64))
         packs = map_npy(path / PACK_OFFSETS, np.dtype(np.int64))
@@ -261,7 +261,7 @@ class PlanShard(ShardReader):
         for number in self._ids[self._packs[row] : self._packs[row + 1]].tolist():
             shard = bisect_right(self._first, number) - 1
             if not 0 <= shard < len(self._shards):
-                what = f"sequence {number:,} of {self._first[-1]:,} is planned"
+                what = f"the plan refers to sequence {number:,} of {self._first[-1]:,}"
                 raise FormatError(what, where=self.where(row), fix=_PLAN_AGAIN)
             sequence, mask = self._open.get(shard, self._open_shard).read_sequence(number - self._first[shard])
             ids.append(sequence)
@@ -283,7 +283,7 @@ class PlanShard(ShardReader):
         name, count = self._shards[number]
         shard = _StoreShard(self._store, self._listed(name), name)
         if shard.num_sequences != count:
-            what = f"holds {shard.num_sequences:,} sequences, the plan counts {count:,}"
+            what = f"contains {shard.num_sequences:,} sequences, but the plan lists {count:,}"
             raise FormatError(what, where=self._store.where(name), fix="copy the store again")
         if isinstance(self._store, LocalFolder):
             # A store that is replaced loses its manifest first: while that is there, the shard is of the planned one.
@@ -342,15 +342,15 @@ def write_plan(
     folder, home = open_folder(path), store.folder.place
     if isinstance(home, Path) and not isinstance(folder.place, Path):
         raise ConfigError(
-            "a plan in object storage needs its sequence store there",
+            "a plan in object storage requires its sequence store in object storage",
             where=str(home),
-            fix=f"copy it, then plan over the copy: harness convert {home} {folder.where()}-store {NAME}",
+            fix=f"upload the store, then plan the copy: harness convert {home} {folder.where()}-store {NAME}",
         )
     if relative_path(home, folder.place) == ".":
-        raise ConfigError("the destination is the store itself", where=str(path), fix="name another destination")
+        raise ConfigError("the destination is the store itself", where=str(path), fix="choose another one")
     count = store.lengths.shape[0]
     if sequence_ids.shape[0] != count or (np.bincount(sequence_ids, minlength=count) != 1).any():
-        what = f"the plan does not hold each of {count:,} sequences once"
+        what = f"the plan does not contain each of the {count:,} sequences exactly once"
         raise ConfigError(what, where=store.folder.where(), fix="plan all lengths of the store together")
     claim = FolderClaim(folder, overwrite=overwrite)
     whole = False

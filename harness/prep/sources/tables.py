@@ -342,7 +342,7 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
         for column in map(group.column, range(group.num_columns)):
             name = column.path_in_schema
             if column.num_values > most and any(_is_in(name, one) for one in columns):
-                what = f"the column {name} claims {column.num_values:,} values, at most {most:,} can be honest"
+                what = f"the column {name} claims {column.num_values:,} values; at most {most:,} are plausible"
                 fix = "write the file again"
                 raise PrepError(f"{what} in {num_bytes:,} bytes", where=f"{where}, row group {number}", fix=fix)
 

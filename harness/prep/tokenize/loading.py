@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, is_of_memory
 from harness.prep.tokenize.config import INSTALL_FIX
 
 _PART = r"[A-Za-z0-9][\w.-]*"
@@ -29,6 +29,7 @@ def load_tokenizer(name: str) -> Any:
     """Return the fast tokenizer of a folder or hub id.
 
     Raises:
+        MemoryError: memory ran out.
         ConfigError: transformers is not installed, the name is neither a folder nor a hub id that can be loaded, or
             the tokenizer is not a fast one.
     """
@@ -43,6 +44,8 @@ def load_tokenizer(name: str) -> Any:
         # A folder's own code is never run. Left unset, the library would ask on standard input.
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the library raises almost anything for a damaged folder
+        if is_of_memory(error):
+            raise MemoryError(f"the tokenizer {name} cannot be loaded") from error
         raise ConfigError(f"the tokenizer cannot be loaded: {_reason(error)}", where=name, fix=_FIX) from error
     if not getattr(tokenizer, "is_fast", False):
         what = "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text"

@@ -185,7 +185,7 @@ def test_a_list_that_is_too_short_and_too_few_ranks_are_refused_by_name():
 
 
 def test_a_failed_probe_reports_its_error(tmp_path):
-    with pytest.raises(HarnessError, match="no dataset there"):
+    with pytest.raises(HarnessError, match="there is no dataset"):
         measure_apart("tests.benchmarks.probes:open_apart", tmp_path / "nothing")
 
 

@@ -77,7 +77,9 @@ def test_a_path_that_is_something_else_is_recognized(harness, command, what, fix
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command", ["inspect data/mine", "prepare --cfg", "plan --cfg", "verify data/mine"])
+@pytest.mark.parametrize(
+    "command", ["inspect data/mine", "prepare --cfg", "plan --cfg", "verify data/mine", "--help", "plan --help"]
+)
 def test_a_command_whose_output_is_not_read_ends_quietly(command, unbuffered, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     reads, writes = os.pipe()

@@ -44,9 +44,9 @@ def test_a_finished_conversion_is_not_written_again(tmp_path: Path) -> None:
     before = (tmp_path / "b" / "manifest.json").stat().st_mtime_ns
     assert convert_dataset(source, tmp_path / "b", format="binidx") == first
     assert (tmp_path / "b" / "manifest.json").stat().st_mtime_ns == before
-    with pytest.raises(FormatError, match="already holds a dataset"):
+    with pytest.raises(FormatError, match="already contains a dataset"):
         convert_dataset(source, tmp_path / "b", format="jsonl")
-    with pytest.raises(FormatError, match="already holds a dataset"):
+    with pytest.raises(FormatError, match="already contains a dataset"):
         convert_dataset(write(tmp_path / "c", packs=PACKS[:2]), tmp_path / "b", format="binidx")
 
 

@@ -97,7 +97,7 @@ def test_damaged_figures_of_another_split_are_refused_before_anything_is_written
     folder.mkdir(parents=True)
     (folder / "8_metadata.jsonl").write_text('[{"split": ')
 
-    with pytest.raises(FormatError, match="figures of packing are damaged"):
+    with pytest.raises(FormatError, match="packing metadata is damaged"):
         export_to_bridge(write(tmp_path), tmp_path / "root")
     assert not (folder / "training_8.npy").exists()
 

@@ -100,14 +100,14 @@ def test_megatron_bridge_reads_our_parquet_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("convention", ["megatron_bridge", "nemotron", "ms_swift", "megatron_lm"])
 def test_a_dataset_of_the_harness_is_not_imported_as_another_tools(tmp_path: Path, convention: str) -> None:
     write_packs(tmp_path / "ours", [PACKS[0]], format="jsonl", pack_size=8)
-    with pytest.raises(FormatError, match="this is a dataset of the harness") as raised:
+    with pytest.raises(FormatError, match="this dataset was written by the harness") as raised:
         import_dataset(tmp_path / "ours", tmp_path / "out", convention=convention)
     assert "harness convert" in raised.value.fix
 
 
 def test_a_single_file_of_a_dataset_of_the_harness_is_not_imported_either(tmp_path: Path) -> None:
     write_packs(tmp_path / "ours.parquet", [PACKS[0]], pack_size=8)
-    with pytest.raises(FormatError, match="this is a dataset of the harness"):
+    with pytest.raises(FormatError, match="this dataset was written by the harness"):
         import_dataset(tmp_path / "ours.parquet", tmp_path / "out", convention="megatron_bridge")
 
 
@@ -135,7 +135,7 @@ def test_nemotron_splits_are_imported(tmp_path: Path) -> None:
     assert list(open_dataset(tmp_path / "all")) == PACKS
     with pytest.raises(FormatError, match="no split 'test'") as caught:
         import_dataset(run, tmp_path / "test", convention="nemotron", split="test")
-    assert caught.value.fix == "there are train, valid"
+    assert caught.value.fix == "use one of train, valid"
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -171,7 +171,7 @@ def test_swift_chunks_are_imported_without_their_padding(tmp_path: Path) -> None
         ({"lengths": [4, 30]}, "lengths that sum to 34"),
         ({"lengths": []}, "lengths that sum to 0"),
         ({"labels": [-100, -100, 4, 9, -100, 5, 9, -100, -100]}, "the label 4 at position 2, expected the token 3"),
-        ({"input_ids": ["a"] * 9}, "not all whole numbers"),
+        ({"input_ids": ["a"] * 9}, "not all integers"),
         ({"input_ids": [-1, 2, 3, 9, 4, 5, 9, 0, 0]}, "numbers from -1 to 9, which are not token ids"),
     ],
 )
@@ -237,5 +237,5 @@ def test_inconsistent_megatron_lm_rows_are_errors(tmp_path: Path, change: Any, p
 def test_an_unknown_convention_or_an_empty_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown convention 'mosaic'"):
         import_dataset(tmp_path, tmp_path / "out", convention="mosaic")
-    with pytest.raises(FormatError, match=r"no \.jsonl file there"):
+    with pytest.raises(FormatError, match=r"no \.jsonl file"):
         import_dataset(tmp_path, tmp_path / "out", convention="ms_swift")

@@ -106,9 +106,9 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
     for damaged, problem in (
         (text[: len(text) // 2], "the manifest is not JSON"),
         (text.replace('"fingerprint"', '"fingerprinT"'), "the manifest lacks format, version, fingerprint or shards"),
-        (text.replace('"num_packs": 7', '"num_packs": 6', 1), "has num_packs 6, but its shards hold 7"),
+        (text.replace('"num_packs": 7', '"num_packs": 6', 1), "has num_packs 6, but its shards contain 7"),
         (text.replace('"xxh3"', '"xxH3"', 1), r"there is no setting 'shards\[\].files\[\].xxH3'"),
-        (text.replace('"packer": ""', '"packer": "x"'), "its content '.*': it was damaged or edited"),
+        (text.replace('"packer": ""', '"packer": "x"'), "its content has '.*': it was damaged or edited"),
     ):
         (path / MANIFEST).write_text(damaged)
         for read in readers(path, tmp_path / "out"):
@@ -160,13 +160,13 @@ def test_verify_lists_all_that_is_wrong_with_an_incomplete_dataset(tmp_path: Pat
     ids.write_bytes(ids.read_bytes()[:-1])
     (path / "shard_4").mkdir()
     assert [problem.what for problem in verify_dataset(path)] == [
-        "the dataset is incomplete: manifest.json, index/pack_offsets.npy, shard_000001 missing (found 3 shards)",
-        "shard 1 is missing: shards up to 3 are there",
-        "a file that looks like a shard, under another name",
-        "lacks packed_len.npy",
+        "the dataset is incomplete: manifest.json, index/pack_offsets.npy, shard_000001 missing (3 shards found)",
+        "shard 1 is missing, but shards up to 3 exist",
+        "a file that looks like a shard, with another name",
+        "has no packed_len.npy",
         "has 159 bytes, expected 160",
-        "the index has 7 entries, the shards make 2",
-        "the index has 14 entries, the shards make 4",
+        "the index has 7 entries, but the shards have 2",
+        "the index has 14 entries, but the shards have 4",
     ]
     result = CliRunner().invoke(app, ["verify", str(path)])
     assert (result.exit_code, "7 problems" in result.stdout) == (1, True)
@@ -195,12 +195,12 @@ def test_a_flipped_bit_of_the_manifest_loses_no_provenance_and_two_are_named(tmp
         (path / MANIFEST).write_bytes(stored[:position] + bytes([stored[position] ^ 4]) + stored[position + 1 :])
         _, problems, notes = repair_manifest(str(path))
         assert (problems, (path / MANIFEST).read_bytes()) == ([], stored)
-        assert notes == ["one bit of the manifest had flipped: provenance and pack_size are those that were stored"]
+        assert notes == ["one flipped bit of the manifest was corrected; the provenance and pack_size are as stored"]
     (path / MANIFEST).write_bytes(stored.replace(b"best_fit", b"best_f", 1))
     manifest, _, notes = repair_manifest(str(path))
     assert manifest is not None
     assert manifest.provenance == Provenance()
-    assert notes[0].startswith("provenance (tokenizer, chat template, packer, seed, mask) is empty")
+    assert notes[0].startswith("provenance (tokenizer, chat template, packer, seed, mask) is lost")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -227,7 +227,7 @@ def test_a_repaired_dataset_has_its_packs_fingerprint_and_index(tmp_path: Path, 
     # One bit makes an `E` of an `e`, and the manifest's checksum proves which.
     is_restored = damage == "flipped"
     assert after.pack_size == (8 if format == "memmap" or is_restored else 4)
-    assert any("one bit of the manifest had flipped" in note for note in notes) is is_restored
+    assert any("one flipped bit" in note for note in notes) is is_restored
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -240,12 +240,12 @@ def test_without_an_index_only_shards_with_checksums_of_their_own_are_repaired(t
     if format in ("parquet", "virtual"):
         assert manifest is not None
         assert manifest.fingerprint == fingerprint
-        assert any("nothing shows that" in note for note in notes)
+        assert any("nothing shows whether" in note for note in notes)
         assert verify_dataset(path) == []
     else:
         assert manifest is None
         assert [problem.what for problem in problems] == [
-            f"missing, and shards of {format} have no checksums of their own to be whole by"
+            f"missing, and {format} shards contain no checksums to check them with"
         ]
         assert not (path / MANIFEST).exists()
 
@@ -300,15 +300,15 @@ def test_the_command_repairs_a_prepared_folder_and_says_what_is_lost(tmp_path: P
     result = CliRunner().invoke(app, ["verify", "--repair-manifest", str(tmp_path)])
     assert result.exit_code == 0
     assert "train: manifest and index were written again from 4 shards: 7 packs, fingerprint" in result.stdout
-    assert "train: provenance (tokenizer, chat template, packer, seed, mask) is empty" in result.stdout
-    assert "train: pack_size is that of the longest pack, 4: parquet does not store it" in result.stdout
+    assert "train: provenance (tokenizer, chat template, packer, seed, mask) is lost" in result.stdout
+    assert "train: parquet does not store pack_size; it was set to the longest pack, 4" in result.stdout
     assert "validation: the manifest is whole, there is nothing to repair" in result.stdout
     assert "14 packs, nothing wrong" in result.stdout
 
 
 def test_only_folders_on_a_disk_are_repaired(tmp_path: Path) -> None:
     write(tmp_path / "one.parquet")
-    with pytest.raises(ConfigError, match="a manifest is repaired in a folder on a disk"):
+    with pytest.raises(ConfigError, match="a manifest can be repaired only in a local folder"):
         repair_manifest(str(tmp_path / "one.parquet"))
 
 
@@ -385,7 +385,7 @@ def test_files_of_other_tools_open_also_under_our_names(tmp_path: Path, make: Ca
     assert reader.manifest is None
     assert verify_dataset(tmp_path) == []
     result = CliRunner().invoke(app, ["verify", str(tmp_path)])
-    assert "there is no manifest: only the invariants of packs were checked" in result.stdout
+    assert "without a manifest, only the invariants of packs were checked" in result.stdout
     assert result.exit_code == 0
     (tmp_path / MANIFEST).write_text('{"version": "1.0", "shards": 2, "format": "packed"}')
     (tmp_path / "index").mkdir()
@@ -398,7 +398,7 @@ def test_megatrons_own_indexed_files_under_our_names_are_not_an_incomplete_datas
     (tmp_path / "megatron").mkdir()
     for suffix in (".bin", ".idx"):
         (path / f"shard_000000{suffix}").rename(tmp_path / "megatron" / f"shard_000000{suffix}")
-    with pytest.raises(FormatError, match=r"lacks shard_000000\.loss\.bin"):
+    with pytest.raises(FormatError, match=r"shard_000000\.loss\.bin.* missing"):
         open_dataset(tmp_path / "megatron")
 
 

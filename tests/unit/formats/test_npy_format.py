@@ -152,8 +152,8 @@ DTYPE_I4 = b"cnumpy\ndtype\nX\x02\x00\x00\x00i4\x89\x88\x87R"
             + b"\x89C\x00tb.",
         ),
         ("memo number", "memoizes object 2,147,483,647", b"]r\xff\xff\xff\x7f."),
-        ("bytes of 2**60", "bytes where 1 are left", b"\x8e" + struct.pack("<Q", 1 << 60) + b"."),
-        ("text of 2**31", "bytes where 1 are left", b"X\xff\xff\xff\x7f."),
+        ("bytes of 2**60", "bytes, only 1 are left", b"\x8e" + struct.pack("<Q", 1 << 60) + b"."),
+        ("text of 2**31", "bytes, only 1 are left", b"X\xff\xff\xff\x7f."),
         ("frame of 2**60", "claims a frame of", b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b"]."),
         ("long of 2**31 bytes", "uses opcode", b"\x8b\xff\xff\xff\x7f."),
         ("persistent id", "uses opcode", b"Pname\n."),
@@ -161,8 +161,8 @@ DTYPE_I4 = b"cnumpy\ndtype\nX\x02\x00\x00\x00i4\x89\x88\x87R"
         ("instance", "uses opcode", b"(ios\nsystem\n."),
         ("text protocol", "uses opcode", b"I5\n."),
         ("empty stack", "is damaged", b"t."),
-        ("no end", "is cut short", b"](K\x01K"),
-        ("name without an end", "names something without an end", b"c" + b"a" * 5000),
+        ("no end", "is truncated", b"](K\x01K"),
+        ("name without an end", "contains a name that does not end", b"c" + b"a" * 5000),
     ],
 )
 def test_crafted_opcodes_are_refused(name: str, message: str, pickled: bytes) -> None:
@@ -174,7 +174,7 @@ def test_crafted_opcodes_are_refused(name: str, message: str, pickled: bytes) ->
     ("header", "problem"),
     [
         ("{'descr': '|O', 'fortran_order': False, 'shape': (99999999999,), }", "claims 99,999,999,999 packs"),
-        ("{'descr': '|O', 'fortran_order': False, 'shape': (3,), }", "claims 3 packs but holds 2"),
+        ("{'descr': '|O', 'fortran_order': False, 'shape': (3,), }", "claims 3 packs but contains 2"),
         ("{'descr': '<i4', 'fortran_order': False, 'shape': (3,), }", "expected a pickled list"),
         ("{'descr': '|O', 'fortran_order': False, 'shape': (1, 2), }", "expected a pickled list"),
         ("__import__('os').system('true')", "header is damaged"),

@@ -31,7 +31,7 @@ def error_of(path: Path | str) -> FormatError:
 def test_a_missing_dataset_suggests_the_nearest_name(tmp_path: Path) -> None:
     write(tmp_path / "sft-train")
     error = error_of(tmp_path / "sft-trian")
-    assert error.what == "no dataset there"
+    assert error.what == "there is no dataset"
     assert error.fix == f"did you mean {tmp_path / 'sft-train'}?"
     assert error_of(tmp_path / "no" / "such").fix == "check the path"
 
@@ -98,12 +98,12 @@ def _set(*keys: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (_set("version", 1), "has version 1, this program reads version 2"),
-        (_set("format", "tar"), "names the format 'tar'"),
+        (_set("version", 1), "has version 1; this program reads version 2"),
+        (_set("format", "tar"), "unknown format, 'tar'"),
         (_set("pack_size", "4"), "pack_size is '4', and not of type int"),
         (_set("pack_size", True), "pack_size is 'True'"),
         (_set("pack_size", 2), "counts 5 tokens in 2 packs of at most 2"),
-        (_set("num_packs", 3), "has num_packs 3, but its shards hold 2"),
+        (_set("num_packs", 3), "has num_packs 3, but its shards contain 2"),
         (_set("num_sequences", 1), "counts 2 packs, 1 sequences"),
         (_set("num_trained_tokens", 9), "counts 9 trained of 5 tokens"),
         (_set("num_tokens", -5), "has a negative count"),
@@ -157,12 +157,12 @@ def test_a_link_out_of_the_folder_is_refused_and_one_inside_is_not(tmp_path: Pat
 
 def test_a_destination_in_use_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "data")
-    with pytest.raises(FormatError, match="already holds a dataset"), open_writer(path, pack_size=4):
+    with pytest.raises(FormatError, match="already contains a dataset"), open_writer(path, pack_size=4):
         pass
     assert list(open_dataset(path)) == PACKS
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "thesis.txt").write_text("years of work")
-    with pytest.raises(FormatError, match=r"1 files of something else, such as thesis\.txt"):
+    with pytest.raises(FormatError, match=r"such as thesis\.txt"):
         write(tmp_path / "docs")
     assert [entry.name for entry in (tmp_path / "docs").iterdir()] == ["thesis.txt"]
     with pytest.raises(FormatError, match="is a file"):

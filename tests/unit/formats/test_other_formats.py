@@ -93,7 +93,7 @@ def test_more_sequences_than_the_offsets_of_a_memmap_shard_hold_are_refused(tmp_
     writer = MemmapWriter(LocalFolder(tmp_path), "shard", ShardOptions(pack_size=6))
     writer._num_starts = 2**32 - 2
     writer.append(PACKS[1])
-    with pytest.raises(FormatError, match="makes 4,294,967,296 sequences in one shard"):
+    with pytest.raises(FormatError, match="4,294,967,296 sequences"):
         writer.append(PACKS[1])
     writer.abort()
 
@@ -101,7 +101,7 @@ def test_more_sequences_than_the_offsets_of_a_memmap_shard_hold_are_refused(tmp_
 def test_a_packed_length_beyond_its_row_is_refused_where_only_one_pack_is_read(tmp_path: Path) -> None:
     shard = write(tmp_path / "data", "memmap") / "shard_000000"
     np.save(shard / "packed_len.npy", np.array([5, 7, 3], np.uint32))
-    with closing(MemmapShard(shard)) as reader, pytest.raises(FormatError, match="claims 7 tokens of 6"):
+    with closing(MemmapShard(shard)) as reader, pytest.raises(FormatError, match="claims 7 of 6"):
         reader.read_row(1)
 
 
@@ -138,7 +138,7 @@ def test_a_folder_of_prefixes_opens_in_natural_order(tmp_path: Path) -> None:
 def test_an_indexed_dataset_without_masks_is_not_a_packed_dataset(tmp_path: Path) -> None:
     data = write(tmp_path / "data", "binidx")
     (data / "shard_000000.loss.bin").unlink()
-    with pytest.raises(FormatError, match=r"lacks shard_000000\.loss\.bin"):
+    with pytest.raises(FormatError, match=r"shard_000000\.loss\.bin missing"):
         open_dataset(data / "shard_000000")
 
 
@@ -254,10 +254,10 @@ NO_LENGTHS = {name: values for name, values in LINE.items() if name != "lengths"
         (json.dumps({**LINE, "position_ids": [0, 1, 2, 3, 4]}).encode(), "do not restart"),
         (json.dumps({**LINE, "pack_length": 6}).encode(), "pack_length 6, expected 5"),
         (json.dumps({**LINE, "num_samples": 1}).encode(), "num_samples 1, expected 2"),
-        (json.dumps({**LINE, "input_ids": [1, 2, 300, 70_000, 5.5]}).encode(), "not all whole numbers"),
-        (json.dumps({**LINE, "input_ids": [1, 2, 300, 70_000, 2**70]}).encode(), "not all whole numbers"),
+        (json.dumps({**LINE, "input_ids": [1, 2, 300, 70_000, 5.5]}).encode(), "not all integers"),
+        (json.dumps({**LINE, "input_ids": [1, 2, 300, 70_000, 2**70]}).encode(), "not all integers"),
         (json.dumps({**LINE, "input_ids": [1, 2, 300, 2**40, 5], "labels": [-100] * 5}).encode(), "not token ids"),
-        (json.dumps({**LINE, "input_ids": [[1], 2, 300, 2, 5]}).encode(), "not all whole numbers"),
+        (json.dumps({**LINE, "input_ids": [[1], 2, 300, 2, 5]}).encode(), "not all integers"),
     ],
 )
 def test_an_inconsistent_line_is_an_error(line: bytes, problem: str) -> None:

@@ -74,12 +74,12 @@ def test_a_folder_of_shards_of_other_tools_is_read_in_natural_order(tmp_path: Pa
     ("change", "problem"),
     [
         ({"input_ids": [[1 << 40], [9], [4, 4, 4]]}, "do not fit int32"),
-        ({"loss_mask": [[0, 1], [0], [1, 1, 0]]}, "pack 0 has seq_start_id that do not"),
+        ({"loss_mask": [[0, 1], [0], [1, 1, 0]]}, "seq_start_id of pack 0 do not"),
         ({"loss_mask": [[0, 1, 0, 1, 0], [7], [1, 1, 0]]}, "loss_mask 7"),
-        ({"seq_start_id": [[0, 3], [0], [0, 3]]}, "pack 2 has seq_start_id that do not"),
-        ({"seq_start_id": [[0, 3], [1], [0]]}, "pack 1 has seq_start_id that do not"),
-        ({"seq_start_id": [[0, 3], [], [0]]}, "pack 1 has no sequences"),
-        ({"seq_start_id": [[0, -3], [0], [0]]}, "pack 0 has seq_start_id that do not"),
+        ({"seq_start_id": [[0, 3], [0], [0, 3]]}, "seq_start_id of pack 2 do not"),
+        ({"seq_start_id": [[0, 3], [1], [0]]}, "seq_start_id of pack 1 do not"),
+        ({"seq_start_id": [[0, 3], [], [0]]}, "pack 1 refers to no sequences"),
+        ({"seq_start_id": [[0, -3], [0], [0]]}, "seq_start_id of pack 0 do not"),
         ({"input_ids": [[1, 2, 3, 4, None], [9], [4, 4, 4]]}, "missing values in input_ids"),
         ({"seq_start_id": [[0, 3], None, [0]]}, "missing values in seq_start_id"),
         ({"input_ids": [[1.5], [9.0], [4.0]]}, "expected a list of integers"),
@@ -95,7 +95,7 @@ def test_foreign_rows_that_break_an_invariant_are_errors(tmp_path: Path, change:
 def test_a_shard_of_another_schema_is_an_error_on_open(tmp_path: Path) -> None:
     foreign_file(tmp_path / "a_1.parquet")
     pq.write_table(pa.table({"text": ["x"], "input_ids": [[1]]}), tmp_path / "a_2.parquet")
-    with pytest.raises(FormatError, match="lacks the column loss_mask; it has text, input_ids") as caught:
+    with pytest.raises(FormatError, match="has no column loss_mask, only text, input_ids") as caught:
         open_dataset(tmp_path)
     assert "a_2.parquet" in caught.value.where
 
@@ -110,7 +110,7 @@ def test_a_single_file_holds_its_manifest_and_its_checksums(tmp_path: Path) -> N
     assert reader.manifest is not None
     assert reader.manifest.provenance == Provenance(tokenizer="t", seed=3, counts={"dropped": 2})
     assert (reader.manifest.num_tokens, reader.manifest.num_trained_tokens) == (9, 4)
-    with pytest.raises(FormatError, match="already holds a dataset"), open_writer(path, pack_size=8):
+    with pytest.raises(FormatError, match="already contains a dataset"), open_writer(path, pack_size=8):
         pass
 
 
@@ -171,7 +171,7 @@ def test_a_chunk_that_claims_more_bytes_than_its_values_can_have_is_an_error(tmp
     with (tmp_path / "chunk").open("wb") as file:
         file.truncate(1 << 30)
     source, chunk = LocalSource(tmp_path / "chunk"), Chunk("input_ids", num_values=9, start=0, num_bytes=1 << 29)
-    with pytest.raises(FormatError, match=r"claims 536,870,912 bytes, at most .* can be honest"):
+    with pytest.raises(FormatError, match=r"claims 536,870,912 bytes; at most .* are plausible"):
         check_extent(source, chunk, limit=9)
     check_extent(source, chunk, limit=1 << 28)
 

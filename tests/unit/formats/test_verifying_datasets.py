@@ -56,7 +56,7 @@ def test_an_index_of_other_lengths_than_the_packs_is_reported(tmp_path: Path) ->
     del values["checksum"]
     next(one for one in values["index"] if one["path"].endswith("lengths.npy"))["xxh3"] = xxhash.xxh3_64_hexdigest(data)
     (path / "manifest.json").write_text(json.dumps(values))
-    assert [one.what for one in verify_dataset(path)] == ["pack 6 holds sequences of other lengths than the index"]
+    assert [one.what for one in verify_dataset(path)] == ["pack 6 contains sequences of other lengths than the index"]
 
 
 def test_counts_and_fingerprint_of_the_manifest_are_checked(tmp_path: Path) -> None:
@@ -69,14 +69,16 @@ def test_counts_and_fingerprint_of_the_manifest_are_checked(tmp_path: Path) -> N
     (path / "manifest.json").write_text(json.dumps(values))
     whats = [problem.what for problem in verify_dataset(path)]
     assert whats[:2] == [
-        "the manifest has num_tokens 29, the packs make 28",
-        "the manifest has num_trained_tokens 13, the packs make 14",
+        "the manifest has num_tokens 29, but the packs have 28",
+        "the manifest has num_trained_tokens 13, but the packs have 14",
     ]
     assert "fingerprint 000" in whats[2]
 
 
 def test_a_path_without_a_dataset_is_one_problem(tmp_path: Path) -> None:
-    assert verify_dataset(tmp_path / "none") == [Problem("no dataset there", str(tmp_path / "none"), "check the path")]
+    assert verify_dataset(tmp_path / "none") == [
+        Problem("there is no dataset", str(tmp_path / "none"), "check the path")
+    ]
     path = write(tmp_path / "a")
     (path / "manifest.json").write_text("{")
     assert len(verify_dataset(path)) == 1

@@ -165,7 +165,7 @@ def test_a_kept_fingerprint_of_other_packs_is_reported(tmp_path: Path, store: Pa
     _ = open_dataset(path).fingerprint
     kept = json.loads((path / "fingerprint.json").read_text())
     (path / "fingerprint.json").write_text(json.dumps(kept | {"fingerprint": "0" * 32}))
-    assert ["has the fingerprint 000" in one.what for one in verify_dataset(path)] == [True]
+    assert ["has fingerprint 000" in one.what for one in verify_dataset(path)] == [True]
 
 
 def test_a_plan_finds_its_store_after_both_move(tmp_path: Path, store: Path) -> None:
@@ -186,14 +186,14 @@ def test_a_missing_or_different_store_is_an_error_with_its_path(tmp_path: Path, 
     with pytest.raises(FormatError, match="sequence store cannot be read: No such file") as caught:
         open_dataset(tmp_path / "plan")[0]
     assert caught.value.where == str(store)
-    assert "put the store at ../store" in caught.value.fix
+    assert "restore the store at ../store" in caught.value.fix
     with open_writer(store, format="virtual", pack_size=8) as writer:
         for sequence in SEQUENCES:
             writer.append(pack_of([sequence[::-1]]))
-    with pytest.raises(FormatError, match="not the one that was planned over") as caught:
+    with pytest.raises(FormatError, match="not the sequence store of the plan") as caught:
         open_dataset(tmp_path / "plan")[0]
     assert f"harness repack {store} {tmp_path / 'plan'} --overwrite" in caught.value.fix
-    assert "not the one that was planned over" in verify_dataset(tmp_path / "plan")[0].what
+    assert "not the sequence store of the plan" in verify_dataset(tmp_path / "plan")[0].what
 
 
 def test_a_changed_token_is_an_error_with_the_number_of_its_sequence(tmp_path: Path, store: Path) -> None:
@@ -216,14 +216,14 @@ def test_equally_long_sequences_that_change_places_in_a_plan_are_found(tmp_path:
     one, other = np.flatnonzero((ids == 1) | (ids == 4))
     ids[[one, other]] = ids[[other, one]]
     np.save(file, ids)
-    with pytest.raises(FormatError, match="the plan's sequences have the hash"):
+    with pytest.raises(FormatError, match="the sequence ids of the plan have hash"):
         open_dataset(tmp_path / "plan")[0]
 
 
 def test_a_plan_must_hold_each_sequence_once(tmp_path: Path, store: Path) -> None:
     found = open_store(store)
     for ids in ([0, 1, 2, 3, 4, 5, 5], [0, 1, 2, 3, 4, 5]):
-        with pytest.raises(ConfigError, match="each of 7 sequences once"):
+        with pytest.raises(ConfigError, match="each of the 7 sequences exactly once"):
             write_plan(
                 tmp_path / "plan",
                 found,
@@ -241,11 +241,11 @@ def test_a_failed_plan_leaves_nothing(tmp_path: Path, store: Path) -> None:
         repack_store(str(store), str(tmp_path / "plan"), pack_size=4)
     with pytest.raises(ConfigError, match="the store itself"):
         repack_store(str(store), str(store), pack_size=8, overwrite=True)
-    with pytest.raises(FormatError, match="no dataset, expected a sequence store"):
+    with pytest.raises(FormatError, match="not a dataset, expected a sequence store"):
         repack_store(str(tmp_path / "none"), str(tmp_path / "plan"), pack_size=8)
     assert not (tmp_path / "plan").exists()
     repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
-    with pytest.raises(FormatError, match="already holds a dataset"):
+    with pytest.raises(FormatError, match="already contains a dataset"):
         repack_store(str(store), str(tmp_path / "plan"), pack_size=16)
     repack_store(str(store), str(tmp_path / "plan"), pack_size=16, overwrite=True)
     assert open_dataset(tmp_path / "plan").pack_size == 16
@@ -255,14 +255,14 @@ def test_a_store_without_its_manifest_and_a_shard_is_refused_as_incomplete(tmp_p
     (store / "manifest.json").unlink()
     shutil.rmtree(store / "shard_000001")
     with pytest.raises(
-        FormatError, match=r"incomplete: manifest.json, shard_000001 missing \(found \d shards\)"
+        FormatError, match=r"incomplete: manifest.json, shard_000001 missing \(\d shards found\)"
     ) as caught:
         repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     assert "--repair-manifest" in caught.value.fix
 
 
 def test_a_plan_in_object_storage_over_a_store_on_a_disk_is_refused_by_name(tmp_path: Path, store: Path) -> None:
-    with pytest.raises(ConfigError, match="a plan in object storage needs its sequence store there") as refused:
+    with pytest.raises(ConfigError, match="a plan in object storage requires its sequence store") as refused:
         repack_store(str(store), "s3://bucket/plan", pack_size=8)
     assert f"harness convert {store} s3://bucket/plan-store virtual" in refused.value.fix
 

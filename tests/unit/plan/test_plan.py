@@ -302,7 +302,7 @@ def test_a_run_is_planned_from_its_settings_and_its_data(tmp_path) -> None:
 
     settings.data.path = str(tmp_path / "nowhere")
     planned = plan_run(settings, ranks=2)
-    assert (planned.work, planned.why_no_work) == (None, "no dataset there")
+    assert (planned.work, planned.why_no_work) == (None, "there is no dataset")
     settings.parallel.pipeline_parallel_size = 3
     with pytest.raises(ConfigError, match="4 layers cannot be cut into 3"):
         plan_run(settings, ranks=2)

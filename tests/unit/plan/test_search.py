@@ -148,5 +148,5 @@ def test_ranks_that_hold_no_whole_copy_and_data_that_is_not_there_are_refused(tm
     with pytest.raises(ConfigError, match="cannot each train a part of 16 packs"):
         search("model=tiny", "parallel.ranks=24", "model.vocab_size=300")
     settings = compose_config("sft", SftConfig, ["model.vocab_size=300", f"data.path={tmp_path / 'nowhere'}"])
-    with pytest.raises(ConfigError, match="which is unknown: no dataset there"):
+    with pytest.raises(ConfigError, match="which is unknown: there is no dataset"):
         search_layouts(settings, machine=Machine(), packs=None, gpu_bytes=GPU)

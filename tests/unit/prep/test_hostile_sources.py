@@ -60,9 +60,9 @@ def test_a_parquet_of_500_bytes_with_a_conversation_of_millions_of_turns_is_refu
     pq.write_table(table, tmp_path / "chats.parquet", write_statistics=False, store_schema=False)
     assert (tmp_path / "chats.parquet").stat().st_size < 700
     chats, live, packs = whats_of(tmp_path / "chats.parquet")
-    assert chats.startswith("the column messages.list.element.role claims 8,388,608 values, at most 4,194,304 can")
+    assert chats.startswith("the column messages.list.element.role claims 8,388,608 values; at most 4,194,304")
     assert live == chats
-    assert packs.startswith("lacks the column input_ids")
+    assert packs.startswith("has no column input_ids")
 
 
 @pytest.mark.parametrize("unit", [b"[],", b'"ab",'], ids=["lists", "texts"])
@@ -73,7 +73,7 @@ def test_a_line_of_60_mb_is_refused_before_it_is_parsed(tmp_path: Path, unit: by
         chats, live, packs = whats_of(tmp_path / "rows.jsonl")
         assert chats == "the line is longer than 32 MiB"
         assert live == f"the conversation is {len(line):,} bytes long, more than 33,554,432"
-        assert "quotes and brackets, more than lists of numbers need" in packs
+        assert "quotes and brackets, too many for lists of numbers" in packs
 
 
 def test_a_row_group_of_many_regular_conversations_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

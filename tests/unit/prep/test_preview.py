@@ -17,6 +17,17 @@ from harness.prep.sources.config import SourceConfig
 from harness.prep.tokenize.bpe import train_bpe
 
 
+def test_records_that_are_refused_for_the_same_reason_are_shown_once_with_their_count(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    image = {"messages": [turn("user", "Look"), {**turn("assistant", "I do."), "images": ["x.png"]}]}
+    records = [image, CHATS[0], image, image, {"messages": [turn("user", "Hi"), turn("robot", "Hello")]}]
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in records))
+    page = shown(str(path), count=5)
+    assert page.count("refused, media") == 1
+    assert "line 1 (and 2 more records)" in " ".join(page.split())
+    assert page.count("refused, ") == 2
+
+
 def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
