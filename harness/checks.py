@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import numbers
+import operator
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from harness.errors import ConfigError
 
@@ -16,7 +18,7 @@ LARGEST = 2**31 - 1
 # 30 days: clocks of threads and of the operating system take no longer waits.
 LONGEST_S = 30 * 24 * 3600
 PROCESSES_PER_CORE = 8
-_BOUNDS = "bounds"
+_BOUNDS, _CHOICES = "bounds", "choices"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ def bounded(
 ) -> Any:
     """Declare a field of a settings dataclass that is a number, or numbers, within bounds: see `Bounds`.
 
-    `num_workers: int = bounded(2, lowest=0)`. `check_numbers` in `__post_init__` refuses other values.
+    `num_workers: int = bounded(2, lowest=0)`. `CheckedSettings` refuses other values.
 
     Args:
         default, default_factory: of the field; omit both for a field that is required.
@@ -73,10 +75,99 @@ def bounded(
     return dataclasses.field(**values, metadata={_BOUNDS: bounds})
 
 
+def one_of(default: str, choices: Collection[str]) -> Any:
+    """Declare a field of a settings dataclass that is one of these texts; `CheckedSettings` refuses others."""
+    return dataclasses.field(default=default, metadata={_CHOICES: choices})
+
+
 def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
     """Return the bounds that `bounded` declares for a field."""
     bounds: Bounds | None = field.metadata.get(_BOUNDS)
     return bounds
+
+
+def choices_of(field: dataclasses.Field[Any]) -> Collection[str] | None:
+    """Return the texts that `one_of` declares for a field."""
+    choices: Collection[str] | None = field.metadata.get(_CHOICES)
+    return choices
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """Values of a setting: those that pass a test. `text` names them in the reference, such as `set`."""
+
+    text: str
+    test: Callable[[Any], bool]
+
+
+SET = Condition("set", bool)
+NOT_SET = Condition("not set", lambda value: not value)
+
+
+def other_than(*values: object) -> Condition:
+    """Return the condition that a setting has none of these values."""
+    return Condition(f"other than {' and '.join(map(show_value, values))}", lambda value: value not in values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Settings that are refused together.
+
+    Attributes:
+        settings: dotted names as users write them, each with the value that is refused, or a `Condition` of it.
+        why: reason, which follows the settings and their values in the error.
+        fix: of the error.
+    """
+
+    settings: Mapping[str, object]
+    why: str
+    fix: str
+
+    def check(self, config: object, section: str = "") -> None:
+        """Raise ConfigError if the settings of a configuration, or of a section of it, have these values."""
+        values = {name: operator.attrgetter(name.removeprefix(f"{section}."))(config) for name in self.settings}
+        for name, refused in self.settings.items():
+            is_met = refused.test(values[name]) if isinstance(refused, Condition) else values[name] == refused
+            if not is_met:
+                return
+        what = ", and ".join(f"{name} is {show_value(value)}" for name, value in values.items())
+        raise ConfigError(f"{what}: {self.why}", where=", ".join(values), fix=self.fix)
+
+
+def check_rules(config: object, rules: Iterable[Rule]) -> None:
+    """Raise the ConfigError of the first rule that refuses a configuration."""
+    for rule in rules:
+        rule.check(config)
+
+
+class CheckedSettings:
+    """Base of a dataclass of settings, which checks its values when it is made: numbers, choices, then rules.
+
+    `class OptimizerConfig(CheckedSettings, section="optimizer")` names its place in the configuration, for errors.
+
+    Attributes:
+        section: dotted name of the settings; "" for the top.
+        rules: refusals that depend on these settings alone.
+        job_rules: those that wait for a method of the class, before a job starts.
+    """
+
+    section: ClassVar[str] = ""
+    rules: ClassVar[Sequence[Rule]] = ()
+    job_rules: ClassVar[Sequence[Rule]] = ()
+
+    def __init_subclass__(cls, *, section: str | None = None, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if section is not None:
+            cls.section = section
+
+    def __post_init__(self) -> None:
+        check_numbers(self, self.section)
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if (choices := choices_of(field)) is not None:
+                where = f"{self.section}.{field.name}" if self.section else field.name
+                require_choice(getattr(self, field.name), choices, setting=where)
+        for rule in self.rules:
+            rule.check(self, self.section)
 
 
 def check_numbers(config: Any, section: str) -> None:
@@ -140,6 +231,15 @@ def require_cores(num_processes: int, *, setting: str, cores: int | None = None)
 def memory_bytes() -> int:
     """Return the bytes of memory that this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def show_value(value: object) -> str:
+    """Return a value as users write it, in short."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list | tuple):
+        value = ", ".join("{...}" if dataclasses.is_dataclass(item) else str(item) for item in value)
+    return str(value)[:80] or "empty"
 
 
 def _check(value: Any, bounds: Bounds, name: str, section: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.checks import bounded, check_numbers
+from harness.checks import CheckedSettings, bounded
 from harness.cli.settings import AsJson, class_of, complete_names, list_experiments, print_json
 from harness.errors import ConfigError, HarnessError
 from harness.launch.cluster import SubmitConfig
@@ -32,7 +32,7 @@ _ASSUMED_PACKS = 100_000
 
 
 @dataclass
-class AssumedData:
+class AssumedData(CheckedSettings, section="data"):
     """Packs that do not exist yet.
 
     Attributes:
@@ -41,12 +41,9 @@ class AssumedData:
 
     pack_size: int = bounded(8192, lowest=2)
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "data")
-
 
 @dataclass
-class PlanSettings:
+class PlanSettings(CheckedSettings):
     """Settings of `harness plan`; `gpus`, or `parallel.ranks` of the recipe, are those of all nodes, 8 by default.
 
     Attributes:
@@ -82,9 +79,6 @@ class PlanSettings:
     top: int = bounded(10, lowest=1, highest=1_000_000)
     rehearse: bool = False
     data: AssumedData = field(default_factory=AssumedData)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
 
 
 @launch_app.command()

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from harness.checks import bounded, check_numbers, require_cores
+from harness.checks import CheckedSettings, bounded, require_cores
 from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names
 from harness.errors import ConfigError, HarnessError
 from harness.paths import is_run, is_there, suggest_recipe
@@ -40,7 +40,7 @@ Arguments = Annotated[
 
 
 @dataclass
-class ChatSettings:
+class ChatSettings(CheckedSettings):
     """Settings of `harness chat`.
 
     Attributes:
@@ -55,12 +55,9 @@ class ChatSettings:
     temperature: float = bounded(0.0, lowest=0, highest=1000)
     seed: int = bounded(0)
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-
 
 @dataclass
-class RequeueLimits:
+class RequeueLimits(CheckedSettings, section="cluster"):
     """Limits of a cluster.
 
     Attributes:
@@ -69,12 +66,9 @@ class RequeueLimits:
 
     max_same_failures: int = bounded(3, lowest=1)
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "cluster")
-
 
 @dataclass
-class RequeueSettings:
+class RequeueSettings(CheckedSettings):
     """Settings of `harness requeue`.
 
     Attributes:
@@ -85,9 +79,6 @@ class RequeueSettings:
     exit_code: int = bounded(lowest=-255, highest=255)
     restart: bool = False
     cluster: RequeueLimits = field(default_factory=RequeueLimits)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
 
 
 @runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})

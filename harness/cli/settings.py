@@ -134,10 +134,11 @@ class SettingsCommand(TyperCommand):
     def _settings_table(self, given: Sequence[str]) -> Table:
         values = dict(text.split("=", 1) for text in given)
         rows = []
-        for key, kind, default, text, _ in explain_settings(self.schema):
-            if "[]" not in key:
-                shown = "null" if default is None else json.dumps(default) if kind == "bool" else str(default)
-                rows.append((key, values.get(key, shown), text))
+        for setting in explain_settings(self.schema):
+            if "[]" not in setting.key:
+                default = setting.default
+                shown = json.dumps(default) if default is None or isinstance(default, bool) else str(default)
+                rows.append((setting.key, values.get(setting.key, shown), setting.text))
         return Table(("setting", "value", "meaning"), rows)
 
 
