@@ -21,6 +21,7 @@ from harness.settings import explain_settings, render_settings, to_plain
 from harness.tables import Table
 
 if TYPE_CHECKING:
+    from harness.arguments import Options
     from harness.plan import RunConfig
     from harness.plan.catalog import ModelReport
     from harness.plan.search import LayoutSearch
@@ -153,12 +154,12 @@ def plan(
 
     `harness plan auto model=llama3_8b parallel.ranks=8` lists the layouts of a model that fit, the fastest first.
     """
-    from harness.config import Options, compose_run
+    from harness.config import compose_run
     from harness.plan.run_plan import AssumedPacks, plan_run
     from harness.plan.search import search_layouts
 
     settings: PlanSettings = context.obj[0]
-    options = Options.parse(context.obj[1], where="harness plan")
+    options: Options = context.obj[1]
     names = [setting.key for setting in explain_settings(PlanSettings)]
     searches = experiment == "auto"
     config = compose_run(
@@ -301,15 +302,14 @@ def submit(
     Settings of the job are nodes=N, cluster=NAME (a file of configs/cluster), cluster.KEY=VALUE and run_dir=DIR, which
     resumes a run; all others are those of the recipe.
     """
-    from harness.config import Options, compose_config, compose_run
+    from harness.config import compose_config, compose_run
     from harness.launch.queue import read_excluded
     from harness.launch.script import render
     from harness.launch.submit import check_arguments, plan_job, refuse_second_job, submit_job
     from harness.plan.search import check_memory
 
-    own, rest = context.obj
-    check_arguments([*own, *rest])
-    options = Options.parse(rest, where="harness submit")
+    own, options = context.obj
+    check_arguments([*own, *options.overrides])
     job_settings = compose_config("submit", SubmitConfig, own, config_dir=options.config_dir)
     cluster = job_settings.cluster
     names = [setting.key for setting in explain_settings(SubmitConfig)]

@@ -99,7 +99,8 @@ def train(
 
     Prints the settings of the recipe with `harness train sft --cfg`.
     """
-    from harness.config import TRAINING, Options, compose_run
+    from harness.arguments import Options
+    from harness.config import TRAINING, compose_run
     from harness.launch.local import start_ranks
     from harness.launch.ranks import become_rank_of_slurm
 

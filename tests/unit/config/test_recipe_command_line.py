@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.config import CONFIGS, Options, compose_config, compose_run
+from harness.arguments import Options
+from harness.config import CONFIGS, compose_config, compose_run
 from harness.errors import ConfigError
 from harness.plan import SftConfig
 
