@@ -222,8 +222,8 @@ def compose_run(
     return ComposedRun(f"harness.recipes.{name}", (*own, *arguments), config)
 
 
-def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | None]], Callable[..., None]]:
-    """Make `main(config)` the entry point of `python -m recipes.<name> [KEY=VALUE]...` and of the command `harness`.
+def hydra_entry(name: str, schema: type[T], main: Callable[[T], int | None]) -> Callable[..., None]:
+    """Return the entry point of `python -m recipes.<name> [KEY=VALUE]...` and of the command `harness`.
 
     The entry point takes a list of arguments; without one, those of the process.
 
@@ -233,32 +233,27 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
     traceback.
     """
 
-    def decorate(main: Callable[[T], int | None]) -> Callable[[], None]:
-        @functools.wraps(main)
-        def entry(arguments: Sequence[str] | None = None) -> None:
-            name_bus_errors()
-            with exit_on_error():
-                options = Options.parse(sys.argv[1:] if arguments is None else arguments, where=command_of(name))
-                if options.help:
-                    print_text((sys.modules[main.__module__].__doc__ or main.__doc__ or "").strip())
-                    print_text(_usage(KnownSettings(command_of(name), schema, _folders(options.config_dir))))
-                    return
-                if options.hydra_flags:
-                    _run_hydra(name, schema, main, options)
-                    return
-                folder, file = options.config_dir, options.config_name
+    @functools.wraps(main)
+    def entry(arguments: Sequence[str] | None = None) -> None:
+        name_bus_errors()
+        with exit_on_error():
+            options = Options.parse(sys.argv[1:] if arguments is None else arguments, where=command_of(name))
+            folder, file = options.config_dir, options.config_name
+            if options.help:
+                print_text((sys.modules[main.__module__].__doc__ or main.__doc__ or "").strip())
+                print_text(_usage(KnownSettings(command_of(name), schema, _folders(folder))))
+            elif options.hydra_flags:
+                _run_hydra(name, schema, main, options)
+            else:
                 config = compose_config(name, schema, options.overrides, config_dir=folder, config_name=file)
                 if options.show:
                     print_text(render_settings(config), end="")
                     return
                 bind_rank()
-                code = main(config)
-                if code:
+                if code := main(config):
                     sys.exit(code)
 
-        return entry
-
-    return decorate
+    return entry
 
 
 def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], options: Options) -> None:

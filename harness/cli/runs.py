@@ -107,19 +107,19 @@ def train(
     if recipe not in TRAINING:
         fix = f"{suggest_recipe(recipe)}one of {', '.join(TRAINING)}"
         raise ConfigError(f"there is no recipe {recipe!r}", where="harness train", fix=fix)
+    options = Options.parse(arguments or [], where=f"harness train {recipe}")
     # Settings are printed on any machine.
-    is_shown = {"--cfg", "-c", "--info", "-i"} & {argument.partition("=")[0] for argument in arguments or []}
+    is_shown = options.show or any(flag.startswith(("--cfg", "-c", "--info", "-i")) for flag in options.hydra_flags)
     missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
     if missing and not is_shown:
         what = f"training needs {' and '.join(missing)}, not installed here"
         raise HarnessError(what, where=sys.executable, fix="pip install 'megatron-sft-harness[train]'")
     if ranks is None and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
-        ranks = _local_ranks(arguments or [])
+        ranks = _local_ranks(options.overrides)
     if ranks is None or is_shown:
         become_rank_of_slurm()
         recipe_entry(recipe)(arguments or [])
         return
-    options = Options.parse(arguments or [], where=f"harness train {recipe}")
     if not (options.hydra_flags or options.config_name or options.help):
         # Refused once and here, not by every rank and their launcher.
         compose_run(recipe, options.overrides, config_dir=options.config_dir)
@@ -220,9 +220,9 @@ def requeue(
     raise typer.Exit(0 if decision.requeue else 1)
 
 
-def _local_ranks(arguments: list[str]) -> int | None:
+def _local_ranks(settings: list[str]) -> int | None:
     """Return the number that `parallel.ranks` is set to, None where it is not set or is no number."""
-    values = [text.partition("=")[2] for text in arguments if text.startswith("parallel.ranks=")]
+    values = [text.partition("=")[2] for text in settings if text.startswith("parallel.ranks=")]
     return int(values[-1]) if values and values[-1].isdigit() and int(values[-1]) > 0 else None
 
 
