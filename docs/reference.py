@@ -16,14 +16,14 @@ import typer
 from harness.recipes.parity import ParityConfig
 
 from harness import errors
-from harness.checks import LARGEST
+from harness.checks import LARGEST, Condition, Rule, show_value
 from harness.cli.app import app
 from harness.config import compose_config
 from harness.launch.cluster import SubmitConfig
 from harness.plan import FAMILIES, PretrainConfig, RunConfig, SftConfig
 from harness.plan.families import MISSING
 from harness.prep import PrepareConfig
-from harness.settings import CONFIGS, Setting, explain_settings, to_plain
+from harness.settings import CONFIGS, Setting, explain_settings, list_rules, to_plain
 
 _ROOT = Path(__file__).resolve().parents[1]
 # Pages of the site that are files of the repository's root.
@@ -97,7 +97,8 @@ def _settings_page(command: str, recipe: str, schema: type[Any]) -> str:
     settings = [setting for setting in explain_settings(schema) if setting.key not in shared]
     values = dict(_flatten(to_plain(compose_config(recipe, schema))))
     note = "The remaining settings are the same as in [`harness train sft`](sft.md).\n" if shared else ""
-    return _lines(f"# Settings of `{command}`\n", _HOW, note, *_tables(settings, values))
+    rules = [rule for rule in list_rules(schema) if not shared or rule not in list_rules(SftConfig)]
+    return _lines(f"# Settings of `{command}`\n", _HOW, note, *_tables(settings, values), *_refusals(rules))
 
 
 def _describe_groups() -> Iterator[str]:
@@ -188,6 +189,20 @@ def _table(settings: Iterable[Setting], values: dict[str, Any]) -> Iterator[str]
         yield f"| `{setting.key}` | {_type(setting)} | {default} | {_cell(setting.text)} |"
 
 
+def _refusals(rules: list[Rule]) -> Iterator[str]:
+    if rules:
+        yield "\n## Refused together\n\n| settings | reason | fix |\n|---|---|---|"
+    yield from map(_row_of_rule, rules)
+
+
+def _row_of_rule(rule: Rule) -> str:
+    settings = (
+        f"`{name}` {refused.text}" if isinstance(refused, Condition) else f"`{name}={show_value(refused)}`"
+        for name, refused in rule.settings.items()
+    )
+    return f"| {_cell(', '.join(settings))} | {_cell(rule.why)} | {_cell(rule.fix)} |"
+
+
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         yield prefix + key, value
@@ -198,6 +213,8 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def _type(setting: Setting) -> str:
     """Return the type with the bounds of numbers; where none is set on purpose, the highest one is left out."""
     bounds = setting.bounds
+    if setting.choices:
+        return f"{setting.type}, one of {', '.join(f'`{choice}`' for choice in setting.choices)}"
     if bounds is None:
         return setting.type
     return f"{setting.type}, {replace(bounds, highest=None) if bounds.highest == LARGEST else bounds}"

@@ -6,9 +6,9 @@ import dataclasses
 import json
 import math
 import numbers
+import operator
 import os
-import string
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from harness.errors import ConfigError
@@ -93,26 +93,45 @@ def choices_of(field: dataclasses.Field[Any]) -> Collection[str] | None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Condition:
+    """Values of a setting: those that pass a test. `text` names them in the reference, such as `set`."""
+
+    text: str
+    test: Callable[[Any], bool]
+
+
+SET = Condition("set", bool)
+NOT_SET = Condition("not set", lambda value: not value)
+
+
+def other_than(*values: object) -> Condition:
+    """Return the condition that a setting has none of these values."""
+    return Condition(f"other than {' and '.join(map(show_value, values))}", lambda value: value not in values)
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
-    """A refusal of settings that depends on more than the bounds of one of them.
+    """Settings that are refused together.
 
     Attributes:
-        setting: dotted names of the settings, as users write them.
-        when: true for a configuration that is refused.
-        what, fix: texts of the error. `{name}` is a field or property of the configuration, `{parallel.ranks}` one
-            inside it, and `{found}` the value that `when` returned.
+        settings: dotted names as users write them, each with the value that is refused, or a `Condition` of it.
+        why: reason, which follows the settings and their values in the error.
+        fix: of the error.
     """
 
-    setting: str
-    when: Callable[[Any], object]
-    what: str
+    settings: Mapping[str, object]
+    why: str
     fix: str
 
-    def check(self, config: object) -> None:
-        """Raise ConfigError if the rule refuses a configuration."""
-        if found := self.when(config):
-            what, fix = (_Texts().vformat(text, (config,), {"found": found}) for text in (self.what, self.fix))
-            raise ConfigError(what, where=self.setting, fix=fix)
+    def check(self, config: object, section: str = "") -> None:
+        """Raise ConfigError if the settings of a configuration, or of a section of it, have these values."""
+        values = {name: operator.attrgetter(name.removeprefix(f"{section}."))(config) for name in self.settings}
+        for name, refused in self.settings.items():
+            is_met = refused.test(values[name]) if isinstance(refused, Condition) else values[name] == refused
+            if not is_met:
+                return
+        what = ", and ".join(f"{name} is {show_value(value)}" for name, value in values.items())
+        raise ConfigError(f"{what}: {self.why}", where=", ".join(values), fix=self.fix)
 
 
 def check_rules(config: object, rules: Iterable[Rule]) -> None:
@@ -129,12 +148,12 @@ class CheckedSettings:
     Attributes:
         section: dotted name of the settings; "" for the top.
         rules: refusals that depend on these settings alone.
-        later_rules: further refusals for the reference, which a method of the class checks.
+        job_rules: those that wait for a method of the class, before a job starts.
     """
 
     section: ClassVar[str] = ""
     rules: ClassVar[Sequence[Rule]] = ()
-    later_rules: ClassVar[Sequence[Rule]] = ()
+    job_rules: ClassVar[Sequence[Rule]] = ()
 
     def __init_subclass__(cls, *, section: str | None = None, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -147,7 +166,8 @@ class CheckedSettings:
             if (choices := choices_of(field)) is not None:
                 where = f"{self.section}.{field.name}" if self.section else field.name
                 require_choice(getattr(self, field.name), choices, setting=where)
-        check_rules(self, self.rules)
+        for rule in self.rules:
+            rule.check(self, self.section)
 
 
 def check_numbers(config: Any, section: str) -> None:
@@ -213,18 +233,13 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-class _Texts(string.Formatter):
-    """Format the text of a rule, with true, false and null as users write them, and lists without brackets."""
-
-    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Any) -> Any:
-        return kwargs["found"] if key == "found" else getattr(args[0], str(key))
-
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        if value is None or isinstance(value, bool):
-            return json.dumps(value)
-        if isinstance(value, list | tuple):
-            return ", ".join(map(str, value))
-        return super().format_field(value, format_spec)
+def show_value(value: object) -> str:
+    """Return a value as users write it, in short."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list | tuple):
+        value = ", ".join("{...}" if dataclasses.is_dataclass(item) else str(item) for item in value)
+    return str(value)[:80] or "empty"
 
 
 def _check(value: Any, bounds: Bounds, name: str, section: str) -> None:

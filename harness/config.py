@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,120 +25,22 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
+from harness.arguments import Options
 from harness.errors import ConfigError, HarnessError, exit_on_error
 from harness.launch.ranks import become_rank_of_slurm, bind_rank
-from harness.mistakes import SYNONYMS, KnownSettings, word_of
-from harness.paths import explain_path, is_dataset, is_there, suggest_recipe
+from harness.mistakes import KnownSettings
+from harness.paths import suggest_recipe
 from harness.plan import ModelConfig, PretrainConfig, RunConfig, SftConfig, read_hf_config
 from harness.plan.hf_config import complete_model, find_config
 from harness.printing import print_text
 from harness.settings import CONFIGS, nearest_name, render_settings
 from harness.storage import name_bus_errors
 
-__all__ = ["CONFIGS", "TRAINING", "ComposedRun", "Options", "compose_config", "compose_run", "hydra_entry"]
+__all__ = ["CONFIGS", "TRAINING", "ComposedRun", "compose_config", "compose_run", "hydra_entry"]
 
 T = TypeVar("T")
 # Recipes that train, and their settings.
 TRAINING: dict[str, type[RunConfig]] = {"sft": SftConfig, "pretrain": PretrainConfig}
-# Flags and the fields of `Options` that they set.
-_WITH_VALUE = {"--config-dir": "config_dir", "-cd": "config_dir", "--config-name": "config_name", "-cn": "config_name"}
-# Carried out by Hydra's own command line, with all other arguments.
-_HYDRA_FLAGS = ("--multirun", "-m", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
-# As errors name them: of every recipe, and of some.
-_FLAGS = ("--cfg", "--help", "--info", "--config-dir", "--config-name", "--multirun")
-_FLAGS_OF = {"prepare": ("--preview", "--overwrite")}
-_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-
-
-@dataclass(frozen=True)
-class Options:
-    """Arguments of a recipe: settings, and the flags that say where to compose them from.
-
-    Attributes:
-        overrides: `key=value` settings, as Hydra takes them.
-        config_dir: a user's own folder of YAML files, searched after `configs/`.
-        config_name: a file of either folder to compose in place of the recipe's own.
-        show: print the settings instead of running.
-        help: print how to change settings.
-        hydra_flags: flags that Hydra's own command line carries out, such as `--multirun` and `--cfg job`.
-    """
-
-    overrides: list[str] = field(default_factory=list)
-    config_dir: Path | None = None
-    config_name: str | None = None
-    show: bool = False
-    help: bool = False
-    hydra_flags: list[str] = field(default_factory=list)
-
-    @classmethod
-    def parse(cls, arguments: Sequence[str], *, where: str) -> Options:
-        """Split a command line into settings and flags.
-
-        Raises:
-            ConfigError: a flag is unknown, an argument is not a setting, or `--config-dir` names no folder.
-        """
-        overrides: list[str] = []
-        flags: list[str] = []
-        values: dict[str, Any] = {}
-        rest = list(arguments)
-        while rest:
-            argument = rest.pop(0)
-            name, equals, value = argument.partition("=")
-            if name == "--config-path":
-                raise ConfigError(f"{name} would replace every file", where=where, fix="--config-dir DIR adds one")
-            if name in ("-h", "--help"):
-                values["help"] = True
-            elif name in ("--cfg", "-c") and not equals and rest[:1] not in (["job"], ["hydra"], ["all"]):
-                values["show"] = True
-            elif name in ("--cfg", "-c"):
-                flags += [name, value if equals else rest.pop(0)]
-            elif name == "--overwrite":
-                overrides.append("data.overwrite=true")
-            elif name == "--preview":
-                number = _take_value(
-                    name, value if equals else None, rest, where=where, fix=f"{name} 3 shows three records"
-                )
-                if number.strip("0") == "":
-                    raise ConfigError("--preview 0 shows nothing", where=where, fix="omit it to prepare")
-                overrides.append(f"preview={number}")
-            elif name in _HYDRA_FLAGS:
-                flags.append(argument)
-                flags += [rest.pop(0)] if name in ("--info", "-i") and rest[:1] and rest[0] in _INFO else []
-            elif name in _WITH_VALUE:
-                taken = _take_value(name, value if equals else None, rest, where=where, fix=f"{name} VALUE")
-                values[_WITH_VALUE[name]] = taken
-            elif name.startswith("--") and (word := word_of(name)) in SYNONYMS:
-                # Refused with the settings, which name the one that is meant.
-                has_next = not equals and rest[:1] and "=" not in rest[0] and not rest[0].startswith("-")
-                overrides.append(f"{word}={rest.pop(0) if has_next else value or 'true'}")
-            elif name.startswith("-"):
-                flags_here = ", ".join(_FLAGS + _FLAGS_OF.get(where.rpartition(" ")[2], ()))
-                fix = f"settings are key=value; flags are {flags_here}"
-                raise ConfigError(f"unknown flag {name}", where=where, fix=fix)
-            elif not equals and not name.startswith("~"):
-                raise ConfigError(f"{name!r} is not a setting", where=where, fix=_fix_of_path(Path(name), where=where))
-            else:
-                overrides.append(argument)
-        folder = values.pop("config_dir", None)
-        if folder is not None and not Path(folder).is_dir():
-            raise ConfigError("there is no such folder", where=folder, fix="--config-dir names a folder of YAML files")
-        return cls(overrides, None if folder is None else Path(folder), hydra_flags=flags, **values)
-
-
-def _fix_of_path(path: Path, *, where: str) -> str:
-    """Return the fix for an argument that is no setting, and perhaps a path."""
-    prepares = where.endswith("prepare")
-    if not prepares and not is_dataset(path) and (explained := explain_path(path, expected="a dataset")):
-        return explained[1]
-    name = "source.path" if prepares else "data.path"
-    return "settings are key=value" + (f", such as {name}={path}" if is_there(path) else "")
-
-
-def _take_value(flag: str, value: str | None, rest: list[str], *, where: str, fix: str) -> str:
-    """Return the value of a flag, which is the next argument where it does not follow an equals sign."""
-    if value is None and not rest:
-        raise ConfigError(f"{flag} has no value", where=where, fix=fix)
-    return rest.pop(0) if value is None else value
 
 
 @dataclass(frozen=True)
@@ -320,8 +222,8 @@ def compose_run(
     return ComposedRun(f"harness.recipes.{name}", (*own, *arguments), config)
 
 
-def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | None]], Callable[..., None]]:
-    """Make `main(config)` the entry point of `python -m recipes.<name> [KEY=VALUE]...` and of the command `harness`.
+def hydra_entry(name: str, schema: type[T], main: Callable[[T], int | None]) -> Callable[..., None]:
+    """Return the entry point of `python -m recipes.<name> [KEY=VALUE]...` and of the command `harness`.
 
     The entry point takes a list of arguments; without one, those of the process.
 
@@ -331,32 +233,27 @@ def hydra_entry(name: str, schema: type[T]) -> Callable[[Callable[[T], int | Non
     traceback.
     """
 
-    def decorate(main: Callable[[T], int | None]) -> Callable[[], None]:
-        @functools.wraps(main)
-        def entry(arguments: Sequence[str] | None = None) -> None:
-            name_bus_errors()
-            with exit_on_error():
-                options = Options.parse(sys.argv[1:] if arguments is None else arguments, where=command_of(name))
-                if options.help:
-                    print_text((sys.modules[main.__module__].__doc__ or main.__doc__ or "").strip())
-                    print_text(_usage(KnownSettings(command_of(name), schema, _folders(options.config_dir))))
-                    return
-                if options.hydra_flags:
-                    _run_hydra(name, schema, main, options)
-                    return
-                folder, file = options.config_dir, options.config_name
+    @functools.wraps(main)
+    def entry(arguments: Sequence[str] | None = None) -> None:
+        name_bus_errors()
+        with exit_on_error():
+            options = Options.parse(sys.argv[1:] if arguments is None else arguments, where=command_of(name))
+            folder, file = options.config_dir, options.config_name
+            if options.help:
+                print_text((sys.modules[main.__module__].__doc__ or main.__doc__ or "").strip())
+                print_text(_usage(KnownSettings(command_of(name), schema, _folders(folder))))
+            elif options.hydra_flags:
+                _run_hydra(name, schema, main, options)
+            else:
                 config = compose_config(name, schema, options.overrides, config_dir=folder, config_name=file)
                 if options.show:
                     print_text(render_settings(config), end="")
                     return
                 bind_rank()
-                code = main(config)
-                if code:
+                if code := main(config):
                     sys.exit(code)
 
-        return entry
-
-    return decorate
+    return entry
 
 
 def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], options: Options) -> None:

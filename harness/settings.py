@@ -18,12 +18,12 @@ import textwrap
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
-from harness.checks import Bounds, bounds_of
+from harness.checks import Bounds, CheckedSettings, Rule, bounds_of, choices_of
 from harness.errors import FormatError, HarnessError
 from harness.printing import redact_all
 
@@ -44,6 +44,7 @@ class Setting(NamedTuple):
         default: plain value, or the text `required`.
         text: explanation from the docstring of the dataclass; empty if it has none.
         bounds: those of a number, or of each number in a list.
+        choices: texts that it may be; empty for any.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Setting(NamedTuple):
     default: Any
     text: str
     bounds: Bounds | None = None
+    choices: tuple[str, ...] = ()
 
 
 def explain_settings(schema: type[Any], *, prefix: str = "") -> list[Setting]:
@@ -66,11 +68,20 @@ def explain_settings(schema: type[Any], *, prefix: str = "") -> list[Setting]:
             default = to_plain(field.default)
         elif field.default_factory is not dataclasses.MISSING:
             default = to_plain(field.default_factory())
-        settings.append(Setting(key, _type_name(hint), default, texts.get(field.name, ""), bounds_of(field)))
+        text, choices = texts.get(field.name, ""), tuple(choices_of(field) or ())
+        settings.append(Setting(key, _type_name(hint), default, text, bounds_of(field), choices))
         for inner in typing.get_args(hint):
             if dataclasses.is_dataclass(inner) and isinstance(inner, type):
                 settings += explain_settings(inner, prefix=f"{key}[].")
     return settings
+
+
+def list_rules(schema: type[Any]) -> list[Rule]:
+    """List the rules of a dataclass of settings and of the dataclasses in it."""
+    rules = [*schema.rules, *schema.job_rules] if issubclass(schema, CheckedSettings) else []
+    hints = _hints(cast(Hashable, schema)).values()
+    inner = [hint for hint in hints if dataclasses.is_dataclass(hint) and isinstance(hint, type)]
+    return rules + [rule for each in inner for rule in list_rules(each)]
 
 
 def attribute_texts(schema: type[Any]) -> dict[str, str]:

@@ -31,4 +31,4 @@ def main(config: SftConfig) -> int:
 
 
 if __name__ == "__main__":
-    hydra_entry("sft", SftConfig)(main)()
+    hydra_entry("sft", SftConfig, main)()

@@ -318,7 +318,7 @@ def make_dataset(folder: Path, *, pack_size: int = 256) -> Path:
     return folder
 
 
-entry = hydra_entry("parity", ParityConfig)(main)
+entry = hydra_entry("parity", ParityConfig, main)
 
 if __name__ == "__main__":
     entry()

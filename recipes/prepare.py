@@ -19,7 +19,7 @@ def main(config: PrepareConfig) -> None:
         prepare(config)
 
 
-entry = hydra_entry("prepare", PrepareConfig)(main)
+entry = hydra_entry("prepare", PrepareConfig, main)
 
 if __name__ == "__main__":
     entry()

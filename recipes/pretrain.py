@@ -22,7 +22,7 @@ def main(config: PretrainConfig) -> int:
     return run_training(config, open_pretraining)
 
 
-entry = hydra_entry("pretrain", PretrainConfig)(main)
+entry = hydra_entry("pretrain", PretrainConfig, main)
 
 if __name__ == "__main__":
     entry()

@@ -22,7 +22,7 @@ def main(config: SftConfig) -> int:
     return run_training(config, open_fine_tuning)
 
 
-entry = hydra_entry("sft", SftConfig)(main)
+entry = hydra_entry("sft", SftConfig, main)
 
 if __name__ == "__main__":
     entry()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from harness.checks import bounded, check_numbers, require_choice
+from harness.checks import CheckedSettings, bounded, one_of, require_choice
 from harness.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(CheckedSettings):
     """Sizes and places of one run of a bench; `Bench.full` and `Bench.quick` are the presets of each.
 
     Attributes:
@@ -39,8 +39,8 @@ class Sizes:
 
     path: str = ""
     out: str = ""
-    device: str = "auto"
-    size: str = "full"
+    device: str = one_of("auto", ("auto", "cpu", "cuda"))
+    size: str = one_of("full", ("full", "tiny"))
     parts: tuple[str, ...] = ()
     packs: int = bounded(1, lowest=1)
     pack_size: int = bounded(4096, lowest=8)
@@ -58,11 +58,6 @@ class Sizes:
     peak_tflops: float = bounded(0.0, lowest=0, highest=1_000_000_000)
     part_limit_s: float = bounded(480.0, lowest=0, highest=86_400)
     total_limit_s: float = bounded(0.0, lowest=0, highest=86_400)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-        require_choice(self.device, ("auto", "cpu", "cuda"), setting="device")
-        require_choice(self.size, ("full", "tiny"), setting="size")
 
     @property
     def is_tiny(self) -> bool:

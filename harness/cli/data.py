@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.checks import bounded, check_numbers
+from harness.checks import CheckedSettings, bounded
 from harness.cli.indexed import describe_pair_checks, find_checks
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, FormatError, Problem
@@ -39,7 +39,7 @@ Format = Annotated[str, typer.Argument(metavar="FORMAT", help=f"one of {', '.joi
 
 
 @dataclass
-class StoredPacks:
+class StoredPacks(CheckedSettings, section="data"):
     """Settings of the packs that are written.
 
     Attributes:
@@ -49,9 +49,6 @@ class StoredPacks:
 
     pack_size: int | None = bounded(None, lowest=2)
     packs_per_shard: int | None = bounded(None, lowest=1)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "data")
 
 
 @dataclass
@@ -75,7 +72,7 @@ class ImportSettings:
 
 
 @dataclass
-class PlannedPacks:
+class PlannedPacks(CheckedSettings, section="data"):
     """Settings that turn sequences into packs.
 
     Attributes:
@@ -88,9 +85,6 @@ class PlannedPacks:
     algorithm: str = "best_fit_decreasing"
     seed: int = bounded(0, highest=2**63 - 1)
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "data")
-
 
 @dataclass
 class RepackSettings:
@@ -100,7 +94,7 @@ class RepackSettings:
 
 
 @dataclass
-class InspectSettings:
+class InspectSettings(CheckedSettings):
     """Settings of `harness inspect`: the tokenizer of a dataset, if it names none; with --raw, those of a preparation.
 
     Attributes:
@@ -111,9 +105,6 @@ class InspectSettings:
     source: SourceConfig = field(default_factory=SourceConfig)
     data: PackingConfig = field(default_factory=PackingConfig)
     preview: int = bounded(3, lowest=1, highest=1_000_000)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
 
 
 @data_app.command(cls=class_of(InspectSettings))

@@ -122,15 +122,15 @@ def _divide(model: str, chats: str, out: Path, settings: Sequence[str]) -> _Stag
     """
     known = KnownSettings("harness prepare", PrepareConfig, [CONFIGS])
     stages = _Stages(out, [f"source.path={chats}", f"tokenizer.name={model}"], [f"model.init_from={model}"])
-    for text in settings:
+    for text in ("data.overwrite=true" if text == "--overwrite" else text for text in settings):
         key, _, value = text.partition("=")
-        if text.startswith("-") and text != "--overwrite":
+        if text.startswith("-"):
             fix = "`harness prepare`, `plan` and `train sft` take flags; here, settings are key=value"
             raise ConfigError(f"harness sft has no flag {key}", where=text, fix=fix)
         if (why := _CHOSEN.get(key)) is not None:
             raise ConfigError(f"harness sft sets {key} itself", where=text, fix=f"leave it out: {why}")
         is_file = key in known.groups and value in known.files(key)
-        (stages.prepare if key in known.types or is_file or text == "--overwrite" else stages.train).append(text)
+        (stages.prepare if key in known.types or is_file else stages.train).append(text)
     stages.prepare.append(f"data.path={stages.data}")
     stages.train.extend([f"data.path={stages.data}", f"run_dir={stages.run}"])
     return stages
@@ -141,12 +141,11 @@ def _check(stages: _Stages) -> list[int]:
 
     Adds the number of ranks, and that packs are no longer than the model's positions, where they are not set.
     """
-    from harness.config import Options, compose_config, compose_run
+    from harness.config import compose_config, compose_run
 
-    options = Options.parse(stages.train, where="harness sft")
     names = KnownSettings("", PrepareConfig, [CONFIGS]).types
-    run = compose_run("sft", options.overrides, config_dir=options.config_dir, also=names).config
-    prepare = compose_config("prepare", PrepareConfig, Options.parse(stages.prepare, where="harness sft").overrides)
+    run = compose_run("sft", stages.train, also=names).config
+    prepare = compose_config("prepare", PrepareConfig, stages.prepare)
     positions = run.model.max_sequence_length
     is_sized = any(text.partition("=")[0] in ("data.pack_size", "data") for text in stages.prepare)
     if not is_sized and prepare.data.pack_size > positions:
@@ -169,15 +168,14 @@ def plan_layout(settings: Sequence[str], gpus: Sequence[int]) -> tuple[list[str]
         settings: of the training; a layout among them stays.
         gpus: bytes of each.
     """
-    from harness.config import Options, compose_run
+    from harness.config import compose_run
     from harness.plan.search import search_layouts
     from harness.plan.work import Machine
 
     keys = {text.partition("=")[0] for text in settings}
     layout: list[str] = []
     if not any(key.split(".")[0] == "parallel" for key in keys - {"parallel.ranks"}):
-        options = Options.parse(settings, where="harness sft")
-        run = compose_run("sft", options.overrides, config_dir=options.config_dir).config
+        run = compose_run("sft", settings).config
         found = search_layouts(run, machine=Machine(ranks=max(len(gpus), 1)), packs=None, gpu_bytes=min(gpus))
         # Where none fits, the plan of the settings says how much is missing.
         layout = [text for text in (found.fitting or [found.smallest])[0].overrides if text.split("=")[0] not in keys]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.checks import bounded, check_numbers
+from harness.checks import CheckedSettings, bounded
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, Problem
 from harness.printing import print_line
@@ -32,7 +32,7 @@ Prefix = Annotated[str, typer.Argument(metavar="DST", help="the pair to write: X
 
 
 @dataclass
-class TokenRows:
+class TokenRows(CheckedSettings, section="data"):
     """Rows of the token shards.
 
     Attributes:
@@ -45,12 +45,9 @@ class TokenRows:
     eod: int | None = bounded(None)
     empty: str = "drop"
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "data")
-
 
 @dataclass
-class Vocabulary:
+class Vocabulary(CheckedSettings, section="tokenizer"):
     """The tokenizer that made the ids.
 
     Attributes:
@@ -59,12 +56,9 @@ class Vocabulary:
 
     vocab_size: int | None = bounded(None, lowest=1)
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "tokenizer")
-
 
 @dataclass
-class TokenSettings:
+class TokenSettings(CheckedSettings):
     """Settings of `harness indexed convert`."""
 
     data: TokenRows = field(default_factory=TokenRows)
@@ -87,9 +81,6 @@ class FamilySettings(TokenSettings):
 
     split: dict[str, float] = bounded(default_factory=dict, lowest=0, highest=10**12)
     shards: dict[str, list[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.checks import bounded, check_numbers
+from harness.checks import CheckedSettings, bounded
 from harness.cli.settings import AsJson, class_of, complete_names, list_experiments, print_json
 from harness.errors import ConfigError, HarnessError
 from harness.launch.cluster import SubmitConfig
@@ -21,6 +21,7 @@ from harness.settings import explain_settings, render_settings, to_plain
 from harness.tables import Table
 
 if TYPE_CHECKING:
+    from harness.arguments import Options
     from harness.plan import RunConfig
     from harness.plan.catalog import ModelReport
     from harness.plan.search import LayoutSearch
@@ -32,7 +33,7 @@ _ASSUMED_PACKS = 100_000
 
 
 @dataclass
-class AssumedData:
+class AssumedData(CheckedSettings, section="data"):
     """Packs that do not exist yet.
 
     Attributes:
@@ -41,12 +42,9 @@ class AssumedData:
 
     pack_size: int = bounded(8192, lowest=2)
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "data")
-
 
 @dataclass
-class PlanSettings:
+class PlanSettings(CheckedSettings):
     """Settings of `harness plan`; `gpus`, or `parallel.ranks` of the recipe, are those of all nodes, 8 by default.
 
     Attributes:
@@ -82,9 +80,6 @@ class PlanSettings:
     top: int = bounded(10, lowest=1, highest=1_000_000)
     rehearse: bool = False
     data: AssumedData = field(default_factory=AssumedData)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
 
 
 @launch_app.command()
@@ -159,12 +154,12 @@ def plan(
 
     `harness plan auto model=llama3_8b parallel.ranks=8` lists the layouts of a model that fit, the fastest first.
     """
-    from harness.config import Options, compose_run
+    from harness.config import compose_run
     from harness.plan.run_plan import AssumedPacks, plan_run
     from harness.plan.search import search_layouts
 
     settings: PlanSettings = context.obj[0]
-    options = Options.parse(context.obj[1], where="harness plan")
+    options: Options = context.obj[1]
     names = [setting.key for setting in explain_settings(PlanSettings)]
     searches = experiment == "auto"
     config = compose_run(
@@ -307,15 +302,14 @@ def submit(
     Settings of the job are nodes=N, cluster=NAME (a file of configs/cluster), cluster.KEY=VALUE and run_dir=DIR, which
     resumes a run; all others are those of the recipe.
     """
-    from harness.config import Options, compose_config, compose_run
+    from harness.config import compose_config, compose_run
     from harness.launch.queue import read_excluded
     from harness.launch.script import render
     from harness.launch.submit import check_arguments, plan_job, refuse_second_job, submit_job
     from harness.plan.search import check_memory
 
-    own, rest = context.obj
-    check_arguments([*own, *rest])
-    options = Options.parse(rest, where="harness submit")
+    own, options = context.obj
+    check_arguments([*own, *options.overrides])
     job_settings = compose_config("submit", SubmitConfig, own, config_dir=options.config_dir)
     cluster = job_settings.cluster
     names = [setting.key for setting in explain_settings(SubmitConfig)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
+from harness.checks import LONGEST_S, SET, CheckedSettings, Rule, bounded, one_of
 from harness.cli.settings import AsJson, class_of, print_json
 from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
@@ -33,7 +33,7 @@ Folder = Annotated[str, typer.Argument(metavar="DIR", help="the folder of chunks
 
 
 @dataclass
-class ChunkSettings:
+class ChunkSettings(CheckedSettings, section="chunks"):
     """The input and the chunks made from it.
 
     Attributes:
@@ -45,21 +45,16 @@ class ChunkSettings:
         keep: newest completed chunks that are not deleted.
     """
 
-    kind: str = "chat"
-    format: str = "jsonl"
+    kind: str = one_of("chat", ("chat", "packs"))
+    format: str = one_of("jsonl", ("jsonl", "parquet"))
     rows: int = bounded(1000, lowest=1)
     flush_s: float = bounded(60.0, lowest=0, highest=LONGEST_S)
     max_waiting: int = bounded(16, lowest=1)
     keep: int = bounded(4)
 
-    def __post_init__(self) -> None:
-        require_choice(self.kind, ("chat", "packs"), setting="chunks.kind")
-        require_choice(self.format, ("jsonl", "parquet"), setting="chunks.format")
-        check_numbers(self, "chunks")
-
 
 @dataclass
-class LivePacks:
+class LivePacks(CheckedSettings, section="data"):
     """Packs made from the conversations.
 
     Attributes:
@@ -68,15 +63,11 @@ class LivePacks:
     """
 
     pack_size: int = bounded(4096, lowest=2)
-    over_long: str = "drop"
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "data")
-        require_choice(self.over_long, OVER_LONG, setting="data.over_long")
+    over_long: str = one_of("drop", OVER_LONG)
 
 
 @dataclass
-class ProduceSource:
+class ProduceSource(CheckedSettings, section="source"):
     """The conversations.
 
     Attributes:
@@ -89,16 +80,12 @@ class ProduceSource:
     columns: dict[str, str] = field(default_factory=dict)
     ignore_fields: list[str] = field(default_factory=list)
     drop_media: bool = False
-    tool_calls: str = "given"
-    on_bad: str = "refuse"
-
-    def __post_init__(self) -> None:
-        require_choice(self.tool_calls, TOOL_CALLS, setting="source.tool_calls")
-        require_choice(self.on_bad, ("refuse", "skip"), setting="source.on_bad")
+    tool_calls: str = one_of("given", TOOL_CALLS)
+    on_bad: str = one_of("refuse", ("refuse", "skip"))
 
 
 @dataclass
-class ProduceSettings:
+class ProduceSettings(CheckedSettings):
     """Settings of `harness live produce`.
 
     Attributes:
@@ -110,14 +97,18 @@ class ProduceSettings:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     source: ProduceSource = field(default_factory=ProduceSource)
 
-    def __post_init__(self) -> None:
-        if self.tokenizer.train_on == "weighted":
-            what, fix = "live data has no weights of tokens", "omit it; `harness prepare` stores weights"
-            raise ConfigError(what, where="tokenizer.train_on", fix=fix)
-        if self.tokenizer.name and self.chunks.kind == "packs":
-            raise ConfigError(
-                "packs are tokenized already", where="tokenizer.name", fix="omit it, or set chunks.kind=chat"
-            )
+    rules = (
+        Rule(
+            {"tokenizer.train_on": "weighted"},
+            "live data has no weights of tokens",
+            "omit tokenizer.train_on; `harness prepare` stores weights",
+        ),
+        Rule(
+            {"tokenizer.name": SET, "chunks.kind": "packs"},
+            "packs are tokenized already",
+            "omit tokenizer.name, or set chunks.kind=chat",
+        ),
+    )
 
 
 @live_app.command(cls=class_of(ProduceSettings))

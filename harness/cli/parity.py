@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from harness.checks import bounded, check_numbers
+from harness.checks import CheckedSettings, bounded
 from harness.cli.runs import recipe_entry
 from harness.cli.settings import AsJson, class_of, print_json
 from harness.errors import ConfigError, HarnessError, os_errors_as
@@ -145,7 +145,7 @@ def summarize(
 
 
 @dataclass
-class LossTolerance:
+class LossTolerance(CheckedSettings, section="tolerance"):
     """Difference that still counts as the same.
 
     Attributes:
@@ -154,9 +154,6 @@ class LossTolerance:
     """
 
     loss: float = bounded(Tolerances().loss, lowest=0, highest=1)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "tolerance")
 
 
 @dataclass

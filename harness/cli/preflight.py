@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.checks import LONGEST_S, bounded, check_numbers
+from harness.checks import LONGEST_S, CheckedSettings, bounded
 from harness.cli.settings import class_of
 from harness.errors import ConfigError
 from harness.launch.cluster import ClusterConfig
@@ -73,7 +73,7 @@ class ProbeSettings:
 
 
 @dataclass
-class JudgeSettings:
+class JudgeSettings(CheckedSettings):
     """Settings of `harness preflight judge`.
 
     Attributes:
@@ -89,9 +89,6 @@ class JudgeSettings:
     tasks_per_node: int = bounded(1, lowest=1)
     code: str = ""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
 
 
 @preflight_app.command(cls=class_of(ProbeSettings))

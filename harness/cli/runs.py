@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from harness.checks import bounded, check_numbers, require_cores
+from harness.checks import CheckedSettings, bounded, require_cores
 from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names
 from harness.errors import ConfigError, HarnessError
 from harness.paths import is_run, is_there, suggest_recipe
@@ -40,7 +40,7 @@ Arguments = Annotated[
 
 
 @dataclass
-class ChatSettings:
+class ChatSettings(CheckedSettings):
     """Settings of `harness chat`.
 
     Attributes:
@@ -55,12 +55,9 @@ class ChatSettings:
     temperature: float = bounded(0.0, lowest=0, highest=1000)
     seed: int = bounded(0)
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-
 
 @dataclass
-class RequeueLimits:
+class RequeueLimits(CheckedSettings, section="cluster"):
     """Limits of a cluster.
 
     Attributes:
@@ -69,12 +66,9 @@ class RequeueLimits:
 
     max_same_failures: int = bounded(3, lowest=1)
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "cluster")
-
 
 @dataclass
-class RequeueSettings:
+class RequeueSettings(CheckedSettings):
     """Settings of `harness requeue`.
 
     Attributes:
@@ -85,9 +79,6 @@ class RequeueSettings:
     exit_code: int = bounded(lowest=-255, highest=255)
     restart: bool = False
     cluster: RequeueLimits = field(default_factory=RequeueLimits)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
 
 
 @runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})
@@ -108,26 +99,27 @@ def train(
 
     Prints the settings of the recipe with `harness train sft --cfg`.
     """
-    from harness.config import TRAINING, Options, compose_run
+    from harness.arguments import Options
+    from harness.config import TRAINING, compose_run
     from harness.launch.local import start_ranks
     from harness.launch.ranks import become_rank_of_slurm
 
     if recipe not in TRAINING:
         fix = f"{suggest_recipe(recipe)}one of {', '.join(TRAINING)}"
         raise ConfigError(f"there is no recipe {recipe!r}", where="harness train", fix=fix)
+    options = Options.parse(arguments or [], where=f"harness train {recipe}")
     # Settings are printed on any machine.
-    is_shown = {"--cfg", "-c", "--info", "-i"} & {argument.partition("=")[0] for argument in arguments or []}
+    is_shown = options.show or any(flag.startswith(("--cfg", "-c", "--info", "-i")) for flag in options.hydra_flags)
     missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
     if missing and not is_shown:
         what = f"training needs {' and '.join(missing)}, not installed here"
         raise HarnessError(what, where=sys.executable, fix="pip install 'megatron-sft-harness[train]'")
     if ranks is None and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
-        ranks = _local_ranks(arguments or [])
+        ranks = _local_ranks(options.overrides)
     if ranks is None or is_shown:
         become_rank_of_slurm()
         recipe_entry(recipe)(arguments or [])
         return
-    options = Options.parse(arguments or [], where=f"harness train {recipe}")
     if not (options.hydra_flags or options.config_name or options.help):
         # Refused once and here, not by every rank and their launcher.
         compose_run(recipe, options.overrides, config_dir=options.config_dir)
@@ -228,9 +220,9 @@ def requeue(
     raise typer.Exit(0 if decision.requeue else 1)
 
 
-def _local_ranks(arguments: list[str]) -> int | None:
+def _local_ranks(settings: list[str]) -> int | None:
     """Return the number that `parallel.ranks` is set to, None where it is not set or is no number."""
-    values = [text.partition("=")[2] for text in arguments if text.startswith("parallel.ranks=")]
+    values = [text.partition("=")[2] for text in settings if text.startswith("parallel.ranks=")]
     return int(values[-1]) if values and values[-1].isdigit() and int(values[-1]) > 0 else None
 
 

@@ -10,7 +10,6 @@ import csv
 import dataclasses
 import functools
 import json
-import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +21,9 @@ from click.shell_completion import CompletionItem
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperCommand
 
+from harness.arguments import SETTING, Options
 from harness.errors import ConfigError
-from harness.mistakes import SYNONYMS, KnownSettings, suggest_setting, word_of
+from harness.mistakes import KnownSettings, suggest_setting, word_of
 from harness.printing import open_console, print_line, print_text, redact_all
 from harness.settings import CONFIGS, REQUIRED, explain_settings
 from harness.tables import Table
@@ -33,8 +33,6 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the destin
 T = TypeVar("T")
 # Those that train.
 RECIPES = ("sft", "pretrain")
-_ASSIGNMENT = re.compile(r"([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-_CHANGE_OF_HYDRA = re.compile(r"(\+{1,2}|~)(?=[A-Za-z_][\w.]*(=|$))")
 _MAP = "map of "
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _SCALARS: dict[str, Callable[[str], Any]] = {
@@ -44,8 +42,6 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
     "bool": lambda text: _BOOLEANS[text.lower()],
     "str": lambda text: text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text,
 }
-# Flags of a recipe that take a value.
-_WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn")
 
 
 class SettingsCommand(TyperCommand):
@@ -53,8 +49,8 @@ class SettingsCommand(TyperCommand):
 
     Attributes:
         schema: dataclass of the settings.
-        takes_recipe: arguments that are not the command's own are those of a recipe; `context.obj` is then a pair of
-            the filled schema and this list.
+        takes_recipe: settings and flags that are not the command's own are those of a recipe; `context.obj` is then a
+            pair of the filled schema and these.
         is_composed: the command composes its own settings from files; they stay a list of `key=value`.
     """
 
@@ -63,55 +59,36 @@ class SettingsCommand(TyperCommand):
     is_composed = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own, settings, recipe = self._divide(args)
+        if ctx.resilient_parsing:  # for the completion of the shell
+            return super().parse_args(ctx, [word for word in args if "=" not in word])
+        switches = {name for param in self.params for name in param.opts if name.startswith("-")} | {"--help"}
+        num_names = 1 if self.takes_recipe else None
+        options = Options.parse(args, where=ctx.command_path, switches=switches, num_names=num_names)
+        settings = options.overrides
+        if self.takes_recipe:
+            settings = [text for text in options.overrides if self._is_own(text.partition("=")[0])]
+            options.overrides = [text for text in options.overrides if text not in settings]
         # A recipe prints its settings itself, together with those of the command.
-        if not ctx.resilient_parsing and ("--cfg" in own or ("--cfg" in recipe and not _names(own))):
+        if options.show and not (self.takes_recipe and options.names):
             if not self.is_composed:
                 types = {setting.key: setting.type for setting in explain_settings(self.schema)}
                 for text in settings:
                     _parse_assignment(text, types, ctx.command_path)
             open_console().print(self._settings_table(settings).to_terminal())
             ctx.exit()
-        unparsed: list[str] = super().parse_args(ctx, own)
-        if not ctx.resilient_parsing:
-            filled: Any = settings
-            if not self.is_composed:
-                filled = parse_settings(self.schema, settings, command=ctx.command_path)
-            ctx.obj = (filled, recipe) if self.takes_recipe else filled
+        unparsed: list[str] = super().parse_args(ctx, options.names)
+        filled: Any = settings
+        if not self.is_composed:
+            filled = parse_settings(self.schema, settings, command=ctx.command_path)
+        ctx.obj = (filled, options) if self.takes_recipe else filled
         return unparsed
 
-    def _divide(self, arguments: list[str]) -> tuple[list[str], list[str], list[str]]:
-        """Divide a command line into names and switches, the command's settings, and arguments of the recipe."""
-        keys = [setting.key for setting in explain_settings(self.schema)]
+    def _is_own(self, key: str) -> bool:
+        """Return whether a setting is the command's own, and not the recipe's."""
+        keys = {setting.key for setting in explain_settings(self.schema)}
         # A recipe may have settings of the same section; settings of a composed section are all the command's own.
-        own_roots = {key.partition(".")[0] for key in keys} if self.is_composed or not self.takes_recipe else set()
-        switches = {name for param in self.params for name in param.opts if name.startswith("-")} | {"--help"}
-        own: list[str] = []
-        settings: list[str] = []
-        recipe: list[str] = []
-        rest = list(arguments)
-        while rest:
-            argument = rest.pop(0)
-            name, equals, _ = argument.partition("=")
-            if argument in switches:
-                own.append(argument)
-            elif argument == "data.overwrite=true" and "--overwrite" in switches:
-                own.append("--overwrite")
-            elif not self.takes_recipe and name.startswith("--") and name not in switches and word_of(name) in SYNONYMS:
-                # Refused with the settings, which name the one that is meant.
-                settings.append(argument if equals or not rest else f"{name}={rest.pop(0)}")
-            elif (
-                _ASSIGNMENT.fullmatch(argument) and (name in keys or name.partition(".")[0] in own_roots)
-                if self.takes_recipe
-                else _ASSIGNMENT.fullmatch(argument) or _CHANGE_OF_HYDRA.match(argument)
-            ):
-                settings.append(argument)
-            elif self.takes_recipe and (_names(own) or equals or name.startswith("-")):
-                recipe.append(argument)
-                recipe += [rest.pop(0)] if argument in _WITH_VALUE and rest else []
-            else:
-                own.append(argument)
-        return own, settings, recipe
+        roots = {own.partition(".")[0] for own in keys} if self.is_composed else set()
+        return key in keys or key.partition(".")[0] in roots
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         keys = complete_keys(self.schema, incomplete)
@@ -134,10 +111,11 @@ class SettingsCommand(TyperCommand):
     def _settings_table(self, given: Sequence[str]) -> Table:
         values = dict(text.split("=", 1) for text in given)
         rows = []
-        for key, kind, default, text, _ in explain_settings(self.schema):
-            if "[]" not in key:
-                shown = "null" if default is None else json.dumps(default) if kind == "bool" else str(default)
-                rows.append((key, values.get(key, shown), text))
+        for setting in explain_settings(self.schema):
+            if "[]" not in setting.key:
+                default = setting.default
+                shown = json.dumps(default) if default is None or isinstance(default, bool) else str(default)
+                rows.append((setting.key, values.get(setting.key, shown), setting.text))
         return Table(("setting", "value", "meaning"), rows)
 
 
@@ -201,19 +179,18 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
 
 def _parse_assignment(argument: str, types: Mapping[str, str], command: str) -> tuple[str, str, str]:
     """Return the key of a `key=value`, the setting that it belongs to (a map has many keys), and the value."""
-    change = _CHANGE_OF_HYDRA.match(argument)
-    match = _ASSIGNMENT.fullmatch(argument[change.end() :] if change else argument)
-    if match is None:
+    match = SETTING.fullmatch(argument)
+    if match is None or match[3] is None:
         word, _, text = argument.partition("=")
         fix = f"{suggest_setting(word_of(word), text, types)}write settings as key=value"
         raise ConfigError(f"{argument!r} is not a setting", where=command, fix=fix)
-    key, text = match.groups()
+    change, key, text = match.groups()
     name = next((name for name in types if types[name].startswith(_MAP) and key.startswith(f"{name}.")), key)
     if name not in types:
         fix = f"{suggest_setting(key, text, types)}`{command} --cfg` prints every setting"
         raise ConfigError(f"unknown setting {key!r}", where=command, fix=fix)
     if change is not None:
-        what = f"{change[0]} changes the groups of a recipe, and {key} is a setting of this command"
+        what = f"{change} changes the groups of a recipe, and {key} is a setting of this command"
         raise ConfigError(what, where=argument, fix=f"{key}={text}")
     return key, name, text
 
@@ -237,10 +214,6 @@ def _fill(schema: Any, tree: Mapping[str, Any], base: Any) -> Any:
         for name, value in tree.items()
     }
     return schema(**values) if base is None else dataclasses.replace(base, **values)
-
-
-def _names(arguments: list[str]) -> list[str]:
-    return [argument for argument in arguments if not argument.startswith("-")]
 
 
 @contextmanager

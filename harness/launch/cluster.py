@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
+from harness.checks import LONGEST_S, NOT_SET, SET, CheckedSettings, Rule, bounded, one_of
 from harness.errors import ConfigError, os_errors_as
 from harness.printing import one_line, printable
 
@@ -26,7 +26,7 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 
 
 @dataclass
-class PreflightConfig:
+class PreflightConfig(CheckedSettings, section="cluster.preflight"):
     """Requirements that every node has to meet before the first step.
 
     Attributes:
@@ -60,12 +60,9 @@ class PreflightConfig:
     exclude_failed: bool = True
     same_code: bool = True
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "cluster.preflight")
-
 
 @dataclass
-class ClusterConfig:
+class ClusterConfig(CheckedSettings, section="cluster"):
     """Settings of one cluster: its Slurm options, its launcher, its environment.
 
     Attributes:
@@ -129,7 +126,7 @@ class ClusterConfig:
     memory: str = ""
     exclusive: bool = False
     sbatch: list[str] = field(default_factory=list)
-    launcher: str = "srun"
+    launcher: str = one_of("srun", LAUNCHERS)
     python: str = ""
     image: str = ""
     mounts: list[str] = field(default_factory=list)
@@ -146,10 +143,20 @@ class ClusterConfig:
     max_same_failures: int = bounded(3, lowest=1)
     restarts: int = bounded(0, highest=1000)
     spares: int = bounded(0, highest=1000)
-    successor: str = "none"
+    successor: str = one_of("none", SUCCESSORS)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
 
+    rules = tuple(
+        Rule(
+            {f"cluster.{name}": SET, "cluster.image": NOT_SET},
+            "without an image there is no container",
+            "set cluster.image",
+        )
+        for name in ("mounts", "container_name", "container_writable")
+    )
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         quoted = dict.fromkeys(("python", "image", "mounts", "env"), check_quoted)
         directives = dict.fromkeys((*SBATCH_NAMES, "sbatch", "workdir"), check_directive)
         check_texts(self, "cluster.", {**quoted, **directives, "setup": check_lines, "master_addr": _check_address})
@@ -157,7 +164,6 @@ class ClusterConfig:
             raise ConfigError(
                 f"time is {self.time!r}", where="cluster.time", fix="minutes, HH:MM:SS or DAYS-HH:MM:SS, in quotes"
             )
-        check_numbers(self, "cluster")
         if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
             raise ConfigError(
                 f"{self.ranks_per_node} ranks per node on {self.gpus_per_node} GPUs",
@@ -171,8 +177,6 @@ class ClusterConfig:
                 where="cluster.signal_lead_s, cluster.time",
                 fix="raise the time limit, or lower cluster.signal_lead_s to what one step and one checkpoint take",
             )
-        require_choice(self.launcher, LAUNCHERS, setting="cluster.launcher")
-        require_choice(self.successor, SUCCESSORS, setting="cluster.successor")
         # A colon or a comma would end it in the list of mounts.
         if self.local_dir and not re.fullmatch(r"/+[^:,/][^:,]*", self.local_dir):
             what = f"{self.local_dir!r} is not a folder of its own"
@@ -183,14 +187,10 @@ class ClusterConfig:
         for variable in self.env:
             if not _VARIABLE.fullmatch(variable):
                 raise ConfigError(f"{variable!r} is not a variable name", where="cluster.env", fix="write NAME: value")
-        for name in ("mounts", "container_name", "container_writable"):
-            if getattr(self, name) and not self.image:
-                what = "there are mounts but no image" if name == "mounts" else f"{name} is set, and there is no image"
-                raise ConfigError(what, where=f"cluster.{name}", fix="set cluster.image")
 
 
 @dataclass
-class SubmitConfig:
+class SubmitConfig(CheckedSettings):
     """Settings of `harness submit` that do not belong to the experiment.
 
     Attributes:
@@ -202,9 +202,6 @@ class SubmitConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     nodes: int = bounded(1, lowest=1, highest=100_000)
     run_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
 
 
 def time_limit_s(text: str) -> int:

@@ -6,12 +6,12 @@ import os
 import sys
 from dataclasses import dataclass
 
-from harness.checks import LONGEST_S, bounded, check_numbers
+from harness.checks import LONGEST_S, CheckedSettings, bounded
 from harness.errors import ConfigError, LoaderError
 
 
 @dataclass
-class LoaderConfig:
+class LoaderConfig(CheckedSettings, section="loader"):
     """Settings of how packs are read.
 
     Attributes:
@@ -45,7 +45,7 @@ class LoaderConfig:
     allow_other_data: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self, "loader")
+        super().__post_init__()
         if self.start_method not in (None, "fork", "spawn", "forkserver"):
             raise ConfigError(
                 f"there is no start method {self.start_method!r}",

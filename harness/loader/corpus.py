@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.checks import bounded, check_numbers
+from harness.checks import CheckedSettings, bounded
 from harness.errors import ConfigError
 from harness.loader.blend import check_sources
 from harness.storage import is_uri
@@ -46,7 +46,7 @@ class SplitSources:
 
 
 @dataclass
-class CorpusConfig:
+class CorpusConfig(CheckedSettings, section="data"):
     """Settings of the data to pretrain on, as Megatron-Core's GPTDataset and BlendedDataset read it.
 
     Attributes:
@@ -106,7 +106,7 @@ class CorpusConfig:
     per_dataset_sequences_path: str | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data")
+        super().__post_init__()
         self._check_sources()
         if self.block_documents is None and self.window_blocks != _WINDOW_BLOCKS:
             raise ConfigError(

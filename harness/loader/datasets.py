@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
+from harness.checks import LONGEST_S, CheckedSettings, bounded, one_of
 from harness.errors import ConfigError
 from harness.formats import PackReader, Provenance, holds_manifest, open_dataset
 from harness.formats.opening import holds_dataset
@@ -57,7 +57,7 @@ class LiveSource:
 
 
 @dataclass
-class LiveConfig:
+class LiveConfig(CheckedSettings, section="data.live"):
     """Settings of chunks that are read while they are written.
 
     Attributes:
@@ -90,19 +90,16 @@ class LiveConfig:
     window_sequences: int | None = bounded(None, lowest=1, highest=10**9)
     pack_size: int = bounded(4096, lowest=MIN_SEQUENCE_TOKENS)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    over_long: str = "drop"
-    on_bad: str = "refuse"
+    over_long: str = one_of("drop", OVER_LONG)
+    on_bad: str = one_of("refuse", ("refuse", "skip"))
     open_packs: int = bounded(16, lowest=1, highest=1_000_000)
     timeout_s: float = bounded(1800.0, above=0, highest=LONGEST_S)
     require_ready: bool = True
     settle_s: float = bounded(5.0, lowest=0, highest=LONGEST_S)
-    completed: str = "trained"
+    completed: str = one_of("trained", ("trained", "read"))
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.live")
-        require_choice(self.completed, ("trained", "read"), setting="data.live.completed")
-        require_choice(self.over_long, OVER_LONG, setting="data.live.over_long")
-        require_choice(self.on_bad, ("refuse", "skip"), setting="data.live.on_bad")
+        super().__post_init__()
         check_sources(self.blend, "data.live.blend")
         if twice := [path for path, times in Counter(map(os.path.normpath, self.folders)).items() if times > 1]:
             raise ConfigError(

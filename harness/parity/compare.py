@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.checks import bounded, check_numbers
+from harness.checks import CheckedSettings, bounded
 from harness.errors import FormatError
 from harness.parity.locate import Recorded, data_difference, placement_difference
 from harness.parity.result import Check, Difference
@@ -20,7 +20,7 @@ EXPERTS = ("load", "worst_load", "entropy", "aux_loss", "bias")
 
 
 @dataclass
-class Tolerances:
+class Tolerances(CheckedSettings, section="tolerances"):
     """Largest relative differences of a step that still count as the same.
 
     The defaults are several times the noise that was measured on a CPU in float32 over 22 steps of 19 layouts on 1 to 4
@@ -36,9 +36,6 @@ class Tolerances:
     loss: float = bounded(5e-7, lowest=0, highest=1)
     grad_norm: float = bounded(2e-6, lowest=0, highest=1)
     reason: str = "sums are taken in another order, and float32 rounds them otherwise"
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "tolerances")
 
 
 # Of GPUs, and of other versions of the libraries, where no noise has been measured.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from harness.checks import bounded, check_numbers, require_choice
+from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than
 from harness.errors import ConfigError
 from harness.thd import padding_multiple
 
@@ -27,27 +27,9 @@ DEEPEP_RANKS = {
     **{64: (288, 140), 128: (560, 132), 144: (720, 132), 160: (720, 132)},
 }
 
-# Values of other settings that a setting needs where it is true, and why.
-_NEEDS: dict[str, dict[str, tuple[object, str]]] = {
-    "cuda_graphs": {
-        "static_rows": (True, "rows that differ in length have no graph"),
-        "pipeline_parallel_size": (1, "stages run the passes of a row apart, and exchange tensors between them"),
-        "context_parallel_size": (
-            1,
-            "the ring of Transformer Engine's flash attention reads the end of a row on the host, and that of its "
-            "fused one has been captured by nothing here",
-        ),
-    },
-    "overlap_tensor_parallel": {
-        "sequence_parallel": (True, "it divides the gathers and scatters of sequence parallelism"),
-        "static_rows": (True, "it needs buffers of one row's shape"),
-        "cuda_graphs": (False, "it has streams of its own, which nothing here has captured"),
-    },
-}
-
 
 @dataclass
-class ParallelConfig:
+class ParallelConfig(CheckedSettings, section="parallel"):
     """Sizes of the parallel dimensions; data parallelism takes the ranks that are left.
 
     Attributes:
@@ -85,29 +67,63 @@ class ParallelConfig:
     context_parallel_size: int = bounded(1, lowest=1, highest=100_000)
     expert_parallel_size: int = bounded(1, lowest=1, highest=100_000)
     expert_tensor_parallel_size: int = bounded(1, lowest=1, highest=100_000)
-    expert_dispatcher: str = "alltoall"
+    expert_dispatcher: str = one_of("alltoall", ("alltoall", "allgather", "flex"))
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     static_rows: bool = False
     cuda_graphs: bool = False
-    gradient_dtype: str = "float32"
+    gradient_dtype: str = one_of("float32", DTYPE_BYTES)
     overlap_gradients: bool = True
     overlap_weights: bool = True
     overlap_tensor_parallel: bool = False
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
+    rules = (
+        Rule(
+            {"parallel.virtual_pipeline_parallel_size": SET, "parallel.pipeline_parallel_size": 1},
+            "chunks are those of pipeline stages, and there is one stage",
+            "2 or more chunks on 2 or more stages, or null",
+        ),
+        Rule(
+            {"parallel.sequence_parallel": True, "parallel.tensor_parallel_size": 1},
+            "norms and dropout are split over the tensor-parallel group, which has one rank",
+            "parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false",
+        ),
+        Rule(
+            {"parallel.cuda_graphs": True, "parallel.static_rows": False},
+            "rows that differ in length have no graph",
+            "parallel.cuda_graphs=false, or parallel.static_rows=true",
+        ),
+        Rule(
+            {"parallel.cuda_graphs": True, "parallel.pipeline_parallel_size": other_than(1)},
+            "stages run the passes of a row apart, and exchange tensors between them",
+            "parallel.cuda_graphs=false, or parallel.pipeline_parallel_size=1",
+        ),
+        Rule(
+            {"parallel.cuda_graphs": True, "parallel.context_parallel_size": other_than(1)},
+            "the ring of Transformer Engine's flash attention reads the end of a row on the host, and that of its "
+            "fused one has been captured by nothing here",
+            "parallel.cuda_graphs=false, or parallel.context_parallel_size=1",
+        ),
+        Rule(
+            {"parallel.overlap_tensor_parallel": True, "parallel.sequence_parallel": False},
+            "it divides the gathers and scatters of sequence parallelism",
+            "parallel.overlap_tensor_parallel=false, or parallel.sequence_parallel=true",
+        ),
+        Rule(
+            {"parallel.overlap_tensor_parallel": True, "parallel.static_rows": False},
+            "it needs buffers of one row's shape",
+            "parallel.overlap_tensor_parallel=false, or parallel.static_rows=true",
+        ),
+        Rule(
+            {"parallel.overlap_tensor_parallel": True, "parallel.cuda_graphs": True},
+            "it has streams of its own, which nothing here has captured",
+            "parallel.overlap_tensor_parallel=false, or parallel.cuda_graphs=false",
+        ),
+    )
+
     def __post_init__(self) -> None:
-        check_numbers(self, "parallel")
-        require_choice(self.gradient_dtype, ("float32", "bfloat16"), setting="parallel.gradient_dtype")
-        chunks = self.virtual_pipeline_parallel_size
-        if chunks is not None and (chunks < 2 or self.pipeline_parallel_size < 2):
-            raise ConfigError(
-                f"virtual_pipeline_parallel_size is {chunks} with {self.pipeline_parallel_size} pipeline stages",
-                where="parallel.virtual_pipeline_parallel_size",
-                fix="2 or more chunks on 2 or more stages, or null",
-            )
-        dispatchers = ("alltoall", "allgather", "flex")
-        require_choice(self.expert_dispatcher, dispatchers, setting="parallel.expert_dispatcher")
+        super().__post_init__()
         shared = self.expert_parallel_size * self.expert_tensor_parallel_size
         if self.expert_dispatcher == "allgather" and shared > 1 and not self.static_rows:
             raise ConfigError(
@@ -125,21 +141,6 @@ class ParallelConfig:
                 where="parallel.expert_dispatcher, parallel.expert_parallel_size",
                 fix=f"parallel.expert_dispatcher=alltoall, or experts on {ranks} ranks",
             )
-        if self.sequence_parallel and self.tensor_parallel_size == 1:
-            raise ConfigError(
-                "sequence_parallel splits over the tensor-parallel group, which has one rank",
-                where="parallel.sequence_parallel",
-                fix="parallel.tensor_parallel_size=2 or more, or sequence_parallel=false",
-            )
-        for setting, needs in _NEEDS.items():
-            for other, (needed, why) in needs.items():
-                if getattr(self, setting) and getattr(self, other) != needed:
-                    now, wanted = (str(value).lower() for value in (getattr(self, other), needed))
-                    raise ConfigError(
-                        f"parallel.{setting} is true, and {other} is {now}: {why}",
-                        where=f"parallel.{setting}, parallel.{other}",
-                        fix=f"parallel.{setting}=false, or parallel.{other}={wanted}",
-                    )
 
     @property
     def model_ranks(self) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from harness.checks import bounded
+from harness.checks import CheckedSettings, bounded, one_of
 from harness.plan.families import FAMILIES
-from harness.plan.layout import LORA_TARGETS, ParallelConfig
-from harness.plan.model_checks import check_division, check_fields
+from harness.plan.layout import DTYPE_BYTES, FP8_BLOCKS, LORA_TARGETS, ParallelConfig
+from harness.plan.model_checks import LAYOUT_RULES, RULES, check_division, check_fields
 from harness.schedule import SequenceCost
+
+_SWITCH = ("auto", "on", "off")
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(CheckedSettings, section="model"):
     """A decoder of the Llama shape: RMSNorm, RoPE, SwiGLU, grouped-query attention; dense, or a mixture of experts.
 
     Attributes:
@@ -88,7 +90,7 @@ class ModelConfig:
         mtp_loss: coefficient of the mean of their losses.
     """
 
-    family: str = "llama"
+    family: str = one_of("llama", FAMILIES)
     init_from: str | None = None
     num_layers: int = bounded(4, lowest=1, highest=10_000)
     hidden_size: int = bounded(128, lowest=1, highest=1_000_000)
@@ -100,7 +102,7 @@ class ModelConfig:
     vocab_size: int | None = bounded(None, lowest=1, highest=100_000_000)
     tie_embeddings: bool = True
     rotary_base: int = bounded(10000, lowest=1, highest=10**12)
-    rope_scaling: str = "none"
+    rope_scaling: str = one_of("none", ("none", "llama3", "linear", "yarn"))
     rope_scaling_factor: float = bounded(1.0, lowest=1, highest=10_000)
     rope_original_positions: int = bounded(4096, lowest=1)
     rope_mscale: float = bounded(1.0, above=0, highest=100)
@@ -114,13 +116,13 @@ class ModelConfig:
     qk_norm: bool | None = None
     norm_epsilon: float = bounded(1e-5, above=0, below=1)
     init_std: float = bounded(0.02, above=0, highest=10)
-    dtype: str = "auto"
-    fp8: str = "off"
-    recompute: str = "none"
-    attention: str = "auto"
-    fuse_swiglu: str = "auto"
-    fuse_cross_entropy: str = "auto"
-    fuse_weight_gradient: str = "auto"
+    dtype: str = one_of("auto", ("auto", *DTYPE_BYTES))
+    fp8: str = one_of("off", FP8_BLOCKS)
+    recompute: str = one_of("none", ("none", "selective", "full"))
+    attention: str = one_of("auto", ("auto", "transformer_engine", "flash", "fused", "unfused", "torch"))
+    fuse_swiglu: str = one_of("auto", _SWITCH)
+    fuse_cross_entropy: str = one_of("auto", _SWITCH)
+    fuse_weight_gradient: str = one_of("auto", _SWITCH)
     seed: int = bounded(1234)
     lora_rank: int = bounded(0, highest=100_000)
     lora_alpha: float = bounded(32.0, above=0, highest=1_000_000)
@@ -130,22 +132,25 @@ class ModelConfig:
     expert_ffn_hidden_size: int | None = bounded(None, lowest=1, highest=1_000_000)
     shared_ffn_hidden_size: int = bounded(0, lowest=0, highest=1_000_000)
     dense_layers: int = bounded(0, lowest=0, highest=10_000)
-    router_score: str = "softmax"
+    router_score: str = one_of("softmax", ("softmax", "sigmoid"))
     router_normalize: bool = True
     router_groups: int | None = bounded(None, lowest=1, highest=100_000)
     router_top_groups: int | None = bounded(None, lowest=1, highest=100_000)
     router_scale: float = bounded(1.0, above=0, highest=1000)
     aux_loss: float = bounded(0.0, lowest=0, highest=100)
-    aux_loss_scope: str = "row"
+    aux_loss_scope: str = one_of("row", ("row", "sequence"))
     z_loss: float = bounded(0.0, lowest=0, highest=100)
     expert_bias: bool = False
     expert_bias_rate: float = bounded(0.001, lowest=0, highest=1)
     freeze_router: bool = False
-    grouped_gemm: str = "auto"
+    grouped_gemm: str = one_of("auto", _SWITCH)
     mtp_layers: int = bounded(0, lowest=0, highest=100)
     mtp_loss: float = bounded(0.1, lowest=0, highest=100)
 
+    rules, job_rules = RULES, LAYOUT_RULES
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(self)
 
     def check(self, parallel: ParallelConfig) -> None:

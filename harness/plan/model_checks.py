@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from harness.checks import check_numbers, require_choice
+from harness.checks import SET, Rule, check_rules, other_than
 from harness.errors import ConfigError
 from harness.plan.families import FAMILIES
 from harness.plan.layout import (
     DIVIDED_BY_COLUMNS,
-    DTYPE_BYTES,
     FP8_BLOCKS,
     LORA_TARGETS,
     ON_EVERY_RANK,
@@ -22,20 +21,6 @@ from harness.plan.layout import (
 if TYPE_CHECKING:
     from harness.plan.model import ModelConfig
 
-_CHOICES = {
-    "fp8": tuple(FP8_BLOCKS),
-    "family": tuple(FAMILIES),
-    "rope_scaling": ("none", "llama3", "linear", "yarn"),
-    "dtype": ("auto", *DTYPE_BYTES),
-    "recompute": ("none", "selective", "full"),
-    "attention": ("auto", "transformer_engine", "flash", "fused", "unfused", "torch"),
-    "fuse_swiglu": ("auto", "on", "off"),
-    "fuse_cross_entropy": ("auto", "on", "off"),
-    "fuse_weight_gradient": ("auto", "on", "off"),
-    "grouped_gemm": ("auto", "on", "off"),
-    "router_score": ("softmax", "sigmoid"),
-    "aux_loss_scope": ("row", "sequence"),
-}
 _TP = "parallel.tensor_parallel_size"
 _OF_EXPERTS = (
     "experts_per_token",
@@ -57,33 +42,87 @@ _OF_EXPERTS = (
 )
 
 
-# Settings that some models cannot have: the fields, their values that pass, and the reason against others.
-_AGAINST_GRAPHS = {
-    "num_experts": ((0,), "what an expert computes depends on the tokens that it gets, which are counted on the host"),
-    "fp8": (("off",), "nothing has captured the scales of products in 8 bits"),
-}
-_AGAINST_OVERLAP = {
-    "lora_rank": ((0,), "adapters read what lies in a buffer that is written again"),
-    "kv_lora_rank": ((0,), "Transformer Engine has no buffers for the projections of latent attention"),
-    "num_experts": ((0,), "Transformer Engine has no buffers for experts"),
-    "fp8": (("off", "tensorwise"), "only products in bfloat16 and tensorwise ones have buffers here"),
-    "attention": (_CHOICES["attention"][:-1], "the buffers are those of Transformer Engine's layers"),
-}
-_AGAINST_MTP = {
-    "lora_rank": ((0,), "adapters do not train the layers that predict further tokens"),
-    "fp8": (("off",), "layers that predict further tokens are not proved in 8 bits"),
-    "tie_embeddings": (
-        (False,),
-        "layers that predict further tokens share both the input embedding and the output layer, which it makes one",
+_MTP = {"model.mtp_layers": SET}
+RULES = (
+    Rule(
+        {"model.rope_mscale": other_than(1), "model.rope_mscale_all_dim": 0},
+        "transformers reads them as 1 and 0",
+        "set both, or neither",
     ),
-}
+    Rule(
+        {"model.kv_lora_rank": SET, "model.head_dim": SET},
+        "with latent attention every head has its own keys and values, of other sizes",
+        "model.head_dim=null",
+    ),
+    Rule(
+        {"model.kv_lora_rank": SET, "model.rope_scaling": other_than("none", "yarn")},
+        "Megatron-Core has no such scaling for latent attention",
+        "model.rope_scaling=none or yarn",
+    ),
+    Rule(
+        {"model.num_experts": SET, "model.expert_bias": True, "model.router_score": other_than("sigmoid")},
+        "Megatron-Core adds a bias to the scores of a sigmoid router only",
+        "model.router_score=sigmoid, or model.expert_bias=false",
+    ),
+    Rule(
+        {"model.num_experts": SET, "model.aux_loss_scope": "sequence", "model.aux_loss": 0},
+        "there is no loss that balances the experts of a sequence",
+        "model.aux_loss=0.001, or model.aux_loss_scope=row",
+    ),
+    Rule(
+        {
+            "model.num_experts": SET,
+            "model.experts_per_token": 1,
+            "model.router_score": "softmax",
+            "model.router_normalize": True,
+        },
+        "the weight of a token's single expert would always be 1, and the router would not train",
+        "model.router_normalize=false",
+    ),
+    Rule(
+        {**_MTP, "model.lora_rank": SET},
+        "adapters do not train the layers that predict further tokens",
+        "model.mtp_layers=0",
+    ),
+    Rule(
+        {**_MTP, "model.fp8": other_than("off")},
+        "layers that predict further tokens are not proved in 8 bits",
+        "model.mtp_layers=0",
+    ),
+    Rule(
+        {**_MTP, "model.tie_embeddings": True},
+        "layers that predict further tokens share both the input embedding and the output layer, which it makes one",
+        "model.mtp_layers=0",
+    ),
+)
+_GRAPHS, _OVERLAP = {"parallel.cuda_graphs": True}, {"parallel.overlap_tensor_parallel": True}
+# Of a model and its layout.
+LAYOUT_RULES = (
+    Rule(
+        {**_GRAPHS, "model.num_experts": SET},
+        "what an expert computes depends on the tokens that it gets, which are counted on the host",
+        "parallel.cuda_graphs=false",
+    ),
+    Rule(
+        {**_GRAPHS, "model.fp8": other_than("off")},
+        "nothing has captured the scales of products in 8 bits",
+        "parallel.cuda_graphs=false",
+    ),
+    *(
+        Rule({**_OVERLAP, f"model.{name}": refused}, why, "parallel.overlap_tensor_parallel=false")
+        for name, refused, why in (
+            ("lora_rank", SET, "adapters read what lies in a buffer that is written again"),
+            ("kv_lora_rank", SET, "Transformer Engine has no buffers for the projections of latent attention"),
+            ("num_experts", SET, "Transformer Engine has no buffers for experts"),
+            ("fp8", other_than("off", "tensorwise"), "only products in bfloat16 and tensorwise ones have buffers here"),
+            ("attention", "torch", "the buffers are those of Transformer Engine's layers"),
+        )
+    ),
+)
 
 
 def check_fields(model: ModelConfig) -> None:
     """Raise ConfigError for values that no layout could train."""
-    check_numbers(model, "model")
-    for name, choices in _CHOICES.items():
-        require_choice(getattr(model, name), choices, setting=f"model.{name}")
     _check_latents(model)
     _check_heads(model)
     if not model.lora_targets or not set(model.lora_targets) <= set(LORA_TARGETS):
@@ -94,8 +133,6 @@ def check_fields(model: ModelConfig) -> None:
         _check_experts(model)
     else:
         _check_unused(model)
-    if model.mtp_layers:
-        _check_predictions(model)
 
 
 def _check_multiple(name: str, value: int, setting: str, divisor: int) -> None:
@@ -103,15 +140,6 @@ def _check_multiple(name: str, value: int, setting: str, divisor: int) -> None:
         by = setting.partition(".")[2]
         what = f"{name} {value} is not a multiple of {by} {divisor}"
         raise ConfigError(what, where=f"model.{name}, {setting}", fix=f"a {by} that divides {value}")
-
-
-def _check_against(
-    model: ModelConfig, setting: str, value: object, off: object, against: Mapping[str, tuple[tuple[object, ...], str]]
-) -> None:
-    for name, (allowed, reason) in against.items():
-        if (found := getattr(model, name)) not in allowed:
-            what = f"{setting} is {str(value).lower()}, and {name} is {str(found).lower()}: {reason}"
-            raise ConfigError(what, where=f"{setting}, model.{name}", fix=f"{setting}={str(off).lower()}")
 
 
 def _check_heads(model: ModelConfig) -> None:
@@ -148,6 +176,13 @@ def _check_family(model: ModelConfig) -> None:
             where="model.sliding_window, model.family",
             fix="model.sliding_window=128 for gpt_oss, null for other families",
         )
+    if model.mtp_layers and not family.predicts_further:
+        raise ConfigError(
+            f"models of the family {model.family} have no layers that predict further tokens, and could not be "
+            "exported",
+            where="model.mtp_layers, model.family",
+            fix="model.mtp_layers=0, or a family such as deepseek_v3",
+        )
     if not model.num_experts and family.experts is not None:
         what = f"models of the family {model.family} have experts, and num_experts is 0"
         raise ConfigError(what, where="model.num_experts", fix="set it, or choose a dense family")
@@ -163,18 +198,6 @@ def _check_unused(model: ModelConfig) -> None:
         )
 
 
-def _check_predictions(model: ModelConfig) -> None:
-    where = "model.mtp_layers"
-    if not FAMILIES[model.family].predicts_further:
-        raise ConfigError(
-            f"models of the family {model.family} have no layers that predict further tokens, and could not be "
-            "exported",
-            where=f"{where}, model.family",
-            fix="model.mtp_layers=0, or a family such as deepseek_v3",
-        )
-    _check_against(model, where, model.mtp_layers, 0, _AGAINST_MTP)
-
-
 def _check_latents(model: ModelConfig) -> None:
     if bool(model.kv_lora_rank) != FAMILIES[model.family].has_latents:
         raise ConfigError(
@@ -184,23 +207,17 @@ def _check_latents(model: ModelConfig) -> None:
             where="model.family, model.kv_lora_rank",
             fix="model.family=deepseek_v3 with a kv_lora_rank, or another family and model.kv_lora_rank=0",
         )
-    if model.rope_mscale != 1 and not model.rope_mscale_all_dim:
-        what = f"rope_mscale is {model.rope_mscale} and rope_mscale_all_dim 0, which transformers reads as 1 and 0"
-        raise ConfigError(what, where="model.rope_mscale, model.rope_mscale_all_dim", fix="set both, or neither")
     if not model.kv_lora_rank:
         return
-    if model.num_query_groups != model.num_attention_heads or model.head_dim is not None:
+    if model.num_query_groups != model.num_attention_heads:
         raise ConfigError(
-            "with latent attention every head has its own keys and values, of other sizes",
-            where="model.num_query_groups, model.head_dim",
-            fix=f"model.num_query_groups={model.num_attention_heads} model.head_dim=null",
+            "with latent attention every head has its own keys and values",
+            where="model.num_query_groups",
+            fix=f"model.num_query_groups={model.num_attention_heads}",
         )
     if model.qk_rope_head_dim % 2:
         what = f"{model.qk_rope_head_dim} numbers of a head cannot be rotated in pairs"
         raise ConfigError(what, where="model.qk_rope_head_dim", fix="an even number")
-    if model.rope_scaling not in ("none", "yarn"):
-        what = f"Megatron-Core's latent attention has no rope_scaling {model.rope_scaling}"
-        raise ConfigError(what, where="model.rope_scaling", fix="none or yarn")
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -224,21 +241,12 @@ def _check_experts(model: ModelConfig) -> None:
     if names is not None and names.shared is not None:
         shared = model.shared_ffn_hidden_size
         _check_multiple("shared_ffn_hidden_size", shared, "model.expert_ffn_hidden_size", model.expert_size)
-    if model.expert_bias and model.router_score != "sigmoid":
-        what = "Megatron-Core adds a bias to the scores of a sigmoid router only"
-        raise ConfigError(what, where="model.expert_bias", fix="model.router_score=sigmoid, or model.expert_bias=false")
-    if model.aux_loss_scope == "sequence" and not model.aux_loss:
-        what = "there is no loss that balances the experts of a sequence: aux_loss is 0"
-        raise ConfigError(what, where="model.aux_loss_scope", fix="model.aux_loss=0.001, or model.aux_loss_scope=row")
     if model.grouped_gemm == "on" and (reason := model.why_not_grouped):
         raise ConfigError(
             f"the products of experts cannot be grouped: {reason}",
             where="model.grouped_gemm",
             fix="model.grouped_gemm=auto, which computes one expert after another",
         )
-    if model.experts_per_token == 1 and model.router_score == "softmax" and model.router_normalize:
-        what = "the weight of a token's single expert would always be 1, and the router would not train"
-        raise ConfigError(what, where="model.router_normalize", fix="model.router_normalize=false")
 
 
 def _check_groups(model: ModelConfig) -> None:
@@ -297,10 +305,7 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
             )
     _check_expert_layout(model, parallel)
     _check_fp8_sizes(model, parallel)
-    if parallel.cuda_graphs:
-        _check_against(model, "parallel.cuda_graphs", True, False, _AGAINST_GRAPHS)
-    if parallel.overlap_tensor_parallel:
-        _check_against(model, "parallel.overlap_tensor_parallel", True, False, _AGAINST_OVERLAP)
+    check_rules(SimpleNamespace(model=model, parallel=parallel), LAYOUT_RULES)
     if VOCAB_MULTIPLE % tp:
         raise ConfigError(
             f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "

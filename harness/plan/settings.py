@@ -10,13 +10,23 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any, Self
 
-from harness.checks import LONGEST_S, bounded, check_numbers, require_choice, require_numbers
+from harness.checks import (
+    LONGEST_S,
+    SET,
+    CheckedSettings,
+    Condition,
+    Rule,
+    bounded,
+    check_rules,
+    one_of,
+    other_than,
+    require_numbers,
+)
 from harness.errors import ConfigError
 from harness.loader import CorpusConfig, DataConfig, LoaderConfig
-from harness.plan.layout import ParallelConfig, fp8_rank_multiple, fp8_row_multiple
+from harness.plan.layout import DTYPE_BYTES, ParallelConfig, fp8_rank_multiple, fp8_row_multiple
 from harness.plan.model import ModelConfig
 from harness.printing import count_of
 from harness.schedule import ScheduleConfig
@@ -29,10 +39,11 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 ON_STRAGGLER = ("report", "exclude")
 # Of bfloat16: between a number and the next there is at least this part of it, half of which is rounded away.
 _LARGEST_BETA = 1 - 2**-8
+_TOO_SLOW = Condition(f"above {_LARGEST_BETA}", lambda beta: beta > _LARGEST_BETA)
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(CheckedSettings, section="optimizer"):
     """AdamW and its learning-rate schedule.
 
     `config.yaml` in the run's folder records the values that null stands for, and a run that resumes keeps them.
@@ -61,37 +72,30 @@ class OptimizerConfig:
     warmup_ratio: float = bounded(0.03, lowest=0, highest=1)
     warmup_steps: int | None = bounded(None)
     decay_steps: int | None = bounded(None, lowest=1)
-    decay: str = "cosine"
+    decay: str = one_of("cosine", ("cosine", "linear", "constant", "inverse-square-root"))
     weight_decay: float = bounded(0.01, lowest=0, highest=100)
     beta1: float = bounded(0.9, lowest=0, below=1)
     beta2: float = bounded(0.95, lowest=0, below=1)
     eps: float = bounded(1e-8, above=0, highest=1)
     clip_grad: float = bounded(1.0, lowest=0)
-    moments_dtype: str = "float32"
+    moments_dtype: str = one_of("float32", DTYPE_BYTES)
     offload: float = bounded(0.0, lowest=0, highest=1)
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "optimizer")
-        choices = ("cosine", "linear", "constant", "inverse-square-root")
-        require_choice(self.decay, choices, setting="optimizer.decay")
-        require_choice(self.moments_dtype, ("float32", "bfloat16"), setting="optimizer.moments_dtype")
-        if self.moments_dtype == "float32":
-            return
-        for name in ("beta1", "beta2"):
-            if (beta := getattr(self, name)) > _LARGEST_BETA:
-                raise ConfigError(
-                    f"optimizer.{name} is {beta:g}: a moment that loses {1 - beta:.2g} of itself a step may never "
-                    f"change in bfloat16, which rounds changes of less than {1 - _LARGEST_BETA:.2g} away",
-                    where=f"optimizer.{name}, optimizer.moments_dtype",
-                    fix=f"{_LARGEST_BETA} or less, or optimizer.moments_dtype=float32",
-                )
-        if self.offload:
-            raise ConfigError(
-                f"optimizer.moments_dtype is bfloat16, and optimizer.offload {self.offload:g}: Megatron-Core keeps the "
-                "moments of an optimizer on the host in float32",
-                where="optimizer.moments_dtype, optimizer.offload",
-                fix="optimizer.moments_dtype=float32, or optimizer.offload=0",
+    rules = (
+        *(
+            Rule(
+                {f"optimizer.{beta}": _TOO_SLOW, "optimizer.moments_dtype": "bfloat16"},
+                f"a change of less than {1 - _LARGEST_BETA:.2g} of a moment is rounded away in bfloat16",
+                f"optimizer.{beta}={_LARGEST_BETA} or less, or optimizer.moments_dtype=float32",
             )
+            for beta in ("beta1", "beta2")
+        ),
+        Rule(
+            {"optimizer.moments_dtype": "bfloat16", "optimizer.offload": SET},
+            "Megatron-Core keeps the moments of an optimizer on the host in float32",
+            "optimizer.moments_dtype=float32, or optimizer.offload=0",
+        ),
+    )
 
     def resolved(self, model: ModelConfig, steps: int | None) -> OptimizerConfig:
         """Return these settings with the values that null stands for in a run of so many steps, None if unknown."""
@@ -117,31 +121,9 @@ class OptimizerConfig:
             return f"{text}, without decay"
         return f"{text}, {self.decay} decay to {self.lr * self.min_lr_ratio:g} at step {self.decay_steps:,}"
 
-    def check(self, *, dtype: str, distributed: bool) -> None:
-        """Raise ConfigError for a choice that a model's dtype, or an optimizer that is not distributed, does not have.
-
-        Args:
-            dtype: of the weights.
-            distributed: `parallel.distributed_optimizer`.
-        """
-        choices = {
-            "optimizer.moments_dtype": self.moments_dtype if self.moments_dtype != "float32" else None,
-            "optimizer.offload": f"{self.offload:g}" if self.offload else None,
-        }
-        for setting, value in choices.items():
-            if value is not None and not (distributed and dtype == "bfloat16"):
-                other = "model.dtype" if distributed else "parallel.distributed_optimizer"
-                found = f"model.dtype {dtype}" if distributed else "the optimizer is not distributed"
-                raise ConfigError(
-                    f"{setting} is {value}, and {found}: Megatron-Core has it for the distributed optimizer of a "
-                    "bfloat16 model",
-                    where=f"{setting}, {other}",
-                    fix=f"{other}={'bfloat16' if distributed else 'true'}, or leave {setting} out",
-                )
-
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(CheckedSettings, section="trainer"):
     """Length of the training, validation, checkpoints and records.
 
     Attributes:
@@ -184,7 +166,7 @@ class TrainerConfig:
 
     steps: int | None = bounded(None, lowest=1)
     epochs: int | None = bounded(None, lowest=1)
-    loss_average: str = "token"
+    loss_average: str = one_of("token", LOSS_AVERAGES)
     eval_interval: int = bounded(20)
     eval_batches: int | None = bounded(None, lowest=1)
     early_stop: int = bounded(0)
@@ -203,20 +185,20 @@ class TrainerConfig:
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     straggler_ratio: float | None = bounded(1.5, above=1, highest=1_000_000)
     straggler_steps: int = bounded(10, lowest=1)
-    on_straggler: str = "report"
+    on_straggler: str = one_of("report", ON_STRAGGLER)
     sample_prompts: list[str] = field(default_factory=list)
     sample_tokens: int = bounded(48, lowest=1)
 
+    rules = (
+        Rule(
+            {"trainer.steps": SET, "trainer.epochs": SET},
+            "each is the length of the run",
+            "leave one out, or set it to null where a file sets it, such as trainer.steps=null",
+        ),
+    )
+
     def __post_init__(self) -> None:
-        check_numbers(self, "trainer")
-        if self.steps is not None and self.epochs is not None:
-            raise ConfigError(
-                f"trainer.steps is {self.steps:,}, and trainer.epochs {self.epochs:,}: each is the length of the run",
-                where="trainer.steps, trainer.epochs",
-                fix="leave one out, or set it to null where a file sets it, such as trainer.steps=null",
-            )
-        require_choice(self.on_straggler, ON_STRAGGLER, setting="trainer.on_straggler")
-        require_choice(self.loss_average, LOSS_AVERAGES, setting="trainer.loss_average")
+        super().__post_init__()
         local = self.local_checkpoints
         if local and (not local.startswith("/") or not local.strip("/")):
             raise ConfigError(
@@ -239,8 +221,67 @@ class TrainerConfig:
         return max(self.startup_timeout_s, self.timeout_s) + 60
 
 
+_FLOAT32, _ON_CPU = {"model.dtype": "float32"}, {"trainer.device": "cpu"}
+_ENGINE = Condition("a kernel of Transformer Engine", lambda attention: attention not in ("auto", "torch"))
+_DTYPES = (
+    Rule(
+        {"parallel.gradient_dtype": "bfloat16", "model.dtype": other_than("bfloat16")},
+        "gradients have no fewer bits than weights",
+        "model.dtype=bfloat16, or parallel.gradient_dtype=float32",
+    ),
+    *(
+        Rule(
+            {**_FLOAT32, "model.attention": kernel},
+            "that kernel computes in bfloat16",
+            "model.dtype=bfloat16, or model.attention=torch",
+        )
+        for kernel in ("flash", "fused")
+    ),
+)
+# Of the optimizer, whose settings are the model's and the layout's too.
+OF_DISTRIBUTED = tuple(
+    Rule(
+        {**choice, **other},
+        "Megatron-Core has it for the distributed optimizer of a bfloat16 model",
+        f"parallel.distributed_optimizer=true and model.dtype=bfloat16, or leave {next(iter(choice))} out",
+    )
+    for choice in ({"optimizer.moments_dtype": "bfloat16"}, {"optimizer.offload": SET})
+    for other in ({"parallel.distributed_optimizer": False}, {"model.dtype": other_than("bfloat16")})
+)
+_FP8 = tuple(
+    Rule(
+        {"model.fp8": other_than("off"), **other},
+        "products in 8 bits are those of Transformer Engine's layers of a bfloat16 model on a GPU, all of whose "
+        "weights are trained",
+        "model.fp8=off, or the other setting",
+    )
+    for other in (_FLOAT32, {"model.attention": "torch"}, _ON_CPU, {"model.lora_rank": SET})
+)
+_ON_A_GPU = (
+    Rule(
+        {"optimizer.moments_dtype": "bfloat16", **_ON_CPU},
+        "Transformer Engine's Adam needs a GPU",
+        "optimizer.moments_dtype=float32",
+    ),
+    Rule({"parallel.cuda_graphs": True, **_ON_CPU}, "graphs need a GPU", "parallel.cuda_graphs=false"),
+    *(
+        Rule(
+            {"parallel.overlap_tensor_parallel": True, **other},
+            "it needs a GPU, bfloat16 for padded rows, and no prompts, which may be longer than a row",
+            "parallel.overlap_tensor_parallel=false, or the other setting",
+        )
+        for other in (_ON_CPU, _FLOAT32, {"trainer.sample_prompts": SET})
+    ),
+    Rule(
+        {"model.attention": _ENGINE, **_ON_CPU},
+        "Transformer Engine needs a GPU",
+        "model.attention=auto, which takes PyTorch's on a CPU",
+    ),
+)
+
+
 @dataclass
-class RunConfig(ABC):
+class RunConfig(CheckedSettings, ABC):
     """Settings of every recipe that trains.
 
     Attributes:
@@ -261,7 +302,10 @@ class RunConfig(ABC):
     run_dir: str | None = None
     resume: str = "false"
 
+    job_rules = (*_DTYPES, *_FP8, *OF_DISTRIBUTED, *_ON_A_GPU)
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.resume = str(self.resume).lower()
         if self.trainer.epochs is not None and not self.has_epochs:
             raise ConfigError(
@@ -318,60 +362,16 @@ class RunConfig(ABC):
     def check_dtypes(self) -> None:
         """Raise ConfigError for layers of Transformer Engine, or gradients, of a dtype or device that they lack."""
         # Before a job starts, its device is not known: `auto` is one that is there.
-        on_cpu = self.trainer.device == "cpu"
-        config = self.on("cpu" if on_cpu else "cuda")
-        model, parallel, optimizer = config.model, self.parallel, self.optimizer
-        in_float32 = model.dtype == "float32"
-        if parallel.gradient_dtype == "bfloat16" and model.dtype != "bfloat16":
-            fix = "model.dtype=bfloat16, or parallel.gradient_dtype=float32"
-            raise config.conflict("parallel.gradient_dtype", "model.dtype", fix=fix)
-        if model.fp8 != "off":
-            without = {"model.dtype": in_float32, "model.attention": model.attention == "torch"}
-            without |= {"trainer.device": on_cpu, "model.lora_rank": bool(model.lora_rank)}
-            reason = (
-                ": products in 8 bits are those of Transformer Engine's layers of a bfloat16 model on a GPU, all of "
-                "whose weights are trained"
+        config = self.on("cpu" if self.trainer.device == "cpu" else "cuda")
+        check_rules(config, RunConfig.job_rules)
+        pads = config.parallel.padding_setting
+        if config.model.names_engine and config.model.dtype == "float32" and pads is not None:
+            raise ConfigError(
+                f"model.dtype is float32, and {pads} is set: Transformer Engine has no float32 attention for rows "
+                "whose sequences are padded or divided",
+                where=f"model.dtype, {pads}",
+                fix="model.dtype=bfloat16, or model.attention=torch",
             )
-            config.refuse_first("model.fp8", without, reason, fix="model.fp8=off, or the other setting")
-        optimizer.check(dtype=model.dtype, distributed=parallel.distributed_optimizer)
-        if optimizer.moments_dtype != "float32" and on_cpu:
-            reason, fix = ": Transformer Engine's Adam needs a GPU", "optimizer.moments_dtype=float32"
-            raise config.conflict("optimizer.moments_dtype", "trainer.device", reason, fix=fix)
-        if parallel.cuda_graphs and on_cpu:
-            raise config.conflict("parallel.cuda_graphs", "trainer.device", fix="parallel.cuda_graphs=false")
-        if parallel.overlap_tensor_parallel:
-            reason = ": it needs a GPU, bfloat16 for padded rows, and no prompts, which may be longer than a row"
-            without = {"trainer.device": on_cpu, "model.dtype": in_float32}
-            without |= {"trainer.sample_prompts": bool(self.trainer.sample_prompts)}
-            fix = "parallel.overlap_tensor_parallel=false, or the other setting"
-            config.refuse_first("parallel.overlap_tensor_parallel", without, reason, fix=fix)
-        if self.model.names_engine:
-            config._check_engine()
-
-    def _check_engine(self) -> None:
-        in_float32, pads = self.model.dtype == "float32", self.parallel.padding_setting
-        if self.trainer.device == "cpu":
-            reason, fix = ": Transformer Engine needs a GPU", "model.attention=auto, which takes PyTorch's on a CPU"
-            raise self.conflict("model.attention", "trainer.device", reason, fix=fix)
-        fix = "model.dtype=bfloat16, or model.attention=torch"
-        if in_float32 and self.model.attention in ("flash", "fused"):
-            reason = ": that kernel computes in bfloat16"
-            raise self.conflict("model.dtype", "model.attention", reason, fix=fix)
-        if in_float32 and pads is not None:
-            reason = ": Transformer Engine has no float32 attention for rows whose sequences are padded or divided"
-            raise self.conflict("model.dtype", pads, reason, fix=fix)
-
-    def refuse_first(self, setting: str, others: dict[str, bool], reason: str, *, fix: str) -> None:
-        """Raise the conflict of a setting with the first of the others that is marked."""
-        for other, is_set in others.items():
-            if is_set:
-                raise self.conflict(setting, other, reason, fix=fix)
-
-    def conflict(self, setting: str, other: str, reason: str = "", *, fix: str) -> ConfigError:
-        """Return the error for two settings, by their dotted names, that contradict each other."""
-        values = {name: attrgetter(name)(self) for name in (setting, other)}
-        texts = [f"{key} is {str(v).lower() if isinstance(v, bool) else str(v)[:80]}" for key, v in values.items()]
-        return ConfigError(f"{', and '.join(texts)}{reason}", where=f"{setting}, {other}", fix=fix)
 
     @property
     @abstractmethod
@@ -399,6 +399,16 @@ def check_fp8_rows(fp8: str, parallel: ParallelConfig, max_tokens_per_rank: int)
         )
 
 
+_BALANCED = tuple(
+    Rule(
+        {f"data.live.{name}": SET, "schedule.name": "as_packed"},
+        "this schedule trains packs where they are read",
+        "schedule=dp_balanced or schedule=cost_balanced",
+    )
+    for name in ("window_sequences", "blend")
+)
+
+
 @dataclass
 class SftConfig(RunConfig):
     """Settings of a fine-tuning run: those of every run, its data, and how sequences become rows.
@@ -410,6 +420,8 @@ class SftConfig(RunConfig):
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     name: str = "sft"
+
+    job_rules = (*RunConfig.job_rules, *_BALANCED)
 
     @property
     def ends_with_data(self) -> bool:
@@ -442,13 +454,7 @@ class SftConfig(RunConfig):
 
     def check_layout(self, world_size: int) -> None:
         live = self.data.live
-        for name, is_set in (("window_sequences", live.window_sequences is not None), ("blend", bool(live.blend))):
-            if is_set and self.schedule.name == "as_packed":
-                raise ConfigError(
-                    f"data.live.{name} is set, and schedule=as_packed trains packs where they are read",
-                    where=f"data.live.{name}, schedule",
-                    fix="schedule=dp_balanced or schedule=cost_balanced",
-                )
+        check_rules(self, _BALANCED)
         if live.window_sequences is not None and not live.folders:
             raise ConfigError(
                 "data.live.window_sequences is set, and the run has no live data",
@@ -476,6 +482,35 @@ class SftConfig(RunConfig):
         self.check_dtypes()
 
 
+_CORPUS = (
+    Rule(
+        {"data.reset_position_ids": True, "data.reset_attention_mask": False},
+        "rotary positions follow the bounds of attention, so that it alone would change nothing",
+        "data.reset_attention_mask=true too, or leave both out",
+    ),
+    Rule(
+        {"data.reset_attention_mask": True, "parallel.static_rows": True},
+        "rows have no largest size when each document in them is padded",
+        "parallel.static_rows=false, or data.reset_attention_mask=false",
+    ),
+    Rule(
+        {"trainer.loss_average": other_than("token")},
+        "a corpus has no conversations that a loss could be a mean over",
+        "trainer.loss_average=token",
+    ),
+    Rule(
+        {"model.vocab_size": None, "model.init_from": None},
+        "the vocabulary size is unknown: a corpus does not record it",
+        "model.vocab_size=N, the size of the tokenizer that made the corpus",
+    ),
+    Rule(
+        {"trainer.sample_prompts": SET},
+        "sample prompts need the tokenizer of the data, and a corpus names none",
+        "leave them out; `harness export` the run, and generate with transformers",
+    ),
+)
+
+
 @dataclass
 class PretrainConfig(RunConfig):
     """Settings of a pretraining run: those of every run, and its corpus.
@@ -489,6 +524,8 @@ class PretrainConfig(RunConfig):
 
     data: CorpusConfig = field(default_factory=CorpusConfig)
     name: str = "pretrain"
+
+    job_rules = (*RunConfig.job_rules, *_CORPUS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -509,6 +546,7 @@ class PretrainConfig(RunConfig):
     def check(self, world_size: int) -> None:
         self.check_layout(world_size)
         self.check_dtypes()
+        check_rules(self, _CORPUS)
         data, size = self.data, self.loader.global_batch_size
         dp_size, group = self.parallel.dp_size(world_size), self.parallel.group_size
         if size % (data.micro_batch_size * dp_size * group):
@@ -526,34 +564,7 @@ class PretrainConfig(RunConfig):
                 where="data.sequence_length",
                 fix="lower it, or raise model.max_sequence_length",
             )
-        if data.reset_position_ids and not data.reset_attention_mask:
-            raise ConfigError(
-                "rotary positions follow the bounds of attention: reset_position_ids alone would change nothing",
-                where="data.reset_position_ids",
-                fix="set data.reset_attention_mask=true too, or leave both out",
-            )
-        if data.reset_attention_mask and self.parallel.static_rows:
-            raise ConfigError(
-                "rows have no largest size when each document in them is padded",
-                where="parallel.static_rows",
-                fix="parallel.static_rows=false, or data.reset_attention_mask=false",
-            )
         weighted = any(source.weight is not None for some in data.sources().values() for source in some)
         if weighted and self.trainer.eval_batches is None:
             what = "a blend with weights has no end, so its validation needs one"
             raise ConfigError(what, where="trainer.eval_batches", fix="set a number of global batches, such as 10")
-        if self.trainer.loss_average != "token":
-            what = "a corpus has no conversations that a loss could be a mean over"
-            raise ConfigError(what, where="trainer.loss_average", fix="trainer.loss_average=token")
-        if self.model.vocab_size is None and self.model.init_from is None:
-            raise ConfigError(
-                "the vocabulary size is unknown: a corpus does not record it",
-                where="model.vocab_size",
-                fix="set it to the size of the tokenizer that made the corpus",
-            )
-        if self.trainer.sample_prompts:
-            raise ConfigError(
-                "sample prompts need the tokenizer of the data, and a corpus names none",
-                where="trainer.sample_prompts",
-                fix="leave them out; `harness export` the run, and generate with transformers",
-            )

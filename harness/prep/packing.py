@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from harness.checks import bounded, check_numbers, require_at_least, require_choice
+from harness.checks import NOT_SET, CheckedSettings, Rule, bounded, one_of, require_at_least, require_choice
 from harness.errors import ConfigError, PrepError
 from harness.prep.placement import BinPlacement, best_fit_decreasing, first_fit, first_fit_decreasing, next_fit
 from harness.records import Int64Array, Pack, SequenceView
@@ -38,7 +38,7 @@ _STREAM_SEQUENCES, _STREAM_PACKS = 0, 1
 
 
 @dataclass
-class PackingConfig:
+class PackingConfig(CheckedSettings, section="data"):
     """Packing and storage of sequences.
 
     Attributes:
@@ -64,7 +64,7 @@ class PackingConfig:
     pack_size: int = bounded(4096, lowest=MIN_SEQUENCE_TOKENS)
     algorithm: str = "best_fit_decreasing"
     seed: int = bounded(0, highest=2**63 - 1)
-    over_long: str = "drop"
+    over_long: str = one_of("drop", OVER_LONG)
     packed_storage: str = "parquet"
     validation_fraction: float = bounded(0.02, lowest=0, below=1)
     test_fraction: float = bounded(0.0, lowest=0, below=1)
@@ -72,18 +72,17 @@ class PackingConfig:
     num_workers: int = bounded(-1, lowest=-1, highest=1024)
     overwrite: bool = False
 
+    rules = (Rule({"data.path": NOT_SET}, "no folder is named", "data.path=DIR, the folder to write to"),)
+
     def __post_init__(self) -> None:
-        check_numbers(self, "data")
+        super().__post_init__()
         require_choice(self.algorithm, PACKERS, setting="data.algorithm")
-        require_choice(self.over_long, OVER_LONG, setting="data.over_long")
         storage = PACKED_STORAGE.get(self.packed_storage, self.packed_storage)
         require_choice(storage, dict.fromkeys(PACKED_STORAGE.values()), setting="data.packed_storage")
         if self.validation_fraction + self.test_fraction >= 1:
             what = "nothing is left for training"
             fix = "make their sum less than 1"
             raise ConfigError(what, where="data.validation_fraction and data.test_fraction", fix=fix)
-        if not self.path:
-            raise ConfigError("no folder is named", where="data.path", fix="name the folder to write to")
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from harness.checks import bounded, check_numbers, require_choice
+from harness.checks import CheckedSettings, bounded, one_of
 from harness.errors import ConfigError, PrepError, os_errors_as
 from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_writer
 from harness.formats.layouts.virtual import open_store, write_plan
@@ -66,7 +66,7 @@ _EXPANSION = 8
 
 
 @dataclass
-class PrepareConfig:
+class PrepareConfig(CheckedSettings):
     """Settings of a preparation.
 
     Attributes:
@@ -81,12 +81,8 @@ class PrepareConfig:
     source: SourceConfig = field(default_factory=SourceConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: PackingConfig = field(default_factory=PackingConfig)
-    engine: str = "local"
+    engine: str = one_of("local", ENGINES)
     preview: int = bounded(0, highest=1_000_000)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "")
-        require_choice(self.engine, ENGINES, setting="engine")
 
 
 def prepare(

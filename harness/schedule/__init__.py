@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.checks import bounded, check_numbers, require_choice
+from harness.checks import CheckedSettings, bounded, one_of
 from harness.errors import ScheduleError
 from harness.records import Schedule
 from harness.schedule.as_packed import place_as_packed
@@ -46,7 +46,7 @@ SCHEDULERS: Mapping[str, Callable[[GlobalBatch], Schedule]] = MappingProxyType(
 
 
 @dataclass
-class ScheduleConfig:
+class ScheduleConfig(CheckedSettings, section="schedule"):
     """Settings of how the sequences of a global batch become rows.
 
     Attributes:
@@ -54,12 +54,8 @@ class ScheduleConfig:
         max_tokens_per_rank: tokens that one rank holds in one microbatch; a row holds cp_size times as many.
     """
 
-    name: str = "dp_balanced"
+    name: str = one_of("dp_balanced", SCHEDULERS)
     max_tokens_per_rank: int = bounded(8192, lowest=1)
-
-    def __post_init__(self) -> None:
-        require_choice(self.name, SCHEDULERS, setting="schedule.name")
-        check_numbers(self, "schedule")
 
 
 def schedule(

@@ -6,7 +6,20 @@ from dataclasses import dataclass
 
 import pytest
 
-from harness.checks import bounded, check_numbers, require_at_least, require_choice, require_cores, require_numbers
+from harness.checks import (
+    NOT_SET,
+    SET,
+    CheckedSettings,
+    Rule,
+    bounded,
+    check_numbers,
+    one_of,
+    other_than,
+    require_at_least,
+    require_choice,
+    require_cores,
+    require_numbers,
+)
 from harness.errors import ConfigError
 
 
@@ -48,6 +61,51 @@ def test_choices_and_minimums_name_the_setting() -> None:
         require_choice("cut", ("drop", "truncate"), setting="data.over_long")
     with pytest.raises(ConfigError, match="2,048 or more"):
         require_at_least(1024, 2048, setting="data.pack_size")
+
+
+@dataclass
+class Kitchen(CheckedSettings, section="kitchen"):
+    stove: str = one_of("gas", ("gas", "wood"))
+    pans: int = bounded(2, lowest=1)
+    has_chimney: bool = False
+    dishes: tuple[str, ...] = ("soup",)
+
+    rules = (
+        Rule({"kitchen.stove": "wood", "kitchen.has_chimney": False}, "smoke stays inside", "add a chimney"),
+        Rule({"kitchen.pans": other_than(1, 2), "kitchen.dishes": SET}, "two hands hold two", "use fewer"),
+        Rule({"kitchen.dishes": NOT_SET}, "nobody is hungry", "cook something"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "where", "fix"),
+    [
+        ({"stove": "coal"}, "'coal' is not known", "kitchen.stove", "choose one of: gas, wood"),
+        ({"pans": 0}, "pans is 0", "kitchen.pans", "set it to 1 or more and at most 2,147,483,647"),
+        (
+            {"stove": "wood"},
+            "kitchen.stove is wood, and kitchen.has_chimney is false: smoke stays inside",
+            "kitchen.stove, kitchen.has_chimney",
+            "add a chimney",
+        ),
+        (
+            {"pans": 3, "dishes": ("soup", "rice")},
+            "kitchen.pans is 3, and kitchen.dishes is soup, rice: two hands hold two",
+            "kitchen.pans, kitchen.dishes",
+            "use fewer",
+        ),
+        ({"dishes": ()}, "kitchen.dishes is empty: nobody is hungry", "kitchen.dishes", "cook something"),
+    ],
+)
+def test_settings_check_their_numbers_choices_and_rules_when_they_are_made(settings, what, where, fix):
+    with pytest.raises(ConfigError) as error:
+        Kitchen(**settings)
+    assert (error.value.what, error.value.where, error.value.fix) == (what, where, fix)
+
+
+def test_settings_that_meet_only_a_part_of_a_rule_pass():
+    assert Kitchen(stove="wood", has_chimney=True).pans == 2
+    assert Kitchen(pans=1, dishes=("soup", "rice")).stove == "gas"
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.checks import require_choice
+from harness.checks import CheckedSettings, one_of
 from harness.errors import ConfigError, FormatError
 from harness.formats.convert import convert_dataset
 from harness.formats.inspect import find_tokenizer_folder
@@ -34,7 +34,7 @@ _CHUNK = 64
 
 
 @dataclass
-class BridgeFiles:
+class BridgeFiles(CheckedSettings, section="bridge"):
     """Names of the files for Megatron-Bridge.
 
     Attributes:
@@ -44,13 +44,9 @@ class BridgeFiles:
         file_format: npy, which megatron-bridge 0.3 reads, or parquet, which only later versions read.
     """
 
-    split: str = "training"
+    split: str = one_of("training", _SPLITS)
     tokenizer: str = ""
-    file_format: str = "npy"
-
-    def __post_init__(self) -> None:
-        require_choice(self.split, _SPLITS, setting="bridge.split")
-        require_choice(self.file_format, _SUFFIXES, setting="bridge.file_format")
+    file_format: str = one_of("npy", _SUFFIXES)
 
 
 @dataclass(frozen=True)

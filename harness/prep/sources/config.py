@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from harness.checks import bounded, check_numbers, require_choice
+from harness.checks import CheckedSettings, bounded, one_of, require_choice
 from harness.errors import ConfigError
 
 SOURCE_KINDS = ("files", "pydoc")
@@ -12,7 +12,7 @@ TOOL_CALLS = ("given", "hermes")
 
 
 @dataclass
-class MixedSource:
+class MixedSource(CheckedSettings, section="source.mix[]"):
     """One of several sources.
 
     Attributes:
@@ -31,16 +31,13 @@ class MixedSource:
     limit: int = bounded(0, highest=10**15)
     epochs: float = bounded(1.0, above=0, highest=1000)
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "source.mix[]")
-
 
 # Settings that each source of a mix has for itself.
 _OF_EACH = ("path", "split", "subset", "schema", "columns", "limit")
 
 
 @dataclass
-class SourceConfig:
+class SourceConfig(CheckedSettings, section="source"):
     """Source of chat records.
 
     Attributes:
@@ -77,18 +74,16 @@ class SourceConfig:
     columns: dict[str, str] = field(default_factory=dict)
     ignore_fields: list[str] = field(default_factory=list)
     drop_media: bool = False
-    tool_calls: str = "given"
-    on_bad: str = "refuse"
+    tool_calls: str = one_of("given", TOOL_CALLS)
+    on_bad: str = one_of("refuse", ("refuse", "skip"))
     limit: int = bounded(0, highest=10**15)
     mix: list[MixedSource] = field(default_factory=list)
     shard_bytes: int = bounded(16 << 20, lowest=1, highest=2**40)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind:
             require_choice(self.kind, SOURCE_KINDS, setting="source.kind")
-        require_choice(self.on_bad, ("refuse", "skip"), setting="source.on_bad")
-        require_choice(self.tool_calls, TOOL_CALLS, setting="source.tool_calls")
-        check_numbers(self, "source")
         if self.mix:
             self._check_mix()
         if self.kind == "pydoc" and self.path:

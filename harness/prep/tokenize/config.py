@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.checks import bounded, check_numbers, require_choice
+from harness.checks import CheckedSettings, bounded, one_of
 from harness.errors import ConfigError
 
 MASK_RULES = ("auto", "generation", "assistant_turns", "all")
@@ -20,7 +20,7 @@ INSTALL_FIX = "pip install 'megatron-sft-harness[tokenize]'"
 
 
 @dataclass
-class TokenizerConfig:
+class TokenizerConfig(CheckedSettings, section="tokenizer"):
     """Tokenizer, chat template and mask rule.
 
     Attributes:
@@ -50,28 +50,23 @@ class TokenizerConfig:
             such text then becomes the token itself, so a user who writes the end of a turn has ended the turn.
     """
 
-    kind: str = "bpe"
+    kind: str = one_of("bpe", ("bpe", "huggingface"))
     name: str = ""
     vocab_size: int = bounded(8192, lowest=MIN_VOCAB_SIZE, highest=100_000_000)
     chat_template: str = ""
-    mask: str = "auto"
-    history: str = "as_served"
-    train_on: str = "all_assistant"
+    mask: str = one_of("auto", MASK_RULES)
+    history: str = one_of("as_served", HISTORY_RULES)
+    train_on: str = one_of("all_assistant", TRAINED_TURNS)
     train_reasoning: bool = True
     train_tool_calls: bool = True
     train_end_of_turn: bool = True
     end_of_last_turn: str = ""
-    control_tokens: str = "refuse"
+    control_tokens: str = one_of("refuse", ("refuse", "allow"))
 
     def __post_init__(self) -> None:
-        require_choice(self.kind, ("bpe", "huggingface"), setting="tokenizer.kind")
+        super().__post_init__()
         if self.kind == "huggingface" and not self.name:
             raise ConfigError("no tokenizer is named", where="tokenizer.name", fix="name a tokenizer folder or hub id")
-        check_numbers(self, "tokenizer")
-        require_choice(self.mask, MASK_RULES, setting="tokenizer.mask")
-        require_choice(self.history, HISTORY_RULES, setting="tokenizer.history")
-        require_choice(self.train_on, TRAINED_TURNS, setting="tokenizer.train_on")
-        require_choice(self.control_tokens, ("refuse", "allow"), setting="tokenizer.control_tokens")
         if self.mask in ("assistant_turns", "all"):
             defaults = TokenizerConfig()
             names = ["train_reasoning", "train_tool_calls", "train_end_of_turn", "history"]

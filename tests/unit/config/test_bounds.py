@@ -27,7 +27,7 @@ from harness.errors import ConfigError
 from harness.launch.cluster import SubmitConfig
 from harness.plan import PretrainConfig, RunConfig, SftConfig
 from harness.prep import PrepareConfig
-from harness.settings import REQUIRED, Setting, explain_settings
+from harness.settings import REQUIRED, Setting, explain_settings, list_rules
 
 for module, _ in HARNESS.values():
     importlib.import_module(f"harness.cli.{module}")
@@ -68,6 +68,12 @@ def test_every_setting_is_explained_and_every_number_has_a_lowest_and_a_highest_
     ]
     assert unbounded == []
     assert [setting.key for setting in explain_settings(schema) if not setting.text] == []
+
+
+@pytest.mark.parametrize("schema", [*RECIPES.values(), *COMMANDS.values()], ids=[*RECIPES, *COMMANDS])
+def test_every_rule_names_settings_that_exist(schema):
+    known = {setting.key for setting in explain_settings(schema)}
+    assert [name for rule in list_rules(schema) for name in rule.settings if name not in known] == []
 
 
 @pytest.fixture

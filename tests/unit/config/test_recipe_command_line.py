@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.config import CONFIGS, Options, compose_config, compose_run
+from harness.arguments import Options
+from harness.config import CONFIGS, compose_config, compose_run
 from harness.errors import ConfigError
 from harness.plan import SftConfig
 
@@ -168,7 +169,7 @@ def test_a_value_in_a_file_is_held_as_it_is_written(own):
 def test_a_sweep_refuses_a_value_that_would_be_changed(own, tmp_path):
     (own / "experiment" / "changed.yaml").write_text("# @package _global_\nname: no\n")
     program = "from harness.config import hydra_entry; from harness.plan import SftConfig; "
-    program += "hydra_entry('sft', SftConfig)(lambda config: print('run'))()"
+    program += "hydra_entry('sft', SftConfig, lambda config: print('run'))()"
     arguments = ["--config-dir", str(own), "--multirun", "experiment=changed", "hydra.sweep.dir=sweep"]
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -202,7 +203,7 @@ def test_help_names_only_groups_and_files_of_the_command():
 )
 def test_hydras_own_command_line_explains_mistakes_in_our_words(tmp_path, arguments, message):
     program = "from harness.config import hydra_entry; from harness.plan import SftConfig; "
-    program += "hydra_entry('sft', SftConfig)(lambda config: None)()"
+    program += "hydra_entry('sft', SftConfig, lambda config: None)()"
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
@@ -214,7 +215,7 @@ def test_hydras_own_command_line_explains_mistakes_in_our_words(tmp_path, argume
 def test_a_sweep_runs_every_combination_in_a_folder_of_its_own(tmp_path):
     program = (
         "from harness.config import hydra_entry; from harness.plan import SftConfig; "
-        "hydra_entry('sft', SftConfig)(lambda config: print('run', config.trainer.steps, config.run_dir))()"
+        "hydra_entry('sft', SftConfig, lambda config: print('run', config.trainer.steps, config.run_dir))()"
     )
     arguments = ["--multirun", "trainer.steps=3,4", "hydra.sweep.dir=sweep"]
     done = subprocess.run(

@@ -101,14 +101,19 @@ def test_moments_of_another_dtype_are_converted_and_the_log_says_so(make, tmp_pa
 @pytest.mark.parametrize(
     ("optimizer", "parallel", "settings", "message"),
     [
-        ({"offload": 0.5}, {}, {}, "optimizer.offload is 0.5, and the optimizer is not distributed"),
-        ({"moments_dtype": "bfloat16"}, {}, {}, "moments_dtype is bfloat16, and the optimizer is not distributed"),
-        ({"offload": 1}, {"distributed_optimizer": True}, {"dtype": "float32"}, "is 1, and model.dtype float32"),
+        ({"offload": 0.5}, {}, {}, "optimizer.offload is 0.5, and parallel.distributed_optimizer is false"),
+        (
+            {"moments_dtype": "bfloat16"},
+            {},
+            {},
+            "moments_dtype is bfloat16, and parallel.distributed_optimizer is false",
+        ),
+        ({"offload": 1}, {"distributed_optimizer": True}, {"dtype": "float32"}, "is 1, and model.dtype is float32"),
         (
             {"offload": 1},
             {"distributed_optimizer": True},
             {"dtype": "auto", "device": "cpu"},
-            "and model.dtype float32",
+            "and model.dtype is float32",
         ),
         (
             {"moments_dtype": "bfloat16"},
@@ -134,9 +139,12 @@ def test_what_an_optimizer_cannot_do_is_refused_before_a_job(optimizer, parallel
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beta2": 0.999}, "optimizer.beta2 is 0.999: a moment that loses 0.001 of itself"),
+        (
+            {"beta2": 0.999},
+            "optimizer.beta2 is 0.999, and optimizer.moments_dtype is bfloat16: a change of less than 0.0039",
+        ),
         ({"beta1": 0.998}, "optimizer.beta1 is 0.998"),
-        ({"offload": 0.5}, "optimizer.moments_dtype is bfloat16, and optimizer.offload 0.5"),
+        ({"offload": 0.5}, "optimizer.moments_dtype is bfloat16, and optimizer.offload is 0.5"),
     ],
 )
 def test_moments_that_bfloat16_would_freeze_or_megatron_ignore_are_refused(settings, message) -> None:

@@ -161,7 +161,7 @@ def test_a_plan_says_what_the_host_holds_and_what_smaller_moments_save() -> None
             == ("the CPU's updates of optimizer.offload" in shown)
             == (planned is host)
         )
-    with pytest.raises(ConfigError, match=r"optimizer\.offload is 0\.5, and the optimizer is not distributed"):
+    with pytest.raises(ConfigError, match=r"optimizer\.offload is 0\.5, and parallel\.distributed_optimizer is false"):
         plan("optimizer.offload=0.5", "parallel.distributed_optimizer=false")
 
 

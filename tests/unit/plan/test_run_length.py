@@ -76,7 +76,7 @@ def test_a_run_is_one_epoch_of_pretrained_weights_and_sixty_steps_of_random_ones
 
 
 def test_steps_and_epochs_together_are_refused_unless_one_is_null() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.steps is 7, and trainer\.epochs 2"):
+    with pytest.raises(ConfigError, match=r"trainer\.steps is 7, and trainer\.epochs is 2"):
         compose_config("sft", SftConfig, ["trainer.steps=7", "trainer.epochs=2"])
     assert compose_config("sft", SftConfig, ["trainer.steps=null", "trainer.epochs=2"]).trainer.epochs == 2
 

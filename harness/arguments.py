@@ -1,0 +1,133 @@
+"""The one grammar of command lines: names and switches, flags of a recipe, and settings as `key=value`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.errors import ConfigError
+from harness.mistakes import SYNONYMS, word_of
+from harness.paths import explain_path, is_dataset, is_there
+
+SETTING = re.compile(r"(\+{1,2}|~)?([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
+# Flags of a recipe, as errors name them: of every recipe, and of some.
+_FLAGS = ("--cfg", "--help", "--info", "--config-dir", "--config-name", "--multirun")
+_FLAGS_OF = {"prepare": ("--preview", "--overwrite")}
+# Flags of a recipe that Hydra's own command line carries out, and the words that may follow two of them.
+_HYDRA_FLAGS = ("--multirun", "-m", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_VIEWS = ("job", "hydra", "all")
+
+
+@dataclass
+class Options:
+    """A command line, divided.
+
+    Attributes:
+        overrides: `key=value` settings, as Hydra takes them.
+        config_dir: a user's own folder of YAML files, searched after `configs/`.
+        config_name: a file of either folder to compose in place of the recipe's own.
+        show: print the settings instead of running.
+        help: print how to change settings.
+        hydra_flags: flags that Hydra's own command line carries out, such as `--multirun` and `--cfg job`.
+        names: names, paths and switches of the command itself.
+    """
+
+    overrides: list[str] = field(default_factory=list)
+    config_dir: Path | None = None
+    config_name: str | None = None
+    show: bool = False
+    help: bool = False
+    hydra_flags: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    @classmethod
+    def parse(
+        cls, arguments: Sequence[str], *, where: str, switches: Collection[str] = (), num_names: int | None = 0
+    ) -> Options:
+        """Divide the command line of a recipe, or of a command that has settings.
+
+        Args:
+            where: the command.
+            switches: flags of the command itself.
+            num_names: names that the command takes before a recipe; None for a command without a recipe, whose own
+                parser checks all words that are no settings.
+
+        Raises:
+            ConfigError: a flag is unknown, an argument is not a setting, or `--config-dir` names no folder.
+        """
+        options, rest = cls(), list(arguments)
+        while rest:
+            word = rest.pop(0)
+            name, equals, value = word.partition("=")
+            if name in switches or (word == "data.overwrite=true" and "--overwrite" in switches):
+                options.names.append(word if name in switches else "--overwrite")
+            elif name.startswith("--") and word_of(name) in SYNONYMS:
+                # Refused with the settings, which name the one that is meant.
+                has_next = not equals and rest[:1] and "=" not in rest[0] and not rest[0].startswith("-")
+                key = name if num_names is None else word_of(name)
+                options.overrides.append(f"{key}={rest.pop(0) if has_next else value or 'true'}")
+            elif num_names is None and word == "--cfg":
+                options.show = True
+            elif num_names is None:
+                match = SETTING.fullmatch(word)
+                is_setting = match is not None and (match[1] or match[3] is not None)
+                (options.overrides if is_setting else options.names).append(word)
+            elif word.startswith("-"):
+                options._take_flag(name, value if equals else None, rest, where=where)
+            elif equals or word.startswith("~"):
+                options.overrides.append(word)
+            elif len(options.names) < num_names:
+                options.names.append(word)
+            else:
+                raise ConfigError(f"{word!r} is not a setting", where=where, fix=_fix_of_path(Path(word), where=where))
+        if options.config_dir is not None and not options.config_dir.is_dir():
+            fix = "--config-dir names a folder of YAML files"
+            raise ConfigError("there is no such folder", where=str(options.config_dir), fix=fix)
+        return options
+
+    def _take_flag(self, name: str, value: str | None, rest: list[str], *, where: str) -> None:
+        """Take a flag of a recipe, and the words after it that are its value."""
+        if name in ("-h", "--help"):
+            self.help = True
+        elif name in ("--cfg", "-c"):
+            self.show = value is None and rest[:1] not in ([view] for view in _VIEWS)
+            self.hydra_flags += [] if self.show else [name, value or rest.pop(0)]
+        elif name in _HYDRA_FLAGS:
+            self.hydra_flags.append(name if value is None else f"{name}={value}")
+            self.hydra_flags += [rest.pop(0)] if name in ("--info", "-i") and rest[:1] and rest[0] in _INFO else []
+        elif name == "--overwrite":
+            self.overrides.append("data.overwrite=true")
+        elif name == "--preview":
+            number = _value_of(name, value, rest, where=where, fix=f"{name} 3 shows three records")
+            if number.strip("0") == "":
+                raise ConfigError("--preview 0 shows nothing", where=where, fix="omit it to prepare")
+            self.overrides.append(f"preview={number}")
+        elif name in ("--config-dir", "-cd"):
+            self.config_dir = Path(_value_of(name, value, rest, where=where, fix=f"{name} VALUE"))
+        elif name in ("--config-name", "-cn"):
+            self.config_name = _value_of(name, value, rest, where=where, fix=f"{name} VALUE")
+        elif name == "--config-path":
+            raise ConfigError(f"{name} would replace every file", where=where, fix="--config-dir DIR adds one")
+        else:
+            flags = ", ".join(_FLAGS + _FLAGS_OF.get(where.rpartition(" ")[2], ()))
+            fix = f"settings are key=value; flags are {flags}"
+            raise ConfigError(f"unknown flag {name}", where=where, fix=fix)
+
+
+def _value_of(flag: str, value: str | None, rest: list[str], *, where: str, fix: str) -> str:
+    """Return the value of a flag, which is the next argument where it does not follow an equals sign."""
+    if value is None and not rest:
+        raise ConfigError(f"{flag} has no value", where=where, fix=fix)
+    return rest.pop(0) if value is None else value
+
+
+def _fix_of_path(path: Path, *, where: str) -> str:
+    """Return the fix for an argument that is no setting, and perhaps a path."""
+    prepares = where.endswith("prepare")
+    if not prepares and not is_dataset(path) and (explained := explain_path(path, expected="a dataset")):
+        return explained[1]
+    name = "source.path" if prepares else "data.path"
+    return "settings are key=value" + (f", such as {name}={path}" if is_there(path) else "")
