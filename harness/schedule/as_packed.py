@@ -17,7 +17,7 @@ def place_as_packed(batch: GlobalBatch) -> Schedule:
     """
     if batch.pack_offsets is None:
         raise ScheduleError(
-            "as_packed needs to know which sequences were stored together",
+            "as_packed requires the bounds of the stored packs",
             where="schedule.name",
             fix="pass pack_offsets, or use another schedule for a source without packs",
         )
@@ -26,7 +26,7 @@ def place_as_packed(batch: GlobalBatch) -> Schedule:
     if tokens.max() > batch.max_tokens_per_row:
         at = int(np.argmax(tokens))
         raise ScheduleError(
-            f"pack {at} of the batch takes {tokens[at]:,} tokens with its sequences padded, "
+            f"pack {at} of the batch takes {tokens[at]:,} tokens after padding its sequences, "
             f"more than the {batch.max_tokens_per_row:,} of a row (max_tokens_per_rank * cp_size)",
             where="schedule.max_tokens_per_rank",
             fix="raise max_tokens_per_rank, prepare smaller packs, or choose the dp_balanced schedule",

@@ -120,12 +120,12 @@ def test_the_status_of_a_run_shows_its_steps_its_attempts_and_its_jobs(slurm, ru
     lines = printed.splitlines()
     assert code == 0
     assert lines[:2] == [f"{run_dir}: running", "  job 12 is running on node[1-2], 1:23 of 4:00:00"]
-    assert lines[3].startswith("  step 100 of 400, loss 2.0000, 1.50 s a step, 7.5 min left, written ")
+    assert lines[3].startswith("  step 100 of 400, loss 2.0000, 1.50 s per step, 7.5 min left, ")
     assert lines[4:] == [
         "  newest checkpoint: step 80",
         "  newest local checkpoint: step 95, on the disks of node1, node2",
         "  ended after step 40: hang: rank 1 has died (job 11)",
-        "  left out: node7: all-reduce: 0.1 GB/s",
+        "  excluded: node7: all-reduce: 0.1 GB/s",
     ]
     code, printed, _ = harness("status", run_dir, "--json")
     values = json.loads(printed)
@@ -140,7 +140,7 @@ def test_a_run_without_a_queue_is_shown_from_its_files(run_dir, harness, monkeyp
     (run_dir / "excluded_nodes").write_bytes(b"node\xff\n")
     code, printed, _ = harness("status", run_dir)
     assert code == 0
-    assert printed.splitlines()[0] == f"{run_dir}: not finished, its jobs are unknown (squeue is not installed here)"
+    assert printed.splitlines()[0] == f"{run_dir}: not finished; its jobs are unknown (squeue is not installed here)"
     code, _, errors = harness("status", tmp_path)
     assert (code, "there is no run in this folder" in errors) == (2, True)
 
