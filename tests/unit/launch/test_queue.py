@@ -81,13 +81,13 @@ def test_the_jobs_of_a_run_are_those_of_its_script_and_the_one_that_has_it(slurm
     slurm(error="slurm_load_jobs error: Invalid job id specified")
     assert jobs_of_run(run_dir) == []
     slurm(error="slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    with pytest.raises(HarnessError, match="squeue fails: slurm_load_jobs error: Unable to contact"):
+    with pytest.raises(HarnessError, match="squeue failed: slurm_load_jobs error: Unable to contact"):
         jobs_of_run(run_dir)
 
 
 def test_a_second_job_of_a_run_is_refused_with_the_state_of_the_first(slurm, run_dir):
     slurm(*queued(run_dir))
-    with pytest.raises(ConfigError, match="in the queue already: job 12 is running on node") as refused:
+    with pytest.raises(ConfigError, match="already in the queue: job 12 is running on node") as refused:
         refuse_second_job(run_dir)
     assert f"harness cancel {run_dir}" in refused.value.fix
     slurm()

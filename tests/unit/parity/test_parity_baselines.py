@@ -126,7 +126,7 @@ def test_a_run_without_steps_or_digests_is_no_baseline_and_fails_against_one(kep
 
 def test_an_update_is_explicit_and_reports_what_moved_and_by_how_much(kept, data, tmp_path) -> None:
     run = write_run(tmp_path / "new", data, change=lambda step: replace(step, loss=step.loss * (1 + 2e-3)))
-    with pytest.raises(ConfigError, match="there is a baseline small already"):
+    with pytest.raises(ConfigError, match="the baseline small already exists"):
         record("small", run, kept, Tolerances())
     code, output = harness("update", "small", run, f"baselines={kept}")
     assert code == 0, output
