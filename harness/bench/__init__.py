@@ -85,7 +85,7 @@ BENCHES = {
     ),
     "loader": Bench(
         "loading:bench_loader",
-        "THD batches a second, shares of a step, wait for the first batch",
+        "THD batches per second, shares of a step, wait for the first batch",
         {"parts": (), "packs": 20_000, "pack_size": 4096, "large_packs": 2_000_000, "max_tokens_per_rank": 8192}
         | {"global_batch": 64, "workers": (0, 2, 4), "steps": 120, "rounds": 5},
         {"parts": ("memmap", "parquet"), "packs": 2000, "large_packs": 50_000, "workers": (0, 2)}
@@ -93,7 +93,7 @@ BENCHES = {
     ),
     "live": Bench(
         "streaming:bench_live",
-        "live data on several ranks: tokens a second and imbalance of windows, packs and the modulo reading",
+        "live data on several ranks: tokens per second and imbalance of windows, packs and the modulo reading",
         {"ranks": 8, "global_batch": 512, "max_tokens_per_rank": 8192, "steps": 16, "rounds": 3},
         {"ranks": 4, "global_batch": 64, "steps": 8, "rounds": 1},
     ),
@@ -115,7 +115,7 @@ BENCHES = {
     ),
     "gpu": Bench(
         "gpu.parts:bench_gpu",
-        "first contact with a machine of GPUs, in parts that a later call continues: attention, layouts, speed",
+        "first measurements on GPUs, in parts that a later call continues: attention, layouts, speed",
         {"out": "gpu-report", "device": "auto", "size": "full", "parts": (), "ranks": 0}
         | {"part_limit_s": 480.0, "total_limit_s": 0.0},
         {"size": "tiny"},

@@ -42,7 +42,7 @@ def measure_apart(
         if reason is None and made.exists():
             return json.loads(made.read_text())
     raise HarnessError(
-        reason or "it returned nothing",
+        reason or "it did not return a result",
         where=" ".join(["python -m harness.bench.apart FILE", place, *map(str, arguments)]),
         fix="run this line alone to see its whole output",
     )

@@ -26,14 +26,14 @@ _READING = frozenset(("chat", "live", "preflight"))
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "From chats to a model": {
         "sft": ("end_to_end", "Prepare chats, train a model on them and export it."),
-        "prepare": ("runs", "Turn chats into packed datasets."),
+        "prepare": ("runs", "Pack chats into datasets."),
         "train": ("runs", "Train on one rank or several."),
-        "export": ("runs", "Write a checkpoint as a folder that serves."),
+        "export": ("runs", "Export a checkpoint for serving."),
         "chat": ("runs", "Chat with the model of a run."),
     },
     "Before a run": {
-        "models": ("launch", "Show what can be trained, and whether a model can."),
-        "plan": ("launch", "Compute memory, time and layouts of a training run, without a GPU."),
+        "models": ("launch", "Show which models can be trained, or check one."),
+        "plan": ("launch", "Estimate memory, time and layouts of a training run, without a GPU."),
         "bench": ("bench", "Measure speed on this machine."),
     },
     "Check and compare": {
@@ -41,23 +41,23 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "verify": ("data", "Check all bytes of a dataset, a run, a checkpoint or an export."),
         "diff": ("data", "Compare two datasets pack by pack."),
         "compare": ("parity", "Compare the loss curves of runs, and plot them together."),
-        "parity": ("parity", "Prove that other settings train the same."),
+        "parity": ("parity", "Prove that other settings give the same losses."),
     },
     "On a Slurm cluster": {
         "cluster": ("jobs", "Propose the settings of a Slurm cluster."),
         "preflight": ("preflight", "Check that every node of a job can start training."),
         "submit": ("launch", "Start a training run on a Slurm cluster."),
-        "status": ("jobs", "Show how far a run is, how its attempts ended, and its jobs."),
+        "status": ("jobs", "Show the progress, the attempts and the jobs of a run."),
         "logs": ("jobs", "Print the log of a run's job, or of a rank."),
         "cancel": ("jobs", "Cancel every job of a run."),
         "requeue": ("runs", "Record how a run ended and decide whether to start it again."),
     },
-    "Data of other kinds": {
+    "Other data": {
         "convert": ("data", "Write a dataset in another format."),
-        "import": ("data", "Make a dataset from the files of other tools."),
+        "import": ("data", "Import packed datasets of other tools."),
         "repack": ("data", "Pack a dataset's sequences again, without tokenizing."),
-        "live": ("live", "Train while data is being made."),
-        "indexed": ("indexed", "Make Megatron's indexed datasets from token shards."),
+        "live": ("live", "Train while data is being generated."),
+        "indexed": ("indexed", "Build Megatron's indexed datasets from token shards."),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -17,7 +17,7 @@ from harness.bench.sizes import Sizes
 from harness.checks import require_choice
 from harness.cli.settings import parse_settings
 from harness.errors import ConfigError, HarnessError, os_errors_as
-from harness.printing import open_console, print_line, print_text
+from harness.printing import count_of, open_console, print_line, print_text
 from harness.settings import explain_settings, to_yaml
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LOG_COLUMNS = 110
 _LIST = "\n\n".join(f"{name}: {bench.about}" for name, bench in BENCHES.items())
-HELP = f"""Measure this machine: ratios within one run, as tables and as JSON.
+HELP = f"""Measure speed on this machine, mostly as ratios within one run.
 
 {_LIST}
 
@@ -38,23 +38,23 @@ def run_bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help=", ".join(BENCHES), show_default=False)],
     settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="sizes of the bench")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="small sizes, a few seconds: shows that it works, not how fast")
+        bool, typer.Option("--quick", help="small sizes that take a few seconds, to check the bench itself")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs instead of tables")] = False,
     save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the JSON to this file too")] = None,
-    check: Annotated[bool, typer.Option("--check", help="exit code 1 where a target is missed")] = False,
+    check: Annotated[bool, typer.Option("--check", help="exit with code 1 if a target is missed")] = False,
     folder: Annotated[
-        Path | None, typer.Option("--dir", help="where the data is made (default: the temporary folder)")
+        Path | None, typer.Option("--dir", help="folder for the data (default: the temporary folder)")
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="leave the data in --dir and use what is there")] = False,
-    show: Annotated[bool, typer.Option("--cfg", help="print the settings, and measure nothing")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="keep the data in --dir, and reuse data that is there")] = False,
+    show: Annotated[bool, typer.Option("--cfg", help="print the settings without measuring")] = False,
 ) -> None:
     require_choice(name, BENCHES, setting="harness bench")
     chosen, command = BENCHES[name], f"harness bench {name}"
     words = [f"path={word}" if "path" in chosen.full and "=" not in word else word for word in settings or []]
     sizes = parse_settings(Sizes, words, command=command, base=chosen.sizes(quick=quick))
     if unknown := [word for word in words if word.partition("=")[0] not in chosen.full]:
-        raise ConfigError(f"{unknown[0]} is not for {name}", where=command, fix=f"it has {', '.join(chosen.full)}")
+        raise ConfigError(f"{name} has no setting {unknown[0]}", where=command, fix=f"use {', '.join(chosen.full)}")
     if show:
         for setting in (one for one in explain_settings(Sizes) if one.key in chosen.full):
             print_text(f"# {setting.text}\n{to_yaml({setting.key: getattr(sizes, setting.key)})}", end="")
@@ -74,12 +74,12 @@ def run_bench(
         with _writing(save):
             save.write_text(_to_json(reports) + "\n")
     if broken := [part for report in reports for part in report.failed]:
-        fix = "the notes have the reason of each, and a file .log beside it; call again to repeat them alone"
-        what = f"{len(broken)} parts could not be measured: {', '.join(broken)}"
+        fix = "the notes list the reasons, with .log files next to them; run it again to repeat only these"
+        what = f"{count_of(len(broken), 'part')} could not be measured: {', '.join(broken)}"
         raise HarnessError(what, where=command, fix=fix)
     missed = [f"{report.subject}: {figure.name}" for report in reports for figure in report.missed]
     if missed and check:
-        print_line(f"{len(missed)} targets are missed: {'; '.join(missed)}", file=sys.stderr)
+        print_line(f"missed {count_of(len(missed), 'target')}: {'; '.join(missed)}", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -119,7 +119,7 @@ def _to_json(reports: Sequence[BenchReport]) -> str:
 
 
 def _writing(path: Path) -> AbstractContextManager[None]:
-    return os_errors_as(ConfigError, "the figures cannot be written", where=path, fix="name another file")
+    return os_errors_as(ConfigError, "the figures cannot be written", where=path, fix="choose another file")
 
 
 bench_app = typer.Typer()

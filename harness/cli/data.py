@@ -24,7 +24,7 @@ from harness.paths import is_run
 from harness.prep import TokenizerConfig
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
-from harness.printing import open_console, print_line, print_text
+from harness.printing import count_of, open_console, print_line, print_text
 from harness.storage import is_uri, open_folder
 
 data_app = typer.Typer()
@@ -125,7 +125,7 @@ def inspect(
         show_preview(PrepareConfig(**{**vars(settings), "source": replace(settings.source, kind="files", path=path)}))
         return
     if settings != InspectSettings(TokenizerConfig(name=settings.tokenizer.name)):
-        what = "of these settings a dataset only takes tokenizer.name"
+        what = "of these settings, only tokenizer.name applies to a dataset"
         raise ConfigError(what, where=path, fix="add --raw to show chats as `harness prepare` would train them")
     console = open_console()
     if path.endswith(BLEND_SUFFIXES):
@@ -157,9 +157,7 @@ def verify(
     path: Verified,
     repair: Annotated[
         bool,
-        typer.Option(
-            "--repair-manifest", help="write a lost or damaged manifest and its index again from whole shards"
-        ),
+        typer.Option("--repair-manifest", help="rebuild a lost or damaged manifest and index from intact shards"),
     ] = False,
     accept: Annotated[
         bool,
@@ -200,9 +198,8 @@ def verify(
             print_line(f"note: {note}")
         for problem in problems:
             print_text(problem)
-        counted = "" if checks else f"{num_packs:,} packs, "
-        plural = "s" if len(problems) > 1 else ""
-        print_line(f"{len(problems):,} problem{plural} in {path}" if problems else f"{path}: {counted}nothing wrong")
+        counted = "" if checks else f"{count_of(num_packs, 'pack')}, "
+        print_line(f"{count_of(len(problems), 'problem')} in {path}" if problems else f"{path}: {counted}nothing wrong")
     raise typer.Exit(1 if problems else 0)
 
 
@@ -227,15 +224,15 @@ def _repair(path: str, notes: list[str], *, quiet: bool) -> list[Problem]:
     """Restore a lost or damaged manifest; return the problems that prevent it. Whole manifests are left alone."""
     try:
         if load_manifest(open_folder(path)) is not None:
-            notes.append(f"{path}: the manifest is whole, there is nothing to repair")
+            notes.append(f"{path}: the manifest is intact; there is nothing to repair")
             return []
     except FormatError:
         pass  # Damaged.
     with progress_bar(f"reading {path}", quiet=quiet) as advance:
         manifest, problems, lost = repair_manifest(path, progress=advance)
     if manifest is not None:
-        found = f"{manifest.num_packs:,} packs, fingerprint {manifest.fingerprint}"
-        notes.append(f"{path}: manifest and index were written again from {len(manifest.shards):,} shards: {found}")
+        found = f"{count_of(manifest.num_packs, 'pack')}, fingerprint {manifest.fingerprint}"
+        notes.append(f"{path}: manifest and index rebuilt from {count_of(len(manifest.shards), 'shard')}: {found}")
         notes.extend(f"{path}: {one}" for one in lost)
     return problems
 
@@ -264,7 +261,7 @@ def convert(
         return
     if settings.bridge != BridgeFiles():
         raise ConfigError(
-            f"settings of bridge are given, and the format is {format}", where="bridge", fix=f"convert to {BRIDGE}"
+            f"the settings of bridge do not apply to the format {format}", where="bridge", fix=f"convert to {BRIDGE}"
         )
     with progress_bar("", quiet=as_json) as advance:
         manifest = convert_dataset(
@@ -301,8 +298,8 @@ def _convert_for_bridge(
     if written.num_untrained:
         trained = written.manifest.num_trained_tokens
         print_line(
-            f"  of {trained:,} trained labels Megatron-Bridge leaves out {written.num_untrained:,}, those after token "
-            f"{written.end_token}, which ends a sequence; harness.integrations.megatron_bridge trains all"
+            f"  Megatron-Bridge does not train {written.num_untrained:,} of {trained:,} trained labels: those after "
+            f"token {written.end_token}, which ends a sequence; harness.integrations.megatron_bridge trains all"
         )
     print_text(f"in a recipe of Megatron-Bridge:\n  cfg.dataset = {written.settings}")
 
@@ -310,7 +307,7 @@ def _convert_for_bridge(
 @data_app.command(name="import", cls=class_of(ImportSettings))
 def import_(
     context: typer.Context,
-    source: Annotated[str, typer.Argument(metavar="SRC", help="what the other tool wrote")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="output of the other tool")],
     destination: Destination,
     convention: Annotated[str, typer.Argument(metavar="CONVENTION", help=f"one of {', '.join(CONVENTIONS)}")],
     format: Format = "parquet",
@@ -341,7 +338,7 @@ def repack(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan other packs over sequences that are stored once, in seconds and without copying tokens."""
+    """Plan new packs over stored sequences, in seconds and without copying tokens."""
     from harness.prep.pipeline import repack_store
 
     manifest = repack_store(store, destination, **vars(context.obj.data), overwrite=overwrite)
@@ -361,7 +358,7 @@ def diff(
     if as_json:
         print_json({"a": a, "b": b, "difference": None if difference is None else asdict(difference)})
     else:
-        print_line(f"{a} and {b} hold the same packs" if difference is None else f"first difference: {difference}")
+        print_line(f"{a} and {b} contain the same packs" if difference is None else f"first difference: {difference}")
     raise typer.Exit(0 if difference is None else 1)
 
 
@@ -370,8 +367,8 @@ def _print_written(destination: str, manifest: Any, changes: dict[str, int], *, 
         print_json({"path": destination, "manifest": asdict(manifest), "changes": changes})
         return
     print_line(
-        f"{destination}: {manifest.num_packs:,} packs, {manifest.num_sequences:,} sequences, "
-        f"{manifest.num_tokens:,} tokens as {manifest.format}"
+        f"{destination}: {count_of(manifest.num_packs, 'pack')}, {count_of(manifest.num_sequences, 'sequence')}, "
+        f"{count_of(manifest.num_tokens, 'token')} as {manifest.format}"
         + (f", fingerprint {manifest.fingerprint}" if manifest.fingerprint else "")
     )
     for name, count in changes.items():

@@ -16,7 +16,7 @@ from harness.errors import ConfigError, HarnessError
 from harness.launch.local import run_command
 from harness.mistakes import KnownSettings
 from harness.prep import PrepareConfig
-from harness.printing import escape_markdown, print_line, redact_all
+from harness.printing import count_of, escape_markdown, print_line, redact_all
 from harness.settings import CONFIGS
 from harness.storage import write_atomically
 
@@ -71,7 +71,7 @@ def sft(
 
     Runs `harness prepare`, `plan`, `train sft` and `export`, and prints each command. OUT, by default
     runs/MODEL-CHATS, receives the dataset, the run, the exported model and a report. After an interruption the same
-    command continues; what is finished is not done again.
+    command continues with the stage that was interrupted.
     """
     out, settings = _find_out(model, chats, arguments or [])
     stages = _divide(model, chats, out, settings)
@@ -105,7 +105,7 @@ def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, l
     for name, text in (("MODEL", model), ("CHATS", chats)):
         if "=" in text.partition("/")[0] or text.startswith("-"):
             fix = "harness sft MODEL CHATS [OUT] [KEY=VALUE]..."
-            raise ConfigError(f"{text!r} is given in the place of {name}", where="harness sft", fix=fix)
+            raise ConfigError(f"{text!r} is in the place of {name}", where="harness sft", fix=fix)
     named = [text for text in arguments if "=" not in text and not text.startswith("-")]
     if len(named) > 1:
         fix = "one folder, and settings as key=value"
@@ -197,7 +197,9 @@ def _run(command: Sequence[str]) -> None:
     print_line(f"$ {shlex.join(['harness', *redact_all(list(command))])}")
     code = run_command([sys.executable, "-m", "harness", *command])
     if code:
-        print_line(f"`harness {command[0]}` ended with {code}; the same `harness sft` continues here", file=sys.stderr)
+        print_line(
+            f"`harness {command[0]}` ended with {code}; to continue, run the same command again", file=sys.stderr
+        )
         raise typer.Exit(code)
 
 
@@ -217,7 +219,7 @@ def _report(stages: _Stages, exported: Path, commands: Sequence[Sequence[str]]) 
         f"![loss]({stages.run.name}/loss.png)",
         *(f"- {name}: {' to '.join(f'{loss:.4f}' for loss in values)}" for name, values in losses.items() if values),
         f"- [dataset]({stages.data.name}/report.md)",
-        f"- [run]({stages.run.name}/report.md): {steps[-1].step:,} steps",
+        f"- [run]({stages.run.name}/report.md): {count_of(steps[-1].step, 'step')}",
         f"- [model]({exported.name}/README.md)",
         "",
         "```shell",

@@ -15,7 +15,7 @@ import typer
 from harness.checks import CheckedSettings, bounded
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, Problem
-from harness.printing import print_line
+from harness.printing import count_of, print_line
 
 if TYPE_CHECKING:
     from harness.indexed.convert import TokenSource
@@ -28,7 +28,7 @@ indexed_app = typer.Typer(
 
 Shards = Annotated[list[str], typer.Argument(metavar="SRC...", help="Parquet files, folders or patterns")]
 Pairs = Annotated[list[str], typer.Argument(metavar="PREFIX...", help="pairs: X, X.bin or X.idx")]
-Prefix = Annotated[str, typer.Argument(metavar="DST", help="the pair to write: X of X.bin and X.idx")]
+Prefix = Annotated[str, typer.Argument(metavar="DST", help="the pair to write: X for X.bin and X.idx")]
 
 
 @dataclass
@@ -143,7 +143,8 @@ def counts(
         print_line(
             "dtypes were not checked: Megatron takes them from the vocabulary (tokenizer.vocab_size=N checks them)"
         )
-    print_line(f"{to}: {len(by_prefix):,} prefixes, {sum(count for count, _ in by_prefix.values()):,} sequences")
+    sequences = sum(count for count, _ in by_prefix.values())
+    print_line(f"{to}: {len(by_prefix):,} prefixes, {count_of(sequences, 'sequence')}")
 
 
 @dataclass
@@ -195,9 +196,8 @@ def describe_pair_checks(checks: list[tuple[str, Callable[..., list[Problem]]]])
     if not any(check is verify_indexed for _, check in checks):
         return []
     return [
-        "a pair has no checksums: a token that became another one of the vocabulary, or a document bound that moved to "
-        "another sequence, would not show; `harness indexed family` writes a record with hashes, and `harness verify "
-        "NAME.json` compares them"
+        "a pair contains no checksums, so a changed token or a moved document bound is not detected; `harness indexed "
+        "family` writes a record with hashes, which `harness verify NAME.json` compares"
     ]
 
 
@@ -218,8 +218,9 @@ def _print_reports(reports: list[IndexedReport], *, as_json: bool) -> None:
         print_json([asdict(report) for report in reports])
         return
     for report in reports:
-        left_out = f", {report.empty_documents:,} empty rows left out" if report.empty_documents else ""
+        left_out = f", {count_of(report.empty_documents, 'empty row')} left out" if report.empty_documents else ""
         print_line(
-            f"{report.prefix}: {report.num_documents:,} documents, {report.num_sequences:,} sequences, "
-            f"{report.num_tokens:,} tokens as {report.dtype}{left_out}"
+            f"{report.prefix}: {count_of(report.num_documents, 'document')}, "
+            f"{count_of(report.num_sequences, 'sequence')}, "
+            f"{count_of(report.num_tokens, 'token')} as {report.dtype}{left_out}"
         )

@@ -46,7 +46,7 @@ def status(run_dir: Run, as_json: AsJson = False) -> None:
     if any(not job.is_pending for job in jobs):
         state = "running"
     if problem:
-        state = f"not finished, its jobs are unknown ({problem})"
+        state = f"not finished; its jobs are unknown ({problem})"
     print_line(f"{run_dir}: {'finished' if run.is_finished else state}")
     for job in jobs:
         print_line(f"  {job}")
@@ -56,7 +56,7 @@ def status(run_dir: Run, as_json: AsJson = False) -> None:
         of = f" of {run.steps:,}" if run.steps is not None else ""
         loss = f", loss {run.loss:.4f}" if run.loss is not None else ""
         left = f", {duration(run.left_s)} left" if run.left_s else ""
-        print_line(f"  step {run.step:,}{of}{loss}, {run.step_s:.2f} s a step{left}, written {duration(run.age_s)} ago")
+        print_line(f"  step {run.step:,}{of}{loss}, {run.step_s:.2f} s per step{left}, {duration(run.age_s)} ago")
     print_line(f"  newest checkpoint: {'none' if run.checkpoint is None else f'step {run.checkpoint:,}'}")
     if run.local_checkpoint is not None:
         print_line(
@@ -67,7 +67,7 @@ def status(run_dir: Run, as_json: AsJson = False) -> None:
     if run.stopped is not None:
         print_line(f"  ended: {run.stopped}")
     for node, reason in excluded.items():
-        print_line(f"  left out: {node}: {reason}")
+        print_line(f"  excluded: {node}: {reason}")
 
 
 @jobs_app.command()
@@ -153,7 +153,7 @@ def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
     jobs = {match["job"]: path for path, match in named if match["part"] is None}
     if not jobs:
         raise ConfigError(
-            "there are no logs", where=str(folder), fix="name the folder of a run that `harness submit` has started"
+            "there are no logs", where=str(folder), fix="check the path; only runs of `harness submit` have logs"
         )
     job = max(jobs, key=int)
     with suppress(OSError):  # a later one may have been refused because this one has the run

@@ -16,7 +16,7 @@ from harness.checks import CheckedSettings, bounded
 from harness.cli.settings import AsJson, class_of, complete_names, list_experiments, print_json
 from harness.errors import ConfigError, HarnessError
 from harness.launch.cluster import SubmitConfig
-from harness.printing import open_console, print_line, print_text
+from harness.printing import count_of, open_console, print_line, print_text
 from harness.settings import explain_settings, render_settings, to_plain
 from harness.tables import Table
 
@@ -150,7 +150,7 @@ def plan(
         ),
     ],
 ) -> None:
-    """Compute what a run needs before anyone books a node: memory, microbatches, tokens, MFU, time, checkpoints.
+    """Estimate memory, time, MFU, microbatches and checkpoint sizes of a run, without a GPU.
 
     `harness plan auto model=llama3_8b parallel.ranks=8` lists the layouts of a model that fit, the fastest first.
     """
@@ -230,14 +230,14 @@ def _print_layouts(found: LayoutSearch, settings: PlanSettings, gpu_bytes: float
     if assumes_data:
         print_line(
             f"assumed: packs of {settings.data.pack_size:,} tokens in conversations of {settings.sequence_tokens:,}; "
-            "data.pack_size and sequence_tokens name others, data.path a dataset"
+            "set data.pack_size and sequence_tokens, or data.path"
         )
     for note in found.smallest.plan.notes:
         print_line(f"assumed: {note}")
     if not found.fitting and gpu_bytes is not None:
         print_text(found.explain_misfit(gpu_bytes))
         raise typer.Exit(1)
-    print_line(f"the first: {' '.join(found.fitting[0].overrides)}")
+    print_line(f"the fastest: {' '.join(found.fitting[0].overrides)}")
 
 
 def _scaled(value: float | None, unit: float) -> float | None:
@@ -256,7 +256,7 @@ def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool, 
     for name, reason in reasons.items():
         value, usual = (attrgetter(name)(one) for one in (settings, default))
         if value != usual:
-            raise ConfigError(f"{reason}, and {name} would have no effect", where=f"{name}={value}", fix="leave it out")
+            raise ConfigError(f"{reason}, and {name} would have no effect", where=f"{name}={value}", fix="omit it")
 
 
 def _names_no_data(config: RunConfig) -> bool:
@@ -279,7 +279,7 @@ def _rehearse(config: RunConfig, world_size: int) -> None:
     prepare_process()
     from harness.megatron.run.rehearsal import rehearse
 
-    print_line(f"rehearsal at a small width on a CPU, {world_size:,} ranks of which no other exists:")
+    print_line(f"rehearsal at a small width on a CPU, of {count_of(world_size, 'rank')} one at a time:")
     for done in rehearse(config.model, config.parallel, world_size=world_size, optimizer=config.optimizer):
         print_line(f"  {done.describe()}", flush=True)
 
@@ -295,9 +295,9 @@ def submit(
             autocompletion=complete_names(list_experiments),
         ),
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script and leave nothing behind")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script without submitting it")] = False,
 ) -> None:
-    """Submit a run as a Slurm job that checkpoints, requeues and resumes by itself.
+    """Submit a run as a Slurm job that checkpoints, requeues and resumes automatically.
 
     Settings of the job are nodes=N, cluster=NAME (a file of configs/cluster), cluster.KEY=VALUE and run_dir=DIR, which
     resumes a run; all others are those of the recipe.
@@ -328,14 +328,14 @@ def submit(
     failed = read_excluded(Path(job.run_dir))
     if failed:
         print_line(
-            f"left out, because they failed (remove the line to change that): {', '.join(failed)}", file=sys.stderr
+            f"excluded because they failed (remove the line to include them): {', '.join(failed)}", file=sys.stderr
         )
         # Checked as what the user wrote is: anybody may have written the file.
         cluster = replace(cluster, exclude=",".join([*filter(None, [cluster.exclude]), *failed]))
     text = render(job, cluster)
     if dry_run:
         print_text(text, end="")
-        print_line(f"by hand: mkdir -p {job.logs} && sbatch FILE", file=sys.stderr)
+        print_line(f"to submit it: mkdir -p {job.logs} && sbatch FILE", file=sys.stderr)
         return
     if run_dir is not None:
         refuse_second_job(Path(job.run_dir))

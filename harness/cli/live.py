@@ -16,14 +16,14 @@ from harness.cli.settings import AsJson, class_of, print_json
 from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
 from harness.prep.sources.config import TOOL_CALLS
-from harness.printing import open_console
+from harness.printing import count_of, open_console
 from harness.storage import is_uri
 
 if TYPE_CHECKING:
     from harness.prep import ChatTokenizer
 
 live_app = typer.Typer(
-    help="Train while data is being made: write chunks into a folder, show who writes and who reads.",
+    help="Train while data is being generated: write chunks into a folder, and show its producer and readers.",
     no_args_is_help=True,
 )
 
@@ -118,7 +118,7 @@ def produce(
     folder: Folder,
     append: Annotated[bool, typer.Option("--append", help="SRC follows what is in the folder")] = False,
     leave_rest: Annotated[
-        bool, typer.Option("--leave-rest", help="with --append: even if the input before was not read to its end")
+        bool, typer.Option("--leave-rest", help="with --append: even if the previous input was not read to its end")
     ] = False,
     leave_open: Annotated[bool, typer.Option("--leave-open", help="keep the stream open for --append")] = False,
 ) -> None:
@@ -144,7 +144,8 @@ def produce(
     ) as producer:
         had_ended = producer.ended
         if producer.num_chunks and not had_ended:
-            _print_line(f"continues after {producer.num_rows:,} rows in {producer.num_chunks:,} chunks")
+            so_far = f"{count_of(producer.num_rows, 'row')} in {count_of(producer.num_chunks, 'chunk')}"
+            _print_line(f"continues after {so_far}")
         items = live.read_packs(source)
         if chunks.kind == "chat":
             reader = RecordReader(of.schema, of.columns, of.ignore_fields, of.drop_media, of.tool_calls)
@@ -154,13 +155,14 @@ def produce(
         if not leave_open:
             if not producer.num_chunks:
                 raise ConfigError(
-                    "the input has no rows, and training would wait for the first",
+                    "the input contains no rows",
                     where=source,
-                    fix=f"check SRC; `harness live end {folder}` ends a stream without rows",
+                    fix=f"check SRC; to end a stream without rows, run `harness live end {folder}`",
                 )
             producer.end()
-        total = f"{producer.num_rows:,} rows in {producer.num_chunks:,} chunks"
-        _print_line(f"{folder}: the stream had ended with all of it, {total}" if had_ended else f"{folder}: {total}")
+        total = f"{count_of(producer.num_rows, 'row')} in {count_of(producer.num_chunks, 'chunk')}"
+        was_there = "the stream has ended and contains all of the input, " if had_ended else ""
+        _print_line(f"{folder}: {was_there}{total}")
 
 
 def _check_order(source: str, folder: str) -> None:
@@ -182,7 +184,7 @@ def _check_order(source: str, folder: str) -> None:
         raise ConfigError(
             "the input comes first, then the folder of chunks",
             where=f"{source} {folder}",
-            fix=f"check both names; swapped: harness live produce {folder} {source}",
+            fix=f"check both names; in the other order: harness live produce {folder} {source}",
         )
 
 
@@ -204,11 +206,11 @@ def end(folder: Folder) -> None:
 
     if not LiveFolder(folder).files.exists():
         raise ConfigError(
-            "there is no folder of live chunks", where=str(folder), fix="name the folder of the run's data.live.path"
+            "there is no folder of live chunks", where=str(folder), fix="use the folder of data.live.path"
         )
     with LiveProducer(folder) as producer:
         producer.end()
-        _print_line(f"{folder}: ends after {producer.num_chunks:,} chunks")
+        _print_line(f"{folder}: ends after {count_of(producer.num_chunks, 'chunk')}")
 
 
 @live_app.command()

@@ -15,7 +15,7 @@ from harness.cli.runs import recipe_entry
 from harness.cli.settings import AsJson, class_of, print_json
 from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.parity.compare import Tolerances, relative_difference
-from harness.printing import open_console, print_line
+from harness.printing import count_of, open_console, print_line
 from harness.tables import Table
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _ParityGroup(TyperGroup):
 
 parity_app = typer.Typer(
     cls=_ParityGroup,
-    help="Prove that other settings train the same: `harness parity check=layouts` runs the matrix, and "
+    help="Prove that other settings give the same losses: `harness parity check=layouts` runs the matrix, and "
     "`harness parity --cfg` prints its settings. Further commands compare runs with baselines, follow a matrix over "
     "the nights, and join the reports of many nodes.",
 )
@@ -49,7 +49,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run with t
 
 
 def _wide() -> Tolerances:
-    return Tolerances(1e-5, 1e-4, "other machines and versions round otherwise")
+    return Tolerances(1e-5, 1e-4, "other machines and versions round differently")
 
 
 @dataclass
@@ -108,7 +108,7 @@ def record(context: typer.Context, name: Name, run: Run) -> None:
 
 @parity_app.command(cls=class_of(CompareSettings))
 def against(context: typer.Context, name: Name, run: Run) -> None:
-    """Compare a run with a baseline; exit code 1 where it differs, or where there is no such baseline."""
+    """Compare a run with a baseline; exit code 1 if it differs, or if there is no such baseline."""
     from harness import parity
 
     report = parity.against(name, run, Path(context.obj.baselines), command=parity.command_line())
@@ -118,7 +118,7 @@ def against(context: typer.Context, name: Name, run: Run) -> None:
 
 @parity_app.command(cls=class_of(CompareSettings))
 def update(context: typer.Context, name: Name, run: Run) -> None:
-    """Replace a baseline by a run, and report what moved and by how much."""
+    """Replace a baseline with a run, and report which checks changed and by how much."""
     from harness import parity
 
     report = parity.update(name, run, Path(context.obj.baselines), command=parity.command_line())
@@ -127,16 +127,16 @@ def update(context: typer.Context, name: Name, run: Run) -> None:
     moved = [check for check in checks if not check.passed]
     for check in moved:
         by = "" if check.largest is None else f" by up to {check.largest:.1e}"
-        print_line(f"{check.name} moved{by}")
-    print_line(f"baseline {name} is this run now: {len(moved)} of {len(checks)} checks moved")
+        print_line(f"{check.name} changed{by}")
+    print_line(f"baseline {name} was replaced with this run: {len(moved)} of {count_of(len(checks), 'check')} changed")
 
 
 @parity_app.command(cls=class_of(SummarizeSettings))
 def summarize(
     context: typer.Context,
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="one per node, its report in it or below")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="folders of the nodes' reports")],
 ) -> None:
-    """Join the reports of many nodes into one; exit code 1 where a node found a difference, or has no report."""
+    """Join the reports of many nodes into one; exit code 1 if a node found a difference or has no report."""
     from harness import parity
 
     report = parity.summarize(folders, command=parity.command_line())
@@ -146,7 +146,7 @@ def summarize(
 
 @dataclass
 class LossTolerance(CheckedSettings, section="tolerance"):
-    """Difference that still counts as the same.
+    """Largest difference that counts as equal.
 
     Attributes:
         loss: largest relative difference of a loss or a validation loss at any step. The default is several times the
@@ -174,7 +174,7 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="folders of two or more runs")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare the loss curves of runs with those of the first; exit code 1 where a loss differs.
+    """Compare the loss curves of runs with those of the first; exit code 1 if a loss differs.
 
     Prints the differences over the common steps and the settings that differ, and plots all curves. The runs may still
     be training.
@@ -189,7 +189,7 @@ def compare(
     reference, *others = map(read_curves, runs)
     compared = [compare_curves(reference, run, tolerance=settings.tolerance.loss) for run in others]
     plot = draw_runs({run.name: run.steps for run in (reference, *others)}, title="loss of runs")
-    with os_errors_as(HarnessError, "the plot cannot be written", where=settings.out, fix="out= names another file"):
+    with os_errors_as(HarnessError, "the plot cannot be written", where=settings.out, fix="set out= to another file"):
         write_atomically(Path(settings.out), plot)
     if as_json:
         plain = [{**asdict(one), "is_same": one.first is None} for one in compared]
@@ -206,7 +206,8 @@ def _print_comparison(compared: RunComparison, *, tolerance: float) -> None:
     steps, both = compared.curves[0].steps, (compared.reference, compared.run)
     console = open_console(width=100)
     print_line(
-        f"{compared.run} compared with {compared.reference} over {len(steps):,} steps, {steps[0]} to {steps[-1]}"
+        f"{compared.run} compared with {compared.reference} over {count_of(len(steps), 'step')}, "
+        f"{steps[0]} to {steps[-1]}"
     )
     head = ("curve", *both, "at step", "largest relative difference", "at step", "mean")
     console.print(Table(head, [_row(curve) for curve in compared.curves], "lrrrrrr").to_terminal())
@@ -215,7 +216,7 @@ def _print_comparison(compared: RunComparison, *, tolerance: float) -> None:
             (name, *("null" if value is None else str(value) for value in values))
             for name, values in compared.settings.items()
         ]
-        console.print(Table(("setting that differs", *both), rows).to_terminal())
+        console.print(Table(("different setting", *both), rows).to_terminal())
     if compared.other_data is None:
         print_line("data: every common step has the same numbers of tokens and packs")
     else:

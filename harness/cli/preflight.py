@@ -95,7 +95,7 @@ class JudgeSettings(CheckedSettings):
 def probe(
     context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's folder")]
 ) -> None:
-    """Check this node, as one task of a Slurm step with one task a node; prints JSON lines."""
+    """Check this node, as one task of a Slurm step with one task per node; prints JSON lines."""
     from harness.launch.preflight.probe import node_checks, run_checks
     from harness.launch.ranks import place_in_slurm
 
@@ -120,7 +120,7 @@ def copy(
     context: typer.Context,
     local_dir: Annotated[Path, typer.Argument(metavar="LOCAL_DIR", help="folder on the disk of this node")],
 ) -> None:
-    """Copy datasets and weights to the disk of this node, as far as they are not there; prints JSON lines."""
+    """Copy datasets and weights to the disk of this node, unless they are there already; prints JSON lines."""
     from harness.launch.preflight.probe import copy_checks, run_checks
     from harness.launch.ranks import place_in_slurm
     from harness.storage.local_copies import read_originals
@@ -141,7 +141,7 @@ def judge(
 ) -> None:
     """Read the nodes' JSON lines from stdin and name the nodes with problems.
 
-    Exit code 1 if there are any, 3 if the job can run without the nodes that have them.
+    Exit code 1 if there are any, 3 if the job can run without these nodes.
     """
     from harness.launch.preflight.judge import culprits, judge_nodes
 
@@ -178,7 +178,7 @@ def reduce(context: typer.Context) -> None:
     from harness.launch.ranks import place_in_slurm
 
     if "SLURM_PROCID" not in os.environ:
-        fix = "start it with srun, as the batch scripts of `harness submit` do"
+        fix = "start it with srun, like the batch scripts of `harness submit`"
         raise ConfigError("this is not a task of a Slurm step", where="SLURM_PROCID", fix=fix)
     timeout_s = context.obj.cluster.preflight.timeout_s
     place, rank = place_in_slurm(), os.environ["SLURM_PROCID"]

@@ -18,7 +18,7 @@ from harness.checks import CheckedSettings, bounded, require_cores
 from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names
 from harness.errors import ConfigError, HarnessError
 from harness.paths import is_run, is_there, suggest_recipe
-from harness.printing import open_console, print_line
+from harness.printing import count_of, open_console, print_line
 
 runs_app = typer.Typer()
 
@@ -83,7 +83,7 @@ class RequeueSettings(CheckedSettings):
 
 @runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})
 def prepare(arguments: Arguments = None) -> None:
-    """Turn chats into packed datasets; `--help` names the settings."""
+    """Pack chats into datasets; `harness prepare --cfg` prints the settings."""
     recipe_entry("prepare")(arguments or [])
 
 
@@ -129,7 +129,7 @@ def train(
 
 @dataclass
 class MovedData:
-    """The data of a run that is elsewhere now.
+    """Data of a run that has been moved.
 
     Attributes:
         paths: where it is, in the order of the run's settings (one dataset, or the sources of its blend); empty for
@@ -158,7 +158,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="only the LoRA adapters, as peft loads them")] = False,
     mtp: Annotated[bool, typer.Option("--mtp", help="also the MTP layers of the initial weights, untrained")] = False,
 ) -> None:
-    """Write a checkpoint as a folder that serves: weights, end tokens, the data's tokenizer and template, a card."""
+    """Export a checkpoint for serving: weights, end tokens, tokenizer, chat template and model card."""
     if is_run(out) and not is_there(source):
         raise ConfigError(
             "the arguments are reversed: OUT is a run's folder", where=str(out), fix=f"harness export {out} {source}"
@@ -169,13 +169,13 @@ def export(
     from harness.megatron.export.folder import export_checkpoint
 
     done = export_checkpoint(source, out, adapters_only=adapter, keep_mtp=mtp, data_paths=context.obj.data.paths)
-    print_line(f"{out}: {done.num_weights:,} weights of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
+    print_line(f"{out}: {count_of(done.num_weights, 'weight')} of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
     if done.end_tokens:
         print_line(f"  an answer ends at {' or '.join(done.end_tokens)}; padding is {done.pad_token}")
     for line in done.missing:
         print_line(f"  not written: {line}")
     if done.missing and not context.obj.data.paths:
-        print_line("  data that was moved is named with data.paths=[PATH]")
+        print_line("  if the data has been moved, set data.paths=[PATH]")
 
 
 @runs_app.command(cls=class_of(ChatSettings))
@@ -209,7 +209,7 @@ def requeue(
     from harness.train.folder import has_run
 
     if not run_dir.is_dir():
-        raise ConfigError("there is no such run", where=str(run_dir), fix="name the run's folder")
+        raise ConfigError("there is no such run", where=str(run_dir), fix="use the folder of a run")
     settings: RequeueSettings = context.obj
     # In the job that has the run, its ranks have ended; elsewhere it may be at work.
     with nullcontext() if has_run(run_dir) else alone_in(run_dir):

@@ -42,8 +42,8 @@ class PreflightConfig(CheckedSettings, section="cluster.preflight"):
         min_pair_gb_s: lowest rate of an all-reduce between two nodes, measured in jobs of three nodes and more.
         min_all_gb_s: lowest rate of an all-reduce over all nodes.
         min_gemm_tflops: lowest TFLOP/s of a bfloat16 matrix product of every GPU, float32 without GPUs; 0 for none.
-        exclude_failed: leave failed nodes out and requeue the job, if the partition has enough others.
-        same_code: require the container image to hold the same code and configs as the folder that submits the job.
+        exclude_failed: exclude failed nodes and requeue the job, if the partition has enough others.
+        same_code: require the container image to contain the same code and configs as the folder that submits the job.
     """
 
     enabled: bool = True
@@ -71,7 +71,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         qos: quality of service of the job; empty for Slurm's default.
         constraint: features that the nodes need; empty for none.
         reservation: reservation to run in; empty for none.
-        exclude: nodes to leave out, in Slurm's notation; empty for none.
+        exclude: nodes to exclude, in Slurm's notation; empty for none.
         time: time limit of one attempt, as sbatch takes it; a run that is not finished is checkpointed and requeued.
         gpus_per_node: GPUs of a node; 0 for nodes without GPUs.
         gpu_gib: memory of a GPU in GiB; a run whose plan does not fit it is refused. Null submits any run.
@@ -180,7 +180,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         # A colon or a comma would end it in the list of mounts.
         if self.local_dir and not re.fullmatch(r"/+[^:,/][^:,]*", self.local_dir):
             what = f"{self.local_dir!r} is not a folder of its own"
-            raise ConfigError(what, where="cluster.local_dir", fix="name one by its full path, such as /scratch/NAME")
+            raise ConfigError(what, where="cluster.local_dir", fix="use a full path, such as /scratch/NAME")
         for option in self.sbatch:
             if not option.startswith("--"):
                 raise ConfigError(f"{option!r} is not an option", where="cluster.sbatch", fix="write --name=value")

@@ -124,7 +124,7 @@ def propose_cluster(partitions: list[Partition], name: str = "", *, site: str = 
             where="sinfo",
             fix=f"one of {', '.join(dict.fromkeys(each.name for each in partitions))}"
             if partitions
-            else "ask the site",
+            else "ask the administrators",
         )
     nodes = max(chosen, key=lambda each: (each.gpus > 0, each.gpus * each.nodes, each.nodes))
     others = dict.fromkeys(each.name for each in partitions if each.name != nodes.name)

@@ -16,7 +16,7 @@ _FORMAT = "%A|%T|%M|%l|%D|%S|%R|%o"
 # What a pending job waits for, by the reason that squeue prints, and what can be done about it.
 _REASONS = {
     "None": "Slurm has not looked at the job yet",
-    "Resources": "it is next: nodes that are in use have to become free",
+    "Resources": "it is next, and waits for nodes that are in use",
     "Priority": "jobs of higher priority are before it; `sprio -j {job}` shows how its priority is made up",
     "Dependency": "it waits for another job to end",
     "DependencyNeverSatisfied": "the job that it depends on ended in another way: cancel it and submit the run again",
@@ -31,9 +31,9 @@ _REASONS = {
     "PartitionNodeLimit": "it asks for more nodes than the partition gives one job: lower nodes=",
     "PartitionTimeLimit": "its time limit is above that of the partition: lower cluster.time",
     "PartitionConfig": "the partition does not allow what it asks for: compare with `scontrol show partition`",
-    "Licenses": "a license has to become free",
+    "Licenses": "it waits for a license",
     "Reservation": "its reservation has not begun",
-    "ReservationDeleted": "its reservation is gone: clear cluster.reservation",
+    "ReservationDeleted": "its reservation no longer exists: clear cluster.reservation",
     "BadConstraints": "no node has what it asks for: look at cluster.constraint, cluster.gpus_per_node, "
     "cluster.cpus_per_rank and cluster.memory",
     "AccountNotAllowed": "the partition does not take this account: set cluster.account",
@@ -172,7 +172,7 @@ def ask_slurm(*command: str) -> str:
         raise HarnessError(f"{command[0]} is not installed here", where="PATH", fix="run the command on a login node")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        what = f"{command[0]} fails: {(done.stderr or done.stdout).strip()}"
+        what = f"{command[0]} failed: {(done.stderr or done.stdout).strip()}"
         raise HarnessError(what, where=" ".join(command), fix="try again once the controller answers (`scontrol ping`)")
     return done.stdout
 

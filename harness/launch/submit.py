@@ -139,9 +139,9 @@ def _mounts(cluster: ClusterConfig) -> dict[str, str]:
 def _check_local_checkpoints(folder: str, cluster: ClusterConfig) -> None:
     if folder and not any(Path(folder).is_relative_to(target) for target in _mounts(cluster)):
         raise ConfigError(
-            f"{folder} is inside the container, and its checkpoints would be gone with it",
+            f"{folder} is inside the container, and its checkpoints would be lost with it",
             where="trainer.local_checkpoints",
-            fix="name a folder below cluster.local_dir, or mount one of the node's disk with cluster.mounts",
+            fix="use a folder below cluster.local_dir, or mount one of the node's disk with cluster.mounts",
         )
 
 
@@ -185,7 +185,7 @@ def refuse_second_job(run_dir: Path) -> None:
     jobs = jobs_of_run(run_dir)
     if jobs:
         raise ConfigError(
-            f"this run is in the queue already: {'; '.join(map(str, jobs))}",
+            f"this run is already in the queue: {'; '.join(map(str, jobs))}",
             where=str(run_dir),
             fix=f"wait for it (`harness status {run_dir}`), or end it first: `harness cancel {run_dir}`",
         )
@@ -228,7 +228,7 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
         if is_new:
             shutil.rmtree(folder)
         raise HarnessError(
-            f"sbatch refuses the job: {(done.stderr or done.stdout).strip()}",
+            f"sbatch rejected the job: {(done.stderr or done.stdout).strip()}",
             where="configs/cluster",
             fix="`sinfo` and `sacctmgr show assoc user=$USER` list partitions and accounts; `harness submit ... "
             "--dry-run` prints the script",

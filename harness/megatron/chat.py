@@ -69,7 +69,7 @@ class Chat:
         self._room = int(self._model.config.max_position_embeddings) - max_tokens
         if self._room < 1:
             raise ConfigError(
-                f"answers of {max_tokens:,} tokens leave no room in {self._room + max_tokens:,} positions",
+                f"answers of {max_tokens:,} tokens do not fit into {self._room + max_tokens:,} positions",
                 where="max_tokens",
                 fix="lower it",
             )

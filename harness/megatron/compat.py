@@ -144,7 +144,7 @@ def gpt_dataset_config(values: dict[str, Any]) -> GPTDatasetConfig:
         raise ConfigError(
             f"megatron-core {MEGATRON_VERSION} has no {', '.join(unknown)}",
             where=f"data.{unknown[0]}",
-            fix="leave it out, or install a version that supports it",
+            fix="omit it, or install a version that supports it",
         )
     return GPTDatasetConfig(**values)
 

@@ -96,6 +96,6 @@ def find_pretrained(model: ModelConfig) -> Pretrained | None:
             f"model.mtp_layers is {model.mtp_layers}, and the weights have {stored.mtp_layers} layers that predict "
             "further tokens",
             where=f"model.init_from={model.init_from}",
-            fix=f"model.mtp_layers={stored.mtp_layers} trains them, 0 leaves them out" if stored.mtp_layers else "0",
+            fix=f"model.mtp_layers={stored.mtp_layers} trains them, 0 omits them" if stored.mtp_layers else "0",
         )
     return Pretrained(folder, model, stored.vocab_size, stored.mtp_layers - model.mtp_layers)

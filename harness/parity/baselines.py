@@ -75,7 +75,7 @@ def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
     broken = next((step for step in digests if step.disagreements), None)
     if broken is not None:
         what = f"step {broken.step}: {broken.disagreements[0]}"
-        raise FormatError(what, where=str(run), fix="fix this first: it is no reference")
+        raise FormatError(what, where=str(run), fix="fix this first; the run cannot be a reference")
     settings = _settings(run)
     return Baseline(
         name,
@@ -102,7 +102,7 @@ def _settings(run: Path) -> dict[str, Any]:
         return settings if isinstance(settings, dict) else {}
     except (OSError, yaml.YAMLError) as error:
         what = f"the run's settings cannot be read: {error}"
-        raise FormatError(what, where=str(run), fix="name the folder of a run") from error
+        raise FormatError(what, where=str(run), fix="use the folder of a run") from error
 
 
 def write_baseline(baseline: Baseline, path: Path) -> None:
@@ -120,7 +120,7 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
 
 def read_baseline(path: Path) -> Baseline:
     """Read the baseline at `path`; raises FormatError where it is missing, damaged or of a newer schema."""
-    make = f"`harness parity record {path.stem} RUN` makes one from a run that is known to be right"
+    make = f"`harness parity record {path.stem} RUN` records one from a run that is known to be correct"
     repair = "restore it from the repository's history"
     missing = f"there is no baseline {path.stem}"
     with open_document(path, "baseline", SCHEMA, missing=missing, make=make, repair=repair) as values:
@@ -137,9 +137,9 @@ def record(name: str, run: Path, folder: Path, tolerances: Tolerances) -> Path:
     path = baseline_path(name, folder)
     if path.exists():
         raise ConfigError(
-            f"there is a baseline {name} already",
+            f"the baseline {name} already exists",
             where=str(path),
-            fix=f"`harness parity update {name} RUN` replaces it and reports what moved",
+            fix=f"`harness parity update {name} RUN` replaces it and reports what changed",
         )
     write_baseline(baseline_of(name, run, tolerances), path)
     return path

@@ -200,7 +200,7 @@ def plan_check(
     if len(parsed) < (2 if plan.has_reference else 1):
         needs = "a reference and a case to compare with it" if plan.has_reference else "a case"
         what = f"check {check} has {len(parsed)} cases to run, and needs {needs}"
-        raise ConfigError(what, where=f"{check}, max_ranks", fix="name cases, the reference first, or allow more ranks")
+        raise ConfigError(what, where=f"{check}, max_ranks", fix="list cases, the reference first, or allow more ranks")
     names = [f"{check}: {case.name}" for case in parsed]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

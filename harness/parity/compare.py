@@ -94,7 +94,7 @@ def _check_steps(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -
         if missing := [step for step in wanted if step not in made]:
             message, first = f"{message}, step {missing[0]} is missing", missing[0]
         elif extra := [step for step in made if step not in wanted]:
-            message, first = f"{message}, step {extra[0]} is one too many", extra[0]
+            message, first = f"{message}, step {extra[0]} is extra", extra[0]
         difference = Difference(message, step=first, field="steps", expected=len(wanted), found=len(made))
     return Check("steps", difference is None, 0.0, None, "the same steps in the same order", difference)
 

@@ -82,7 +82,7 @@ def read_curves(folder: Path) -> RunCurves:
         FormatError: its files are damaged.
     """
     if not is_run(folder):
-        usual = ("there is no run in this folder", "name the folder of a run, such as runs/sft-001")
+        usual = ("there is no run in this folder", "use the folder of a run, such as runs/sft-001")
         what, fix = explain_path(folder, expected="a run") or usual
         raise ConfigError(what, where=str(folder), fix=fix)
     path = folder / SETTINGS_FILE

@@ -120,7 +120,7 @@ def train_reference(config: SftConfig) -> int:
     """
     if config.model.init_from is None or config.run_dir is None or config.trainer.steps is None:
         where = "model.init_from, run_dir, trainer.steps"
-        raise ConfigError("it needs weights, a folder and a number of steps", where=where, fix="set all of them")
+        raise ConfigError("weights, a folder and a number of steps are required", where=where, fix="set all of them")
     config.optimizer = optimizer = config.optimizer.resolved(config.model, config.trainer.steps)
     trainer, data = config.trainer, open_datasets(config.data)
     model = _transformers().AutoModelForCausalLM.from_pretrained(

@@ -246,7 +246,7 @@ def _lock(folder: Path) -> Iterator[None]:
         marker.acquire()
     except FormatError:
         what = f"another parity run works in this folder: {marker.holder}"
-        raise ConfigError(what, where=str(folder), fix="wait for it, or name another folder") from None
+        raise ConfigError(what, where=str(folder), fix="wait for it, or choose another folder") from None
     try:
         yield
     finally:
@@ -281,7 +281,7 @@ class CellBatch:
             runs.append([port, cell.overrides, str(cell.run_folder(folder)), start])
         listed = first.folder(folder) / "runs.json"
         listed.write_text(json.dumps({"program": first.plan.program.module, "runs": runs}))
-        fix = "name the python of a virtual environment in `versions`"
+        fix = "set `versions` to the Python of a virtual environment"
         what = f"the interpreter of {first.name} cannot be started"
         with os_errors_as(ConfigError, what, where=first.python, fix=fix):
             self._process = start_job(
@@ -394,7 +394,7 @@ def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[Ma
         for name, finished in progress.finished.items():
             if name not in printed:
                 printed.add(name)
-                outcome = finished.reason or ("kept from before" if finished.was_kept else f"{finished.seconds:.0f} s")
+                outcome = finished.reason or ("reused" if finished.was_kept else f"{finished.seconds:.0f} s")
                 console.print(indented(f"{one_line(name)}: {outcome}"), soft_wrap=True)
 
     yield log
@@ -409,7 +409,7 @@ def _draw(cells: Sequence[Cell], progress: MatrixProgress) -> Group:
         if finished is not None and finished.reason:
             state = TableCell("failed", "failed")
         elif finished is not None:
-            steps, state = str(cell.steps), TableCell("kept from before" if finished.was_kept else "ran", "same")
+            steps, state = str(cell.steps), TableCell("reused" if finished.was_kept else "ran", "same")
         elif made is not None:
             steps, state = f"{made} of {cell.steps}", TableCell("runs" if made else "starts", "running")
         rows.append((cell.name, steps, state))

@@ -51,7 +51,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             models on one pipeline stage without context parallelism.
         gradient_dtype: float32, or bfloat16 for half the memory and traffic of a bfloat16 model's gradients, which are
             then added in bfloat16.
-        overlap_gradients: on GPUs, reduce gradients while the backward pass goes on.
+        overlap_gradients: on GPUs, reduce gradients during the backward pass.
         overlap_weights: on GPUs with overlap_gradients and the distributed optimizer, gather the weights of a step in
             the forward pass of the next one, while layers before them are computed; adapters are gathered at once.
         overlap_tensor_parallel: on GPUs with Transformer Engine, sequence_parallel and static_rows, send parts of the
@@ -134,7 +134,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         if self.expert_dispatcher == "flex" and shared not in DEEPEP_RANKS:
             ranks = ", ".join(map(str, DEEPEP_RANKS))
             raise ConfigError(
-                "no rank has experts for the tokens of others"
+                "no rank holds experts for the tokens of other ranks"
                 if shared == 1
                 else f"DeepEP divides experts over {ranks} ranks, and here they are on {shared} (expert "
                 f"{self.expert_parallel_size} x expert tensor {self.expert_tensor_parallel_size})",
@@ -178,7 +178,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
                 f"{self.tensor_parallel_size} x pipeline {self.pipeline_parallel_size} x context "
                 f"{self.context_parallel_size})",
                 where="parallel",
-                fix=f"start a multiple of {self.model_ranks} ranks, or make the parallel sizes smaller",
+                fix=f"start a multiple of {self.model_ranks} ranks, or lower the parallel sizes",
             )
         experts, stage = self.expert_parallel_size * self.expert_tensor_parallel_size, self.pipeline_parallel_size
         if (world_size // stage) % experts:
@@ -225,7 +225,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         max_tokens_per_row, pad_to_multiple = self.max_tokens_per_row(max_tokens_per_rank), self.pad_to_multiple
         if max_tokens_per_row % pad_to_multiple:
             raise ConfigError(
-                f"a row of {max_tokens_per_row:,} tokens ({max_tokens_per_rank:,} a rank * context "
+                f"a row of {max_tokens_per_row:,} tokens ({max_tokens_per_rank:,} per rank * context "
                 f"{self.context_parallel_size}) is not a multiple of {pad_to_multiple}, to which every sequence is "
                 f"padded (2 * context {self.context_parallel_size} chunks"
                 + (f", and context * tensor {self.tensor_parallel_size} parts)" if self.sequence_parallel else ")"),

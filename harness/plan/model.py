@@ -76,14 +76,14 @@ class ModelConfig(CheckedSettings, section="model"):
         router_scale: factor of the weights of a token's experts.
         aux_loss: coefficient of the loss that balances the experts; 0 for none.
         aux_loss_scope: tokens that it balances together: those of a `row`, or of each `sequence` (Megatron's
-            seq_aux_loss), which does not depend on the sequences beside it.
+            seq_aux_loss), which does not depend on the other sequences.
         z_loss: coefficient of the loss that keeps the router's logits small; 0 for none.
         expert_bias: add a bias to an expert's score when experts are chosen, as balancing without a loss does; needs
             router_score sigmoid.
         expert_bias_rate: change of the bias of an expert per step, up where it got too few tokens; 0 keeps the bias.
         freeze_router: do not train the router's weights.
         grouped_gemm: multiply the tokens of all experts of a rank at once, with Transformer Engine; `auto` (where its
-            layers are, without biases and without adapters of experts), `on` (refused elsewhere) or `off` (one expert
+            layers are, without biases and without adapters of experts), `on` (refused elsewhere), or `off` (one expert
             after another, as on a CPU).
         mtp_layers: layers after the model's own that predict further tokens (multi-token prediction) and are trained
             with it; of weights in `init_from`, all of theirs or none. 0 leaves them out.

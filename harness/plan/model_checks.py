@@ -258,7 +258,7 @@ def _check_groups(model: ModelConfig) -> None:
         raise ConfigError("one of them is set", where=where, fix="set both, or neither")
     if model.num_experts % groups or top > groups or each % top:
         raise ConfigError(
-            f"{each} experts a token cannot come evenly from {top} of {groups} groups of {model.num_experts} experts",
+            f"{each} experts per token cannot come evenly from {top} of {groups} groups of {model.num_experts} experts",
             where=where,
             fix="groups that divide num_experts, and top groups that divide experts_per_token",
         )

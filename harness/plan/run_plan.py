@@ -123,13 +123,13 @@ class RunPlan:
     def _memory_rows(self, gpu_bytes: float | None) -> Iterator[tuple[str, str]]:
         gib, memory, other = 2**30, self.memory, self.without_engine
         yield "run", f"{self.name} on {count_of(self.ranks, 'rank')}, {self.dp_size} of them data-parallel"
-        active = f", {self.active_weights:,} of them met by a token" if self.active_weights < self.weights else ""
+        active = f", {self.active_weights:,} of them used by a token" if self.active_weights < self.weights else ""
         yield "model", f"{self.weights:,} weights{active}"
         yield "fullest rank", f"{memory.total / gib:,.2f} GiB, pipeline stage {memory.stage}"
         yield from ((f"  {name}", f"{size / gib:,.2f} GiB") for name, size in memory.parts.items())
         if memory.host:
             node = memory.host * min(self.ranks, self.machine.ranks)
-            yield "  optimizer on the host", f"{memory.host / gib:,.2f} GiB, {node / gib:,.2f} GiB a node"
+            yield "  optimizer on the host", f"{memory.host / gib:,.2f} GiB, {node / gib:,.2f} GiB per node"
         if gpu_bytes is not None:
             usable = (1 - ROOM) * gpu_bytes
             misfit = f"does NOT fit, {(memory.total - usable) / gib:,.2f} GiB too much"
@@ -142,14 +142,14 @@ class RunPlan:
 
     def _checkpoint_rows(self, file_system: float | None, disk: float | None) -> Iterator[tuple[str, str]]:
         own, whole = self.checkpoint.own_bytes, self.checkpoint.total_bytes
-        yield "a checkpoint", f"{whole / 1e9:,.3g} GB; a rank writes {own / 1e9:,.3g} GB of it"
+        yield "checkpoint", f"{whole / 1e9:,.3g} GB; each rank writes up to {own / 1e9:,.3g} GB"
         node = own * min(self.ranks, self.machine.ranks)
-        yield "  host memory", f"{own / 1e9:,.3g} GB a rank, {node / 1e9:,.3g} GB a node, while it is written"
+        yield "  host memory", f"{own / 1e9:,.3g} GB per rank, {node / 1e9:,.3g} GB per node, while it is written"
         yield "  training waits", f"{own / self.machine.host_bytes_per_s:,.2g} s for the copy to the host"
         if self.has_local_checkpoints:
             parts = 1 if self.ranks <= self.machine.ranks else 2
-            copied = ", half of them copies of another node's" if parts == 2 else "; there is no other node for a copy"
-            yield "  on a node's disk", f"{parts * node / 1e9:,.3g} GB{copied}, and as much for the next one"
+            copied = ", half of it for another node" if parts == 2 else "; there is no other node for a copy"
+            yield "  on a node's disk", f"{parts * node / 1e9:,.3g} GB{copied}, twice while the next one is written"
             if disk is not None:
                 took = f"{parts * node / disk:,.3g} s at {disk / 1e9:,g} GB/s"
                 yield "  written there after", took + (", half of them for the copy" if parts == 2 else "")
@@ -158,13 +158,13 @@ class RunPlan:
 
     def _time_rows(self) -> Iterator[tuple[str, str]]:
         if self.work is None or self.mfu is None:
-            yield "an epoch", f"unknown: {self.why_no_work}"
+            yield "epoch", f"unknown: {self.why_no_work}"
             return
-        yield "an epoch", f"{count_of(self.work.steps, 'step')} of {self.work.tokens:,.0f} tokens"
+        yield "epoch", f"{count_of(self.work.steps, 'step')} of {self.work.tokens:,.0f} tokens"
         yield "microbatches", f"{self.work.microbatches:,} per rank and step"
         yield "work", f"{self.work.model_flops / 1e12:,.3g} TFLOPs per step"
         yield "MFU", f"{self.mfu:.1%}, {'an estimate' if self.parts else 'as given'}"
-        yield "a step", f"{self.step_s:,.3g} s, {self.work.tokens / self.step_s / self.ranks:,.0f} tokens/s per rank"
+        yield "step", f"{self.step_s:,.3g} s, {self.work.tokens / self.step_s / self.ranks:,.0f} tokens/s per rank"
         for name, seconds in self.parts.items():
             if seconds >= 0.005 * self.step_s:
                 yield f"  {name}", f"{seconds / self.step_s:.0%}"
@@ -194,7 +194,7 @@ def fine_tuning(config: RunConfig) -> SftConfig:
     """Return these settings; raise ConfigError for those of another recipe, which are not planned."""
     if not isinstance(config, SftConfig):
         raise ConfigError(
-            "only fine-tuning runs can be planned", where=config.name, fix="name an experiment of recipes.sft"
+            "only fine-tuning runs can be planned", where=config.name, fix="choose an experiment of fine-tuning, or sft"
         )
     return config
 

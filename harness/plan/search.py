@@ -31,6 +31,7 @@ from harness.plan.run_plan import (
 )
 from harness.plan.settings import RunConfig, SftConfig
 from harness.plan.work import Machine, plan_work
+from harness.printing import count_of
 from harness.tables import Table
 
 _RECOMPUTE = ("none", "selective", "full")
@@ -97,11 +98,11 @@ class LayoutSearch:
         usable = "" if gpu_bytes is None else f" of {(1 - ROOM) * gpu_bytes / gib:,.1f} usable"
         assert first.work is not None
         title = (
-            f"{first.ranks} GPUs, {first.weights:,} weights, {first.work.tokens:,.0f} tokens a step: "
-            f"{len(self.fitting):,} layouts fit ({self.considered:,} plans compared)"
+            f"{first.ranks} GPUs, {first.weights:,} weights, {first.work.tokens:,.0f} tokens per step: "
+            f"{count_of(len(self.fitting), 'layout')} fit ({self.considered:,} plans compared)"
         )
-        head = ["TP", "PP", "VPP", "CP", "EP", "DP", "recompute", "tokens a rank", "microbatches"]
-        head += [f"GiB{usable}", "MFU", "s a step", "sent and waited"]
+        head = ["TP", "PP", "VPP", "CP", "EP", "DP", "recompute", "tokens per rank", "microbatches"]
+        head += [f"GiB{usable}", "MFU", "s per step", "sent and waited"]
         rows = []
         for one in shown:
             plan, parallel = one.plan, one.parallel

@@ -49,7 +49,7 @@ class OptimizerConfig(CheckedSettings, section="optimizer"):
     `config.yaml` in the run's folder records the values that null stands for, and a run that resumes keeps them.
 
     Attributes:
-        lr: largest learning rate; null for 2e-4 with LoRA, 1e-5 for the other training of pretrained weights
+        lr: largest learning rate; null for 2e-4 with LoRA, 1e-5 for other training of pretrained weights
             (`model.init_from`), and 2e-3 for training from random weights.
         min_lr_ratio: final learning rate as a share of lr.
         warmup_ratio: length of the linear warm-up from 0 to lr as a share of decay_steps, rounded up.
@@ -63,7 +63,7 @@ class OptimizerConfig(CheckedSettings, section="optimizer"):
         clip_grad: largest gradient norm; 0 for no clipping.
         moments_dtype: float32, or bfloat16 for two thirds of the optimizer's memory on a GPU with Transformer Engine's
             Adam, which computes in float32 and rounds what it keeps. A bfloat16 model with the distributed optimizer.
-        offload: share of the optimizer's state, 0 to 1, that is in the memory of the host, where the CPU updates it; a
+        offload: share of the optimizer's state, 0 to 1, that is kept in host memory and updated by the CPU; a
             step takes longer. A bfloat16 model with the distributed optimizer.
     """
 
@@ -142,16 +142,16 @@ class TrainerConfig(CheckedSettings, section="trainer"):
         local_checkpoints: folder on the nodes' own disks, such as `/scratch/me`, for further checkpoints between those
             in the run's folder. Each node keeps its part and a copy of another node's, of the newest one, until the
             run ends; a run resumes from it where it is the newest. Empty for none.
-        local_checkpoint_interval: steps between them; one is left out while an earlier one is still being written.
+        local_checkpoint_interval: steps between them; one is skipped while an earlier one is still being written.
         device: auto, cpu or cuda.
-        deterministic: take only kernels that give the same bits each time, slower ones where there is a choice.
+        deterministic: use only kernels that give bit-identical results, even if they are slower.
         timeout_s: a rank without progress for this long ends the job, with a message that names it.
         startup_timeout_s: the same limit for each part of the startup: meeting the ranks, opening the data, building
             indices, loading weights.
         drift_interval: steps between comparisons of the parameters that several ranks hold copies of, which end a run
             whose ranks have drifted apart; the last step is compared too. 0 for none.
         record_digests: write digests of every step's data into the run's folder (`harness.train.digests`).
-        record_batches: write the data itself too, for small runs: 28 bytes a token before compression.
+        record_batches: write the data itself too, for small runs: 28 bytes per token before compression.
         trackers: services that show the curves, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always
             written. Their own variables configure them: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI,
             MLFLOW_EXPERIMENT_NAME and so on.

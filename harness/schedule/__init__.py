@@ -102,9 +102,9 @@ def schedule(
     if offsets is not None and ([*offsets[:1], *offsets[-1:]] != [0, sizes.shape[0]] or (np.diff(offsets) < 1).any()):
         raise ScheduleError(
             f"pack_offsets do not cut {sizes.shape[0]:,} sequences into packs: "
-            "they must rise strictly from 0 to the number of sequences",
+            "they must increase strictly from 0 to the number of sequences",
             where="pack_offsets",
-            fix="give the offsets of exactly these sequences, as reader.pack_offsets has them",
+            fix="pass the offsets of exactly these sequences, such as reader.pack_offsets",
         )
     check_lengths(sizes, max_tokens_per_row, offsets, as_packed=name == "as_packed")
     batch = GlobalBatch(sizes, dp_size, max_tokens_per_row, group_size, offsets, cost or SequenceCost())

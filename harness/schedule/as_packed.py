@@ -17,7 +17,7 @@ def place_as_packed(batch: GlobalBatch) -> Schedule:
     """
     if batch.pack_offsets is None:
         raise ScheduleError(
-            "as_packed needs to know which sequences were stored together",
+            "as_packed requires the bounds of the stored packs",
             where="schedule.name",
             fix="pass pack_offsets, or use another schedule for a source without packs",
         )

@@ -26,7 +26,7 @@ class SequenceCost:
 
     def __post_init__(self) -> None:
         if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
-            what = f"a sequence cannot cost {self.linear} a token and {self.quadratic} a token squared"
+            what = f"a sequence cannot cost {self.linear} per token and {self.quadratic} per squared token"
             raise ConfigError(what, where="SequenceCost", fix="set both to 0 or more, and one of them above 0")
 
     def of(self, lengths: npt.NDArray[np.integer]) -> Float64Array:

@@ -35,7 +35,7 @@ def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dt
     # numpy's own parser evaluates the header as Python, and fails in many ways on a damaged one.
     header = _HEADER.fullmatch(text)
     if header is None or len(text) != num_bytes:
-        raise FormatError("the .npy header is damaged, or describes no plain array", where=str(path))
+        raise FormatError("the .npy header is damaged, or does not describe a plain array", where=str(path))
     descr, order, shape = (group.decode("ascii") for group in header.groups())
     sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
     if max(sizes, default=0) >= 1 << 62:
@@ -53,7 +53,7 @@ def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = No
         with path.open("rb") as file:
             stored_shape, fortran, stored = read_npy_header(path, file)
             if shape is None and len(stored_shape) != 1:
-                raise FormatError(f"holds an array of {len(stored_shape)} dimensions, expected 1", where=str(path))
+                raise FormatError(f"contains an array of {len(stored_shape)} dimensions, expected 1", where=str(path))
             shape = stored_shape if shape is None else shape
             if stored != dtype or stored_shape != shape or (fortran and len(shape) > 1):
                 raise FormatError(

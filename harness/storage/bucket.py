@@ -61,7 +61,7 @@ class ObjectStore:
                 raise FormatError(
                     f"the object ends before byte {begin + count:,}",
                     where=str(place),
-                    fix="open it again; it was replaced by a shorter one",
+                    fix="open it again; it was replaced with a shorter one",
                 )
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -244,7 +244,7 @@ class UploadFile(OutputFile):
             f"the object differs from what was uploaded: it has {stored.num_bytes:,} bytes, sent were "
             f"{self._num_bytes:,}",
             where=str(self._place),
-            fix="write again; something else writes to this place, or the store is damaged",
+            fix="write it again; another process writes to this place, or the store is damaged",
         )
 
     def abort(self) -> None:
@@ -311,7 +311,7 @@ class Verdict(Enum):
     PASSING = "try again"
     MISSING = "the object does not exist"
     NO_BUCKET = "the bucket does not exist"
-    DENIED = "credentials or rights are wrong"
+    DENIED = "the credentials are wrong or lack permissions"
     REFUSED = "the request itself is refused"
 
 
@@ -328,7 +328,7 @@ _PATTERNS = (
     (Verdict.REFUSED, r"status code: (30\d|4\d\d)\b|InvalidConfig|not found"),
 )
 _CREDENTIALS = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials with rights there",
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials with access",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
 }
 _AZURE_CREDENTIALS = "set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in with Azure's own tools"
@@ -359,7 +359,7 @@ def explain(error: Exception, place: ObjectPath) -> FormatError:
         error = _list_error(ObjectPath(place.scheme, place.bucket, "")) or error
         verdict = judge(error)
     text, is_s3 = str(error), place.scheme == "s3"
-    what = f"object storage refuses the request: {_short(text)}"
+    what = f"object storage rejected the request: {_short(text)}"
     fix = "check AWS_ENDPOINT_URL and AWS_REGION" if is_s3 else "check the address"
     if verdict is Verdict.PASSING:
         address = f" at {s3_endpoint()}" if is_s3 and s3_endpoint() else ""
@@ -370,11 +370,11 @@ def explain(error: Exception, place: ObjectPath) -> FormatError:
     elif verdict is Verdict.NO_BUCKET:
         what, fix = f"no such bucket: {place.bucket}", "check the bucket's name, region and AWS_ENDPOINT_URL"
     elif verdict is Verdict.DENIED:
-        what, fix = f"object storage denies access ({_short(text)})", _CREDENTIALS.get(place.scheme, _AZURE_CREDENTIALS)
+        what, fix = f"object storage denied access ({_short(text)})", _CREDENTIALS.get(place.scheme, _AZURE_CREDENTIALS)
         if "InvalidAccessKeyId" in text:
             what = "object storage does not know the access key"
         elif "SignatureDoesNotMatch" in text:
-            what = "object storage refuses the signature: the secret key, or this machine's clock, is wrong"
+            what = "object storage rejected the signature: the secret key, or this machine's clock, is wrong"
     return FormatError(what, where=str(place), fix=fix)
 
 

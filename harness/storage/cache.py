@@ -95,11 +95,11 @@ class LocalCache:
                         self._download(name, descriptor, files, download)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            fix = f"free space, or set {_BYTES_NAME} below what the disk has" if full else "check permissions"
+            fix = f"free space, or set {_BYTES_NAME} below the size of the disk" if full else "check permissions"
             raise FormatError(
                 f"the local cache cannot be used: {error.strerror or error}",
                 where=str(error.filename or self.folder),
-                fix=f"{fix}; {_FOLDER_NAME} names another folder",
+                fix=f"{fix}; to use another folder, set {_FOLDER_NAME}",
             ) from error
 
     def _find(self, name: str) -> Entry | None:
@@ -188,7 +188,7 @@ class LocalCache:
 def _check(stored: StoredFile, path: Path) -> None:
     num_bytes = path.stat().st_size
     if num_bytes != stored.num_bytes:
-        what = f"{stored.path} arrived with {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}"
+        what = f"{stored.path} arrived with {num_bytes:,} bytes, but the manifest lists {stored.num_bytes:,}"
         raise FormatError(what, fix=_UPLOAD)
     digest = file_digest(path)
     if digest != stored.xxh3:

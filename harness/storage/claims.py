@@ -48,9 +48,9 @@ class ClaimStore:
     def __init__(self, place: ObjectPath) -> None:
         if place.scheme == "msc":
             raise ConfigError(
-                "msc:// has no conditional requests here, which keep two writers apart",
+                "msc:// does not support conditional requests, which exclude a second writer",
                 where=str(place),
-                fix="name a folder on a file system that all machines share, or a place in s3://, gs:// or abfs://",
+                fix="use a folder on a file system that all machines share, or s3://, gs:// or abfs://",
             )
         self.place = place
 
@@ -199,7 +199,7 @@ class Lease:
                     if seen and owner and not wait:
                         raise self._refused(owner)
                     if owner and not seen and not _is_dead(owner):
-                        log(f"waits for {_name(owner)}: {self.where}")
+                        log(f"waiting for {_name(owner)}: {self.where}")
                     seen, until = expected, _now() + LEASE_S
                 is_free = not owner or _is_dead(owner) or _now() >= until
             if is_free:
@@ -305,7 +305,7 @@ def _parse(content: bytes) -> tuple[dict[str, Any], bytes]:
 
 def _name(owner: dict[str, Any]) -> str:
     if not owner:
-        return "a process that has left no name"
+        return "an unknown process"
     host = str(owner.get("host")).partition(" ")[0]
     return f"process {owner.get('pid')} on {host}, since {owner.get('since')}"
 

@@ -270,14 +270,14 @@ class Marker:
             owner = json.loads(content.partition(b"\n")[0])
             self.holder = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
         except (ValueError, KeyError, TypeError):  # of an earlier version, or about to be written
-            self.holder = "a process that has not left its name yet"
+            self.holder = "an unknown process"
         return held_error(self.holder, str(self.path))
 
 
 def held_error(holder: str, where: str) -> FormatError:
     """Return the error for a place that another process writes to."""
     what = f"another process is writing here: {holder}"
-    return FormatError(what, where=where, fix="wait for it, or name another destination")
+    return FormatError(what, where=where, fix="wait for it, or choose another destination")
 
 
 def _marker_body(content: bytes) -> bytes:

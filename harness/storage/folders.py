@@ -117,7 +117,7 @@ class LocalFolder(_Folder):
     def make(self) -> bool:
         """Create the folder; returns whether it was missing."""
         if self.place.exists() and not self.place.is_dir():
-            raise FormatError("the destination is a file, expected a folder", where=self.where(), fix="name another")
+            raise FormatError("the destination is a file, expected a folder", where=self.where(), fix="choose another")
         return make_folder(self.place)
 
     def create_file(self, name: str) -> AtomicFile:
@@ -220,7 +220,7 @@ class BucketFolder(_Folder):
     def copy(self) -> Path:
         files = [StoredFile(name, num_bytes, self.digest(name)) for name, num_bytes in sorted(self._sizes().items())]
         if not files:
-            raise FormatError("there are no such files", where=self.where(), fix="check the key")
+            raise FormatError("the files do not exist", where=self.where(), fix="check the key")
         return self.fetch(files).folder
 
     def _download(self, stored: StoredFile, path: Path) -> None:

@@ -67,14 +67,14 @@ def bus_error_at(address: int) -> FormatError:
         if begin <= address < end and name:
             return _of_file(name[0], int(inode), int(offset, 16) + address - begin)
     return FormatError(
-        "a page of memory cannot be read", where=f"address {address:#x} of process {os.getpid()}", fix="see dmesg"
+        "a memory page cannot be read", where=f"address {address:#x} of process {os.getpid()}", fix="see dmesg"
     )
 
 
 def _of_file(name: str, inode: int, position: int) -> FormatError:
     if name.startswith(_SHM):
         return FormatError(
-            "a page of shared memory cannot be used: it is full, or another process removed it",
+            "a page of shared memory cannot be used: /dev/shm is full, or another process removed the file",
             where=name,
             fix="make room in /dev/shm; for a container, raise --shm-size",
         )
@@ -84,11 +84,11 @@ def _of_file(name: str, inode: int, position: int) -> FormatError:
     except OSError:
         size = None
     if size is not None and size <= position:
-        what = f"the file was cut to {size:,} bytes while it was read; byte {position:,} is missing"
+        what = f"the file was truncated to {size:,} bytes while it was read; byte {position:,} is missing"
     elif size is None:
-        what = f"the file was removed and cut short, or its disk failed, while it was read (at byte {position:,})"
+        what = f"the file was removed or truncated, or its disk failed, while it was read (at byte {position:,})"
     else:
-        what = f"byte {position:,} cannot be read: the disk is failing, or the file was cut short for a moment"
+        what = f"byte {position:,} cannot be read: the disk is failing, or the file was truncated temporarily"
     return FormatError(
         what,
         where=name,

@@ -52,7 +52,7 @@ class ObjectPath:
             raise ConfigError("credentials and settings do not belong in a URI", where=where, fix=_FIX)
         key = key.strip("/")
         if not bucket or any(part in ("", ".", "..") for part in key.split("/") if key) or "\0" in key:
-            raise ConfigError("not the address of an object", where=uri, fix=f"write {scheme}://BUCKET/KEY")
+            raise ConfigError("not a complete address of an object", where=uri, fix=f"write {scheme}://BUCKET/KEY")
         return cls(scheme, bucket, key)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ def relative_path(place: Place, base: Place) -> str:
         return Path(os.path.relpath(place.resolve(), base.resolve())).as_posix()
     if isinstance(place, Path):
         raise ConfigError(
-            "something in object storage cannot refer to a place on a disk", where=str(place), fix=f"copy it to {base}"
+            "data in object storage cannot refer to data on a disk", where=str(place), fix=f"copy it to {base}"
         )
     if isinstance(base, Path) or (place.scheme, place.bucket) != (base.scheme, base.bucket):
         return str(place)

@@ -269,7 +269,7 @@ def test_a_run_on_live_chunks_has_the_tokenizer_of_its_settings_and_the_mask_of_
     live["tokenizer"]["name"] = ""
     done, _ = export_of(run, tmp_path / "packs", live=live)
     assert not done.has_tokenizer
-    assert done.missing[0] == f"tokenizer and chat template: {tmp_path / 'live'}: chunks of packs name none"
+    assert done.missing[0] == f"tokenizer and chat template: {tmp_path / 'live'}: chunks of packs record none"
 
 
 def test_a_corpus_ends_answers_at_the_end_of_a_document(run: Path, data: Path, tmp_path: Path) -> None:

@@ -376,7 +376,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
         ),
         (
             {"model_type": "deepseek_v3", **GROUPED, "num_experts_per_tok": 6},
-            "6 experts a token of 2 of 4 groups are not supported",
+            "6 experts per token of 2 of 4 groups are not supported",
         ),
         ({"model_type": "deepseek_v3", **GROUPED, "norm_topk_prob": False}, "sigmoid scores that are not normalized"),
         ({"model_type": "deepseek_v3", **GROUPED, "rope_interleave": False}, "rope_interleave False is not supported"),

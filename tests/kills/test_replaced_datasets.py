@@ -147,7 +147,11 @@ def test_a_command_whose_input_is_cut_short_names_the_file(
     assert whole.code == 0, whole.output
     # Before the file is opened, once it is mapped, and in the middle of its packs.
     calls = [0, whole.calls.index("open /shard_000000/input_ids.npy.tmp"), whole.count // 5]
-    found = ["bytes, ", "the file was cut to 2,048 bytes while it was read; byte", "the file was cut to 2,048 bytes"]
+    found = [
+        "bytes, ",
+        "the file was truncated to 2,048 bytes while it was read; byte",
+        "the file was truncated to 2,048 bytes",
+    ]
     for at, text in zip(calls, found, strict=True):
         ran = convert(at)
         assert ran.codes == [2, 0], f"cut in call {at}, {ran.died_in}: {ran.output}"

@@ -156,7 +156,7 @@ def test_a_killed_matrix_started_again_keeps_its_finished_cells(parity: Parity, 
     after = {path.parent.name: path.stat().st_mtime_ns for path in cells.glob("*/cell.json")}
     assert set(after) == {f"formats__{name}" for name in FORMATS}
     assert {name: after[name] for name in before} == before
-    assert found.output.count("kept from before") == len(before)
+    assert found.output.count("reused") == len(before)
 
 
 def _writers(path: Path) -> list[int]:

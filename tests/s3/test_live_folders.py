@@ -202,7 +202,7 @@ def test_a_lease_of_a_dead_process_whose_number_another_one_has_is_watched_and_t
 
 
 def test_other_stores_and_wrong_secrets_are_named(store: ClaimStore, place: str, monkeypatch: Any) -> None:
-    with pytest.raises(ConfigError, match="msc:// has no conditional requests here"):
+    with pytest.raises(ConfigError, match="msc:// does not support conditional requests"):
         LiveFolder("msc://profile/live")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret-value")
     with pytest.raises(FormatError, match="the secret key, or this machine's clock, is wrong") as refused:

@@ -197,5 +197,5 @@ def test_a_builder_waits_for_another_and_names_it(
     for name in ("fast_cache_load", "defer_npy_index_mmap"):
         with pytest.raises(ConfigError, match=f"{name} trusts that all indices are on this machine"):
             replace(shared, **{name: True})
-    with pytest.raises(ConfigError, match="has no conditional requests here"):
+    with pytest.raises(ConfigError, match="does not support conditional requests"):
         opened(replace(shared, path_to_cache="msc://profile/indices"))

@@ -105,7 +105,7 @@ def test_a_second_job_of_a_live_run_changes_nothing_and_the_run_is_shown_and_can
     assert not (job.run_dir / "attempts.jsonl").exists()
 
     refused = slurm.on("login", *HARNESS, "submit", "sft", f"run_dir={job.run_dir}", cwd=ROOT)
-    assert f"this run is in the queue already: job {job.job_id} is running on node" in refused
+    assert f"this run is already in the queue: job {job.job_id} is running on node" in refused
     values = json.loads(slurm.on("login", *HARNESS, "status", job.run_dir, "--json", check=True, cwd=ROOT))
     assert values["step"] >= 25
     assert [entry["job_id"] for entry in values["jobs"]] == [job.job_id]

@@ -48,7 +48,7 @@ def test_a_job_that_sbatch_refuses_is_reported_and_leaves_no_folder(slurm, data,
         f"runs={tmp_path}/runs",
         cwd=ROOT,
     )
-    assert "sbatch refuses the job: sbatch: error:" in printed
+    assert "sbatch rejected the job: sbatch: error:" in printed
     assert not list((tmp_path / "runs").glob("*"))
 
 

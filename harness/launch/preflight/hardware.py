@@ -19,7 +19,7 @@ from harness.errors import HarnessError
 _FATAL_XIDS = {46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158}
 # With the parts of a GPU under MIG after its address; without "PCI:" from drivers before 340.
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)[^)]*\): (\d+),? *(.*)")
-_DRAIN = "drain the node: the GPU has to be reset or replaced"
+_DRAIN = "drain the node: the GPU must be reset or replaced"
 _SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
 # What nvidia-smi prints in place of any value of a GPU that does not answer, in brackets in tables. The last two stand
 # for a fan or a sensor that fails, too.

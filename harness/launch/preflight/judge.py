@@ -49,8 +49,8 @@ _CANCELED = (" CANCELLED AT ", "srun: forcing job termination")
 _BY_CANCELING = (": Killed", ": Terminated", ": Exited with exit code 137", ": Exited with exit code 143")
 _STOPPED = ("Job step aborted", "Force Terminated")
 
-_CONTAINER_FIX = "look at the image (cluster.image), at cluster.mounts, and at free space for Enroot's folders"
-_MEMORY_FIX = "another job uses the node's memory, or cluster.memory is too little"
+_CONTAINER_FIX = "check the image (cluster.image), cluster.mounts, and the free space for Enroot's folders"
+_MEMORY_FIX = "another job uses the node's memory, or cluster.memory is too small"
 _LAUNCH_FIX = "the node's clock or its munge key differs from the controller's"
 # What a message is about, by a part of it: the first that fits. The fix says what to do on this node.
 _KINDS = (
@@ -293,9 +293,7 @@ def _slow_ranks(ranks: Sequence[dict[str, Any]], limits: PreflightConfig) -> Ite
         least = _least(rates, lowest) if on_gpus else lowest
         for rank, entry in enumerate(ranks):
             if entry.get(name, least) < least:
-                fix = (
-                    "look at its temperature, power limit and clocks (nvidia-smi -q -d PERFORMANCE), or drain the node"
-                )
+                fix = "check its temperature, power limit and clocks (nvidia-smi -q -d PERFORMANCE), or drain the node"
                 text = f"processor of rank {rank}: {what} {entry[name]:.3g} {unit}, {least:.3g} are required"
                 yield Fault(entry["node"], text, fix)
 

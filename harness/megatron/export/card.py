@@ -102,7 +102,7 @@ def data_facts(data: TrainedData, tokens: SpecialTokens | None) -> dict[str, str
         is_recorded = all("end_tokens" in mask for mask in data.masks)
         source = "recorded by the data" if is_recorded else "of the tokenizer and its chat template"
         texts = ", ".join(f"{tokens.texts[token]} ({token})" for token in tokens.ends)
-        facts["end of an answer"] = f"{texts}; {source}" if texts else "no token is known"
+        facts["end of an answer"] = f"{texts}; {source}" if texts else "unknown"
         if tokens.pad is not None:
             also = ", which also ends an answer: the tokenizer has no other" if tokens.pad in tokens.ends else ""
             facts["padding"] = f"{tokens.texts[tokens.pad]} ({tokens.pad}){also}"

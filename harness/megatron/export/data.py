@@ -78,12 +78,12 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     if folders:
         if moved_to:
             what = "live chunks are not read by an export"
-            raise ConfigError(what, where="data.paths", fix="omit it; the tokenizer is the one that the run names")
+            raise ConfigError(what, where="data.paths", fix="omit it; the tokenizer is that of the run")
         tokenizer = live["tokenizer"]
         found = TrainedData(folders, template=tokenizer.get("chat_template", ""))
         found.tokenizer = tokenizer.get("name") or data.get("tokenizer") or ""
         if not found.tokenizer:
-            found.missing.append(f"tokenizer and chat template: {', '.join(folders)}: chunks of packs name none")
+            found.missing.append(f"tokenizer and chat template: {', '.join(folders)}: chunks of packs record none")
             return found
         # `write_tokenizer` reports what is wrong with it; other versions may have other settings.
         with suppress(HarnessError, TypeError):
@@ -94,8 +94,8 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     names = corpus_paths(data) if is_corpus else [source["path"] for source in data.get("blend") or [data]]
     found = TrainedData(names, eod=data.get("eod"))
     if moved_to and len(moved_to) != len(names):
-        what = f"the run has {len(names)} sources of data, and data.paths names {len(moved_to)}"
-        raise ConfigError(what, where="data.paths", fix=f"name one place for each of {', '.join(names)}")
+        what = f"the run has {len(names)} sources of data, and data.paths lists {len(moved_to)}"
+        raise ConfigError(what, where="data.paths", fix=f"list one place for each of {', '.join(names)}")
     places = moved_to or names
     try:
         # A corpus may have packed datasets among its sources.
@@ -110,14 +110,14 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
             raise
         where = f"{error.where}: {error.what}" if isinstance(error, HarnessError) else str(error)
         found.missing.append(
-            f"facts of the data, tokenizer and chat template: {where}; data.paths says where it is now"
+            f"facts of the data, tokenizer and chat template: {where}; if the data has been moved, set data.paths"
         )
         return found
     found.manifests = {reader.path: reader.manifest for reader in readers if reader.manifest is not None}
     if found.manifests:
         _find_tokenizer(found, next(reader for reader in readers if reader.manifest is not None), settings)
     else:
-        found.missing.append(f"facts of the data, tokenizer and chat template: {', '.join(names)} records none")
+        found.missing.append(f"facts of the data, tokenizer and chat template: {', '.join(names)} does not record them")
     return found
 
 
@@ -148,7 +148,7 @@ def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[st
             found.tokenizer = name
             return
         reasons += wrong
-    why = "; ".join(reasons) or f"{reader.path} names none that is on this machine"
+    why = "; ".join(reasons) or f"{reader.path} records none that is on this machine"
     found.missing.append(f"tokenizer and chat template: {why}")
 
 

@@ -130,20 +130,20 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
         raise ConfigError("the run's config.yaml has no model.vocab_size", where=str(path), fix="resume it once")
     if adapters_only and not (model.lora_rank and model.init_from):
         what = "the run trained all weights" if not model.lora_rank else "the adapters belong to random base weights"
-        raise ConfigError(what, where=str(path), fix="export the whole model: leave --adapter out")
+        raise ConfigError(what, where=str(path), fix="export the whole model: omit --adapter")
     # Refuses a family that has none.
     is_stacked = bool(model.num_experts) and expert_names(model).are_stacked
     if adapters_only and is_stacked and {"linear_fc1", "linear_fc2"} & set(model.lora_targets):
         raise ConfigError(
             f"the run has adapters of experts, and PEFT has none for those of the family {model.family}",
             where=str(path),
-            fix="export the whole model, which has them merged: leave --adapter out",
+            fix="export the whole model, which has them merged: omit --adapter",
         )
     if adapters_only and keep_mtp:
-        raise ConfigError("adapters have no MTP layers", where="--adapter and --mtp", fix="leave one of them out")
+        raise ConfigError("adapters have no MTP layers", where="--adapter and --mtp", fix="omit one of them")
     if model.mtp_layers and keep_mtp:
         what = "the run trained its MTP layers, and every export has them"
-        raise ConfigError(what, where="--mtp", fix="leave --mtp out")
+        raise ConfigError(what, where="--mtp", fix="omit --mtp")
     return model.vocab_size
 
 
@@ -157,7 +157,7 @@ def _load(model: ModelConfig, path: Path, vocab_size: int) -> GPTModel:
     # Megatron and torch raise many kinds, one of which is not an Exception.
     except (Exception, CheckpointException) as error:
         what = f"the checkpoint cannot be read: {reason_of(error)}"
-        raise CheckpointError(what, where=str(path), fix="export an older checkpoint: name its folder") from error
+        raise CheckpointError(what, where=str(path), fix="export an older checkpoint by its folder") from error
     put_weights(chunk, state["model"])
     return chunk
 
@@ -220,7 +220,7 @@ def _marker_of(out: Path) -> Marker:
 
 def _refuse_used(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError("the folder exists already", where=str(out), fix="name a new folder")
+        raise ConfigError("the folder already exists", where=str(out), fix="choose a new folder")
 
 
 def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
@@ -228,7 +228,7 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     run = source.resolve().parents[1] if is_checkpoint else source
     config = run / SETTINGS_FILE
     if not config.is_file():
-        usual = "name the folder of a run (runs/sft-001), or one of its checkpoints"
+        usual = "use the folder of a run (runs/sft-001), or one of its checkpoints"
         what, fix = explain_path(source, expected="a run") or ("not a run: there is no config.yaml", usual)
         raise ConfigError(what, where=str(source), fix=fix)
     path: Path | None = source
@@ -241,7 +241,7 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
             print_text(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
     if path is None:
         raise CheckpointError(
-            "the run has no whole checkpoint", where=str(run / CHECKPOINTS), fix="train it for a few steps first"
+            "the run has no complete checkpoint", where=str(run / CHECKPOINTS), fix="train it for a few steps first"
         )
     own = json.loads((path / RUN_FILE).read_text()).get("settings")
     try:
@@ -335,7 +335,7 @@ def _mtp_layers(model: ModelConfig, where: Path) -> Iterator[tuple[str, torch.Te
 
     if folder is None or not layers:
         what = f"the initial weights ({model.init_from or 'random ones'}) have no layers that predict further tokens"
-        raise ConfigError(what, where=str(where), fix="leave --mtp out")
+        raise ConfigError(what, where=str(where), fix="omit --mtp")
     return read(folder)
 
 

@@ -92,7 +92,7 @@ def _check_backend_variables(model: ModelConfig) -> None:
             raise ConfigError(
                 f"{name} is {now}, and model.attention {model.attention}, which sets it to {wanted}",
                 where=f"environment, {name}",
-                fix=f"unset it; model.attention={', '.join(_BACKENDS)} each name a backend",
+                fix=f"unset it; model.attention={', '.join(_BACKENDS)} each select a backend",
             )
 
 

@@ -44,7 +44,7 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
         data_names=config.data.live.folders or _paths(config.data),
         facts={
             "dataset": data.describe(),
-            "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens a rank",
+            "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens per rank",
         },
         answering=find_tokenizer(config, data) if config.trainer.sample_prompts else None,
         sources=data.named_sources if isinstance(data, RunData) else None,

@@ -159,7 +159,7 @@ class RunRecords:
             return
         steps = read_metrics(self._folder / METRICS_FILE)
         if not steps:
-            self.progress.log(f"warning: {self._folder / METRICS_FILE} has no steps any more: no report is written")
+            self.progress.log(f"warning: {self._folder / METRICS_FILE} no longer contains steps: no report is written")
             return
         title = _title(config, self._folder, data_names)
         plot_loss(steps, self._folder / "loss.png", title=title)

@@ -56,7 +56,7 @@ def find_start(config: RunConfig, folder: Path) -> tuple[Path | None, list[Check
             print_line(f"passed over: {what}", file=sys.stderr)
         if newest is None and config.resume == "true":
             fix = "resume=auto starts from the first step"
-            raise ConfigError("there is no whole checkpoint left to resume from", where=str(folder), fix=fix)
+            raise ConfigError("there is no complete checkpoint to resume from", where=str(folder), fix=fix)
 
     on_rank_0(report)
     return newest, passed_over

@@ -130,7 +130,7 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
             raise ConfigError(
                 "sample prompts need the tokenizer of the data, and the data does not name one",
                 where="trainer.sample_prompts",
-                fix="name it with data.tokenizer, or leave the prompts out",
+                fix="set data.tokenizer, or omit the prompts",
             )
         # A prompt has no mask: any rule that works with every template will do.
         tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))

@@ -20,7 +20,7 @@ def read_router(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     chosen = int(values["num_experts_per_tok"])
     if groups > top and chosen // top != FAMILY.ranks_groups_by:
         raise refuse(
-            f"{chosen} experts a token of {top} of {groups} groups are not supported: the model ranks a group by the "
+            f"{chosen} experts per token of {top} of {groups} groups are not supported: the model ranks a group by the "
             f"sum of its best 2 experts, and Megatron-Core by that of its best {chosen // top}"
         )
     grouped = groups > top

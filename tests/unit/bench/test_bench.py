@@ -319,7 +319,7 @@ def test_an_unknown_setting_names_the_nearest():
 def test_a_setting_of_another_bench_is_refused_and_those_of_this_one_are_named():
     done = CliRunner().invoke(app, ["bench", "kernels", "workers=2"])
     assert isinstance(done.exception, ConfigError)
-    assert done.exception.fix == "it has sequences, pack_size, hidden"
+    assert done.exception.fix == "use sequences, pack_size, hidden"
     printed = CliRunner().invoke(app, ["bench", "kernels", "hidden=128", "--quick", "--cfg"]).stdout
     lines = [line for line in printed.splitlines() if line and line[0] not in "#-"]
     assert lines == ["pack_size: 64", "sequences:", "hidden: 128"]

@@ -41,7 +41,7 @@ def test_convert_gives_the_same_packs_and_diff_finds_nothing(harness, dataset, t
     assert "2 packs, 3 sequences, 9 tokens as memmap" in printed
     assert list(open_dataset(tmp_path / "out")) == PACKS
     code, printed, _ = harness("diff", dataset, tmp_path / "out")
-    assert (code, "hold the same packs" in printed) == (0, True)
+    assert (code, "contain the same packs" in printed) == (0, True)
 
 
 def test_diff_names_the_first_difference_and_ends_with_1(harness, dataset, tmp_path):

@@ -104,7 +104,7 @@ def test_help_lists_commands_by_purpose_those_of_the_first_hour_first(harness):
     titles = [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles[-5:] == [
         *("From chats to a model:", "Before a run:", "Check and compare:", "On a Slurm cluster:"),
-        "Data of other kinds:",
+        "Other data:",
     ]
     places = [printed.index(f"\n  {name} ") for name in ("prepare", "train", "export", "plan", "verify", "submit")]
     assert places == sorted(places)

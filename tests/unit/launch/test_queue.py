@@ -81,13 +81,13 @@ def test_the_jobs_of_a_run_are_those_of_its_script_and_the_one_that_has_it(slurm
     slurm(error="slurm_load_jobs error: Invalid job id specified")
     assert jobs_of_run(run_dir) == []
     slurm(error="slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    with pytest.raises(HarnessError, match="squeue fails: slurm_load_jobs error: Unable to contact"):
+    with pytest.raises(HarnessError, match="squeue failed: slurm_load_jobs error: Unable to contact"):
         jobs_of_run(run_dir)
 
 
 def test_a_second_job_of_a_run_is_refused_with_the_state_of_the_first(slurm, run_dir):
     slurm(*queued(run_dir))
-    with pytest.raises(ConfigError, match="in the queue already: job 12 is running on node") as refused:
+    with pytest.raises(ConfigError, match="already in the queue: job 12 is running on node") as refused:
         refuse_second_job(run_dir)
     assert f"harness cancel {run_dir}" in refused.value.fix
     slurm()
@@ -120,12 +120,12 @@ def test_the_status_of_a_run_shows_its_steps_its_attempts_and_its_jobs(slurm, ru
     lines = printed.splitlines()
     assert code == 0
     assert lines[:2] == [f"{run_dir}: running", "  job 12 is running on node[1-2], 1:23 of 4:00:00"]
-    assert lines[3].startswith("  step 100 of 400, loss 2.0000, 1.50 s a step, 7.5 min left, written ")
+    assert lines[3].startswith("  step 100 of 400, loss 2.0000, 1.50 s per step, 7.5 min left, ")
     assert lines[4:] == [
         "  newest checkpoint: step 80",
         "  newest local checkpoint: step 95, on the disks of node1, node2",
         "  ended after step 40: hang: rank 1 has died (job 11)",
-        "  left out: node7: all-reduce: 0.1 GB/s",
+        "  excluded: node7: all-reduce: 0.1 GB/s",
     ]
     code, printed, _ = harness("status", run_dir, "--json")
     values = json.loads(printed)
@@ -140,7 +140,7 @@ def test_a_run_without_a_queue_is_shown_from_its_files(run_dir, harness, monkeyp
     (run_dir / "excluded_nodes").write_bytes(b"node\xff\n")
     code, printed, _ = harness("status", run_dir)
     assert code == 0
-    assert printed.splitlines()[0] == f"{run_dir}: not finished, its jobs are unknown (squeue is not installed here)"
+    assert printed.splitlines()[0] == f"{run_dir}: not finished; its jobs are unknown (squeue is not installed here)"
     code, _, errors = harness("status", tmp_path)
     assert (code, "there is no run in this folder" in errors) == (2, True)
 

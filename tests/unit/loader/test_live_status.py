@@ -46,7 +46,7 @@ def test_the_status_of_a_folder_without_a_stream_is_an_error(tmp_path, harness):
 def test_an_input_without_rows_does_not_end_a_stream_silently(tmp_path, harness):
     (tmp_path / "none.jsonl").write_text("\n")
     code, _, err = harness("live", "produce", tmp_path / "none.jsonl", tmp_path / "live")
-    assert (code, "the input has no rows" in err) == (2, True)
+    assert (code, "the input contains no rows" in err) == (2, True)
     assert not live_status(tmp_path / "live").ended
 
 

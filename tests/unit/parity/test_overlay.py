@@ -50,7 +50,7 @@ def test_runs_with_equal_losses_are_the_same_and_are_plotted(harness, make, tmp_
     assert code == 0
     assert "b compared with a over 4 steps, 1 to 4" in printed
     assert "same: no loss has a relative difference above 5e-07" in printed
-    assert "setting that differs" not in printed
+    assert "different setting" not in printed
     assert printed.endswith("curves: both.png\n")
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 

@@ -126,12 +126,12 @@ def test_a_run_without_steps_or_digests_is_no_baseline_and_fails_against_one(kep
 
 def test_an_update_is_explicit_and_reports_what_moved_and_by_how_much(kept, data, tmp_path) -> None:
     run = write_run(tmp_path / "new", data, change=lambda step: replace(step, loss=step.loss * (1 + 2e-3)))
-    with pytest.raises(ConfigError, match="there is a baseline small already"):
+    with pytest.raises(ConfigError, match="the baseline small already exists"):
         record("small", run, kept, Tolerances())
     code, output = harness("update", "small", run, f"baselines={kept}")
     assert code == 0, output
-    assert "loss moved by up to 2.0e-03" in output
-    assert "baseline small is this run now: 1 of 6 checks moved" in output
+    assert "loss changed by up to 2.0e-03" in output
+    assert "baseline small was replaced with this run: 1 of 6 checks changed" in output
     assert against("small", run, kept, command="").verdict == "same"
     assert read_baseline(kept / "small.json").tolerances.loss == 1e-4
     with pytest.raises(FormatError, match="there is no baseline other"):

@@ -42,8 +42,8 @@ def test_an_experiment_fits_and_its_file_quotes_the_plan(name: str) -> None:
     assert config.loader.global_batch_size * pack_size % (planned.ranks * config.schedule.max_tokens_per_rank) == 0
     assert planned.work is not None
     assert f"{planned.memory.total / 2**30:.1f} GiB of 80" in text
-    assert f"{planned.work.microbatches} microbatches, {planned.work.tokens:,.0f} tokens a step" in text
-    assert f"an estimated MFU of {planned.mfu:.0%} ({planned.step_s:.1f} s a step)" in text
+    assert f"{planned.work.microbatches} microbatches, {planned.work.tokens:,.0f} tokens per step" in text
+    assert f"an estimated MFU of {planned.mfu:.0%} ({planned.step_s:.1f} s per step)" in text
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "llama" not in name and "8b" not in name])

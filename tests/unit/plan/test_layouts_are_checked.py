@@ -31,7 +31,7 @@ OVERLAPS = {
             {"expert_dispatcher": "allgather", "expert_parallel_size": 2},
             "2 ranks that share experts gather rows of one",
         ),
-        ({"expert_dispatcher": "flex"}, "no rank has experts for the tokens of others"),
+        ({"expert_dispatcher": "flex"}, "no rank holds experts for the tokens of other ranks"),
         ({"cuda_graphs": True}, "static_rows is false: rows that differ in length have no graph"),
         (
             {"cuda_graphs": True, "static_rows": True, "pipeline_parallel_size": 2},
@@ -106,7 +106,7 @@ def test_ranks_that_cannot_hold_whole_models_are_refused_with_the_arithmetic() -
             4,
             8,
             1001,
-            r"4,004 tokens \(1,001 a rank \* context 4\) is not a multiple of 8",
+            r"4,004 tokens \(1,001 per rank \* context 4\) is not a multiple of 8",
         ),
         (
             {"context_parallel_size": 2, "tensor_parallel_size": 8, "sequence_parallel": True},

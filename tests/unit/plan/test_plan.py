@@ -262,7 +262,7 @@ def test_a_checkpoint_is_written_once_and_a_rank_writes_its_share() -> None:
     settings.trainer.local_checkpoints = "/scratch"
     console.print(plan_run(settings).render(gpu_bytes=None, disk_bytes_per_s=2e9, file_system_bytes_per_s=5e9))
     text = console.export_text()
-    assert "56.2 GB, half of them copies of another node's, and as much for the next one" in text
+    assert "56.2 GB, half of it for another node, twice while the next one is written" in text
     assert "28.1 s at 2 GB/s, half of them for the copy" in text
     assert "22.5 s at 5 GB/s" in text
 

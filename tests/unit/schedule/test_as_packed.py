@@ -39,7 +39,7 @@ def test_a_pack_may_fill_its_row() -> None:
 
 
 def test_packs_must_be_known() -> None:
-    with pytest.raises(ScheduleError, match="stored together"):
+    with pytest.raises(ScheduleError, match="stored packs"):
         place([1, 2], None, dp_size=1)
 
 

@@ -83,7 +83,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ScheduleError, match="group_size is 0"):
         schedule("dp_balanced", [1], dp_size=1, max_tokens_per_rank=8, group_size=0)
     for linear, quadratic in ((-1.0, 2.0), (2.0, -1.0), (0.0, 0.0), (math.nan, 1.0)):
-        with pytest.raises(ConfigError, match=f"cannot cost {linear} a token and {quadratic} a token squared"):
+        with pytest.raises(ConfigError, match=f"cannot cost {linear} per token and {quadratic} per squared token"):
             SequenceCost(linear=linear, quadratic=quadratic)
 
 

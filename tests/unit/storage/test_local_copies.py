@@ -97,7 +97,7 @@ def test_bytes_with_another_hash_than_is_written_down_are_refused(original, tmp_
 def test_what_a_disk_cannot_hold_is_refused_before_it_is_copied(original, tmp_path):
     with (original / "large").open("wb") as file:
         file.truncate(1 << 43)  # none of its bytes is stored
-    with pytest.raises(HarnessError, match=r"8,192 GiB are to be copied, and \S+ GiB are free"):
+    with pytest.raises(HarnessError, match=r"8,192 GiB must be copied, but only \S+ GiB are free"):
         copy_to_node(str(original), tmp_path / "local")
 
 
