@@ -304,26 +304,11 @@ def static_row(row: ThdBatch, *, total: int, num_sequences: int) -> ThdBatch:
     )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class TokensAhead:
-    """Fields of a row, each moved up within its sequence: what lies some tokens ahead of each of the row's T tokens.
+def tokens_ahead(row: ThdBatch, distance: int) -> ThdBatch:
+    """Return a row with what lies `distance` tokens ahead of each of its tokens, in the same sequence.
 
-    Attributes:
-        tokens, labels: int64 [T]; 0 past the end of the sequence.
-        loss_mask: float32 [T], 1 where that label is trained.
-        padding_mask: bool [T], True at padding, and where the sequence has no token that far ahead.
-    """
-
-    tokens: Int64Array
-    labels: Int64Array
-    loss_mask: Float32Array
-    padding_mask: BoolArray
-
-
-def tokens_ahead(row: ThdBatch, distance: int) -> TokensAhead:
-    """Return what lies `distance` tokens ahead of each token of a row, in the same sequence.
-
-    Sequences are found by their padded bounds: tokens are at these, and the others only count them.
+    Tokens, labels and loss_mask are 0 past the end of the sequence, and padding_mask is True there. Sequences are found
+    by their padded bounds: tokens are at these, and the others only count them.
     """
     padded = np.diff(row.cu_seqlens_padded)
     ends = row.cu_seqlens_padded[:-1] + np.diff(row.cu_seqlens)
@@ -334,7 +319,8 @@ def tokens_ahead(row: ThdBatch, distance: int) -> TokensAhead:
     def moved(values: npt.NDArray[Any]) -> Any:
         return np.where(is_there, values[places], values.dtype.type(0))
 
-    return TokensAhead(
+    return replace(
+        row,
         tokens=moved(row.tokens),
         labels=moved(row.labels),
         loss_mask=moved(row.loss_mask),

@@ -55,7 +55,7 @@ class RowTensors:
 
 @dataclass(frozen=True)
 class AheadTensors:
-    """This rank's slice of `harness.thd.TokensAhead`, each [1, T / cp]."""
+    """This rank's slice of a row of `harness.thd.tokens_ahead`, each [1, T / cp]."""
 
     tokens: torch.Tensor
     labels: torch.Tensor

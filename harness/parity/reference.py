@@ -25,6 +25,7 @@ from harness.settings import to_yaml
 from harness.train import DigestWriter, Evaluation, MetricsWriter, StepRecord, StepResult, is_due, merge_ranks
 from harness.train.digests import rank_rows
 from harness.train.folder import open_run_folder
+from harness.train.loop import OWN_VALIDATION
 from harness.train.metrics import step_metrics
 
 _ANY = {
@@ -144,15 +145,17 @@ def train_reference(config: SftConfig) -> int:
             for group in adam.param_groups:
                 group["lr"] = rate
             adam.step()
-            validation = None
+            evaluations = {}
             if data.validation is not None and is_due(number, trainer.eval_interval, last):
                 stored = data.validation.read(list(range(len(data.validation))))
                 with torch.no_grad():
-                    validation = Evaluation(*_mean_loss(model, stored, trainer.loss_average, backward=False))
+                    found = Evaluation(*_mean_loss(model, stored, trainer.loss_average, backward=False))
+                    evaluations[OWN_VALIDATION] = found
             own = rank_rows(batch, process=0, dp_rank=0, is_first_stage=True, is_last_stage=True)
             digests.write(merge_ranks(number, batch, [own]))
             result = StepResult(loss, tokens, float(norm), rate, skipped=False)
-            metrics.write(step_metrics(StepRecord(number, batch, result, validation, time.perf_counter() - began, 0.0)))
+            step_s = time.perf_counter() - began
+            metrics.write(step_metrics(StepRecord(number, batch, result, step_s, 0.0, evaluations)))
     return 0
 
 

@@ -96,18 +96,16 @@ class StepRecord:
 
     Attributes:
         step: 1 for the first.
-        validation: None if no validation followed this step.
         step_s: seconds from the end of the previous step to the end of this one, without validation and checkpoint.
         data_wait_s: the part of step_s spent waiting for the loader.
         compute_s, data_s: time in computation and in the loader, without waiting for other ranks.
-        evaluations: of further validation sets, by name.
+        evaluations: of each validation set by name; empty if no validation followed this step.
         initial: of every validation set before this step, the first of the run; else empty.
     """
 
     step: int
     batch: RankBatch
     result: StepResult
-    validation: Evaluation | None
     step_s: float
     data_wait_s: float
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
@@ -240,10 +238,10 @@ class _Loop:
             )
         (waited, data_s), (computed, compute_s) = self._read_s, self._time()
         evaluations = self._validate(number)
-        own = evaluations.pop(OWN_VALIDATION, None)
+        own = evaluations.get(OWN_VALIDATION)
         took = waited + computed
         initial, self._initial = self._initial, {}
-        self.hooks.record(StepRecord(number, batch, result, own, took, waited, evaluations, compute_s, data_s, initial))
+        self.hooks.record(StepRecord(number, batch, result, took, waited, evaluations, compute_s, data_s, initial))
         self.losses += [] if own is None else [own.loss]
         has_stalled = own is not None and _has_stalled(self.losses, self.config.early_stop)
         reason = self.hooks.stop()

@@ -94,13 +94,13 @@ def step_metrics(
     record: StepRecord, times: Sequence[RankTimes] = (), stragglers: Sequence[Straggler] = ()
 ) -> StepMetrics:
     """Return the metrics of one step, with the times of every rank and those that are slow."""
-    batch, result = record.batch, record.result
-    evaluated = {**({} if record.validation is None else {OWN_VALIDATION: record.validation}), **record.evaluations}
+    batch, result, evaluations = record.batch, record.result, record.evaluations
+    own = evaluations.get(OWN_VALIDATION)
     return StepMetrics(
         step=record.step,
         epoch=batch.epoch,
         loss=result.loss,
-        validation_loss=None if record.validation is None else record.validation.loss,
+        validation_loss=None if own is None else own.loss,
         learning_rate=result.learning_rate,
         grad_norm=result.grad_norm,
         tokens=batch.num_tokens,
@@ -113,7 +113,7 @@ def step_metrics(
         imbalance_tokens=batch.imbalance.token_ratio,
         imbalance_cost=batch.imbalance.cost_ratio,
         packs_consumed=batch.state.packs_consumed,
-        evaluation_losses={name: evaluation.loss for name, evaluation in record.evaluations.items()},
+        evaluation_losses={name: found.loss for name, found in evaluations.items() if name != OWN_VALIDATION},
         initial_losses={name: evaluation.loss for name, evaluation in record.initial.items()},
         source_losses=dict(result.source_losses),
         experts={} if result.experts is None else asdict(result.experts),
@@ -121,7 +121,7 @@ def step_metrics(
         mtp_losses=list(result.mtp_losses),
         mtp_tokens=result.mtp_tokens,
         evaluation_expert_loads={
-            name: evaluation.expert_load for name, evaluation in evaluated.items() if evaluation.expert_load is not None
+            name: found.expert_load for name, found in evaluations.items() if found.expert_load is not None
         },
         rank_compute_s=[round(each.compute_s, 6) for each in times],
         stragglers=list(stragglers),

@@ -35,7 +35,7 @@ from harness.parity.result import REPORT_FILE, Check, read_report
 from harness.plan import SftConfig
 from harness.plan.hf_config import MTP_SETTINGS
 from harness.recipes import sft
-from harness.thd import ThdBatch, TokensAhead
+from harness.thd import ThdBatch
 from harness.train import StepMetrics
 
 from .conftest import overrides_of, run_command, run_here, run_jobs
@@ -330,7 +330,7 @@ def planted(fault: str | None) -> Iterator[None]:
 
     ahead = batch.tokens_ahead
 
-    def ahead_at_real_bounds(row: ThdBatch, distance: int) -> TokensAhead:
+    def ahead_at_real_bounds(row: ThdBatch, distance: int) -> ThdBatch:
         bounds = row.cu_seqlens.copy()
         bounds[-1] = len(row)
         return ahead(replace(row, cu_seqlens=bounds, cu_seqlens_padded=bounds), distance)

@@ -67,12 +67,12 @@ def test_validation_and_checkpoints_come_at_their_intervals_and_at_the_end():
     _, noted = run(TrainerConfig(steps=7, eval_interval=3, checkpoint_interval=2), LinearLoss())
     assert noted.saved == [(2, 2), (4, 4), (6, 6), (7, 7)]
     assert [record.step for record in noted.records] == [1, 2, 3, 4, 5, 6, 7]
-    assert [record.step for record in noted.records if record.validation is not None] == [3, 6, 7]
-    assert noted.records[2].validation == Evaluation(3.0, 5)
+    assert [record.step for record in noted.records if record.evaluations] == [3, 6, 7]
+    assert noted.records[2].evaluations["validation"] == Evaluation(3.0, 5)
     assert all(0 <= record.data_wait_s <= record.step_s for record in noted.records)
     _, noted = run(TrainerConfig(steps=4, eval_interval=0, checkpoint_interval=0), LinearLoss())
     assert noted.saved == [(4, 4)]
-    assert [record.step for record in noted.records if record.validation is not None] == [4]
+    assert [record.step for record in noted.records if record.evaluations] == [4]
 
 
 def test_the_first_step_of_a_run_has_the_validations_before_it():
@@ -115,12 +115,15 @@ def test_a_run_without_a_number_of_steps_trains_until_the_batches_end():
 
 def test_validation_sets_are_recorded_by_name_beside_the_runs_own():
     _, noted = run(TrainerConfig(steps=2, eval_interval=1), LinearLoss(), validation={})
-    assert [record.validation for record in noted.records] == [None, None]
+    assert [record.evaluations for record in noted.records] == [{}, {}]
     sets = {"validation": lambda: [1], "code": lambda: [1, 2], "math": lambda: [1, 2, 3]}
     _, noted = run(TrainerConfig(steps=2, eval_interval=2), LinearLoss(), validation=sets)
     assert noted.records[0].evaluations == {}
-    assert noted.records[1].validation == Evaluation(1.0, 5)
-    assert noted.records[1].evaluations == {"code": Evaluation(2.0, 5), "math": Evaluation(3.0, 5)}
+    assert noted.records[1].evaluations == {
+        "validation": Evaluation(1.0, 5),
+        "code": Evaluation(2.0, 5),
+        "math": Evaluation(3.0, 5),
+    }
 
 
 class Plateau(LinearLoss):
