@@ -11,7 +11,7 @@ from harness.errors import ConfigError
 from harness.mistakes import SYNONYMS, word_of
 from harness.paths import explain_path, is_dataset, is_there
 
-SETTING = re.compile(r"(\+{1,2}|~)?([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
+_SETTING = re.compile(r"(\+{1,2}|~)?([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
 # Flags of a recipe, as errors name them: of every recipe, and of some.
 _FLAGS = ("--cfg", "--help", "--info", "--config-dir", "--config-name", "--multirun")
 _FLAGS_OF = {"prepare": ("--preview", "--overwrite")}
@@ -72,7 +72,7 @@ class Options:
             elif num_names is None and word == "--cfg":
                 options.show = True
             elif num_names is None:
-                match = SETTING.fullmatch(word)
+                match = _SETTING.fullmatch(word)
                 is_setting = match is not None and (match[1] or match[3] is not None)
                 (options.overrides if is_setting else options.names).append(word)
             elif word.startswith("-"):

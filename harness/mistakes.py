@@ -156,7 +156,7 @@ class KnownSettings:
     Attributes:
         command: prints every setting with `--cfg`.
         schema: dataclass of the settings.
-        folders: of YAML files, each with one folder a group.
+        folders: of YAML files, each with one folder a group; none for a command without them.
         also: settings that the command takes beside these.
     """
 
@@ -182,6 +182,8 @@ class KnownSettings:
     @cached_property
     def groups(self) -> frozenset[str]:
         """Folders of files to choose from: those of sections, `experiment` for a run, and all of a user's own."""
+        if not self.folders:
+            return frozenset()
         built_in, *own = ({entry.name for entry in folder.iterdir() if entry.is_dir()} for folder in self.folders)
         return frozenset(built_in & {*self.sections, *(["experiment"] if "run_dir" in self.types else [])}).union(*own)
 
@@ -206,21 +208,23 @@ class KnownSettings:
         """
         match = _OVERRIDE.fullmatch(text)
         if match is None or (not match[3] and match[1] != "~"):
-            raise self.error(f"{text!r} is not a setting", where=self.command, fix="settings are KEY=VALUE; ")
+            word, _, value = text.partition("=")
+            fix = f"{suggest_setting(word_of(word), value, self.types)}settings are key=value; "
+            raise self.error(f"{text!r} is not a setting", where=self.command, fix=fix)
         prefix, key, _, value = match.groups()
         group = key.partition("@")[0]
-        if key.startswith(("hydra.", "hydra/")):
+        if self.folders and key.startswith(("hydra.", "hydra/")):
             return value
         if group in self.groups:
             if value != "null" and _FILE_NAME.fullmatch(value):
                 self.check_file(f"{group}/{value}", where=text)
             return value
         is_map = any(kind.startswith("map of ") and key.startswith(f"{name}.") for name, kind in self.types.items())
-        if key in self.sections and not value.startswith("{"):
+        if key in self.sections and not (self.folders and value.startswith("{")):
             raise self.error(f"{key} is a section of settings, not one of them", where=text, fix=f"{key}.NAME=VALUE; ")
         if key not in self.types and key not in self.sections and not is_map:
             raise self.unknown(key, value, where=text)
-        if prefix and prefix != "++" and not is_map:
+        if prefix and not (self.folders and (prefix == "++" or is_map)):
             raise self.error(f"{prefix} changes groups, and {key} is a setting", where=text, fix=f"{key}=VALUE; ")
         return value
 

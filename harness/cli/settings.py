@@ -21,9 +21,9 @@ from click.shell_completion import CompletionItem
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperCommand
 
-from harness.arguments import SETTING, Options
+from harness.arguments import Options
 from harness.errors import ConfigError
-from harness.mistakes import KnownSettings, suggest_setting, word_of
+from harness.mistakes import KnownSettings
 from harness.printing import open_console, print_line, print_text, redact_all
 from harness.settings import CONFIGS, REQUIRED, explain_settings
 from harness.tables import Table
@@ -70,10 +70,8 @@ class SettingsCommand(TyperCommand):
             options.overrides = [text for text in options.overrides if text not in settings]
         # A recipe prints its settings itself, together with those of the command.
         if options.show and not (self.takes_recipe and options.names):
-            if not self.is_composed:
-                types = {setting.key: setting.type for setting in explain_settings(self.schema)}
-                for text in settings:
-                    _parse_assignment(text, types, ctx.command_path)
+            for text in [] if self.is_composed else settings:
+                KnownSettings(ctx.command_path, self.schema, []).check(text)
             open_console().print(self._settings_table(settings).to_terminal())
             ctx.exit()
         unparsed: list[str] = super().parse_args(ctx, options.names)
@@ -155,16 +153,17 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
         ConfigError: an argument is not `key=value`, a key is unknown, a value has another type, a required setting is
             missing, or the dataclass refuses a value.
     """
-    known = explain_settings(schema)
-    types = {setting.key: setting.type for setting in known}
-    missing = [key for key, _, default, *_ in known if base is None and default == REQUIRED and "[]" not in key]
+    known, settings = KnownSettings(command, schema, []), explain_settings(schema)
+    missing = [one.key for one in settings if base is None and one.default == REQUIRED and "[]" not in one.key]
     tree: dict[str, Any] = {}
     for argument in arguments:
-        key, name, text = _parse_assignment(argument, types, command)
-        kind = types[name].removeprefix(_MAP)
-        if name == key and types[name].startswith(_MAP):
+        text, key = known.check(argument), argument.partition("=")[0]
+        # A map has many keys, whose names may have dots.
+        name = next((name for name in known.types if key.startswith(f"{name}.")), key)
+        kind = known.types[name].removeprefix(_MAP)
+        if name == key and known.types[name].startswith(_MAP):
             raise ConfigError(f"{text!r} has no names", where=key, fix=f"{key}.NAME={kind.upper()}")
-        *parents, last = key.split(".")
+        *parents, last = key.split(".") if name == key else [*name.split("."), key.removeprefix(f"{name}.")]
         node = functools.reduce(lambda inner, name: inner.setdefault(name, {}), parents, tree)
         try:
             node[last] = _convert(kind, text)
@@ -172,27 +171,9 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
             raise ConfigError(f"{text!r} is not of type {kind}", where=key, fix=f"{key}={kind.upper()}") from None
         missing = [name for name in missing if name != key]
     if missing:
-        fix = f"add {missing[0]}={types[missing[0]].upper()}"
+        fix = f"add {missing[0]}={known.types[missing[0]].upper()}"
         raise ConfigError(f"{missing[0]} is not set", where=command, fix=fix)
     return cast(T, _fill(schema, tree, base))
-
-
-def _parse_assignment(argument: str, types: Mapping[str, str], command: str) -> tuple[str, str, str]:
-    """Return the key of a `key=value`, the setting that it belongs to (a map has many keys), and the value."""
-    match = SETTING.fullmatch(argument)
-    if match is None or match[3] is None:
-        word, _, text = argument.partition("=")
-        fix = f"{suggest_setting(word_of(word), text, types)}write settings as key=value"
-        raise ConfigError(f"{argument!r} is not a setting", where=command, fix=fix)
-    change, key, text = match.groups()
-    name = next((name for name in types if types[name].startswith(_MAP) and key.startswith(f"{name}.")), key)
-    if name not in types:
-        fix = f"{suggest_setting(key, text, types)}`{command} --cfg` prints every setting"
-        raise ConfigError(f"unknown setting {key!r}", where=command, fix=fix)
-    if change is not None:
-        what = f"{change} changes the groups of a recipe, and {key} is a setting of this command"
-        raise ConfigError(what, where=argument, fix=f"{key}={text}")
-    return key, name, text
 
 
 def _convert(kind: str, text: str) -> Any:

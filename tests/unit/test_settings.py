@@ -94,9 +94,10 @@ def test_every_setting_has_a_key_a_type_a_default_and_the_text_of_its_docstring(
 def test_values_have_the_types_of_their_fields_and_the_last_one_counts():
     made = parse(
         *("data.pack_size=8", "data.pack_size=16", "data.sizes=[1, 2]", "name='a=b'", "rate=null", "is_on=true"),
-        *("folder=a/b", "split.train=98", "split.valid=1"),
+        *("folder=a/b", "split.train=98", "split.valid.long=1"),
     )
-    assert made == Outer(Inner(16, sizes=[1, 2]), "a=b", None, True, Path("a/b"), split={"train": 98.0, "valid": 1.0})
+    split = {"train": 98.0, "valid.long": 1.0}
+    assert made == Outer(Inner(16, sizes=[1, 2]), "a=b", None, True, Path("a/b"), split=split)
 
 
 def test_omitted_settings_come_from_the_base():
@@ -113,6 +114,9 @@ def test_omitted_settings_come_from_the_base():
         ("rate=much", "'much' is not of type float", "rate=FLOAT"),
         ("is_on=maybe", "'maybe' is not of type bool", "is_on=BOOL"),
         ("split=1", "'1' has no names", "split.NAME=FLOAT"),
+        ("data={pack_size: 8}", "data is a section of settings", "data.NAME=VALUE"),
+        ("hydra.run.dir=x", "unknown setting 'hydra.run.dir'", "`harness try --cfg` prints every setting"),
+        ("~data.pack_size", "~ changes groups", "data.pack_size=VALUE"),
         ("data.pack_size", "'data.pack_size' is not a setting", "key=value"),
         ("data.pack_size=1", "pack_size is 1", "2 or more"),
     ],

@@ -141,8 +141,8 @@ def test_an_unknown_setting_with_a_prefix_of_hydra_is_refused_by_name(harness, c
 def test_a_prefix_of_hydra_before_a_setting_of_a_command_is_refused(harness):
     code, _, error = harness("repack", "a", "b", "++data.pack_size=8")
     assert code == 2
-    assert "++ changes the groups of a recipe, and data.pack_size is a setting of this command" in error
-    assert "fix:   data.pack_size=8" in error
+    assert "++ changes groups, and data.pack_size is a setting" in error
+    assert "fix:   data.pack_size=VALUE; " in error
 
 
 @pytest.mark.parametrize(
