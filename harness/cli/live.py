@@ -99,11 +99,6 @@ class ProduceSettings(CheckedSettings):
 
     rules = (
         Rule(
-            {"tokenizer.train_on": "weighted"},
-            "live data has no weights of tokens",
-            "omit tokenizer.train_on; `harness prepare` stores weights",
-        ),
-        Rule(
             {"tokenizer.name": SET, "chunks.kind": "packs"},
             "packs are tokenized already",
             "omit tokenizer.name, or set chunks.kind=chat",
@@ -190,8 +185,10 @@ def _check_order(source: str, folder: str) -> None:
 
 def _open_tokenizer(settings: ProduceSettings) -> ChatTokenizer:
     from harness.prep import ChatTokenizer, as_prepared
+    from harness.prep.tokenize.config import refuse_weights
 
     config, mask_of = as_prepared(settings.tokenizer)
+    refuse_weights(config, "tokenizer")
     tokenizer = ChatTokenizer(config)
     as_of = f", as of {mask_of}" if mask_of is not None else ""
     _print_line(f"mask {tokenizer.mask_rule}{as_of}: {tokenizer.mask_facts()['why']}")

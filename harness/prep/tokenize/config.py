@@ -78,3 +78,11 @@ class TokenizerConfig(CheckedSettings, section="tokenizer"):
                     where=f"tokenizer.{unused[0]}",
                     fix="set tokenizer.mask=auto, or omit the other setting",
                 )
+
+
+def refuse_weights(config: TokenizerConfig, where: str) -> None:
+    """Raise ConfigError for settings, of the user or of the dataset of a tokenizer, that give weights to tokens."""
+    if config.train_on == "weighted":
+        what = "train_on is weighted, and live data has no weights of tokens"
+        fix = "use stored data, or name a tokenizer folder that is not that of a dataset with weights"
+        raise ConfigError(what, where=where, fix=fix)
