@@ -30,8 +30,8 @@ RUN_FILE = "run.json"
 FORMAT = 1
 _NAME = re.compile(r"step-[0-9]+")
 CHECKPOINT_FIX = (
-    "resume=auto uses the newest whole checkpoint beside it; if none is left, remove the damaged ones, and it starts "
-    "from the first step"
+    "resume=auto uses the newest complete checkpoint next to it; if none is left, remove the damaged ones, and it "
+    "starts from the first step"
 )
 
 
@@ -66,7 +66,7 @@ def unreadable(path: Path, error: OSError) -> UnreadableError:
     return UnreadableError(
         f"the checkpoint's {file} cannot be read: {error.strerror or error} (on {socket.gethostname()})",
         where=str(path),
-        fix=f"look at that file system; {CHECKPOINT_FIX}",
+        fix=f"check that file system; {CHECKPOINT_FIX}",
     )
 
 

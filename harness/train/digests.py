@@ -185,14 +185,14 @@ def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepD
             first = merged.setdefault(place, fresh)
             where = f"process {part.process}, microbatch {row.microbatch}, data-parallel rank {row.rank}"
             if not np.array_equal(first.sequences, row.sequences) or not np.array_equal(first.lengths, row.lengths):
-                disagreements.add(f"{where}: other sequences or boundaries than the ranks beside it")
+                disagreements.add(f"{where}: other sequences or boundaries than the other ranks of its model copy")
             elif not first.digests[:, column].any():
                 first.digests[:, column] = row.digests[:, column]
                 if row.arrays:
                     first.arrays[name] = row.arrays[name]
             elif not np.array_equal(first.digests[:, column], row.digests[:, column]):
                 at = int(np.argmax(first.digests[:, column] != row.digests[:, column]))
-                disagreements.add(f"{where}: other {name} of sequence {int(row.sequences[at])} than beside it")
+                disagreements.add(f"{where}: other {name} of sequence {int(row.sequences[at])} than on the other ranks")
     rows = [merged[place] for place in sorted(merged)]
     return StepDigests(step, batch.epoch, batch.pack_ids.tolist(), rows, sorted(disagreements))
 

@@ -64,7 +64,7 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
             return Path(runs) / f"{name}-{max(numbered, default=0) + 1:03d}"
         if not resumable:
             raise ConfigError(
-                f"there is no run named {name} with a whole checkpoint to resume",
+                f"there is no run named {name} with a complete checkpoint to resume",
                 where=str(Path(runs) / f"{name}-*"),
                 fix="resume=auto starts a new one; run_dir=FOLDER names another",
             )
@@ -78,7 +78,7 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
         raise ConfigError(f"the run folder is not empty{held}", where=str(folder), fix=fix)
     if resume == "true" and not may_resume(folder):
         fix = "resume=auto starts a new run in that case"
-        raise ConfigError("the run folder has no whole checkpoint to resume from", where=str(folder), fix=fix)
+        raise ConfigError("the run folder has no complete checkpoint to resume from", where=str(folder), fix=fix)
     return folder
 
 

@@ -122,5 +122,5 @@ def describe_hole(path: Path, steps: Sequence[int], first: int, first_step: int)
         return ""
     return (
         f"warning: {path.name} lacks {len(missing):,} of the steps that were trained, {missing[0]:,} to "
-        f"{missing[-1]:,}: a power failure or another program took them; the run itself is whole"
+        f"{missing[-1]:,}: a power failure or another program removed them; the run itself is complete"
     )

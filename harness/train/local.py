@@ -152,7 +152,7 @@ def _read_record(path: Path, schema: type[T], what: str) -> T | None:
         return None
     except OSError as error:
         reason = f"{unread}: {error.strerror} (on {socket.gethostname()})"
-        raise UnreadableError(reason, where=str(path), fix="look at that file system, then resume again") from error
+        raise UnreadableError(reason, where=str(path), fix="check that file system, then resume again") from error
     # A folder of local checkpoints with these in its name is removed in the end.
     if odd := next((name for name in ("run", "attempt") if not _TOKEN.fullmatch(getattr(record, name))), None):
         raise CheckpointError(f"{unread}: {odd}", where=str(path), fix=fix)

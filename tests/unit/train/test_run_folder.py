@@ -44,7 +44,7 @@ def test_runs_are_numbered(tmp_path):
 def test_auto_starts_a_new_run_without_a_checkpoint_and_true_refuses(tmp_path, name):
     run_dir = None if name is None else str(tmp_path / name)
     assert choose(tmp_path, run_dir, "auto") == tmp_path / (name or "sft-001")
-    with pytest.raises(ConfigError, match=r"(no run named sft with a|has no) whole checkpoint"):
+    with pytest.raises(ConfigError, match=r"(no run named sft with a|has no) complete checkpoint"):
         choose(tmp_path, run_dir, "true")
     with pytest.raises(ConfigError, match="'maybe' is not known"):
         choose(tmp_path, run_dir, "maybe")
