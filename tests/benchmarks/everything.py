@@ -61,82 +61,41 @@ class Section:
 
 SECTIONS = (
     Section(
-        "Formats: random reads",
-        "formats parts=random",
-        "random reads, against numpy's `np.memmap` and `pread` of the same rows.",
-        ("numpy",),
+        "Formats: random reads", "formats parts=random", "against `np.memmap` and `pread` of the same rows.", ("numpy",)
     ),
-    Section("Formats: the loader's order", "formats parts=order", "reads in the loader's order, all formats."),
+    Section("Formats: the loader's order", "formats parts=order", "all formats."),
     Section(
         "Formats: against other readers",
         "formats parts=peer",
-        "random reads, against `datasets` (uncompressed Arrow) and a copy of the reading code of "
-        "Megatron-Bridge's `GPTSFTPackedParquetDataset`.",
+        "random reads; uncompressed Arrow of `datasets`, a copy of Megatron-Bridge's reading code.",
         ("pyarrow", "datasets"),
     ),
-    Section("Formats: what checking costs", "formats parts=checks", "reads with and without checksums."),
-    Section("Formats: opening", "formats parts=open", "opening millions of packs in a new process."),
-    Section("Formats: writing", "formats parts=write", "writing, against the same bytes in one plain file."),
-    Section(
-        "Formats: the legacy .npy",
-        "formats parts=legacy",
-        "opening Parquet, against `numpy.load` of the same packs.",
-        ("numpy",),
-    ),
-    Section("Packing", "pack", "against a plain best-fit decreasing and TRL's `pack_dataset`.", ("trl", "datasets")),
-    Section(
-        "Preparing",
-        "prepare",
-        "chat files to tokens on disk, against the tokenizers library in memory; memory by input size.",
-        ("tokenizers",),
-    ),
-    Section("Planning again", "repack", "writing a plan over stored sequences, and reading packs through it."),
-    Section(
-        "Token shards",
-        "tokens",
-        "Parquet to `.bin` and `.idx`, against Megatron-Core's `IndexedDatasetBuilder`.",
-        ("megatron-core",),
-    ),
-    Section(
-        "Scheduling",
-        "schedule",
-        "simulated batches on 8 ranks; `next fit` is the placement of Megatron-LM's `DpBalancedScheduler`.",
-    ),
-    Section("Loader", "loader", "THD batches from each format, and the wait for the first one."),
-    Section(
-        "Live data",
-        "live",
-        "one stream on 8 ranks: windows, packs, and Megatron-SWIFT's reading of every n-th sequence.",
-    ),
+    Section("Formats: what checking costs", "formats parts=checks", "with and without checksums."),
+    Section("Formats: opening", "formats parts=open", "millions of packs, in a new process."),
+    Section("Formats: writing", "formats parts=write", "against the same bytes in a plain file."),
+    Section("Formats: the legacy .npy", "formats parts=legacy", "Parquet against `numpy.load`.", ("numpy",)),
+    Section("Packing", "pack", "against plain best-fit decreasing and TRL.", ("trl", "datasets")),
+    Section("Preparing", "prepare", "against the tokenizers library in memory.", ("tokenizers",)),
+    Section("Planning again", "repack", "writing a plan, reading packs through it."),
+    Section("Token shards", "tokens", "Parquet to `.bin` and `.idx`.", ("megatron-core",)),
+    Section("Scheduling", "schedule", "simulated batches on 8 ranks."),
+    Section("Loader", "loader", "THD batches from each format."),
+    Section("Live data", "live", "one stream on 8 ranks."),
     Section(
         "Integrations",
         "integrations",
-        "rows for other trainers, against the trainer's own data path with as many workers (of "
-        "Megatron-Bridge, a copy of its code).",
+        "against each trainer's own data path (of Megatron-Bridge, a copy).",
         ("trl", "datasets", "torchtitan"),
     ),
-    Section("Soak", "soak", "memory of a loader with 4 workers, early and late."),
-    Section(
-        "A corpus of many files",
-        "corpus",
-        "opening a blend of 1,000 pairs with Megatron-Core's builder; pages read of a corpus larger than the cache.",
-        ("megatron-core",),
-    ),
-    Section("Step", "step", "the training loop, against Megatron-Core's step on the same batches.", ("megatron-core",)),
-    Section(
-        "Kernels",
-        "kernels",
-        "counts of kernels, copies and waits of one step, against Megatron-Core.",
-        ("megatron-core",),
-    ),
-    Section(
-        "Checkpoints", "checkpoint", "saving with and without hashes; verifying, against loading.", ("megatron-core",)
-    ),
+    Section("Soak", "soak", "memory of a loader with 4 workers over time."),
+    Section("A corpus of many files", "corpus", "1,000 pairs; a corpus larger than the cache.", ("megatron-core",)),
+    Section("Step", "step", "against Megatron-Core's step on the same batches.", ("megatron-core",)),
+    Section("Kernels", "kernels", "kernels, copies and waits of one step, counted.", ("megatron-core",)),
+    Section("Checkpoints", "checkpoint", "with and without hashes.", ("megatron-core",)),
     Section(
         "GPUs",
         "gpu",
-        "attention, layouts, the training step, packed against dense sequences, and checkpoints, on the "
-        "GPUs of this machine.",
+        "attention, layouts, the training step, dense sequences, checkpoints.",
         ("megatron-core", "transformer-engine"),
     ),
 )
@@ -234,11 +193,12 @@ def render_claims(reports: Sequence[BenchReport]) -> list[str]:
                 rows.append((name, peer, value, target, verdict))
     table = Table(("measured", "peer", "figure", "target", ""), rows, "llrl")
     lines = ["", "## Claims", "", f"Of all figures, {count_targets(reports)}.", "", table.to_markdown()]
-    lines += ["", "## What is compared", ""]
+    lines += ["", "## Sections", "", "Commands without `harness` follow `python -m tests.benchmarks`.", ""]
     for report in reports:
         # The notes of what was measured are printed by its command.
         notes = [] if report.figures else [f"{note}." for note in report.notes]
-        lines.append(f"- **{report.title}** (`{report.command}`): {' '.join([report.about, *notes])}")
+        command = report.command.removeprefix("python -m tests.benchmarks ")
+        lines.append(f"- **{report.title}** (`{command}`): {' '.join([report.about, *notes])}")
     return lines
 
 
