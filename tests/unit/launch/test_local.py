@@ -23,12 +23,13 @@ sys.exit(start_ranks(sys.argv[1:], 2))"""
     [
         ("exit 0", 0),
         ("exit $((RANK * 2))", 2),
-        ("[ $RANK = 1 ] && exit 75; sleep 0.3; exit 3", 75),
+        ("[ $RANK = 1 ] && exit 75; exec sleep 1000", 75),
         ("kill -9 $$", 128 + 9),
         ('[ "$WORLD_SIZE $LOCAL_WORLD_SIZE $LOCAL_RANK $MASTER_ADDR" = "2 2 $RANK 127.0.0.1" ]', 0),
     ],
 )
-def test_the_exit_code_is_that_of_the_rank_that_failed_first(script, code):
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(monkeypatch, script, code):
+    monkeypatch.setattr(local, "_GRACE_S", 0.0)
     assert start_ranks(["sh", "-c", script], 2) == code
 
 
