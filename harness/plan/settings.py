@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Self
 
 from harness.checks import (
@@ -23,6 +24,7 @@ from harness.checks import (
     one_of,
     other_than,
     require_numbers,
+    show_value,
 )
 from harness.errors import ConfigError
 from harness.loader import CorpusConfig, DataConfig, LoaderConfig
@@ -366,8 +368,9 @@ class RunConfig(CheckedSettings, ABC):
         check_rules(config, RunConfig.job_rules)
         pads = config.parallel.padding_setting
         if config.model.names_engine and config.model.dtype == "float32" and pads is not None:
+            value = show_value(attrgetter(pads)(config))
             raise ConfigError(
-                f"model.dtype is float32, and {pads} is set: Transformer Engine has no float32 attention for rows "
+                f"model.dtype is float32, and {pads} is {value}: Transformer Engine has no float32 attention for rows "
                 "whose sequences are padded or divided",
                 where=f"model.dtype, {pads}",
                 fix="model.dtype=bfloat16, or model.attention=torch",

@@ -113,7 +113,10 @@ def test_a_run_resumes_after_its_consumed_samples_with_another_batch_size(pretra
     ("settings", "message"),
     [
         (("data.eod=300",), "data.eod is 300, and the model has 300"),
-        (("data.reset_attention_mask=false",), "reset_position_ids alone would change nothing"),
+        (
+            ("data.reset_attention_mask=false",),
+            "data.reset_position_ids is true, and data.reset_attention_mask is false",
+        ),
         (("trainer.early_stop=1", "trainer.eval_interval=0"), "early_stop needs validations"),
         (("trainer.early_stop=1", "data.split='100'"), "early_stop needs validations"),
         (("trainer.sample_prompts=[hello]",), "a corpus names none"),
