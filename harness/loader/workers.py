@@ -14,6 +14,8 @@ import os
 import pickle
 import queue
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -133,6 +135,7 @@ class BatchStream(Generic[T]):
         with _no_collection():
             for number in range(self._config.num_workers):
                 ours, theirs = context.Pipe()
+                _limit_reading(ours, self._config.timeout_s)
                 name = f"loader worker {number}"
                 process = context.Process(target=_work, args=(self._read_batch, theirs), name=name, daemon=True)
                 process.start()
@@ -147,7 +150,10 @@ class BatchStream(Generic[T]):
             raise self._silent(worker)
         if worker.connection in ready:
             with suppress(EOFError, OSError):  # it has died, perhaps in the middle of a message
-                item: T | HarnessError = worker.connection.recv()
+                try:
+                    item: T | HarnessError = worker.connection.recv()
+                except BlockingIOError:  # it has stopped there
+                    raise self._silent(worker) from None
                 return item
         dead = [each.process for each in self._workers if each.process.sentinel in ready]
         raise self._dead(dead or [worker.process])
@@ -183,6 +189,12 @@ class BatchStream(Generic[T]):
             fix="a killed worker has mostly run out of memory: see dmesg, lower loader.num_workers or "
             "loader.prefetch_factor; loader.num_workers=0 shows an error of reading itself; then resume",
         )
+
+
+def _limit_reading(connection: Any, timeout_s: float) -> None:
+    """Let reads of a connection fail with BlockingIOError after a time without any byte."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(int(timeout_s * 1e6), 10**6)))
 
 
 def _end(workers: list[_Worker], patience_s: float) -> None:

@@ -71,6 +71,24 @@ def test_the_hung_worker_among_several_is_named(in_every_format: dict[str, Path]
     assert all(map(has_ended, pids))
 
 
+def read_much(batch: BatchRange) -> bytes:
+    return b"." * (10 << 20)
+
+
+def test_a_worker_that_hangs_in_the_middle_of_a_batch_is_named() -> None:
+    config = LoaderConfig(global_batch_size=1, num_workers=1, prefetch_factor=1, timeout_s=2.0)
+    with BatchStream(read_much, config, where="rank 0") as stream:
+        batches = stream.read(BatchRange(0, number, number, number + 1) for number in range(3))
+        next(batches)
+        # More than the connection holds: its end is sent while the batch is received.
+        assert in_time(stream._workers[0].connection.poll)
+        (pid,) = stream.worker_pids()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(LoaderError, match=f"no data came for 2 s from .* process id {pid} "):
+            next(batches)
+    assert has_ended(pid)
+
+
 def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
     # Small batches first, which need no more than is there; then one whose arrays are so large that malloc maps them.
     large = 5 << 18
