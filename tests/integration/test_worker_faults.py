@@ -103,7 +103,7 @@ def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
         pid = made.worker_pids()[0]
         resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
         # What earlier tests have freed may serve the reads, and the rows too.
-        what = rf"process {pid} ran out of memory while it read a step|claims more memory than there is"
+        what = rf"process {pid} ran out of memory while it read a step|requires more memory than is available"
         with pytest.raises((LoaderError, FormatError), match=what) as caught:
             list(batches)
     assert "num_workers" in caught.value.fix or "shard_000000" in caught.value.where
@@ -128,7 +128,7 @@ def test_a_worker_that_reads_past_the_end_of_a_cut_file_names_it(
     assert str(tmp_path / "packs") in caught.value.where
     assert f"harness verify {tmp_path / 'packs'}" in caught.value.fix
     assert re.search(
-        rf"FormatError: the file was cut to 0 bytes while it was read; .*\n  where: {cut}\n", capfd.readouterr().err
+        rf"FormatError: the file was truncated to 0 bytes while it was read; .*\n  where: {cut}\n", capfd.readouterr().err
     )
 
 
