@@ -299,7 +299,7 @@ def test_the_command_repairs_a_prepared_folder_and_says_what_is_lost(tmp_path: P
     (tmp_path / "train" / MANIFEST).write_text("{")
     result = CliRunner().invoke(app, ["verify", "--repair-manifest", str(tmp_path)])
     assert result.exit_code == 0
-    assert "train: manifest and index were written again from 4 shards: 7 packs, fingerprint" in result.stdout
+    assert "train: manifest and index rebuilt from 4 shards: 7 packs, fingerprint" in result.stdout
     assert "train: provenance (tokenizer, chat template, packer, seed, mask) is lost" in result.stdout
     assert "train: parquet does not store pack_size; it was set to the longest pack, 4" in result.stdout
     assert "validation: the manifest is intact; there is nothing to repair" in result.stdout
