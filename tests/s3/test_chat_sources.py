@@ -122,7 +122,7 @@ def test_a_server_that_refuses_ends_in_an_error_and_not_in_fewer_records(proxy: 
     put(bucket, place, {"a.jsonl": contents(0, 300)["a.jsonl"]})
     files = find_files(SourceConfig(path=place)).files
     proxy.faults.append(sys.modules["s3_faulty_proxy"].Fault("status", path="a.jsonl", times=999, code=403))
-    with pytest.raises(FormatError, match="denies access"):
+    with pytest.raises(FormatError, match="denied access"):
         list(read_chunks(files))
 
 

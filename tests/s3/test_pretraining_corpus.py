@@ -193,7 +193,7 @@ def test_a_builder_waits_for_another_and_names_it(
     for thread in threads:
         thread.join()
     assert order == ["one begins", "one ends", "two begins", "two ends"]
-    assert f"building indices: waits for process {os.getpid()} on" in capsys.readouterr().out
+    assert f"building indices: waiting for process {os.getpid()} on" in capsys.readouterr().out
     for name in ("fast_cache_load", "defer_npy_index_mmap"):
         with pytest.raises(ConfigError, match=f"{name} trusts that all indices are on this machine"):
             replace(shared, **{name: True})
