@@ -185,10 +185,10 @@ def _check_order(source: str, folder: str) -> None:
 
 def _open_tokenizer(settings: ProduceSettings) -> ChatTokenizer:
     from harness.prep import ChatTokenizer, as_prepared
-    from harness.prep.tokenize.config import refuse_weights
+    from harness.prep.tokenize.config import refuse_weighted
 
     config, mask_of = as_prepared(settings.tokenizer)
-    refuse_weights(config, "tokenizer")
+    refuse_weighted(config, "tokenizer")
     tokenizer = ChatTokenizer(config)
     as_of = f", as of {mask_of}" if mask_of is not None else ""
     _print_line(f"mask {tokenizer.mask_rule}{as_of}: {tokenizer.mask_facts()['why']}")

@@ -20,7 +20,7 @@ from harness.formats import PackReader, Provenance, holds_manifest, open_dataset
 from harness.formats.opening import holds_dataset
 from harness.loader.blend import Blend, check_sources
 from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
-from harness.prep.tokenize.config import refuse_weights
+from harness.prep.tokenize.config import refuse_weighted
 from harness.printing import count_of
 from harness.records import Int32Array, Int64Array, Pack
 from harness.storage import is_uri, join_path
@@ -393,7 +393,7 @@ def open_live(config: DataConfig) -> LiveData:
     mask_of: Path | None = None
     if name:
         settings, mask_of = as_prepared(settings, name)
-    refuse_weights(settings, "data.live.tokenizer")
+    refuse_weighted(settings, "data.live.tokenizer")
     tokenizer = ChatTokenizer(settings, name) if name else None
     validation = open_dataset(local_copy(config.validation_path)) if config.validation_path is not None else None
     evaluation = _open_evaluation(config)

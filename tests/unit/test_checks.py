@@ -73,7 +73,7 @@ class Kitchen(CheckedSettings, section="kitchen"):
     rules = (
         Rule({"kitchen.stove": "wood", "kitchen.has_chimney": False}, "smoke stays inside", "add a chimney"),
         Rule({"kitchen.pans": other_than(1, 2), "kitchen.dishes": SET}, "two hands hold two", "use fewer"),
-        Rule({"kitchen.dishes": NOT_SET}, "nobody is hungry", "cook something"),
+        Rule({"kitchen.dishes": NOT_SET}, "there is nothing to cook", "cook something"),
     )
 
 
@@ -94,7 +94,7 @@ class Kitchen(CheckedSettings, section="kitchen"):
             "kitchen.pans, kitchen.dishes",
             "use fewer",
         ),
-        ({"dishes": ()}, "kitchen.dishes is empty: nobody is hungry", "kitchen.dishes", "cook something"),
+        ({"dishes": ()}, "kitchen.dishes is empty: there is nothing to cook", "kitchen.dishes", "cook something"),
     ],
 )
 def test_settings_check_their_numbers_choices_and_rules_when_they_are_made(settings, what, where, fix):

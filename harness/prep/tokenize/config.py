@@ -80,7 +80,7 @@ class TokenizerConfig(CheckedSettings, section="tokenizer"):
                 )
 
 
-def refuse_weights(config: TokenizerConfig, where: str) -> None:
+def refuse_weighted(config: TokenizerConfig, where: str) -> None:
     """Raise ConfigError for settings, of the user or of the dataset of a tokenizer, that give weights to tokens."""
     if config.train_on == "weighted":
         what = "train_on is weighted, and live data has no weights of tokens"
