@@ -153,17 +153,21 @@ class Pack:
 class Schedule:
     """The placement of the sequences of one global batch on ranks and microbatches; equal on every rank.
 
-    A rank trains row `microbatch * dp_size + dp_rank` of `order`, cut at `row_offsets`, in that microbatch.
+    A rank trains row `microbatch * dp_size + dp_rank` of `order`, cut at `row_offsets`, in that microbatch. A row that
+    several ranks share is that of the first of them, and those of the others are empty.
 
     Attributes:
         dp_size: data-parallel ranks.
         order: int64 [sequences], indices into the lengths that were scheduled, row by row.
         row_offsets: int64 [rows + 1]; rows is a multiple of dp_size; an empty row is trained with zero loss.
+        shared_by: int64 [rows], the data-parallel ranks that train each row together, a power of two: those that
+            differ in the last digits of their numbers alone. None where every rank has rows of its own.
     """
 
     dp_size: int
     order: Int64Array
     row_offsets: Int64Array
+    shared_by: Int64Array | None = None
 
     def __post_init__(self) -> None:
         rows = self.row_offsets.shape[0] - 1
@@ -183,5 +187,9 @@ class Schedule:
             raise IndexError(
                 f"row ({microbatch}, {dp_rank}) of {self.num_microbatches} microbatches x {self.dp_size} ranks"
             )
-        index = microbatch * self.dp_size + dp_rank
+        index = microbatch * self.dp_size + dp_rank // (size := self.ranks_of_row(microbatch, dp_rank)) * size
         return self.order[self.row_offsets[index] : self.row_offsets[index + 1]]
+
+    def ranks_of_row(self, microbatch: int, dp_rank: int) -> int:
+        """Return the number of data-parallel ranks that train this row together."""
+        return 1 if self.shared_by is None else int(self.shared_by[microbatch * self.dp_size + dp_rank])

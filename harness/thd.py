@@ -37,6 +37,7 @@ class ThdBatch:
         padding_mask: bool [T], True at padding.
         sources: int64 [S at most], number of the dataset that each of the first sequences is from, 0 for the others;
             None where no layer uses it.
+        shared_by: data-parallel ranks that train the row together, each a context-parallel slice of it.
     """
 
     tokens: Int64Array
@@ -48,6 +49,7 @@ class ThdBatch:
     max_seqlen: int
     padding_mask: BoolArray
     sources: Int64Array | None = None
+    shared_by: int = 1
 
     def __len__(self) -> int:
         """T, padding included."""
@@ -78,6 +80,11 @@ def padding_multiple(*, cp_size: int = 1, tp_size: int = 1, sequence_parallel: b
     chunks = 2 * cp_size if cp_size > 1 else 1
     parts = cp_size * tp_size if sequence_parallel else 1
     return math.lcm(chunks, parts)
+
+
+def shared_multiple(pad_to_multiple: int, ranks: int) -> int:
+    """Return the multiple to which the sequences of a row that ranks share are padded, from that of other rows."""
+    return pad_to_multiple if ranks == 1 else ranks * math.lcm(2, pad_to_multiple)
 
 
 def padded_lengths(stored_lengths: npt.NDArray[Any], pad_to_multiple: int = 1) -> Int64Array:
@@ -266,7 +273,8 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
     cu_seqlens, cu_seqlens_padded = visible_bounds(
         np.append(row.cu_seqlens, row.cu_seqlens[-1]), np.append(row.cu_seqlens_padded, total)
     )
-    return ThdBatch(
+    return replace(
+        row,
         tokens=np.pad(row.tokens, (0, missing)),
         labels=np.pad(row.labels, (0, missing)),
         position_ids=np.concatenate([row.position_ids, np.arange(missing, dtype=np.int64)]),
@@ -275,7 +283,6 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
         cu_seqlens_padded=cu_seqlens_padded,
         max_seqlen=max(row.max_seqlen, missing),
         padding_mask=np.pad(row.padding_mask, (0, missing), constant_values=True),
-        sources=row.sources,
     )
 
 

@@ -72,6 +72,8 @@ class RankLayout:
         virtual_stages: model chunks of this rank in an interleaved pipeline; None without interleaving.
         pad_to_multiple: every sequence is padded to a multiple of this (`harness.thd.padding_multiple`).
         group_size: the number of microbatches of a step is a multiple of this.
+        shares_rows: True for a trainer that runs rows which several data-parallel ranks share (`ThdBatch.shared_by`),
+            as the `dynamic_context` schedule makes them.
     """
 
     dp_rank: int = 0
@@ -86,6 +88,7 @@ class RankLayout:
     virtual_stages: int | None = None
     pad_to_multiple: int = 1
     group_size: int = 1
+    shares_rows: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dp_size", "cp_size", "tp_size", "pad_to_multiple", "group_size"):

@@ -10,15 +10,22 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from harness.errors import LoaderError
+from harness.errors import ConfigError, LoaderError
 from harness.loader.blend import Blend, BlendOrder
 from harness.loader.config import LoaderConfig, RankLayout
 from harness.loader.order import BatchRange
 from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
-from harness.schedule import Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
+from harness.schedule import DYNAMIC, Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import check_lengths
-from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, thd_from_model_tokens, zero_loss_row
+from harness.thd import (
+    ThdBatch,
+    padded_lengths,
+    shared_multiple,
+    thd_from_arrays,
+    thd_from_model_tokens,
+    zero_loss_row,
+)
 
 
 class PackSource(Protocol):
@@ -87,6 +94,7 @@ class RawBatch:
         tokens: [n] arrays, this rank's rows end to end: `input_ids` and `loss_mask` as stored (5 bytes a token); or
             `tokens`, `labels`, `loss_mask` and `position_ids` of the model (13 bytes).
         row_lengths: int64, one array per microbatch: tokens of each sequence; empty for a row of zero loss.
+        shared_by: data-parallel ranks that share each row, one number per microbatch; empty where none is shared.
         step, pack_ids, sequence_ids, num_sequences, num_tokens, imbalance: as in RankBatch.
     """
 
@@ -98,6 +106,7 @@ class RawBatch:
     num_sequences: int
     num_tokens: int
     imbalance: Imbalance
+    shared_by: tuple[int, ...] = ()
 
 
 class BatchReader:
@@ -117,18 +126,27 @@ class BatchReader:
         self._schedule = schedule
         self._layout = layout
         self._cost = cost or SequenceCost()
+        if schedule.name == DYNAMIC and not layout.shares_rows:
+            raise ConfigError(
+                f"schedule.name is {DYNAMIC}, whose rows are shared by data-parallel ranks, and this trainer trains "
+                "rows of its own on each rank",
+                where="schedule.name",
+                fix="schedule.name=cost_balanced",
+            )
         self._order = BlendOrder(config, blend or Blend.of_one(len(source)))
-
-    @property
-    def max_tokens_per_row(self) -> int:
-        """Tokens that one row holds."""
-        return self._schedule.max_tokens_per_rank * self._layout.cp_size
 
     def check(self) -> None:
         """Raise ScheduleError if a sequence (or, with as_packed, a pack) of the dataset can never be placed."""
         lengths = padded_lengths(self._source.sequence_lengths, self._layout.pad_to_multiple)
-        offsets, as_packed = self._source.pack_offsets, self._schedule.name == "as_packed"
-        check_lengths(lengths, self.max_tokens_per_row, offsets, as_packed=as_packed, of=" of the dataset")
+        check_lengths(
+            lengths,
+            self._source.pack_offsets,
+            self._schedule.name,
+            self._schedule.max_tokens_per_rank,
+            dp_size=self._layout.dp_size,
+            cp_size=self._layout.cp_size,
+            of=" of the dataset",
+        )
 
     def plan(self, step: BatchRange) -> tuple[Int64Array, Int64Array, Schedule, Imbalance]:
         """Return pack ids, ids of their sequences, their schedule and its imbalance: the same on every rank."""
@@ -152,7 +170,12 @@ class BatchReader:
             packs,
             sequences,
             placed,
-            measure_imbalance(placed, lengths, max_tokens_per_row=self.max_tokens_per_row, cost=self._cost),
+            measure_imbalance(
+                placed,
+                lengths,
+                max_tokens_per_row=self._schedule.max_tokens_per_rank * self._layout.cp_size,
+                cost=self._cost,
+            ),
         )
 
     def read(self, step: BatchRange) -> RawBatch:
@@ -162,9 +185,9 @@ class BatchReader:
             HarnessError: as the reader does; LoaderError where a pack differs from the dataset's index.
         """
         pack_ids, sequences, placed, imbalance = self.plan(step)
-        rows = [
-            sequences[placed.row(microbatch, self._layout.dp_rank)] for microbatch in range(placed.num_microbatches)
-        ]
+        rank, numbers = self._layout.dp_rank, range(placed.num_microbatches)
+        rows = [sequences[placed.row(microbatch, rank)] for microbatch in numbers]
+        is_shared = placed.shared_by is not None
         mine = np.concatenate(rows)
         stored = self._source.sequence_lengths[mine].astype(np.int64)
         parts = list(self._parts(mine))
@@ -180,6 +203,7 @@ class BatchReader:
             num_sequences=int(sequences.shape[0]),
             num_tokens=int(self._source.sequence_lengths[sequences].sum(dtype=np.int64)) - int(sequences.shape[0]),
             imbalance=imbalance,
+            shared_by=tuple(placed.ranks_of_row(microbatch, rank) for microbatch in numbers if is_shared),
         )
 
     def _parts(self, sequences: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
@@ -221,11 +245,12 @@ def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_p
     """
     build = thd_from_arrays if "input_ids" in raw.tokens else thd_from_model_tokens
     rows, start = [], 0
-    for lengths in raw.row_lengths:
+    for lengths, ranks in zip(raw.row_lengths, raw.shared_by or [1] * len(raw.row_lengths), strict=True):
         stop = start + int(lengths.sum())
         tokens = {name: values[start:stop] for name, values in raw.tokens.items()}
         if lengths.shape[0]:
-            rows.append(build(**tokens, lengths=lengths, pad_to_multiple=layout.pad_to_multiple))
+            multiple = shared_multiple(layout.pad_to_multiple, ranks)
+            rows.append(replace(build(**tokens, lengths=lengths, pad_to_multiple=multiple), shared_by=ranks))
         else:
             rows.append(zero_loss_row(layout.pad_to_multiple))
         start = stop

@@ -112,6 +112,7 @@ def to_device(
     *,
     cp_size: int = 1,
     cp_rank: int = 0,
+    cp_group: Any = None,
     mtp_layers: int = 0,
     is_static: bool = False,
     loss_average: str = "token",
@@ -119,6 +120,8 @@ def to_device(
     """Copy this rank's context-parallel slice of a row to `device`; a GPU's copies do not wait.
 
     Args:
+        cp_size, cp_rank: context-parallel ranks of the row, and this one of them.
+        cp_group: theirs, where rows differ in it; this rank's own for a row that it has whole.
         mtp_layers: layers that predict further tokens, and need those ahead.
         is_static: the row is one of `static_row`.
         loss_average: one of `LOSS_AVERAGES`.
@@ -160,6 +163,7 @@ def to_device(
             positions=counted[0],
             ahead=tuple(AheadTensors(*further[at : at + 4]) for at in range(0, len(further), 4)),
             is_static=is_static,
+            cp_group=cp_group,
         ),
         sources,
     )

@@ -91,6 +91,7 @@ def packed_seq_params(
     ahead: Any = (),
     is_padded: bool | None = None,
     is_static: bool = False,
+    cp_group: Any = None,
 ) -> PackedSeqParams:
     """Return the PackedSeqParams of one row whose queries and keys are the same tokens.
 
@@ -103,6 +104,7 @@ def packed_seq_params(
         max_seqlen: the longest padded sequence.
         positions: int64 [T / cp], of this rank's tokens in their sequences; with them, a `PackedRow`.
         ahead, is_static: of that row.
+        cp_group: process group of the row's context-parallel ranks, where rows differ in it.
         is_padded: False for padded bounds that equal the real ones; None where they are given only if they differ.
     """
     values: dict[str, Any] = {
@@ -117,6 +119,10 @@ def packed_seq_params(
     if any(field.name == "pad_between_seqs" for field in dataclasses.fields(PackedSeqParams)):
         # Without it, versions of Transformer Engine compare the bounds on the device in every layer, and wait.
         values["pad_between_seqs"] = cu_seqlens_padded is not None if is_padded is None else is_padded
+    if cp_group is not None:
+        values["local_cp_size"] = cp_group.size()
+        # Layers of Transformer Engine take the ring of the row before unless they get another, or the size 1 alone.
+        values["cp_group"] = cp_group if cp_group.size() > 1 else None
     if positions is None:
         return PackedSeqParams(**values)
     return PackedRow(**values, positions=positions, ahead=ahead, is_static=is_static)

@@ -32,6 +32,7 @@ from harness.megatron.unproven.row_graph import RowGraph
 from harness.megatron.unproven.user_buffers import open_user_buffers
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.layout import fp8_row_multiple
+from harness.schedule.batch import largest_share
 from harness.thd import ThdBatch, loss_weights, pad_row, static_row
 from harness.train import Evaluation, StepResult
 
@@ -99,6 +100,17 @@ def _build_scheduler(optimizer: Any, settings: OptimizerConfig) -> OptimizerPara
     )
 
 
+def _shared_groups(layout: RankLayout) -> dict[int, Any]:
+    """Return by their size the process groups of data-parallel ranks that share rows with this one."""
+    if not layout.shares_rows:
+        return {}
+    groups, size = {1: parallel_state.get_context_parallel_group()}, 2
+    while size <= largest_share(layout.dp_size):
+        groups[size] = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+        size *= 2
+    return groups
+
+
 class MegatronStep:
     """Trains and evaluates a model on this rank's rows; its optimizer is by the settings' defaults unless it is given.
 
@@ -155,6 +167,7 @@ class MegatronStep:
             if pad_rows_to is None or max_sequences is None:
                 raise _no_limit("cuda_graphs", "pad_rows_to and max_sequences")
             self._graph = RowGraph(self, partial(static_row, total=pad_rows_to, num_sequences=max_sequences))
+        self._shared_groups = _shared_groups(layout)
         self.copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def train(self, batch: RankBatch | Sequence[ThdBatch]) -> StepResult:
@@ -231,8 +244,10 @@ class MegatronStep:
 
     def _count_tokens(self, rows: Sequence[ThdBatch]) -> dict[str, float]:
         """Return the loss's divisor and the real tokens of the global batch; middle stages know only the latter."""
-        divisor = sum(loss_weights(row, self.loss_average)[1] for row in rows)
-        real = sum(int(np.count_nonzero(~row.padding_mask)) for row in rows)
+        # Ranks that share a row count it once.
+        own = [row for row in rows if self.layout.dp_rank % row.shared_by == 0]
+        divisor = sum(loss_weights(row, self.loss_average)[1] for row in own)
+        real = sum(int(np.count_nonzero(~row.padding_mask)) for row in own)
         counts = torch.tensor([divisor, real], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
@@ -266,26 +281,32 @@ class MegatronStep:
         They are padded to `pad_rows_to`, and those of a model that multiplies in 8 bits to whole blocks.
         """
         if self.pad_rows_to is not None:
-            rows = [pad_row(row, self.pad_rows_to) for row in rows]
-        rows = [pad_row(row, math.ceil(len(row) / self._row_multiple) * self._row_multiple) for row in rows]
+            rows = [pad_row(row, self.pad_rows_to * row.shared_by) for row in rows]
+        multiples = [self._row_multiple * row.shared_by for row in rows]
+        rows = [
+            pad_row(row, math.ceil(len(row) / multiple) * multiple)
+            for row, multiple in zip(rows, multiples, strict=True)
+        ]
         iterators = [RowsAhead(rows, self.copy_row, self.copies) for _ in self.chunks]
         reports: list[Any] = self.forward_backward(
             forward_step_func=forward,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(rows),
-            seq_length=max(int(row.cu_seqlens_padded[-1]) for row in rows),
+            seq_length=max(len(row) // row.shared_by for row in rows),
             micro_batch_size=1,
             forward_only=forward_only,
         )
         return reports
 
     def copy_row(self, row: ThdBatch, *, is_static: bool = False) -> RowTensors:
+        layout, ranks = self.layout, row.shared_by
         return to_device(
             row,
             self.device,
-            cp_size=self.layout.cp_size,
-            cp_rank=self.layout.cp_rank,
+            cp_size=layout.cp_size * ranks,
+            cp_rank=layout.cp_rank if ranks == 1 else layout.dp_rank % ranks,
+            cp_group=self._shared_groups.get(ranks),
             mtp_layers=self.mtp_layers,
             is_static=is_static,
             loss_average=self.loss_average,

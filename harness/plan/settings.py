@@ -31,8 +31,8 @@ from harness.loader import CorpusConfig, DataConfig, LoaderConfig
 from harness.plan.layout import DTYPE_BYTES, ParallelConfig, fp8_rank_multiple, fp8_row_multiple
 from harness.plan.model import ModelConfig
 from harness.printing import count_of
-from harness.schedule import ScheduleConfig
-from harness.thd import LOSS_AVERAGES
+from harness.schedule import DYNAMIC, ScheduleConfig
+from harness.thd import LOSS_AVERAGES, shared_multiple
 
 _USUAL_STEPS, _NO_LAST_STEP = 60, 1 << 31
 _USUAL_LR = {"random": 2e-3, "pretrained": 1e-5, "LoRA": 2e-4}
@@ -329,6 +329,11 @@ class RunConfig(CheckedSettings, ABC):
         """True where the data has epochs, so that a run may be as long as some of them."""
         return False
 
+    @property
+    def shares_rows(self) -> bool:
+        """True where data-parallel ranks may share rows."""
+        return False
+
     def with_steps(self) -> Self:
         """Return a copy with the number of steps that null stands for, or with that of epochs."""
         trainer, length = self.trainer, dict[str, Any]()
@@ -410,6 +415,29 @@ _BALANCED = tuple(
     )
     for name in ("window_sequences", "blend")
 )
+_SHARED = tuple(
+    Rule({"schedule.name": DYNAMIC, setting: value}, why, fix)
+    for setting, value, why, fix in (
+        (
+            "parallel.context_parallel_size",
+            other_than(1),
+            "this schedule decides for each row how many data-parallel ranks share it",
+            "parallel.context_parallel_size=1, or schedule=cost_balanced",
+        ),
+        (
+            "parallel.cuda_graphs",
+            True,
+            "the exchanges of a captured row are those of one group of ranks",
+            "parallel.cuda_graphs=false, or schedule=cost_balanced",
+        ),
+        (
+            "data.live.folders",
+            SET,
+            "the lengths of sequences that are still being made are not known ahead",
+            "schedule=cost_balanced",
+        ),
+    )
+)
 
 
 @dataclass
@@ -424,7 +452,7 @@ class SftConfig(RunConfig):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     name: str = "sft"
 
-    job_rules = (*RunConfig.job_rules, *_BALANCED)
+    job_rules = (*RunConfig.job_rules, *_BALANCED, *_SHARED)
 
     @property
     def ends_with_data(self) -> bool:
@@ -433,6 +461,10 @@ class SftConfig(RunConfig):
     @property
     def has_epochs(self) -> bool:
         return not self.data.live.folders
+
+    @property
+    def shares_rows(self) -> bool:
+        return self.schedule.name == DYNAMIC
 
     def warnings(self) -> list[str]:
         warnings, trainer, live = super().warnings(), self.trainer, self.data.live
@@ -457,7 +489,7 @@ class SftConfig(RunConfig):
 
     def check_layout(self, world_size: int) -> None:
         live = self.data.live
-        check_rules(self, _BALANCED)
+        check_rules(self, (*_BALANCED, *_SHARED))
         if live.window_sequences is not None and not live.folders:
             raise ConfigError(
                 "data.live.window_sequences is set, and the run has no live data",
@@ -472,6 +504,14 @@ class SftConfig(RunConfig):
             world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=self.max_tokens_per_rank
         )
         check_fp8_rows(self.model.fp8, self.parallel, self.max_tokens_per_rank)
+        chunks = shared_multiple(self.parallel.pad_to_multiple, 2) // 2
+        if self.shares_rows and self.max_tokens_per_rank % chunks:
+            raise ConfigError(
+                f"schedule.max_tokens_per_rank is {self.max_tokens_per_rank:,}, and ranks that share a sequence have "
+                f"two equal chunks of it, together a multiple of {chunks} tokens",
+                where="schedule.max_tokens_per_rank, schedule.name",
+                fix=f"a multiple of {chunks}, or schedule=cost_balanced",
+            )
         if live.window_sequences is not None and live.window_sequences < self.parallel.dp_size(world_size):
             raise ConfigError(
                 f"{self.parallel.dp_size(world_size)} data-parallel ranks cannot each train a part of a window of "

@@ -19,6 +19,7 @@ from harness.errors import ScheduleError
 from harness.records import Schedule
 from harness.schedule.as_packed import place_as_packed
 from harness.schedule.batch import (
+    DYNAMIC,
     GlobalBatch,
     Imbalance,
     SequenceCost,
@@ -28,8 +29,10 @@ from harness.schedule.batch import (
 )
 from harness.schedule.cost_balanced import place_cost_balanced
 from harness.schedule.dp_balanced import place_dp_balanced
+from harness.schedule.dynamic_context import place_dynamic_context
 
 __all__ = [
+    "DYNAMIC",
     "SCHEDULERS",
     "GlobalBatch",
     "Imbalance",
@@ -41,7 +44,12 @@ __all__ = [
 ]
 
 SCHEDULERS: Mapping[str, Callable[[GlobalBatch], Schedule]] = MappingProxyType(
-    {"as_packed": place_as_packed, "dp_balanced": place_dp_balanced, "cost_balanced": place_cost_balanced}
+    {
+        "as_packed": place_as_packed,
+        "dp_balanced": place_dp_balanced,
+        "cost_balanced": place_cost_balanced,
+        DYNAMIC: place_dynamic_context,
+    }
 )
 
 
@@ -51,7 +59,8 @@ class ScheduleConfig(CheckedSettings, section="schedule"):
 
     Attributes:
         name: a key of `SCHEDULERS`.
-        max_tokens_per_rank: tokens that one rank holds in one microbatch; a row holds cp_size times as many.
+        max_tokens_per_rank: tokens that one rank holds in one microbatch; a row holds cp_size times as many, and with
+            `dynamic_context` as many times as data-parallel ranks share it.
     """
 
     name: str = one_of("dp_balanced", SCHEDULERS)
@@ -75,11 +84,11 @@ def schedule(
         name: a key of `SCHEDULERS`.
         lengths: [sequences] integers, model tokens of each sequence after padding.
         dp_size: data-parallel ranks.
-        cp_size: context-parallel ranks that share a row.
+        cp_size: context-parallel ranks that share a row; 1 for `dynamic_context`, which decides that for each row.
         max_tokens_per_rank: tokens that one rank holds; a row holds max_tokens_per_rank * cp_size.
         group_size: the number of microbatches becomes a multiple of this.
         pack_offsets: [packs + 1] integers, the bounds of stored packs in `lengths`; required by `as_packed`.
-        cost: of training a sequence, for `cost_balanced`.
+        cost: of training a sequence, for `cost_balanced` and `dynamic_context`.
 
     Returns:
         Every index of `lengths` once, in rows that fit, with the same number of rows for every rank.
@@ -97,7 +106,6 @@ def schedule(
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.shape[0] == 0:
         raise ScheduleError("there are no sequences to schedule", where="lengths", fix="schedule at least one sequence")
-    max_tokens_per_row = max_tokens_per_rank * cp_size
     offsets = None if pack_offsets is None else np.asarray(pack_offsets, dtype=np.int64)
     if offsets is not None and ([*offsets[:1], *offsets[-1:]] != [0, sizes.shape[0]] or (np.diff(offsets) < 1).any()):
         raise ScheduleError(
@@ -106,6 +114,9 @@ def schedule(
             where="pack_offsets",
             fix="pass the offsets of exactly these sequences, such as reader.pack_offsets",
         )
-    check_lengths(sizes, max_tokens_per_row, offsets, as_packed=name == "as_packed")
-    batch = GlobalBatch(sizes, dp_size, max_tokens_per_row, group_size, offsets, cost or SequenceCost())
+    if name == DYNAMIC and cp_size > 1:
+        fix = "set it to 1: this schedule decides for each row how many data-parallel ranks share it"
+        raise ScheduleError(f"cp_size is {cp_size}, and the schedule is {DYNAMIC}", where="cp_size", fix=fix)
+    check_lengths(sizes, offsets, name, max_tokens_per_rank, dp_size=dp_size, cp_size=cp_size)
+    batch = GlobalBatch(sizes, dp_size, max_tokens_per_rank * cp_size, group_size, offsets, cost or SequenceCost())
     return SCHEDULERS[name](batch)

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from harness.errors import ConfigError, ScheduleError
 from harness.records import Float64Array, Int64Array, Schedule
 
+DYNAMIC = "dynamic_context"
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
@@ -19,13 +21,18 @@ class SequenceCost:
 
     The linear term is that of matrix multiplications with weights, the quadratic term that of attention scores. Only
     their ratio matters to a placement. By default they are equal at 8,192 tokens.
+
+    Attributes:
+        exchange: work in the time that the keys and values of a token take to another rank. Ranks that share a
+            sequence send them around while they compute attention scores, and wait for what takes longer.
     """
 
     linear: float = 1.0
     quadratic: float = 1.0 / 8192
+    exchange: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
+        if not (min(self.linear, self.quadratic, self.exchange) >= 0 and self.linear + self.quadratic > 0):
             what = f"a sequence cannot cost {self.linear} per token and {self.quadratic} per squared token"
             raise ConfigError(what, where="SequenceCost", fix="set both to 0 or more, and one of them above 0")
 
@@ -33,6 +40,13 @@ class SequenceCost:
         """Return the cost of sequences of these numbers of model tokens, float64 in the shape of `lengths`."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return tokens * (self.linear + self.quadratic * tokens)
+
+    def of_rank(self, lengths: npt.NDArray[np.integer], ranks: npt.NDArray[np.integer]) -> Float64Array:
+        """Return the cost on each of the ranks that share a sequence, float64 in the shape of `lengths`."""
+        tokens, shares = np.asarray(lengths, dtype=np.float64), np.asarray(ranks, dtype=np.float64)
+        behind = np.maximum(self.quadratic * tokens, self.exchange * (shares - 1))
+        cost: Float64Array = tokens * (self.linear + behind) / shares
+        return cost
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,12 +75,19 @@ class GlobalBatch:
         return self.dp_size * self.group_size
 
 
+def largest_share(dp_size: int) -> int:
+    """Return the most data-parallel ranks that may share a row: the largest power of two that divides their number."""
+    return dp_size & -dp_size
+
+
 def check_lengths(
     lengths: Int64Array,
-    max_tokens_per_row: int,
-    pack_offsets: Int64Array | None = None,
+    pack_offsets: Int64Array | None,
+    name: str,
+    max_tokens_per_rank: int,
     *,
-    as_packed: bool = False,
+    dp_size: int,
+    cp_size: int,
     of: str = "",
 ) -> None:
     """Raise ScheduleError, naming a sequence or a pack, where one can never be placed.
@@ -74,9 +95,15 @@ def check_lengths(
     Args:
         lengths: int64 [sequences], model tokens after padding.
         pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
-        as_packed: packs are trained as they are.
+        name, max_tokens_per_rank, dp_size, cp_size: as in `harness.schedule.schedule`.
         of: whose sequences they are, for messages.
     """
+    ranks, words = cp_size, "cp_size"
+    if name == DYNAMIC and (ranks := largest_share(dp_size)) > 1:
+        words = f"the {ranks} data-parallel ranks that may share it"
+        # Each of them has two chunks of the same length.
+        max_tokens_per_rank -= max_tokens_per_rank % 2
+    max_tokens_per_row = max_tokens_per_rank * ranks
 
     def where(sequence: int) -> str:
         if pack_offsets is None:
@@ -91,10 +118,10 @@ def check_lengths(
         at = int(np.argmax(is_long))
         raise ScheduleError(
             f"{kind} {at}{of} has {tokens[at]:,} model tokens after padding, more than the {max_tokens_per_row:,} of a "
-            f"row (max_tokens_per_rank * cp_size); {np.count_nonzero(is_long):,} of {tokens.shape[0]:,} {kind}s are "
+            f"row (max_tokens_per_rank * {words}); {np.count_nonzero(is_long):,} of {tokens.shape[0]:,} {kind}s are "
             "that long",
             where=where(at),
-            fix=f"raise schedule.max_tokens_per_rank * cp_size to at least {int(tokens.max()):,}, or {shorter}",
+            fix=f"raise schedule.max_tokens_per_rank to {-(-int(tokens.max()) // ranks):,} or more, or {shorter}",
         )
 
     check_longest("sequence", lengths, where, "prepare the data with a smaller limit")
@@ -102,7 +129,7 @@ def check_lengths(
         at = int(np.argmin(lengths))
         fix = "prepare the dataset again; sequences of one token are refused there"
         raise ScheduleError(f"sequence {at}{of} has {lengths[at]} model tokens", where=where(at), fix=fix)
-    if as_packed and pack_offsets is not None:
+    if name == "as_packed" and pack_offsets is not None:
         packs = np.add.reduceat(lengths, pack_offsets[:-1])
         shorter = "prepare smaller packs, or choose the dp_balanced schedule"
         check_longest("pack", packs, lambda pack: f"pack {pack}", shorter)
@@ -141,9 +168,15 @@ class Imbalance:
 def measure_imbalance(
     schedule: Schedule, lengths: npt.NDArray[np.integer], *, max_tokens_per_row: int, cost: SequenceCost | None = None
 ) -> Imbalance:
-    """Measure `schedule` of sequences of these padded lengths, in rows of `max_tokens_per_row` tokens."""
-    tokens = _row_sums(schedule, np.asarray(lengths, dtype=np.float64))
-    work = _row_sums(schedule, (cost or SequenceCost()).of(lengths))
+    """Measure `schedule` of sequences of these padded lengths, in rows of `max_tokens_per_row` tokens.
+
+    Where data-parallel ranks share rows, `max_tokens_per_row` is that of one rank.
+    """
+    ranks = np.ones_like(schedule.order)
+    if schedule.shared_by is not None:
+        ranks[schedule.order] = np.repeat(schedule.shared_by, np.diff(schedule.row_offsets))
+    tokens = _row_sums(schedule, np.asarray(lengths, dtype=np.float64) / ranks)
+    work = _row_sums(schedule, (cost or SequenceCost()).of_rank(lengths, ranks))
     rank_tokens = tokens.sum(axis=0)
     rank_cost = work.sum(axis=0)
     return Imbalance(
@@ -158,10 +191,13 @@ def measure_imbalance(
 
 
 def _row_sums(schedule: Schedule, values: Float64Array) -> Float64Array:
-    """Return sums of `values` over the sequences of each row, float64 [microbatches, dp_size]."""
+    """Return sums of `values` over the sequences of each rank's row, float64 [microbatches, dp_size]."""
     rows = schedule.row_offsets.shape[0] - 1
     row_of = np.repeat(np.arange(rows), np.diff(schedule.row_offsets))
     sums = np.bincount(row_of, weights=values[schedule.order], minlength=rows).astype(np.float64)
+    if schedule.shared_by is not None:
+        numbers = np.arange(rows)
+        sums = sums[numbers - numbers % schedule.dp_size % schedule.shared_by]
     return sums.reshape(-1, schedule.dp_size)
 
 

@@ -102,13 +102,13 @@ def _rows_needed(batch: GlobalBatch) -> int:
 def _place(batch: GlobalBatch, costs: Float64Array, num_microbatches: int, goal: float) -> Schedule | None:
     """Return the placement in this many microbatches; None where a sequence found no room."""
     targets = np.repeat(_targets(costs, batch.dp_size, num_microbatches), batch.dp_size)
-    row_of = _fill(batch, costs, targets)
+    row_of = fill_rows(batch, costs, targets)
     if row_of is None:
         return None
-    return _exchange_sequences(_by_cost(batch, costs, row_of, num_microbatches), costs, batch, num_microbatches, goal)
+    return exchange_sequences(_by_cost(batch, costs, row_of, num_microbatches), costs, batch, num_microbatches, goal)
 
 
-def _fill(batch: GlobalBatch, costs: Float64Array, targets: Float64Array) -> Int64Array | None:
+def fill_rows(batch: GlobalBatch, costs: Float64Array, targets: Float64Array) -> Int64Array | None:
     """Return the row of each sequence, int64 [sequences]: longest first, to the row that lacks most and has room.
 
     Args:
@@ -177,7 +177,7 @@ def _with_best_fit(batch: GlobalBatch, costs: Float64Array, goal: float) -> Sche
         placed = _place(batch, costs, num_microbatches, goal)
         if placed is not None:
             return placed
-    return _exchange_sequences(_by_cost(batch, costs, rows, needed), costs, batch, needed, goal)
+    return exchange_sequences(_by_cost(batch, costs, rows, needed), costs, batch, needed, goal)
 
 
 def _best_fit(batch: GlobalBatch) -> Int64Array:
@@ -194,8 +194,13 @@ def _best_fit(batch: GlobalBatch) -> Int64Array:
     return row_of
 
 
-def _exchange_sequences(
-    position: Int64Array, costs: Float64Array, batch: GlobalBatch, num_microbatches: int, goal: float
+def exchange_sequences(
+    position: Int64Array,
+    costs: Float64Array,
+    batch: GlobalBatch,
+    num_microbatches: int,
+    goal: float,
+    taken: Float64Array | None = None,
 ) -> Schedule:
     """Even out the rows of each microbatch, deal them to the ranks, and even out the ranks.
 
@@ -205,10 +210,13 @@ def _exchange_sequences(
         batch: lengths, and the tokens that a row holds.
         num_microbatches: rows of each rank.
         goal: stop when the busiest rank costs this many times the mean.
+        taken: float64 [rows], the cost of rows that have other sequences and take none, 0 for all others; rows then
+            stay with their ranks. None for no such rows.
     """
-    state = _Placement(position, costs, batch, num_microbatches)
+    state = _Placement(position, costs, batch, num_microbatches, taken)
     state.even_rows()
-    state.deal_rows()
+    if taken is None:
+        state.deal_rows()
     state.even_ranks(goal)
     row_of = np.empty_like(state.row_of)
     row_of[state.by_cost] = state.row_of
@@ -222,16 +230,26 @@ class _Placement:
     Busy rows or ranks are paired with idle ones, and every pair makes one move or swap at a time, all at once.
     """
 
-    def __init__(self, position: Int64Array, costs: Float64Array, batch: GlobalBatch, num_microbatches: int) -> None:
+    def __init__(
+        self,
+        position: Int64Array,
+        costs: Float64Array,
+        batch: GlobalBatch,
+        num_microbatches: int,
+        taken: Float64Array | None = None,
+    ) -> None:
         self.shape = num_microbatches, batch.dp_size
         num_rows = num_microbatches * batch.dp_size
         self.by_cost = np.argsort(costs, kind="stable")
         self.costs, self.lengths = costs[self.by_cost], batch.lengths[self.by_cost]
         self.row_of = position[self.by_cost]
-        self.row_costs = np.bincount(self.row_of, weights=self.costs, minlength=num_rows)
+        self.row_costs = np.bincount(self.row_of, weights=self.costs, minlength=num_rows).astype(np.float64)
         tokens = np.bincount(self.row_of, weights=self.lengths, minlength=num_rows)
         self.free = batch.max_tokens_per_row - np.rint(tokens).astype(np.int64)
-        self.mean = float(costs.sum()) / batch.dp_size
+        if taken is not None:
+            self.row_costs += taken
+            self.free[taken > 0] = 0
+        self.mean = float(self.row_costs.sum()) / batch.dp_size
 
     def even_rows(self) -> None:
         """Exchange sequences between the rows of each microbatch."""

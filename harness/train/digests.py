@@ -40,7 +40,7 @@ class RowDigests:
     """One microbatch row on one data-parallel rank; S is its number of sequences.
 
     Attributes:
-        microbatch, rank: place in the step; rank is the data-parallel one.
+        microbatch, rank: place in the step; rank is the data-parallel one, of a shared row the first.
         sequences: int64 [S], ids in the dataset; -1 for tokens that belong to no planned sequence.
         lengths: int64 [S], real model tokens between the boundaries that attention receives; 0 if there are none.
         digests: uint64 [S, fields], xxh3_64 of each of FIELDS.
@@ -57,9 +57,10 @@ class RowDigests:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankRows:
-    """The rows of one process of the job, and the fields that it really reads."""
+    """The rows of one process of the job, of a data-parallel rank, and the fields that it really reads."""
 
     process: int
+    rank: int
     fields: tuple[str, ...]
     rows: list[RowDigests]
 
@@ -108,11 +109,11 @@ def rank_rows(
     """
     fields = (*(_OF_FIRST_STAGE * is_first_stage), *(_OF_LAST_STAGE * is_last_stage), "position_ids")
     rows = [
-        _row_digests(row, sequences, microbatch, dp_rank, keep=keep)
+        _row_digests(row, sequences, microbatch, dp_rank - dp_rank % row.shared_by, keep=keep)
         for microbatch, (row, sequences) in enumerate(zip(batch.rows, batch.sequence_ids, strict=True))
         if sequences.shape[0] or row.num_trained_tokens
     ]
-    return RankRows(process, fields, rows)
+    return RankRows(process, dp_rank, fields, rows)
 
 
 def sequence_digests(row: ThdBatch) -> UInt64Array:
@@ -172,10 +173,8 @@ def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepD
     """
     merged: dict[tuple[int, int], RowDigests] = {}
     disagreements: set[str] = set()
-    for rank in {row.rank for part in parts for row in part.rows}:
-        numbers = [
-            sorted(row.microbatch for row in part.rows) for part in parts if any(r.rank == rank for r in part.rows)
-        ]
+    for rank in {part.rank for part in parts}:
+        numbers = [sorted((row.microbatch, row.rank) for row in part.rows) for part in parts if part.rank == rank]
         if any(other != numbers[0] for other in numbers):
             disagreements.add(f"processes of data-parallel rank {rank} have different microbatches")
     for column, name in enumerate(FIELDS):

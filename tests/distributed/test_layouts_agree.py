@@ -26,7 +26,19 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from layout_space import AVERAGED, KINDS, LATER, NUM_PACKS, RANKS, SEQUENCES, Layout, accepted, an_eighth, layouts_of
+from layout_space import (
+    AVERAGED,
+    KINDS,
+    LATER,
+    NUM_PACKS,
+    RANKS,
+    SEQUENCES,
+    SHARED,
+    Layout,
+    accepted,
+    an_eighth,
+    layouts_of,
+)
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from small_packs import write_small_packs
@@ -140,9 +152,13 @@ def test_the_documented_four_steps_show_a_rank_that_divides_by_its_own_tokens(tm
     assert failed == ["loss", "validation_loss", "grad_norm"]
 
 
+def test_rows_that_data_parallel_ranks_share_train_as_on_one_rank(tmp_path) -> None:
+    assert differing(train_all(an_eighth(accepted(SHARED)), tmp_path)) == []
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", [*KINDS, *LATER])
+@pytest.mark.parametrize("kind", [*KINDS, *LATER, *SHARED])
 def test_every_accepted_layout_trains_as_one_rank_does(kind, tmp_path, report_points: Callable[..., None]) -> None:
     results = train_all(accepted([kind]), tmp_path)
     wrong = differing(results)
@@ -306,7 +322,7 @@ def train_layout(number: int, layout: tuple[str, str, SftConfig], path: Path) ->
             mock.patch.object(runtime, "_open_store", return_value=own),
             runtime.start("cpu", timeout_s=PATIENCE_S) as started,
         ):
-            place = join(config.parallel, size, timeout_s=PATIENCE_S)
+            place = join(config.parallel, size, timeout_s=PATIENCE_S, shares_rows=config.shares_rows)
             run = Run(config, path.with_name(f"{kind}.pt"))
             outcome: dict[str, Any] = {**run.train(path.with_name("data") / data, place, started.device)}
         outcome["covered"] = {of: mask.numpy() for of, mask in run.covered.items()}

@@ -15,6 +15,8 @@ from small_packs import VOCAB
 from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.plan import ParallelConfig, SftConfig
+from harness.schedule import DYNAMIC, ScheduleConfig
+from harness.schedule.batch import largest_share
 
 RANKS = (1, 2, 4)
 # Adapters stand on experts too. Those of `LATER` differ from others in few operations.
@@ -27,6 +29,13 @@ AVERAGED = (
     *("dense weighted", "deepseek_like weighted", "qwen3_moe weighted conversation"),
 )
 SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
+# Every sequence on as many data-parallel ranks as hold it, the longest on all of them. The balancing loss of experts is
+# that of sequences, because rows have others on each layout.
+SHARED = (
+    *("dense shared", "lora shared", "qwen3_moe sequences shared", "deepseek_like sequences shared"),
+    *("gpt_oss_like sequences shared", "lora deepseek_like conversation shared"),
+)
+_LONGEST = 80
 # Four layers for four stages; heads, groups and experts for four ranks. Rows are packs, of which the last step has
 # three: with four data-parallel ranks, one has a row of zero loss.
 SETTINGS = (
@@ -99,6 +108,11 @@ def layouts_of(kind: str) -> Iterator[Layout]:
             parallel, run, refused = dict(zip(dimensions, values, strict=True)), None, None
             try:
                 run = replace(config, parallel=ParallelConfig(**parallel))
+                if "shared" in kind.split():
+                    most = largest_share(run.parallel.dp_size(ranks))
+                    tokens = -(-_LONGEST // most // 4) * 4
+                    name = DYNAMIC if ranks > 1 else "cost_balanced"
+                    run = replace(run, schedule=ScheduleConfig(name, max_tokens_per_rank=tokens))
                 run.check(ranks)
             except ConfigError as error:
                 refused = error

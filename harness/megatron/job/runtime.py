@@ -31,6 +31,7 @@ from harness.launch.local import STORE_FD
 from harness.loader import RankLayout
 from harness.megatron.job.watchdog import waiting
 from harness.plan import ParallelConfig, RunConfig
+from harness.schedule.batch import largest_share
 
 DEVICES = ("auto", "cpu", "cuda")
 T = TypeVar("T")
@@ -182,8 +183,14 @@ def _left_at_the_end() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) -> RankLayout:
-    """Make Megatron's process groups, with this timeout of their collectives, and return this rank's place in them."""
+def join(
+    config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0, shares_rows: bool = False
+) -> RankLayout:
+    """Make Megatron's process groups, with this timeout of their collectives, and return this rank's place in them.
+
+    Args:
+        shares_rows: also make the groups of data-parallel ranks that share rows; for `dynamic_context`.
+    """
     from megatron.core import parallel_state
 
     dp_size = config.dp_size(world_size)
@@ -195,6 +202,7 @@ def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) 
         expert_model_parallel_size=config.expert_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
+        hybrid_context_parallel=shares_rows and largest_share(dp_size) > 1,
     )
     return RankLayout(
         dp_rank=parallel_state.get_data_parallel_rank(),
@@ -209,6 +217,7 @@ def join(config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0) 
         virtual_stages=config.virtual_pipeline_parallel_size,
         pad_to_multiple=config.pad_to_multiple,
         group_size=config.group_size,
+        shares_rows=shares_rows,
     )
 
 

@@ -37,8 +37,8 @@ class VarlenAttention(_Divided):
 
     Replaces Megatron's `core_attention`. Sequences are split at `cu_seqlens_q_padded` (or at `cu_seqlens_q` if nothing
     is padded), so no token can see another sequence. Padding is at the end of its sequence, where causality hides it
-    from real tokens. With context parallelism, keys and values are gathered over the CP group, and each rank computes
-    its two chunks of every sequence.
+    from real tokens. With context parallelism, keys and values are gathered over the CP group of the row or else of the
+    layout, and each rank computes its two chunks of every sequence.
 
     Attributes:
         window: tokens, its own included, that a token attends to; None for all before it.
@@ -67,8 +67,7 @@ class VarlenAttention(_Divided):
             own = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
-        self.cp_size = config.context_parallel_size
-        self.cp_group = pg_collection.cp if self.cp_size > 1 else None
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -98,8 +97,9 @@ class VarlenAttention(_Divided):
         if getattr(packed_seq_params, "is_static", False):
             return self._forward_as_one(query, key, value, bounds)
         lengths = [length for length in torch.diff(bounds).tolist() if length]
-        if self.cp_size > 1:
-            return self._forward_on_slices(query, key, value, lengths)
+        group = packed_seq_params.cp_group or self.cp_group
+        if group is not None:
+            return self._forward_on_slices(query, key, value, lengths, group)
         pieces = [
             self._attend(*(_heads_first(t) for t in qkv)).squeeze(0).transpose(0, 1)
             for qkv in zip(*(torch.split(t, lengths) for t in (query, key, value)), strict=True)
@@ -120,20 +120,20 @@ class VarlenAttention(_Divided):
         return out.squeeze(0).transpose(0, 1).flatten(1)
 
     def _forward_on_slices(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], group: Any
     ) -> torch.Tensor:
-        cp_rank = torch.distributed.get_rank(self.cp_group)
+        cp_rank, cp_size = group.rank(), group.size()
         # One collective for both: [cp * T / cp, heads, key and value], in order of ranks; its backward sums over ranks.
-        both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self.cp_group)
-        local = [length // self.cp_size for length in lengths]
-        by_rank = [torch.split(part, local) for part in both.chunk(self.cp_size)]
+        both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
+        local = [length // cp_size for length in lengths]
+        by_rank = [torch.split(part, local) for part in both.chunk(cp_size)]
         pieces = []
         for index, sequence in enumerate(torch.split(query, local)):
             # Rank r has chunks r and 2 * cp - 1 - r of a sequence; put in order, the chunks are the whole.
             halves = [parts[index].chunk(2) for parts in by_rank]
             whole = torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])
             chunk = sequence.shape[0] // 2
-            for part, number in zip(sequence.chunk(2), (cp_rank, 2 * self.cp_size - 1 - cp_rank), strict=True):
+            for part, number in zip(sequence.chunk(2), (cp_rank, 2 * cp_size - 1 - cp_rank), strict=True):
                 keys, values = torch.split(whole[: (number + 1) * chunk], [key.shape[-1], value.shape[-1]], dim=-1)
                 out = self._attend(_heads_first(part), _heads_first(keys), _heads_first(values))
                 pieces.append(out.squeeze(0).transpose(0, 1))

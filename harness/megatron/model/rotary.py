@@ -41,7 +41,7 @@ class RowSelfAttention(SelfAttention):  # type: ignore[misc]
         Args:
             rotary_pos_emb: angles [max_seqlen, 1, 1, d], or a pair of equal ones for queries and keys.
         """
-        by_row = isinstance(packed_seq_params, PackedRow) and not self.config.apply_rope_fusion
+        by_row = isinstance(packed_seq_params, PackedRow) and _turns_itself(self.config, packed_seq_params)
         if by_row and rotary_pos_emb is not None:
             freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
             self._rotary, rotary_pos_emb = (packed_seq_params, freqs), None
@@ -85,7 +85,7 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
     ) -> Any:
         """Return queries, keys [T / cp, heads, head_dim] and values [T / cp, heads, value_dim], and both latents."""
         row = args[2] if len(args) > 2 else packed_seq_params
-        if not isinstance(row, PackedRow) or self.config.apply_rope_fusion:
+        if not isinstance(row, PackedRow) or not _turns_itself(self.config, row):
             return super().get_query_key_value_tensors(hidden_states, *args, packed_seq_params=packed_seq_params, **kw)
         config, heads = self.config, self.num_attention_heads_per_partition
         plain, turned = config.qk_head_dim, config.qk_pos_emb_head_dim
@@ -128,6 +128,14 @@ class WholeLinear(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return [s, b, outputs] for [s, b, inputs], and no bias, as Megatron's layers do."""
         return functional.linear(inputs, self.weight), None
+
+
+def _turns_itself(config: Any, row: PackedRow) -> bool:
+    """Return True unless the fused kernel does it, which takes the context-parallel group of the layout for the row's.
+
+    Both versions pass it `pg_collection.cp`.
+    """
+    return not config.apply_rope_fusion or row.cp_group is not None
 
 
 def _pairs_apart(heads: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         row_sources: int64 [T], the dataset of each token of this rank in the row that is computed; None for none.
         source_counts: float64 [datasets, experts], as `counts`, of each dataset.
         shared_experts_ran: True if this layer's shared experts saw the tokens that are routed next.
-        balances_sequences: the balancing loss is that of each sequence, and `row` is set.
+        balances_sequences: the balancing loss is that of each sequence.
         row: PackedSeqParams of the row that the layer computes, also where it is computed again.
     """
 
@@ -121,8 +121,9 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
             summed, sent = zeros.index_add(0, owners, scores), zeros.index_add(0, owners, best.detach())
         else:
             summed, sent = scores.sum(dim=0, keepdim=True), best.detach().sum(dim=0, keepdim=True)
-        if self.tp_cp_group.size() > 1:
-            torch.distributed.all_reduce(sent, group=self.tp_cp_group)
+        for group in (self.tp_cp_group, getattr(self.row, "cp_group", None)):
+            if group is not None and group.size() > 1:
+                torch.distributed.all_reduce(sent, group=group)
         tokens = (sent.sum(dim=1) / self.topk).clamp(min=1)
         loss = ((summed * sent).sum(dim=1) * (scores.shape[1] / (self.topk * tokens))).sum()
         self.sums["aux_loss"] += loss.detach().double()
@@ -138,7 +139,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         number = bounds.shape[0] - 1
         # A context-parallel rank has the same share of every sequence.
-        sizes = bounds.diff() // config.context_parallel_size
+        sizes = bounds.diff() // (row.local_cp_size or config.context_parallel_size)
         places = torch.arange(number, device=bounds.device)
         owners = torch.repeat_interleave(places, sizes, output_size=tokens * parts)
         rank = parallel_state.get_tensor_model_parallel_rank() if parts > 1 else 0
@@ -193,9 +194,8 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
             continue
         experts = layer.mlp
         experts.router.layer = number
-        if model.aux_loss_scope == "sequence":
-            experts.router.balances_sequences = True
-            layer.register_forward_pre_hook(_showing_rows(experts.router), with_kwargs=True)
+        experts.router.balances_sequences = model.aux_loss_scope == "sequence"
+        layer.register_forward_pre_hook(_showing_rows(experts.router), with_kwargs=True)
         if experts.shared_experts is not None:
             experts.shared_experts.register_forward_hook(_noting(experts.router))
         for parameter in experts.router.parameters():
@@ -211,7 +211,7 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
 
 def _showing_rows(router: Router) -> Any:
     def show(module: torch.nn.Module, inputs: Any, named: Any) -> None:
-        router.row = named["packed_seq_params"]
+        router.row = named.get("packed_seq_params")
 
     return show
 

@@ -18,7 +18,7 @@ from harness.errors import ConfigError
 from harness.formats.inspect import find_tokenizer_folder
 from harness.loader import RunData
 from harness.loader.datasets import LiveData
-from harness.megatron.batch import run_row, to_device
+from harness.megatron.batch import run_row
 from harness.megatron.step import MegatronStep
 from harness.plan import SftConfig, TrainerConfig
 from harness.prep import ChatTokenizer, TokenizerConfig
@@ -67,7 +67,7 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
     kept: list[torch.Tensor] = []
 
     def forward(rows: Iterator[ThdBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
-        tensors = to_device(next(rows), step.device, cp_size=step.layout.cp_size, cp_rank=step.layout.cp_rank)
+        tensors = step.copy_row(next(rows))
         output = run_row(chunk, tensors, with_labels=False)
 
         def keep(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

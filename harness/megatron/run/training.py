@@ -212,7 +212,9 @@ class _Run(Hooks):
         at(first_step, "opening the data")
         self._task = task = together(lambda: self._checked(open_task), device=ranks.device)
         config.optimizer = config.optimizer.resolved(config.model, self._trainer.steps)
-        self._layout = layout = join(config.parallel, ranks.world_size, timeout_s=self._trainer.patience_s)
+        self._layout = layout = join(
+            config.parallel, ranks.world_size, timeout_s=self._trainer.patience_s, shares_rows=config.shares_rows
+        )
         training, self.validation = task.feeds(layout, self._progress, ranks)
         self.training = training
         self._stack.enter_context(training)

@@ -97,7 +97,9 @@ def test_pipeline_stages_digest_the_fields_they_read_and_a_rank_with_other_rows_
         f"process 1, microbatch {last}, data-parallel rank 0: other tokens of sequence "
         f"{original.sequence_ids[-1][0]} than on the other ranks"
     ]
-    short = merge_ranks(1, original, [rows(original), RankRows(1, ("position_ids",), rows(original).rows[1:])])
+    short = merge_ranks(
+        1, original, [rows(original), RankRows(1, rows(original).rank, ("position_ids",), rows(original).rows[1:])]
+    )
     assert short.disagreements == ["processes of data-parallel rank 0 have different microbatches"]
 
 

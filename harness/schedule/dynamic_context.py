@@ -1,0 +1,151 @@
+"""Each sequence on as few ranks as hold it: long ones shared, short ones whole, and the same cost for every rank."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import ScheduleError
+from harness.records import Float64Array, Int64Array, Schedule
+from harness.schedule.batch import GlobalBatch, largest_share
+from harness.schedule.cost_balanced import exchange_sequences, fill_rows, place_cost_balanced
+
+# Sequences of one rank get this much more room than their tokens, and one group of microbatches more each time that
+# they do not fit.
+_ROOM = 1.03
+_TRIES = 64
+# Exchanges stop when the busiest rank costs this many times the mean.
+_EVEN = 1.003
+
+
+def place_dynamic_context(batch: GlobalBatch) -> Schedule:
+    """Choose for each sequence the data-parallel ranks that share it, and give every rank the same cost.
+
+    Sequences longer than a rank holds are shared by the fewest ranks that hold them, or by more, where these would
+    take longer than the whole step should. The costliest of those on most ranks come first, each to the ranks that are
+    least busy. Ranks that share a row are neighbors that shared all rows before it, so they meet it in the same
+    microbatch. The others then fill the rows that are left, as far as their ranks lack cost, and are exchanged between
+    rows and ranks as in `cost_balanced`, which places batches without a long sequence.
+    """
+    sizes = choose_ranks(batch)
+    is_shared = sizes > 1
+    if not is_shared.any():
+        return place_cost_balanced(batch)
+    at, loads, counts = _place_shared(batch, sizes)
+    short = np.flatnonzero(~is_shared)
+    costs = batch.cost.of(batch.lengths[short])
+    missing = np.maximum(0.0, (loads.sum() + costs.sum()) / batch.dp_size - loads)
+    rows = max(1, -(-int(batch.lengths[short].sum()) // batch.max_tokens_per_row)) * _ROOM + 1 if short.size else 0
+    share = missing / missing.sum() if missing.any() else np.full(batch.dp_size, 1 / batch.dp_size)
+    least = int((counts + np.ceil(rows * share)).max())
+    rest = replace(batch, lengths=batch.lengths[short], pack_offsets=None)
+    for more in range(_TRIES):
+        num_microbatches = (-(-least // batch.group_size) + more) * batch.group_size
+        taken = _cost_of_taken(batch, sizes, at, num_microbatches)
+        row_of = _fill_free(rest, costs, missing, taken)
+        if row_of is not None:
+            break
+    else:
+        raise ScheduleError(f"{short.size:,} sequences do not fit beside the long ones", where="dynamic_context")
+    placed = exchange_sequences(row_of, costs, rest, num_microbatches, _EVEN, taken.reshape(-1))
+    return _joined(batch, placed, short, sizes, at)
+
+
+def choose_ranks(batch: GlobalBatch) -> Int64Array:
+    """Return the number of ranks that share each sequence, int64 [sequences], powers of two."""
+    most = largest_share(batch.dp_size)
+    sizes = np.ones_like(batch.lengths)
+    # Of a shared sequence each rank has two chunks of the same length.
+    held = batch.max_tokens_per_row // 2 * 2
+    while (is_long := _share(batch.lengths, sizes) > np.where(sizes > 1, held, batch.max_tokens_per_row)).any():
+        sizes[is_long] *= 2
+    costs = batch.cost.of_rank(batch.lengths, sizes)
+    # A sequence that takes longer than the step should is divided further, as long as that helps.
+    step = float((costs * sizes).sum()) / batch.dp_size
+    while True:
+        halves = batch.cost.of_rank(batch.lengths, 2 * sizes)
+        pays = (costs > step) & (2 * sizes <= most) & (halves < costs)
+        if not pays.any():
+            return sizes
+        sizes[pays] *= 2
+        costs[pays] = halves[pays]
+
+
+def _share(lengths: Int64Array, ranks: Int64Array) -> Int64Array:
+    """Return the tokens that each rank has of sequences that ranks share, int64 [sequences]."""
+    shares: Int64Array = np.where(ranks > 1, -(-lengths // (2 * ranks)) * 2, lengths)
+    return shares
+
+
+def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Float64Array, Int64Array]:
+    """Return the places of shared sequences, and the cost and number of the rows that each rank has then.
+
+    Returns:
+        int64 [sequences], microbatch * dp_size + first rank, -1 for the others; float64 and int64 [dp_size].
+    """
+    at = np.full(sizes.shape, -1, dtype=np.int64)
+    loads, counts = np.zeros(batch.dp_size), np.zeros(batch.dp_size, dtype=np.int64)
+    costs = batch.cost.of_rank(batch.lengths, sizes)
+    for size in np.unique(sizes[sizes > 1])[::-1].tolist():
+        chosen = np.flatnonzero(sizes == size)
+        chosen = chosen[np.argsort(-costs[chosen], kind="stable")]
+        blocks: list[tuple[float, int]] = [(load, rank) for rank, load in enumerate(loads.tolist())][::size]
+        heapq.heapify(blocks)
+        numbers: list[int] = counts[::size].tolist()
+        for sequence, cost in zip(chosen.tolist(), costs[chosen].tolist(), strict=True):
+            load, rank = blocks[0]
+            at[sequence] = numbers[rank // size] * batch.dp_size + rank
+            numbers[rank // size] += 1
+            heapq.heapreplace(blocks, (load + cost, rank))
+        loads = np.repeat([load for load, _ in sorted(blocks, key=lambda block: block[1])], size)
+        counts = np.repeat(np.asarray(numbers, dtype=np.int64), size)
+    return at, loads, counts
+
+
+def _cost_of_taken(batch: GlobalBatch, sizes: Int64Array, at: Int64Array, num_microbatches: int) -> Float64Array:
+    """Return the cost of each rank's row of a shared sequence, float64 [microbatches, dp_size], 0 for other rows."""
+    taken = np.zeros(num_microbatches * batch.dp_size)
+    shared = np.flatnonzero(at >= 0)
+    taken[_rows_of(at[shared], sizes[shared])] = np.repeat(
+        batch.cost.of_rank(batch.lengths[shared], sizes[shared]), sizes[shared]
+    )
+    return taken.reshape(num_microbatches, batch.dp_size)
+
+
+def _rows_of(first: Int64Array, sizes: Int64Array) -> Int64Array:
+    """Return the rows of all ranks that share the rows whose first is given, int64 [sum of sizes]."""
+    starts = np.cumsum(sizes) - sizes
+    rows: Int64Array = np.repeat(first - starts, sizes) + np.arange(int(sizes.sum()))
+    return rows
+
+
+def _fill_free(
+    batch: GlobalBatch, costs: Float64Array, missing: Float64Array, taken: Float64Array
+) -> Int64Array | None:
+    """Return the row of each sequence among those that are free, int64 [sequences]; None where one finds no room."""
+    is_free = taken == 0
+    if not batch.lengths.size:
+        return np.zeros(0, dtype=np.int64)
+    # Rows of a rank are full one after the other, so that no rank gets a long sequence in each of its rows.
+    full = costs.sum() / batch.lengths.sum() * batch.max_tokens_per_row / _ROOM
+    targets = np.clip(missing - (np.cumsum(is_free, axis=0) - 1) * full, 0.0, full)
+    rows = np.flatnonzero(is_free)
+    filled = fill_rows(batch, costs, targets.reshape(-1)[rows]) if rows.size else None
+    return None if filled is None else rows[filled]
+
+
+def _joined(
+    batch: GlobalBatch, placed: Schedule, short: npt.NDArray[np.int64], sizes: Int64Array, at: Int64Array
+) -> Schedule:
+    """Return the schedule of the short sequences with the shared ones in their places."""
+    row_of = at.copy()
+    row_of[short[placed.order]] = np.repeat(np.arange(placed.row_offsets.shape[0] - 1), np.diff(placed.row_offsets))
+    shared = np.flatnonzero(at >= 0)
+    shared_by = np.ones(placed.row_offsets.shape[0] - 1, dtype=np.int64)
+    shared_by[_rows_of(at[shared], sizes[shared])] = np.repeat(sizes[shared], sizes[shared])
+    counts = np.bincount(row_of, minlength=shared_by.shape[0])
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return Schedule(batch.dp_size, np.argsort(row_of, kind="stable"), offsets, shared_by)

@@ -1,0 +1,125 @@
+"""`dynamic_context` shares long sequences between as few ranks as hold them, and gives every rank the same cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.errors import ScheduleError
+from harness.records import Int64Array, Schedule
+from harness.schedule import Imbalance, SequenceCost, measure_imbalance, schedule
+from harness.schedule.batch import largest_share
+
+# Llama 3 8B in bfloat16 on H100s whose keys and values cross the network: a token costs 16 GFLOP.
+COST = SequenceCost(linear=1.0, quadratic=262_144 / 16e9, exchange=1 / 16)
+TOKENS = 16_384
+
+
+def lengths_of(kind: str, num: int, longest: int) -> Int64Array:
+    rng = np.random.default_rng(0)
+    chats = np.clip(rng.lognormal(np.log(900), 1.0, num), 8, TOKENS)
+    if kind == "documents":
+        chats[: num // 100] = rng.integers(32_768, 131_072, num // 100)
+    elif kind == "tail":
+        chats = np.clip(rng.lognormal(np.log(4000), 1.7, num), 16, 1 << 20)
+    elif kind == "two peaks":
+        long = np.clip(rng.lognormal(np.log(40_000), 0.5, num), 8000, 262_144)
+        chats = np.where(rng.random(num) < 0.5, chats, long)
+    return np.minimum(chats, longest).astype(np.int64)
+
+
+def placed(lengths: Int64Array, dp_size: int, **changes: object) -> Schedule:
+    options = {"max_tokens_per_rank": TOKENS, "cost": COST, **changes}
+    return schedule("dynamic_context", lengths, dp_size=dp_size, **options)
+
+
+def measured(made: Schedule, lengths: Int64Array) -> Imbalance:
+    return measure_imbalance(made, lengths, max_tokens_per_row=TOKENS, cost=COST)
+
+
+def ranks_of(made: Schedule) -> Int64Array:
+    """Return the number of ranks of each sequence."""
+    ranks = np.ones_like(made.order)
+    if made.shared_by is not None:
+        ranks[made.order] = np.repeat(made.shared_by, np.diff(made.row_offsets))
+    return ranks
+
+
+def fewest_ranks(lengths: Int64Array, max_tokens: int) -> Int64Array:
+    powers = 2 ** np.arange(20)
+    return powers[np.searchsorted(max_tokens * powers, lengths)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=60),
+    dp_size=st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
+    group_size=st.integers(1, 3),
+)
+def test_every_sequence_is_in_one_row_of_neighbors_that_hold_it(
+    lengths: list[int], dp_size: int, group_size: int
+) -> None:
+    most = largest_share(dp_size)
+    sizes = np.minimum(lengths, 24 * most)
+    made = placed(sizes, dp_size, max_tokens_per_rank=24, group_size=group_size)
+    assert sorted(made.order.tolist()) == list(range(len(sizes)))
+    assert made.num_microbatches % group_size == 0
+    for number in range(made.num_microbatches):
+        for rank in range(dp_size):
+            ranks, row = made.ranks_of_row(number, rank), made.row(number, rank).tolist()
+            first = rank - rank % ranks
+            for other in range(first, first + ranks):
+                assert (made.ranks_of_row(number, other), made.row(number, other).tolist()) == (ranks, row)
+            # Two equal chunks a rank; a sequence that ranks share is alone in its row.
+            held = sizes[row].sum() if ranks == 1 else -(-sizes[row[0]] // (2 * ranks)) * 2
+            assert held <= 24
+            assert ranks == 1 or len(row) == 1
+            assert most % ranks == 0
+
+
+@pytest.mark.parametrize("kind", ["chats", "documents", "tail", "two peaks"])
+@pytest.mark.parametrize("dp_size", [8, 64, 512])
+def test_ranks_are_even_and_keys_travel_no_further_than_they_must(kind: str, dp_size: int) -> None:
+    lengths = lengths_of(kind, 128 * dp_size, TOKENS * dp_size)
+    made = placed(lengths, dp_size)
+    found, ranks, fewest = measured(made, lengths), ranks_of(made), fewest_ranks(lengths, TOKENS)
+    assert found.cost_ratio <= 1.01
+    assert found.sync_ratio <= 1.12
+    assert (lengths * (ranks - 1)).sum() <= 1.1 * (lengths * (fewest - 1)).sum()
+    ideal = (COST.of_rank(lengths, fewest) * fewest).sum() / dp_size
+    assert found.rank_cost.max() <= 1.01 * ideal
+    # One size for all that holds the longest, if its ranks were perfectly even.
+    fixed = fewest.max()
+    assert found.rank_cost.max() <= 1.01 * (COST.of_rank(lengths, np.full_like(ranks, fixed)) * fixed).sum() / dp_size
+
+
+def test_a_sequence_that_would_hold_up_the_step_is_divided_further() -> None:
+    lengths = np.array([16_000, *[500] * 64])
+    assert ranks_of(placed(lengths, 8)).max() == 4
+    assert ranks_of(placed(lengths[1:], 8)).max() == 1
+    # Not where keys and values would take longer than they save.
+    dear = SequenceCost(1.0, COST.quadratic, exchange=1e3)
+    assert ranks_of(placed(lengths, 8, cost=dear)).max() == 1
+
+
+def test_a_batch_without_a_long_sequence_is_placed_as_cost_balanced_places_it() -> None:
+    lengths = lengths_of("chats", 1000, TOKENS)
+    ours, theirs = (
+        schedule(name, lengths, dp_size=8, max_tokens_per_rank=TOKENS, cost=COST)
+        for name in ("dynamic_context", "cost_balanced")
+    )
+    assert ours.shared_by is None
+    assert ours.order.tolist() == theirs.order.tolist()
+
+
+def test_a_sequence_longer_than_its_ranks_hold_is_refused_with_the_arithmetic() -> None:
+    lengths = np.array([5, 4 * TOKENS + 1])
+    with pytest.raises(
+        ScheduleError, match=r"65,537 .* more than the 65,536 .* \* the 4 data-parallel ranks"
+    ) as caught:
+        placed(lengths, 12)
+    assert "max_tokens_per_rank to 16,385 or more" in caught.value.fix
+    with pytest.raises(ScheduleError, match="cp_size is 2"):
+        placed(lengths, 12, cp_size=2)
