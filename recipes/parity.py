@@ -49,7 +49,7 @@ from harness.plan import FAMILIES
 from harness.printing import open_console
 from harness.records import Pack
 
-CHECKS = ("formats", "workers", "schedules", "layouts", "experts", "isolation", "reference", "versions")
+CHECKS = ("formats", "workers", "schedules", "layouts", "context", "experts", "isolation", "reference", "versions")
 _DATA_SETTINGS = ("data=", "data.path=", "data.blend=", "data.validation_path=")
 # Name of the interpreter that runs the matrix.
 THIS = "this"
@@ -60,7 +60,7 @@ class ParityConfig:
     """A matrix of runs to compare.
 
     Attributes:
-        check: formats, workers, schedules, layouts, experts, isolation, reference or versions, several as
+        check: formats, workers, schedules, layouts, context, experts, isolation, reference or versions, several as
             `formats+workers`, or all.
         dataset: a dataset with `train` and `validation`; null for a small one that is made for the check.
         datasets: existing datasets as `NAME=PATH`, for `format=NAME`; other formats are converted from `dataset`.
@@ -83,8 +83,9 @@ class ParityConfig:
         kinds: settings of `recipes.sft`, separated by spaces, by name, for the cases of `experts` that choose one with
             `kind=NAME`.
         families: model families of the check `reference`; empty for all.
-        formats, workers, schedules, layouts, experts, isolation, reference: cases of the check as `"ranks setting=value
-            ..."`, the reference first; `format=NAME` and `version=NAME` choose a dataset and an interpreter. Those of
+        formats, workers, schedules, layouts, context, experts, isolation, reference: cases of the check as `"ranks
+            setting=value ..."`, the reference first; `format=NAME` and `version=NAME` choose a dataset and an
+            interpreter. Those of
             `experts` have a reference for each kind, and those of `reference` are each compared with a plain model of
             transformers.
     """
@@ -109,6 +110,7 @@ class ParityConfig:
     workers: list[str] = field(default_factory=list)
     schedules: list[str] = field(default_factory=list)
     layouts: list[str] = field(default_factory=list)
+    context: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)
     kinds: dict[str, str] = field(default_factory=dict)
     isolation: list[str] = field(default_factory=list)
@@ -225,6 +227,7 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
         "workers": CheckPlan(IDENTICAL),
         "schedules": CheckPlan(across),
         "layouts": CheckPlan(across, from_checkpoint=True, shares_processes=True),
+        "context": CheckPlan(across, from_checkpoint=True, shares_processes=True),
         "experts": CheckPlan(across, from_checkpoint=True, shares_processes=True),
         "isolation": CheckPlan(IDENTICAL, shares_processes=True, program=ISOLATION, has_reference=False),
         "reference": CheckPlan(across, shares_processes=True),

@@ -54,7 +54,7 @@ from harness.megatron.state import checkpoint
 from harness.megatron.state.loading import sharded_weights
 from harness.megatron.step import MegatronStep
 from harness.parity.result import REPORT_FILE, read_report
-from harness.plan import SftConfig
+from harness.plan import ParallelConfig, SftConfig
 
 from .conftest import ROOT, run_command
 
@@ -63,14 +63,14 @@ from .conftest import ROOT, run_command
 TOLERANCES = {"step": 1e-6, "gradient": 1e-6, "own": 1e-5}
 
 
-# Put where Python looks for it: a rank divides its gradients by its own trained tokens, and ranks are averaged.
-OWN_TOKENS = """
+# Put where Python looks for it: a fault is planted in a module when it is imported.
+PLANTED = """
 import importlib.util
 import sys
 
 class Finder:
     def find_spec(self, name, path, target=None):
-        if name != "harness.megatron.model.gpt":
+        if name != "{module}":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -78,6 +78,11 @@ class Finder:
         spec.loader.exec_module = lambda module: (load(module), plant(module))
         return spec
 
+{plant}
+sys.meta_path.insert(0, Finder())
+"""
+# A rank divides its gradients by its own trained tokens, and ranks are averaged.
+OWN_TOKENS = """
 def plant(module):
     finalize = module.finalize_model_grads
 
@@ -87,13 +92,77 @@ def plant(module):
         finalize(chunks, tokens * 0 + 1, **options)
 
     module.finalize_model_grads = divide_by_own
-
-sys.meta_path.insert(0, Finder())
 """
+# Faults of rows that data-parallel ranks share: the module, the code, and how it shows.
+OF_SHARED_ROWS = {
+    "rotary angles of the layout's ranks": (
+        "harness.megatron.compat",
+        """
+def plant(module):
+    right = module.packed_seq_params
+
+    def as_on_one_rank(*, positions, **options):
+        return right(positions=module.torch.arange(len(positions)), **options)
+
+    module.packed_seq_params = as_on_one_rank
+""",
+        r"loss|grad_norm",
+    ),
+    "chunks in another order": (
+        "harness.megatron.batch",
+        """
+def plant(module):
+    def contiguous(bounds, *, cp_size, cp_rank):
+        return module.np.arange(bounds[-1]).reshape(cp_size, -1)[cp_rank]
+
+    module.context_parallel_indices = contiguous
+""",
+        r"loss|grad_norm",
+    ),
+    "a row counted by each of its ranks": (
+        "harness.megatron.batch",
+        """
+def plant(module):
+    right = module.to_device
+
+    def counted(row, device, **options):
+        made = right(row, device, **options)
+        return module.replace(made, divisor=right(row, device).divisor)
+
+    module.to_device = counted
+""",
+        r"loss|grad_norm",
+    ),
+    "a stage that takes a row for its own": (
+        "harness.megatron.step",
+        """
+def plant(module):
+    right = module.MegatronStep.train
+
+    def alone(self, batch):
+        if not self.layout.is_first_stage:
+            batch = module.replace(batch, rows=[module.replace(row, shared_by=1) for row in batch.rows])
+        return right(self, batch)
+
+    module.MegatronStep.train = alone
+""",
+        r"rank \d",
+    ),
+}
 
 
-def train_all(layouts: list[Layout], place: Path) -> list[dict[str, Any]]:
-    """Train layouts one after another, each in a new process for every rank; return the results."""
+def plant_fault(folder: Path, module: str, code: str) -> str:
+    """Return the PYTHONPATH with which every process has the fault."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(PLANTED.format(module=module, plant=code))
+    return f"PYTHONPATH={ROOT}:{folder}"
+
+
+def train_all(layouts: list[Layout], place: Path, fault: str = "") -> list[dict[str, Any]]:
+    """Train layouts one after another, each in a new process for every rank; return the results.
+
+    Layouts of several ranks are trained with `fault`, an environment variable.
+    """
     write_small_packs(place / "data", num_packs=NUM_PACKS)
     write_small_packs(place / "data" / "weighted", num_packs=NUM_PACKS, is_weighted=True)
     results = []
@@ -106,7 +175,7 @@ def train_all(layouts: list[Layout], place: Path) -> list[dict[str, Any]]:
         file = place / f"{ranks}.pkl"
         file.write_bytes(pickle.dumps([(str(layout), layout.kind, layout.config) for layout in wanted]))
         start = [sys.executable, "-m", "tests.distributed.forked", str(ranks), "tests.distributed.test_layouts_agree"]
-        code, output = run_command([*start, str(file)], timeout_s=7000)
+        code, output = run_command(["env", *[fault] * bool(fault and ranks > 1), *start, str(file)], timeout_s=7000)
         assert code == 0, output
         lines = file.with_suffix(".jsonl").read_text().splitlines()
         assert len(lines) == len(wanted), output
@@ -138,13 +207,11 @@ def test_losses_by_conversation_and_of_sequences_are_those_of_one_rank_on_layout
 
 def test_the_documented_four_steps_show_a_rank_that_divides_by_its_own_tokens(tmp_path) -> None:
     """A loss moves by 1.0e-3 and a gradient norm by 9.1e-3."""
-    plant = tmp_path / "plant"
-    plant.mkdir()
-    (plant / "sitecustomize.py").write_text(OWN_TOKENS)
+    fault = plant_fault(tmp_path / "plant", "harness.megatron.model.gpt", OWN_TOKENS)
     cases = json.dumps(["1 parallel=data", "2 parallel=data"])
     settings = [f"folder={tmp_path / 'parity'}", "steps=4", f"layouts={cases}"]
     command = [sys.executable, "-m", "harness.recipes.parity", "check=layouts", *settings]
-    code, output = run_command(["env", f"PYTHONPATH={ROOT}:{plant}", *command], timeout_s=3000)
+    code, output = run_command(["env", fault, *command], timeout_s=3000)
     assert code == 1, output
     cells = {cell.name: cell for cell in read_report(tmp_path / "parity" / REPORT_FILE).cells}
     assert cells["layouts: 2x data"].status == "different"
@@ -154,6 +221,22 @@ def test_the_documented_four_steps_show_a_rank_that_divides_by_its_own_tokens(tm
 
 def test_rows_that_data_parallel_ranks_share_train_as_on_one_rank(tmp_path) -> None:
     assert differing(train_all(an_eighth(accepted(SHARED)), tmp_path)) == []
+
+
+@pytest.mark.parametrize("name", OF_SHARED_ROWS)
+def test_a_fault_of_shared_rows_is_seen(name, tmp_path) -> None:
+    *fault, shows = OF_SHARED_ROWS[name]
+    stages = 2 if "stage" in name else 1
+    chosen = next(
+        one
+        for one in layouts_of("dense shared")
+        if one.ranks == 2 * stages
+        and one.config
+        and one.config.parallel == ParallelConfig(pipeline_parallel_size=stages)
+    )
+    results = train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault))
+    (wrong, *_) = differing(results)
+    assert re.search(shows, wrong), wrong
 
 
 @pytest.mark.nightly
