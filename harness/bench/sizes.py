@@ -48,7 +48,7 @@ class Sizes(CheckedSettings):
     sequences: tuple[int, ...] = bounded((), lowest=1)
     layers: int = bounded(1, lowest=1, highest=10_000)
     hidden: int = bounded(64, lowest=64, highest=1_000_000)
-    ranks: int = bounded(0, highest=1024)
+    ranks: int = bounded(0, highest=100_000)
     cp_size: int = bounded(1, lowest=1)
     max_tokens_per_rank: int = bounded(8192, lowest=8)
     global_batch: int = bounded(1, lowest=1)

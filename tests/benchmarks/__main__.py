@@ -49,6 +49,13 @@ PEERS = {
         {"packs": 2000, "pack_size": 4096, "global_batch": 32, "workers": (0, 2), "steps": 1200, "rounds": 5},
         {"packs": 400, "pack_size": 512, "global_batch": 8, "workers": (0,), "steps": 100, "rounds": 1},
     ),
+    "context": _peer(
+        "context:bench_context",
+        "context-parallel sizes of every row on up to `ranks`, against Megatron-Core's planner",
+        {"ranks": 4096, "global_batch": 128},
+        {"ranks": 8, "global_batch": 16},
+        uses_megatron=True,
+    ),
     "soak": _peer(
         "soaking:bench_soak",
         "memory, files and threads of a loader with workers, over 20 minutes",

@@ -79,6 +79,12 @@ SECTIONS = (
     Section("Planning again", "repack", "writing a plan, reading packs through it."),
     Section("Token shards", "tokens", "Parquet to `.bin` and `.idx`.", ("megatron-core",)),
     Section("Scheduling", "schedule", "simulated batches on 8 ranks."),
+    Section(
+        "Context parallelism",
+        "context",
+        "a size for each row, against one for all and Megatron-Core's planner.",
+        ("megatron-core",),
+    ),
     Section("Loader", "loader", "THD batches from each format."),
     Section("Live data", "live", "one stream on 8 ranks."),
     Section(
@@ -114,6 +120,7 @@ HEADLINES = {
     ("Token shards", "median 600: to tensors of rows"): "Megatron-Core's IndexedDatasetBuilder",
     ("Scheduling", "cost_balanced, synchronised cost"): "a perfect balance",
     ("Scheduling", "cost_balanced, 8,192 sequences on 64 ranks"): "",
+    ("Context parallelism", "64 ranks, a tail to 1M tokens, step"): "a perfect balance",
     ("Loader", "parquet, best of 0, 2, 4 workers"): "",
     ("Live data", "cost_balanced windows, training speed to modulo"): "ms-swift's modulo reading",
     ("Integrations", "TRL, ours to theirs, 2 workers"): "TRL's data path",

@@ -6,28 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_tails import COST, KINDS, TOKENS, fewest_ranks, lengths_of
 
 from harness.errors import ScheduleError
 from harness.records import Int64Array, Schedule
 from harness.schedule import Imbalance, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import largest_share
-
-# Llama 3 8B in bfloat16 on H100s whose keys and values cross the network: a token costs 16 GFLOP.
-COST = SequenceCost(linear=1.0, quadratic=262_144 / 16e9, exchange=1 / 16)
-TOKENS = 16_384
-
-
-def lengths_of(kind: str, num: int, longest: int) -> Int64Array:
-    rng = np.random.default_rng(0)
-    chats = np.clip(rng.lognormal(np.log(900), 1.0, num), 8, TOKENS)
-    if kind == "documents":
-        chats[: num // 100] = rng.integers(32_768, 131_072, num // 100)
-    elif kind == "tail":
-        chats = np.clip(rng.lognormal(np.log(4000), 1.7, num), 16, 1 << 20)
-    elif kind == "two peaks":
-        long = np.clip(rng.lognormal(np.log(40_000), 0.5, num), 8000, 262_144)
-        chats = np.where(rng.random(num) < 0.5, chats, long)
-    return np.minimum(chats, longest).astype(np.int64)
 
 
 def placed(lengths: Int64Array, dp_size: int, **changes: object) -> Schedule:
@@ -45,11 +29,6 @@ def ranks_of(made: Schedule) -> Int64Array:
     if made.shared_by is not None:
         ranks[made.order] = np.repeat(made.shared_by, np.diff(made.row_offsets))
     return ranks
-
-
-def fewest_ranks(lengths: Int64Array, max_tokens: int) -> Int64Array:
-    powers = 2 ** np.arange(20)
-    return powers[np.searchsorted(max_tokens * powers, lengths)]
 
 
 @settings(deadline=None, max_examples=150)
@@ -79,12 +58,12 @@ def test_every_sequence_is_in_one_row_of_neighbors_that_hold_it(
             assert most % ranks == 0
 
 
-@pytest.mark.parametrize("kind", ["chats", "documents", "tail", "two peaks"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dp_size", [8, 64, 512])
 def test_ranks_are_even_and_keys_travel_no_further_than_they_must(kind: str, dp_size: int) -> None:
     lengths = lengths_of(kind, 128 * dp_size, TOKENS * dp_size)
     made = placed(lengths, dp_size)
-    found, ranks, fewest = measured(made, lengths), ranks_of(made), fewest_ranks(lengths, TOKENS)
+    found, ranks, fewest = measured(made, lengths), ranks_of(made), fewest_ranks(lengths)
     assert found.cost_ratio <= 1.01
     assert found.sync_ratio <= 1.12
     assert (lengths * (ranks - 1)).sum() <= 1.1 * (lengths * (fewest - 1)).sum()
