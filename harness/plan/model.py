@@ -11,6 +11,8 @@ from harness.plan.model_checks import LAYOUT_RULES, RULES, check_division, check
 from harness.schedule import SequenceCost
 
 _SWITCH = ("auto", "on", "off")
+# Of an H100 that reaches 60% of its 989 TFLOP/s, while its network port sends a byte at 40 GB/s.
+_FLOPS_PER_BYTE = 15_000
 
 
 @dataclass
@@ -300,12 +302,13 @@ class ModelConfig(CheckedSettings, section="model"):
 
 
 def sequence_cost(model: ModelConfig) -> SequenceCost:
-    """Return the forward FLOPs of one sequence, by tokens and by tokens squared.
+    """Return the forward FLOPs of one sequence, by tokens and by tokens squared, and those of an H100 that exchanges.
 
     A token costs 2 FLOPs a weight of the output matrix and of the layers, where it meets only the experts that it is
     sent to; attention adds, per layer, scores and
     weighted values of half the L x L square (it is causal): L^2 * heads * (head_dim of keys + that of values). A layer
-    with a window adds them for as many keys a token, shorter sequences included.
+    with a window adds them for as many keys a token, shorter sequences included. The exchange of a token's keys and
+    values over the network is as many FLOPs as large matrix products do meanwhile.
 
     Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
     without recomputation.
@@ -317,4 +320,7 @@ def sequence_cost(model: ModelConfig) -> SequenceCost:
     windows = [window for layer in numbers if (window := model.window(layer)) is not None]
     sizes = model.query_size + model.value_size
     quadratic = 1.0 * (len(numbers) - len(windows)) * sizes
-    return SequenceCost(linear=2.0 * (layers + output + sum(windows) * sizes), quadratic=quadratic)
+    values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
+    sent = len(numbers) * DTYPE_BYTES["bfloat16"] * (1 + values) * model.key_size
+    linear = 2.0 * (layers + output + sum(windows) * sizes)
+    return SequenceCost(linear=linear, quadratic=quadratic, exchange=_FLOPS_PER_BYTE * sent)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from rich.console import RenderableType
 
 from harness.errors import ConfigError, HarnessError
 from harness.loader import DataConfig, RunData, open_datasets
+from harness.plan.context import compare_context_sizes
 from harness.plan.hf_config import find_config, read_hf_config
 from harness.plan.layout import DTYPE_BYTES, ParallelConfig
 from harness.plan.memory import (
@@ -30,10 +31,12 @@ from harness.plan.memory import (
     plan_checkpoint,
     plan_memory,
 )
+from harness.plan.model import sequence_cost
 from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work
 from harness.printing import count_of
 from harness.records import Int64Array
+from harness.schedule.batch import DYNAMIC, largest_share
 from harness.tables import Table
 from harness.thd import padded_lengths
 
@@ -81,6 +84,7 @@ class RunPlan:
         machine: that the time was planned for.
         has_local_checkpoints: the run keeps some on the nodes' own disks.
         notes: what was assumed.
+        context: of `compare_context_sizes`; empty where no row is shared.
     """
 
     name: str
@@ -99,6 +103,7 @@ class RunPlan:
     has_local_checkpoints: bool = False
     why_no_work: str = ""
     notes: tuple[str, ...] = ()
+    context: dict[str, float] = field(default_factory=dict)
 
     def fits(self, gpu_bytes: float | None) -> bool:
         """Return True if the fullest rank fits a GPU, with room for CUDA, NCCL and the allocator."""
@@ -168,6 +173,10 @@ class RunPlan:
         for name, seconds in self.parts.items():
             if seconds >= 0.005 * self.step_s:
                 yield f"  {name}", f"{seconds / self.step_s:.0%}"
+        if self.context:
+            yield "context parallelism", "step of the busiest rank / step without exchanges between ranks"
+        for size, cost in self.context.items():
+            yield f"  {size if size == DYNAMIC else f'size {size} for all rows'}", f"{cost:.2f}"
         yield "time of an epoch", str(timedelta(seconds=max(1, round(self.work.steps * self.step_s))))
 
 
@@ -266,8 +275,23 @@ def plan_run(
             group_size=parallel.group_size,
         )
         work = replace(work, microbatches=plan_microbatches(inputs, ranks, work.tokens))
-        _check_longest(inputs.config, inputs.lengths)
-    return plan_layout(inputs, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
+        _check_longest(inputs.config, inputs.lengths, ranks)
+    planned = plan_layout(inputs, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
+    return replace(planned, context=_context_sizes(inputs, ranks))
+
+
+def _context_sizes(inputs: Inputs, ranks: int) -> dict[str, float]:
+    config, lengths = inputs.config, inputs.lengths
+    parallel = config.parallel
+    if lengths is None or (not config.shares_rows and parallel.context_parallel_size == 1):
+        return {}
+    return compare_context_sizes(
+        lengths,
+        sequences=max(1, len(lengths) * config.loader.global_batch_size // max(1, inputs.num_packs)),
+        ranks=parallel.dp_size(ranks) * parallel.context_parallel_size,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        cost=sequence_cost(config.model),
+    )
 
 
 def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
@@ -299,8 +323,10 @@ def plan_microbatches(inputs: Inputs, ranks: int, tokens: float) -> int:
     return count_microbatches(tokens, dp_size * row, parallel.group_size)
 
 
-def _check_longest(config: SftConfig, lengths: Int64Array) -> None:
+def _check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
     row = config.parallel.max_tokens_per_row(config.max_tokens_per_rank)
+    if config.shares_rows:
+        row *= largest_share(config.parallel.dp_size(ranks))
     longest = int(padded_lengths(lengths + 1, config.parallel.pad_to_multiple).max(initial=0))
     if longest > row:
         raise ConfigError(

@@ -430,11 +430,9 @@ _SHARED = tuple(
             "the exchanges of a captured row are those of one group of ranks",
             "parallel.cuda_graphs=false, or schedule=cost_balanced",
         ),
-        (
-            "data.live.folders",
-            SET,
-            "the lengths of sequences that are still being made are not known ahead",
-            "schedule=cost_balanced",
+        *(
+            (name, SET, "the lengths of sequences that are still being made are not known", "schedule=cost_balanced")
+            for name in ("data.live.path", "data.live.blend")
         ),
     )
 )

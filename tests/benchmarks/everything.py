@@ -120,7 +120,6 @@ HEADLINES = {
     ("Token shards", "median 600: to tensors of rows"): "Megatron-Core's IndexedDatasetBuilder",
     ("Scheduling", "cost_balanced, synchronised cost"): "a perfect balance",
     ("Scheduling", "cost_balanced, 8,192 sequences on 64 ranks"): "",
-    ("Context parallelism", "64 ranks, a tail to 1M tokens, step"): "a perfect balance",
     ("Loader", "parquet, best of 0, 2, 4 workers"): "",
     ("Live data", "cost_balanced windows, training speed to modulo"): "ms-swift's modulo reading",
     ("Integrations", "TRL, ours to theirs, 2 workers"): "TRL's data path",

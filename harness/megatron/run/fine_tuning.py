@@ -106,6 +106,12 @@ def _warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
             f"loader.global_batch_size is {size:,}, and the dataset has {len(data.train):,} packs: "
             f"every step trains all {len(data.train):,}, which are one epoch"
         )
+    longest = int(data.train.sequence_lengths.max()) - 1
+    if config.shares_rows and longest <= config.schedule.max_tokens_per_rank:
+        warnings.append(
+            f"schedule.name is {config.schedule.name}, and the longest sequence has {longest:,} tokens, which one rank "
+            "holds: no row is shared, and schedule=cost_balanced trains the same rows"
+        )
     if batches is not None and data.validation is not None and (batches - 1) * size >= len(data.validation):
         warnings.append(
             f"trainer.eval_batches is {batches:,}, and the validation set has {len(data.validation):,} packs: "

@@ -1,0 +1,23 @@
+"""`harness plan` compares a context-parallel size for each row with one for all of them."""
+
+from __future__ import annotations
+
+from long_tails import COST, TOKENS, lengths_of
+
+from harness.plan.context import compare_context_sizes
+
+
+def test_one_size_that_holds_a_million_tokens_costs_chats_more_than_a_size_for_each() -> None:
+    lengths = lengths_of("a tail to 1M tokens", 5000, 1 << 20)
+    found = compare_context_sizes(lengths, sequences=2000, ranks=128, max_tokens_per_rank=TOKENS, cost=COST)
+    # The longest needs 64 ranks, and with 32 it has no row.
+    assert list(found) == ["64", "128", "dynamic_context"]
+    assert found["128"] > found["64"] > 1.4
+    assert 1 <= found["dynamic_context"] < 1.1
+
+
+def test_chats_that_a_rank_holds_need_no_context_parallelism() -> None:
+    lengths = lengths_of("chats", 2000, TOKENS)
+    found = compare_context_sizes(lengths, sequences=1000, ranks=4, max_tokens_per_rank=TOKENS, cost=COST)
+    assert list(found) == ["1", "2", "4", "dynamic_context"]
+    assert found["dynamic_context"] == found["1"] < found["2"] < found["4"]
