@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from long_tails import COST, TOKENS, lengths_of
 
 from harness.plan.context import compare_context_sizes
@@ -20,4 +21,5 @@ def test_chats_that_a_rank_holds_need_no_context_parallelism() -> None:
     lengths = lengths_of("chats", 2000, TOKENS)
     found = compare_context_sizes(lengths, sequences=1000, ranks=4, max_tokens_per_rank=TOKENS, cost=COST)
     assert list(found) == ["1", "2", "4", "dynamic_context"]
-    assert found["dynamic_context"] == found["1"] < found["2"] < found["4"]
+    assert found["dynamic_context"] == pytest.approx(found["1"])
+    assert found["1"] < found["2"] < found["4"]
