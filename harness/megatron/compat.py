@@ -128,6 +128,17 @@ def packed_seq_params(
     return PackedRow(**values, positions=positions, ahead=ahead, is_static=is_static)
 
 
+def make_ring_stream() -> None:
+    """Give the attention of Transformer Engine the stream on which ranks that share a row exchange.
+
+    Megatron makes it only for layouts in which every row is shared.
+    """
+    if _has_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        TEDotProductAttention.cp_stream = TEDotProductAttention.cp_stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
 def engine_compares_bounds() -> bool:
     """Return True if attention of Transformer Engine finds out on the host whether rows are padded, in every layer.
 

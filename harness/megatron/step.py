@@ -23,6 +23,7 @@ from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout
 from harness.loader.datasets import Sources
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, sum_loss, to_device
+from harness.megatron.compat import make_ring_stream
 from harness.megatron.drift import check_drift
 from harness.megatron.model.gpt import build_model
 from harness.megatron.model.mtp import predicted_losses, reset_predictions
@@ -104,6 +105,7 @@ def _shared_groups(layout: RankLayout) -> dict[int, Any]:
     """Return by their size the process groups of data-parallel ranks that share rows with this one."""
     if not layout.shares_rows:
         return {}
+    make_ring_stream()
     groups, size = {1: parallel_state.get_context_parallel_group()}, 2
     while size <= largest_share(layout.dp_size):
         groups[size] = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)

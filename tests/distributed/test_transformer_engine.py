@@ -55,6 +55,14 @@ def test_a_checkpoint_of_pytorch_s_layers_loads_into_those_of_transformer_engine
         assert found[family] == expected, family
 
 
+def test_attention_exchanges_with_the_ranks_of_each_row(tmp_path, engine) -> None:
+    run_ranks(2, "engine_shared_ranks", tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        # With a stream for the exchange, and none for a row of its own.
+        assert found == {"rank": rank, "calls": [[[0, 1], True], [None, False], [[0, 1], True]]}
+
+
 @pytest.fixture
 def run_with_engine(tmp_path, monkeypatch) -> Callable[..., tuple[int, str]]:
     """run_with_engine(ranks, module, *arguments, built=False, megatron=None): a module on ranks that have an engine.

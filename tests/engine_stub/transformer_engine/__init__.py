@@ -82,8 +82,9 @@ class RMSNorm(_WithExtraState):
 
 
 class DotProductAttention(_WithExtraState):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, cp_comm_type: str = "p2p", **options: Any) -> None:
         super().__init__()
+        self.cp_comm_type = cp_comm_type
 
 
 _LAYERS = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention)
