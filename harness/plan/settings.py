@@ -371,7 +371,7 @@ class RunConfig(CheckedSettings, ABC):
         # Before a job starts, its device is not known: `auto` is one that is there.
         config = self.on("cpu" if self.trainer.device == "cpu" else "cuda")
         check_rules(config, RunConfig.job_rules)
-        pads = config.parallel.padding_setting
+        pads = config.parallel.padding_setting or ("schedule.name" if config.shares_rows else None)
         if config.model.names_engine and config.model.dtype == "float32" and pads is not None:
             value = show_value(attrgetter(pads)(config))
             raise ConfigError(
@@ -463,6 +463,13 @@ class SftConfig(RunConfig):
     @property
     def shares_rows(self) -> bool:
         return self.schedule.name == DYNAMIC
+
+    def on(self, device: str) -> Self:
+        made = super().on(device)
+        if self.shares_rows and made.model.attention == "auto" and made.model.dtype == "float32":
+            # Transformer Engine has no float32 attention for sequences that ranks divide.
+            made = replace(made, model=replace(made.model, attention="torch"))
+        return made
 
     def warnings(self) -> list[str]:
         warnings, trainer, live = super().warnings(), self.trainer, self.data.live

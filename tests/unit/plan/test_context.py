@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from long_tails import COST, TOKENS, lengths_of
 
+from harness.config import compose_config
+from harness.errors import ConfigError
+from harness.plan import SftConfig
 from harness.plan.context import compare_context_sizes
 
 
@@ -23,3 +26,23 @@ def test_chats_that_a_rank_holds_need_no_context_parallelism() -> None:
     assert list(found) == ["1", "2", "4", "dynamic_context"]
     assert found["dynamic_context"] == pytest.approx(found["1"])
     assert found["1"] < found["2"] < found["4"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["parallel=cp2"], "context_parallel_size is 2: this schedule decides for each row"),
+        (["data.live.path=chunks"], "sequences that are still being made"),
+        (["schedule.max_tokens_per_rank=4095"], "4,095, and ranks that share a sequence"),
+        (["model.dtype=float32", "model.attention=transformer_engine"], "no float32 attention for rows"),
+    ],
+)
+def test_settings_that_rows_of_several_ranks_do_not_have_are_refused(settings: list[str], message: str) -> None:
+    config = compose_config("sft", SftConfig, ["schedule=dynamic_context", "model.vocab_size=300", *settings])
+    with pytest.raises(ConfigError, match=message):
+        config.check(4)
+
+
+def test_float32_on_a_gpu_has_attention_that_divides_sequences() -> None:
+    config = compose_config("sft", SftConfig, ["schedule=dynamic_context", "model.dtype=float32"])
+    assert config.on("cuda").model.attention == "torch"
