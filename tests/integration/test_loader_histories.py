@@ -14,7 +14,8 @@ from harness.errors import LoaderError
 from harness.formats import FORMATS, PackReader, open_dataset
 from harness.loader import Blend, JoinedReader, Loader, LoaderConfig, LoaderState, RankBatch, RankLayout
 from harness.loader.plan import PackSource
-from harness.schedule import SCHEDULERS, ScheduleConfig
+from harness.schedule import DYNAMIC, SCHEDULERS, ScheduleConfig
+from harness.schedule.batch import largest_share
 
 
 class History(RuleBasedStateMachine):
@@ -36,12 +37,14 @@ class History(RuleBasedStateMachine):
         self.batches: list[Iterator[RankBatch]] = []
 
     def open(self, format: str, config: LoaderConfig, dp_size: int, scheduler: str = "dp_balanced") -> list[Loader]:
+        # The longest sequence is shared by as many ranks as may share one.
+        tokens = 64 // largest_share(dp_size) if scheduler == DYNAMIC else 64
         return [
             Loader(
                 self.readers[format],
                 config,
-                schedule=ScheduleConfig(scheduler, 64),
-                layout=RankLayout(dp_rank=rank, dp_size=dp_size),
+                schedule=ScheduleConfig(scheduler, tokens),
+                layout=RankLayout(dp_rank=rank, dp_size=dp_size, shares_rows=True),
                 blend=self.blend,
                 state=None if self.state is None else LoaderState.from_json(self.state),
             )
@@ -91,7 +94,13 @@ class History(RuleBasedStateMachine):
             due = self.order[self.trained : self.trained + len(packs)]
             assert [(epoch, pack) for pack in packs] == due
             offsets = self.readers["memmap"].pack_offsets
-            placed = [number for part in parts for row in part.sequence_ids for number in row.tolist()]
+            placed = [
+                number
+                for rank, part in enumerate(parts)
+                for row, numbers in zip(part.rows, part.sequence_ids, strict=True)
+                for number in numbers.tolist()
+                if rank % row.shared_by == 0
+            ]
             assert sorted(placed) == sorted(n for pack in packs for n in range(offsets[pack], offsets[pack + 1]))
             assert len({part.state for part in parts}) == 1
             self.trained += len(packs)
