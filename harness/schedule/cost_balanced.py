@@ -43,7 +43,7 @@ def place_cost_balanced(batch: GlobalBatch) -> Schedule:
     in_order = place_dp_balanced(batch)
     theirs = _measure(in_order, batch)
     goal, good = min(_EVEN, theirs.cost_ratio), min(_GOOD_STEP, theirs.cost_ratio)
-    fewest = _microbatches(_rows_needed(batch), batch)
+    fewest = _microbatches(rows_needed(batch), batch)
     chosen, ours = None, theirs
     for num_microbatches in (fewest, fewest + batch.group_size):
         placed = _place(batch, costs, num_microbatches, goal)
@@ -76,7 +76,7 @@ def _excess(measured: Imbalance, good_step: float) -> float:
     return 10 * max(0.0, measured.cost_ratio - good_step) + max(0.0, measured.sync_ratio - _GOOD_SYNC)
 
 
-def _rows_needed(batch: GlobalBatch) -> int:
+def rows_needed(batch: GlobalBatch) -> int:
     """Return a number of rows below which no placement exists.
 
     Sequences above half a row never share one. For any t up to half a row, those of at least t never share a row with

@@ -8,15 +8,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import ScheduleError
 from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule.batch import GlobalBatch, largest_share
-from harness.schedule.cost_balanced import exchange_sequences, fill_rows, place_cost_balanced
+from harness.schedule.cost_balanced import exchange_sequences, fill_rows, place_cost_balanced, rows_needed
 
-# Sequences of one rank get this much more room than their tokens, and one group of microbatches more each time that
-# they do not fit.
+# Sequences of one rank get this many times the rows that they need at least.
 _ROOM = 1.03
-_TRIES = 64
 # Exchanges stop when the busiest rank costs this many times the mean.
 _EVEN = 1.003
 
@@ -38,18 +35,17 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
     short = np.flatnonzero(~is_shared)
     costs = batch.cost.of(batch.lengths[short])
     missing = np.maximum(0.0, (loads.sum() + costs.sum()) / batch.dp_size - loads)
-    rows = max(1, -(-int(batch.lengths[short].sum()) // batch.max_tokens_per_row)) * _ROOM + 1 if short.size else 0
-    share = missing / missing.sum() if missing.any() else np.full(batch.dp_size, 1 / batch.dp_size)
-    least = int((counts + np.ceil(rows * share)).max())
     rest = replace(batch, lengths=batch.lengths[short], pack_offsets=None)
-    for more in range(_TRIES):
-        num_microbatches = (-(-least // batch.group_size) + more) * batch.group_size
+    rows = rows_needed(rest) * _ROOM + 1 if short.size else 0
+    share = missing / missing.sum() if missing.any() else np.full(batch.dp_size, 1 / batch.dp_size)
+    groups, more = -(-int((counts + np.ceil(rows * share)).max()) // batch.group_size), 1
+    while True:
+        num_microbatches = groups * batch.group_size
         taken = _cost_of_taken(batch, sizes, at, num_microbatches)
         row_of = _fill_free(rest, costs, missing, taken)
         if row_of is not None:
             break
-    else:
-        raise ScheduleError(f"{short.size:,} sequences do not fit beside the long ones", where="dynamic_context")
+        groups, more = groups + more, 2 * more
     placed = exchange_sequences(row_of, costs, rest, num_microbatches, _EVEN, taken.reshape(-1))
     return _joined(batch, placed, short, sizes, at)
 

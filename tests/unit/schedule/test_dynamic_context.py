@@ -83,6 +83,13 @@ def test_a_sequence_that_would_hold_up_the_step_is_divided_further() -> None:
     assert ranks_of(placed(lengths, 8, cost=dear)).max() == 1
 
 
+def test_sequences_of_just_over_half_a_rank_have_rows_of_their_own_beside_a_long_one() -> None:
+    lengths = np.array([40_000, *[8_200] * 800])
+    made = placed(lengths, 4)
+    assert 201 <= made.num_microbatches <= 208
+    assert measured(made, lengths).cost_ratio < 1.02
+
+
 def test_a_batch_without_a_long_sequence_is_placed_as_cost_balanced_places_it() -> None:
     lengths = lengths_of("chats", 1000, TOKENS)
     ours, theirs = (
