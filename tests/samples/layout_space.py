@@ -32,8 +32,8 @@ SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
 # Every sequence on as many data-parallel ranks as hold it, the longest on all of them. The balancing loss of experts is
 # that of sequences, because rows have others on each layout.
 SHARED = (
-    *("dense shared", "lora shared", "qwen3_moe sequences shared", "deepseek_like sequences shared"),
-    *("gpt_oss_like sequences shared", "lora deepseek_like conversation shared"),
+    *("dense shared", "deepseek_like sequences shared", "qwen3_moe sequences shared", "lora shared"),
+    *("gpt_oss_like sequences shared", "lora deepseek_like sequences conversation shared"),
 )
 _LONGEST = 80
 # Four layers for four stages; heads, groups and experts for four ranks. Rows are packs, of which the last step has
