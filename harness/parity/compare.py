@@ -28,9 +28,9 @@ class Tolerances(CheckedSettings, section="tolerances"):
     a loss and 4e-7 of a gradient norm. It did not grow with the steps.
 
     Attributes:
-        loss: on the loss and the validation loss.
-        grad_norm: on the norm of the gradient before clipping.
-        reason: why these values, for the report.
+        loss: maximum relative difference of the loss and the validation loss.
+        grad_norm: maximum relative difference of the gradient norm before clipping.
+        reason: explanation of these values, shown in the report.
     """
 
     loss: float = bounded(5e-7, lowest=0, highest=1)

@@ -61,7 +61,7 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         ("prepare chats.jsonl", "'chats.jsonl' is not a setting", "settings are key=value, such as source.path=chats"),
         ("train sft data.path=chats.jsonl", "the line has no input_ids", PACK),
         ("train sft data.path=chats.csv", "a .csv file, not a dataset", PACK_TABLE),
-        ("train sft data.path=data/mine run_dir=runs/first", "it has a run of 3 steps", "resume=true continues it; "),
+        ("train sft data.path=data/mine run_dir=runs/first", "it has a run of 3 steps", "continue it with resume=true"),
         (f"train {'x' * 300}", "there is no recipe 'xxx", "one of sft, pretrain"),
         (f"train sft {'x' * 300}", "xxx' is not a setting", "settings are key=value"),
         (f"plan {'x' * 300}", "there is no experiment 'xxx", "one of "),

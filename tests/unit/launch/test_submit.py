@@ -97,7 +97,7 @@ IN_CONTAINER = ("sft_tiny", "name=tiny", "cluster=h100_pyxis", "runs=/shared/run
         (["sft_tiny", "run_dir=nowhere"], "there is no run to resume"),
         (
             ["sft", "cluster=h100_ib", "nodes=4"],
-            "32 data-parallel ranks (32 ranks / 1 that share a model) cannot each train a part of 16 packs",
+            "16 packs is too small for 32 data-parallel ranks (32 ranks / 1 that share a model)",
         ),
         (
             ["sft_tiny", "cluster=h100_pyxis", "data.path=data/mine"],
