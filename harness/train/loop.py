@@ -234,7 +234,7 @@ class _Loop:
                 f"the loss of step {number} is {result.loss}",
                 where=f"epoch {batch.epoch}, global batch {batch.step_in_epoch}, "
                 f"learning rate {result.learning_rate:g}",
-                fix="lower optimizer.lr or lengthen optimizer.warmup_steps; the checkpoints before it are whole",
+                fix="lower optimizer.lr or lengthen optimizer.warmup_steps; earlier checkpoints are not affected",
             )
         (waited, data_s), (computed, compute_s) = self._read_s, self._time()
         evaluations = self._validate(number)
