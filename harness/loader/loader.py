@@ -66,7 +66,7 @@ class Loader(BatchStream[RawBatch]):
     ) -> None:
         if len(reader) == 0:
             raise LoaderError(
-                "the dataset has no packs", where="the dataset", fix="prepare it from data that is not empty"
+                "the dataset contains no packs", where="the dataset", fix="prepare the dataset from non-empty data"
             )
         self._blend = blend or Blend.of_one(len(reader))
         self._num_packs = self._blend.num_packs

@@ -69,7 +69,7 @@ class LoaderState:
             LoaderError: data, seed, order or tokenizer differ.
         """
         changes = [
-            f"{what} was {then!r} and is {now!r}"
+            f"{what} was {then!r} and is now {now!r}"
             for what, then, now in (
                 ("the dataset's fingerprint", self.fingerprint, start.fingerprint),
                 ("the seed", self.seed, start.seed),
@@ -81,7 +81,7 @@ class LoaderState:
         ]
         if changes and not allow_other_data:
             raise LoaderError(
-                f"this run was trained on other data or in another order: {'; '.join(changes)}",
+                f"the checkpoint was trained on other data or in another order: {'; '.join(changes)}",
                 where=f"epoch {self.epoch}, after {self.packs_consumed:,} packs",
                 fix="restore the settings that the run started with, start a new run, or set "
                 "loader.allow_other_data=true to keep the position and accept that packs of this epoch repeat or "

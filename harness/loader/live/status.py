@@ -58,12 +58,12 @@ def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
     """Return the status of a folder; raise FormatError where it holds no stream, unless one `may_begin` in it."""
     folder = LiveFolder(path)
     if not folder.files.exists():
-        raise FormatError("there is no such folder", where=str(path), fix="name the folder of the chunks")
+        raise FormatError("the folder does not exist", where=str(path), fix="specify the folder of the chunks")
     if not may_begin and not folder.has_begun:
         raise FormatError(
-            "the folder holds no live stream: no chunk, no producer, no reader",
+            "the folder contains no live stream: no chunk, no producer, no reader",
             where=str(path),
-            fix="name the folder of the chunks; `harness live produce` begins a stream",
+            fix="specify the folder of the chunks; `harness live produce` starts a stream",
         )
     contents, end = folder.look(), folder.end()
     newest = sorted(contents.ready)[-_RECORDS_FOR_RATE:]

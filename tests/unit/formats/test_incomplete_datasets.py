@@ -177,7 +177,7 @@ def test_the_chunks_of_a_dataset_are_not_taken_for_live_ones(tmp_path: Path, is_
     path = write(tmp_path / "data", "jsonl")
     if not is_whole:
         (path / MANIFEST).unlink()
-    with pytest.raises(ConfigError, match="the folder holds a stored dataset, whole or in part"):
+    with pytest.raises(ConfigError, match="the folder contains a stored dataset or a part of one"):
         LiveFolder(path).look()
     shutil.rmtree(path / "index")
     assert sorted(LiveFolder(path).look().chunks) == [0, 1, 2, 3]

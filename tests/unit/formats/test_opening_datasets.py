@@ -100,7 +100,7 @@ def _set(*keys: Any) -> Callable[[Any], None]:
     [
         (_set("version", 1), "has version 1; this program reads version 2"),
         (_set("format", "tar"), "unknown format, 'tar'"),
-        (_set("pack_size", "4"), "pack_size is '4', and not of type int"),
+        (_set("pack_size", "4"), "pack_size is '4', not of type int"),
         (_set("pack_size", True), "pack_size is 'True'"),
         (_set("pack_size", 2), "counts 5 tokens in 2 packs of at most 2"),
         (_set("num_packs", 3), "has num_packs 3, but its shards contain 2"),
@@ -127,7 +127,7 @@ def _set(*keys: Any) -> Callable[[Any], None]:
             _set("index", 2, "path", "index/pack_cheCksums.npy"),
             "the manifest lists 3 index files, expected index/pack_checksums.npy",
         ),
-        (_set("provenance", 5), "the file holds '5', and no settings"),
+        (_set("provenance", 5), "the file contains '5' instead of settings"),
         (_set("provenance", "counts", {"a": "b"}), "counts[] is 'b'"),
         (_set("provenance", "seed", "x"), "seed is 'x'"),
     ],

@@ -243,7 +243,7 @@ def test_chunks_of_other_producers_need_no_record(tmp_path: Path, tokenizer: Cha
     for index in range(3):
         lines = [json.dumps(chat) for chat in some_chats(6, seed=index)]
         (tmp_path / f"chunk_{index:05d}.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(LoaderError, match=r"without a ready record; data.live.require_ready=false takes"):
+    with pytest.raises(LoaderError, match=r"without a ready record; data.live.require_ready=false accepts"):
         train(tmp_path, tokenizer=tokenizer, timeout_s=0.2)
     # Their stream has no end: they are trained until the steps are done, or the wait for more is too long.
     trained = Trained()
@@ -279,14 +279,14 @@ def test_a_chunk_that_is_written_in_place_is_not_read_before_it_is_whole(
 
 def test_a_misnamed_chunk_is_pointed_at(tmp_path: Path) -> None:
     (tmp_path / "chunk_0.jsonl").write_text("{}\n")
-    with pytest.raises(LoaderError, match=r"chunk_0.jsonl is there; names must have five digits"):
+    with pytest.raises(LoaderError, match=r"chunk_0.jsonl exists, but names must have five digits"):
         train(tmp_path, timeout_s=0.2)
 
 
 def test_a_run_does_not_resume_on_another_stream(packs: Path, tmp_path: Path) -> None:
     state = train(packs, steps=2).state()
     write_stream(tmp_path, some_packs(sum(SIZES), seed=1), SIZES)
-    with pytest.raises(LoaderError, match=f"and this run was trained on {state.fingerprint}"):
+    with pytest.raises(LoaderError, match=f"but this run was trained on {state.fingerprint}"):
         train(tmp_path, state=state)
 
 
@@ -301,7 +301,7 @@ def test_a_stream_that_lost_rows_is_not_accepted_as_whole(packs: Path) -> None:
 def test_a_stream_without_rows_is_an_error(tmp_path: Path) -> None:
     with LiveProducer(tmp_path) as producer:
         producer.end()
-    with pytest.raises(LoaderError, match="the stream ended without a row"):
+    with pytest.raises(LoaderError, match="the stream ended without any trainable row"):
         train(tmp_path, dp_size=2)
 
 
@@ -319,7 +319,7 @@ def test_bad_conversations_are_refused_or_left_out_and_counted(tmp_path: Path, t
     (tmp_path / "chunk_00000.jsonl").write_text(json.dumps({**some_chats(1)[0], "images": ["a.png"]}) + "\n")
     with pytest.raises(FormatError, match=r"cannot be used \(media\)") as caught:
         train(tmp_path, tokenizer=tokenizer, require_ready=False)
-    assert "a setting of `harness live produce`" in caught.value.fix
+    assert "`harness live produce` with source.drop_media=true" in caught.value.fix
 
 
 def test_conversations_left_out_after_the_last_step_are_counted_and_logged(
@@ -329,7 +329,7 @@ def test_conversations_left_out_after_the_last_step_are_counted_and_logged(
     (tmp_path / "chunk_00001.jsonl").write_text('{"messages": []}\n')
     with LiveProducer(tmp_path) as producer:
         producer.end()
-    with pytest.raises(LoaderError, match="without a row to train on; left out: 4 no_messages"):
+    with pytest.raises(LoaderError, match="without any trainable row; left out: 4 no_messages"):
         train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", dp_size=2)
 
 

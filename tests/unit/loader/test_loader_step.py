@@ -262,5 +262,5 @@ def test_a_loader_takes_a_data_parallel_rank_instead_of_a_layout():
         layout = RankLayout(dp_rank=rank, dp_size=2)
         with Loader(data, config, schedule=ScheduleConfig(), layout=layout, num_steps=3) as by_layout:
             assert digests == [batch.digest() for batch in by_layout]
-    with pytest.raises(ConfigError, match="beside a layout"):
+    with pytest.raises(ConfigError, match="together with a layout"):
         Loader(data, config, layout=RankLayout(), dp_rank=1, dp_size=2)
