@@ -95,8 +95,8 @@ class RankStream:
         try:
             text = json.dumps(dict(state))
         except (TypeError, ValueError) as error:
-            what = f"the state is not one of integers and strings: {error}"
-            raise LoaderError(what, where="load_state_dict", fix="give the value that state_dict returned") from error
+            what = f"the state contains values other than integers and strings: {error}"
+            raise LoaderError(what, where="load_state_dict", fix="pass the value that state_dict returned") from error
         self.seek(LoaderState.from_json(text))
 
     def seek(self, state: LoaderState) -> None:
@@ -155,7 +155,7 @@ class RankStream:
                     self._state = batch.state
                     yield batch
             raise LoaderError(
-                "this iterator was closed, or left for another iterator or position",
+                "this iterator was closed or replaced by another iterator or position",
                 where=f"epoch {self._state.epoch}, after {self._state.packs_consumed:,} packs",
                 fix="read a stream with one iterator at a time",
             )
