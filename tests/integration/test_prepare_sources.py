@@ -79,7 +79,7 @@ def test_every_kind_of_file_gives_the_same_dataset(tmp_path, expected, name):
     assert report.splits["train"].fingerprint == expected
     assert report.records == 200
     assert "schema messages" in output
-    assert "Fields that are not read: id" in output
+    assert "Ignored fields: id" in output
 
 
 def test_a_dataset_of_the_hub_is_prepared_and_its_commit_recorded(tmp_path, expected, monkeypatch):

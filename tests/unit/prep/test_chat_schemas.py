@@ -445,7 +445,7 @@ def test_detection_uses_the_columns_and_stops_after_a_hundred_records():
 @pytest.mark.parametrize(
     ("records", "what", "fix"),
     [
-        ([{"q": "Hi", "a": "Hello"}], "no schema of chats fits the first records; fields: q, a", "source.columns"),
+        ([{"q": "Hi", "a": "Hello"}], "no schema matches the first records; fields: q, a", "source.columns"),
         ([{"text": "x"}, {"messages": [ASK]}], "several schemas: 1 text, 1 messages", "by themselves"),
         ([{"prompt": "Hi", "chosen": "a", "rejected": "b"}], "source.schema=preference", "source.schema="),
         ([{"messages": [ASK], "prompt": "a", "completion": "b"}], "messages, prompt_completion", "source.schema="),
@@ -540,7 +540,7 @@ REFUSED = {
         (with_tools([TOOL, {"type": "web_search"}]), "tool 2 is of type 'web_search'"),
         (with_tools([{"type": "function", "function": {"name": 7}}]), "tool 1 has no name"),
         (with_tools([{**FUNCTION, "strict": float("nan")}]), "in tool 1 there is the number nan"),
-        (with_tools([{"name": "f", "parameters": {"city": "string"}}]), "no type of 'city' is given"),
+        (with_tools([{"name": "f", "parameters": {"city": "string"}}]), "'city' has no type"),
         (
             with_arguments(nested(70)),
             "arguments of call 1 of the tool_calls of turn 2 (assistant) there is a value more",
@@ -590,12 +590,12 @@ REFUSED = {
         (answer_with(weight=1.5), "has the weight 1.5"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "weight": 1}]}, ANSWER]},
-            "a part of turn 1 (user) has a weight, and only the assistant's turns are trained",
+            "a part of turn 1 (user) has a weight, and only assistant turns are trained",
         ),
         (answer_with(weight="1"), "has the weight '1'"),
         (answer_with(weight=float("nan")), "has the weight nan"),
         (answer_with(train=1), "has the train 1, expected true or false"),
-        (answer_with(weight=1, train=False), "by one of its weights and not by another"),
+        (answer_with(weight=1, train=False), "has contradictory weights"),
         ({"prompt": [ASK, {**ANSWER, "weight": 1}, ASK], "completion": "Yes"}, "a turn of the prompt"),
     ],
     "unknown_role": [
@@ -613,15 +613,15 @@ REFUSED = {
     ],
     "bad_turn": [
         (with_turn("hi"), "turn 1 is a str"),
-        (of_alpaca(history=[["Hi"]]), "`history` is not a list of pairs"),
-        ({"prompt": "Hi", "completion": [ANSWER], "thinking": "I greet."}, "`thinking` stands beside a completion"),
-        ({"prompt": "Bye", "chosen": [ASK, ANSWER], "rejected": "no"}, "`chosen` begins with a prompt of its own"),
+        (of_alpaca(history=[["Hi"]]), "`history` is not a list of question"),
+        ({"prompt": "Hi", "completion": [ANSWER], "thinking": "I greet."}, "`thinking` is set in addition to"),
+        ({"prompt": "Bye", "chosen": [ASK, ANSWER], "rejected": "no"}, "`chosen` begins with a prompt that differs"),
     ],
     "no_messages": [
-        ({"turns": "hi"}, "no schema of chats fits the fields ('turns')"),
+        ({"turns": "hi"}, "no schema matches the fields ('turns')"),
         ({"messages": []}, "an empty list"),
         ({"messages": "hi"}, "a str"),
-        ({"chosen": "Human: Hi", "rejected": "no"}, "`chosen` is a text, and there is no `prompt` that it answers"),
+        ({"chosen": "Human: Hi", "rejected": "no"}, "`chosen` is a text, but there is no `prompt`"),
     ],
     "not_an_object": [([1, 2], "a JSON list"), (None, "a JSON NoneType")],
     "no_assistant_turn": [({"messages": [ASK]}, "none of the 1 turns")],
@@ -661,10 +661,10 @@ def test_a_refusal_names_the_column_that_a_field_was_read_from():
     ("settings", "words"),
     [
         ({"schema": "chatml"}, "'chatml' is not known"),
-        ({"columns": {"dialog": "chat"}}, "there is no field 'dialog'"),
-        ({"columns": {"messages.speaker": "who"}}, "there is no field 'messages.speaker'"),
-        ({"columns": {"messages": ""}}, "the name of the column is ''"),
-        ({"columns": {"chat": "messages"}}, "source.columns.messages=chat, or name one of: "),
+        ({"columns": {"dialog": "chat"}}, "field 'dialog' does not exist"),
+        ({"columns": {"messages.speaker": "who"}}, "field 'messages.speaker' does not exist"),
+        ({"columns": {"messages": ""}}, "the column name is ''"),
+        ({"columns": {"chat": "messages"}}, "source.columns.messages=chat, or use one of: "),
         ({"schema": "alpaca", "columns": {"messages": "chat"}}, "no field 'messages' in the schema alpaca"),
     ],
 )

@@ -136,7 +136,7 @@ def test_pages_that_expand_are_refused_by_their_headers(tmp_path: Path, monkeypa
     for use_dictionary, size in ((False, 9 << 20), (True, 5 << 20)):
         table = pa.table({"messages": ["x" * size]})
         pq.write_table(table, path, use_dictionary=use_dictionary, dictionary_pagesize_limit=1 << 30, **options)
-        with pytest.raises(PrepError, match=f"the column messages claims a page of {f'{size:,}'[:5]}"):
+        with pytest.raises(PrepError, match=f"the column messages declares a page of {f'{size:,}'[:5]}"):
             list(read_chunks([path]))
 
 

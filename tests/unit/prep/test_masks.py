@@ -665,4 +665,4 @@ def test_marks_inside_text_that_moves_are_refused(tokenizer: Any) -> None:
     bad = refused(tokenizer(moved + "{% for m in messages %}{{ say(m) }}{% endfor %}"), chat("Hi", "Hello"))
 
     assert bad.reason == BadReason.TEMPLATE_FAILED
-    assert "inside a block whose text it moves" in bad.detail
+    assert "inside a block whose text is moved" in bad.detail
