@@ -134,7 +134,7 @@ def test_a_resume_in_the_middle_of_an_epoch_trains_the_rest(llama, dataset, tmp_
     stored = json.loads((tmp_path / "checkpoint-9" / "trainer_state.json").read_text())
     del stored["stateful_callbacks"]["PackedPosition"]
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text(json.dumps(stored))
-    with pytest.raises(LoaderError, match="step 9 holds no position"):
+    with pytest.raises(LoaderError, match="step 9 contains no position"):
         trainer(load(llama), data, tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
 
 

@@ -134,7 +134,7 @@ def test_the_folder_has_every_end_token_another_padding_and_the_template_that_wa
     assert config["dtype"] == config["torch_dtype"] == "float32"
     # The tokenizer pads with its end token, and has no other.
     assert generation["pad_token_id"] == config["pad_token_id"] == ids[0]
-    assert "which also ends an answer: the tokenizer has no other" in (folder / "README.md").read_text()
+    assert "which also ends an answer, because the tokenizer has no other" in (folder / "README.md").read_text()
     assert tokenizer.chat_template == TEMPLATE
     for file in (data / "tokenizer").iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes()
@@ -221,7 +221,7 @@ def test_data_that_was_moved_is_found_where_data_paths_says(run: Path, data: Pat
     assert (done.has_tokenizer, done.missing) == (True, ())
     with pytest.raises(HarnessError, match="nowhere"):
         export_checkpoint(tmp_path / "run", tmp_path / "none", data_paths=[str(tmp_path / "nowhere")])
-    with pytest.raises(ConfigError, match="the run has 1 sources of data"):
+    with pytest.raises(ConfigError, match="the run has 1 data source"):
         export_checkpoint(tmp_path / "run", tmp_path / "two", data_paths=[str(moved), str(moved)])
     path = moved / "train" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "fingerprint": "0" * 32, "checksum": ""}))
@@ -236,7 +236,7 @@ def test_data_that_was_prepared_again_is_not_taken_for_what_was_trained(run: Pat
     path.write_text(json.dumps({**manifest, "fingerprint": "0" * 32, "checksum": ""}))
     done, _ = export_of(run, tmp_path, path=str(tmp_path / "data"))
     assert not done.has_tokenizer
-    assert f"has the fingerprint {'0' * 32}, and the run was trained on {manifest['fingerprint']}" in done.missing[0]
+    assert f"has the fingerprint {'0' * 32}, but the run was trained on {manifest['fingerprint']}" in done.missing[0]
 
 
 def test_a_tokenizer_that_was_changed_is_not_taken_and_the_same_one_elsewhere_is(
@@ -269,7 +269,7 @@ def test_a_run_on_live_chunks_has_the_tokenizer_of_its_settings_and_the_mask_of_
     live["tokenizer"]["name"] = ""
     done, _ = export_of(run, tmp_path / "packs", live=live)
     assert not done.has_tokenizer
-    assert done.missing[0] == f"tokenizer and chat template: {tmp_path / 'live'}: chunks of packs record none"
+    assert done.missing[0] == f"tokenizer and chat template: {tmp_path / 'live'}: chunks of packs do not specify them"
 
 
 def test_a_corpus_ends_answers_at_the_end_of_a_document(run: Path, data: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_sizes_that_are_no_whole_blocks_are_refused_with_their_numbers() -> None
     with pytest.raises(ConfigError, match="blocks are 128 wide, and the inputs of linear_qkv on a rank are 192"):
         replace(model, fp8="blockwise").check(ParallelConfig())
     config = SftConfig(model=replace(HALF, fp8="blockwise"), schedule=ScheduleConfig(max_tokens_per_rank=4000))
-    with pytest.raises(ConfigError, match="padded to a multiple of 128 tokens, and the largest row has 4,000"):
+    with pytest.raises(ConfigError, match="pads rows to a multiple of 128 tokens, but the largest row has 4,000"):
         config.check_layout(1)
 
 

@@ -206,7 +206,7 @@ def test_runs_without_a_graph_are_refused_before_they_start(monkeypatch) -> None
     with pytest.raises(ConfigError, match=r"trainer\.device is cpu"):
         SftConfig(parallel=parallel, trainer=TrainerConfig(device="cpu")).check(1)
     live = DataConfig(live=LiveConfig(path="chunks"))
-    with pytest.raises(ConfigError, match="is unknown for live data"):
+    with pytest.raises(ConfigError, match="unknown for live data"):
         SftConfig(parallel=parallel, data=live).check(1)
     SftConfig(parallel=parallel).check(1)
     build = partial(gpt.build_chunks, MODEL, parallel, vocab_size=VOCAB, device=torch.device("cpu"))
