@@ -60,8 +60,8 @@ class ParityConfig:
     """A matrix of runs to compare.
 
     Attributes:
-        check: checks to run: formats, workers, schedules, layouts, experts, isolation, reference or versions, several
-            as `formats+workers`, or all.
+        check: formats, workers, schedules, layouts, experts, isolation, reference or versions, several as
+            `formats+workers`, or all.
         dataset: dataset with `train` and `validation`; null generates a small one.
         datasets: existing datasets as `NAME=PATH`, for `format=NAME`. Other formats are converted from `dataset`.
         versions: Python interpreters as `NAME=PATH`, whose environments contain other versions of the libraries.
@@ -76,12 +76,11 @@ class ParityConfig:
         device: device of all runs, cpu or cuda; tolerances depend on it.
         keep_batches: record the data in addition to its digests, so that the report shows the position and both values
             of a difference. Takes 28 bytes per token of each run before compression.
-        tolerances: tolerances across layouts, schedules, experts and the reference. Unless they are set, those on GPUs
-            and across versions are wider.
+        tolerances: tolerances across layouts, schedules, experts and the reference; those on GPUs and across versions
+            are wider by default.
         sft: settings of `recipes.sft` for all cases.
         sft_more: additional settings of `recipes.sft`, for the command line.
-        kinds: named groups of settings of `recipes.sft`, separated by spaces, that cases of `experts` select with
-            `kind=NAME`.
+        kinds: named settings of `recipes.sft`, separated by spaces, for cases of `experts` with `kind=NAME`.
         families: model families of the `reference` check; empty for all.
         formats, workers, schedules, layouts, experts, isolation, reference: cases of the check as `"ranks setting=value
             ..."`, starting with the reference. `format=NAME` and `version=NAME` select a dataset and an interpreter.

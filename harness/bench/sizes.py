@@ -21,12 +21,10 @@ class Sizes(CheckedSettings):
         parts: names of the formats, schedulers or measurements to run; empty runs all.
         packs: number of packs in the dataset.
         pack_size: number of tokens in a pack.
-        large_packs: number of packs in a dataset that is only opened and takes little disk space; 0 omits this
-            measurement.
+        large_packs: number of packs in a dataset that is only opened and takes little disk space; 0 omits it.
         sequences: numbers of sequences in a row, plan or source; each is measured.
         layers: number of layers of the model.
-        hidden: hidden size of the model, a multiple of 64. The head size is 32, and the inner size of the MLP is three
-            times the hidden size.
+        hidden: hidden size of the model, a multiple of 64, with a head size of 32 and an MLP three times as wide.
         ranks: number of ranks, or of ranks that batches are planned for; 0 uses one per GPU, or 2 on a CPU.
         cp_size: number of context-parallel ranks that share a row.
         max_tokens_per_rank: maximum number of tokens per rank in a microbatch.
@@ -34,10 +32,8 @@ class Sizes(CheckedSettings):
         workers: numbers of loader workers; each is measured.
         steps: number of measured steps per round.
         rounds: number of alternating rounds in a comparison; results are medians over them.
-        peak_tflops: dense peak of the device in TFLOP/s in the model's dtype (989 for an H100 SXM in bfloat16); 0 uses
-            the known or measured value.
-        part_limit_s: time limit in seconds of a part, after which it is stopped and reported as failed. Formats are
-            soaked for this long each.
+        peak_tflops: dense peak of the device in TFLOP/s in the model's dtype (H100 SXM in bfloat16: 989); 0 detects it.
+        part_limit_s: time limit of a part in seconds, after which it is reported as failed, and time to soak a format.
         total_limit_s: seconds after which no new part starts; the next call continues. 0 disables the limit.
     """
 

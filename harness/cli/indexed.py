@@ -51,8 +51,7 @@ class Vocabulary(CheckedSettings, section="tokenizer"):
     """The tokenizer that made the ids.
 
     Attributes:
-        vocab_size: vocabulary size, which determines the dtype and the largest valid id; null derives the dtype from
-            the ids.
+        vocab_size: vocabulary size, which determines the dtype and the largest valid id; null derives the dtype.
     """
 
     vocab_size: int | None = bounded(None, lowest=1)
@@ -76,8 +75,7 @@ class FamilySettings(TokenSettings):
     """Settings of `harness indexed family`.
 
     Attributes:
-        split: ratio of the splits, such as split.train=98 split.valid=1 split.test=1; omit to write everything to
-            train.
+        split: ratio of the splits, such as split.train=98 split.valid=1 split.test=1; omit to write only train.
         shards: shards of each split, such as shards.valid=PATH, instead of SRC and split.
     """
 

@@ -51,14 +51,13 @@ class PlanSettings(CheckedSettings):
         gpu_gib: memory of a GPU in GiB; the exit code is 1 if the run does not fit. Null skips the check.
         peak_tflops: dense peak of a GPU in TFLOP/s; the default is that of an H100 in bfloat16.
         mfu: measured model FLOPs utilization; null estimates it.
-        node_gb_s: bandwidth in GB/s, in each direction, of collectives between the GPUs of a node, as `harness
-            preflight` measures it.
+        node_gb_s: bandwidth in GB/s, in each direction, of collectives between the GPUs of a node (`harness
+            preflight`).
         port_gb_s: bandwidth in GB/s, in each direction, of collectives over the network port of each GPU.
         gpus_per_node: number of GPUs per node.
         file_system_gb_s: total rate in GB/s at which the ranks write a checkpoint; null omits its time.
         disk_gb_s: rate in GB/s at which a node writes local checkpoints to its disk; null omits their time.
-        packs: number of packs of `data.pack_size` to plan for; null uses the dataset of the settings. A search without
-            data assumes 100,000.
+        packs: number of packs of `data.pack_size`; null uses the dataset of the settings, or 100,000 packs in a search.
         sequence_tokens: number of tokens in each conversation of these packs.
         expert_load: number of tokens on the rank with the busiest experts, relative to an even distribution. The report
             of a run shows the load per expert, which is higher than that of a rank with several experts.

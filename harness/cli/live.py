@@ -71,8 +71,8 @@ class ProduceSource(CheckedSettings, section="source"):
     """The conversations.
 
     Attributes:
-        schema, columns, ignore_fields, drop_media, tool_calls: as in `harness prepare`; an empty schema is detected for
-            each record.
+        schema, columns, ignore_fields, drop_media, tool_calls: as in `harness prepare`; an empty schema is detected
+            each time.
         on_bad: `refuse` or `skip` invalid conversations.
     """
 

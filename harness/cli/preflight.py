@@ -81,8 +81,7 @@ class JudgeSettings(CheckedSettings):
         failed: file for the names of nodes that the job can exclude; null for none.
         tasks_per_node: number of tasks of the step per node.
         code: required digest of the harness's code and configs on every node; empty accepts any.
-        cluster: cluster settings; its `gpus_per_node`, and `min_*` and `max_*` of its `preflight`, are the
-            requirements.
+        cluster: its `gpus_per_node`, and the `min_*` and `max_*` of its `preflight`, are the requirements on a node.
     """
 
     srun: str | None = None

@@ -142,9 +142,7 @@ def merge_indexed(
         index = check_indexed(pair)
         where = str(with_suffix(pair, IDX))
         if with_suffix(pair, LOSS_BIN).is_file():
-            raise FormatError(
-                "contains packs, whose loss masks would be lost", where=where, fix="use `harness convert`"
-            )
+            raise FormatError("contains packs, whose masks would be lost", where=where, fix="use `harness convert`")
         if number and index.has_modes != has_modes:
             what = f"has {'modes' if index.has_modes else 'no modes'}, and the first pair has "
             what += "modes: one index cannot hold both" if has_modes else "none: one index cannot hold both"

@@ -130,9 +130,7 @@ def _claim(folder: Path, family: TokenFamily, *, overwrite: bool) -> Iterator[_C
 
     def refuse_existing() -> None:
         if record.exists() and not overwrite:
-            raise PrepError(
-                "the family already exists", where=str(record), fix="choose another name, or overwrite the family"
-            )
+            raise PrepError("the family already exists", where=str(record), fix="choose another name, or overwrite it")
 
     if not marker.path.exists():
         refuse_existing()

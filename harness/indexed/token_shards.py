@@ -205,9 +205,7 @@ def parse_column(column: pa.Array, *, first_row: int = 0) -> TokenBatch:
     _refuse_nulls(column, "row", first_row)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         column = _parse_text(column, first_row)
-    wrong_type = FormatError(
-        f"the column is of type {column.type}, expected lists of whole numbers", fix="specify the column of token ids"
-    )
+    wrong_type = FormatError(f"the column is of type {column.type}, expected lists of integers", fix="set the column")
     if not _is_list(column.type):
         raise wrong_type
     documents = _counts(column)

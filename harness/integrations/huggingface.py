@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.integrations.registry import require
+from harness.printing import count_of
 
 require("huggingface")
 
@@ -106,9 +107,7 @@ class PackedTraining:
             raise ConfigError("the Trainer has no arguments", where=type(self).__name__, fix="pass args=...")
         for name in ("train_dataset", "data_collator"):
             if kwargs.get(name) is not None:
-                raise ConfigError(
-                    f"{name} was passed together with a stream", where=type(self).__name__, fix=f"leave out {name}"
-                )
+                raise ConfigError(f"{name} was passed with a stream", where=type(self).__name__, fix=f"omit {name}")
         _check_arguments(arguments, stream)
         self.packed = PackedDataset(stream, dialect="huggingface")
         self._packed_steps: Iterator[StepRows] | None = None
@@ -183,8 +182,8 @@ class PackedPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
         epoch, step = (0, state.global_step) if per_epoch is None else divmod(state.global_step, per_epoch)
         if (position.epoch, position.packs_consumed) != (epoch, step * size):
             raise LoaderError(
-                f"the data is in epoch {position.epoch} after {position.packs_consumed:,} packs, and step "
-                f"{state.global_step} of the Trainer in epoch {epoch} after {step * size:,} packs",
+                f"the data is in epoch {position.epoch} after {count_of(position.packs_consumed, 'pack')}, but step "
+                f"{state.global_step} of the Trainer is in epoch {epoch} after {count_of(step * size, 'pack')}",
                 where=f"LoaderConfig.global_batch_size {size}",
                 fix="resume with the global batch size of the checkpoint, or start a new run with a new stream",
             )
@@ -237,7 +236,7 @@ def _check_arguments(arguments: Any, stream: RankStream) -> None:
 
 def _too_many(rows: int, accumulation: int) -> ConfigError:
     return ConfigError(
-        f"a step has {rows} rows on this rank, and gradient_accumulation_steps is {accumulation}",
+        f"a step has {count_of(rows, 'row')} on this rank, but gradient_accumulation_steps is {accumulation}",
         where="arguments of the Trainer",
         fix=f"set gradient_accumulation_steps={rows}, or a smaller LoaderConfig.global_batch_size",
     )

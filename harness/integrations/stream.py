@@ -12,6 +12,7 @@ from harness.errors import LoaderError
 from harness.formats import PackReader, open_dataset
 from harness.formats.reader import refuse_weights
 from harness.loader import Blend, JoinedReader, Loader, LoaderConfig, LoaderState, RankBatch, RankLayout, RunData
+from harness.printing import count_of
 from harness.schedule import ScheduleConfig, SequenceCost
 
 
@@ -156,7 +157,7 @@ class RankStream:
                     yield batch
             raise LoaderError(
                 "this iterator was closed or replaced by another iterator or position",
-                where=f"epoch {self._state.epoch}, after {self._state.packs_consumed:,} packs",
+                where=f"epoch {self._state.epoch}, after {count_of(self._state.packs_consumed, 'pack')}",
                 fix="read a stream with one iterator at a time",
             )
 

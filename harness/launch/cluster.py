@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.checks import LONGEST_S, NOT_SET, SET, CheckedSettings, Rule, bounded, one_of
 from harness.errors import ConfigError, os_errors_as
-from harness.printing import one_line, printable
+from harness.printing import count_of, one_line, printable
 
 # Options of sbatch that are settings of the same name.
 SBATCH_NAMES = ("account", "partition", "qos", "constraint", "reservation", "exclude")
@@ -39,14 +39,13 @@ class PreflightConfig(CheckedSettings, section="cluster.preflight"):
         min_inodes: minimum number of free inodes on the file system of the run's folder.
         min_read_mib_s: minimum rate in MiB/s at which a node reads the largest file of the dataset and of the weights.
         min_node_gb_s: minimum bus bandwidth in GB/s of an all-reduce within a node, if it has several ranks.
-        min_pair_gb_s: minimum bus bandwidth in GB/s of an all-reduce between two nodes, measured in jobs of at least
-            three nodes.
+        min_pair_gb_s: minimum bus bandwidth in GB/s of an all-reduce between two nodes, in jobs of at least three
+            nodes.
         min_all_gb_s: minimum bus bandwidth in GB/s of an all-reduce over all nodes.
-        min_gemm_tflops: minimum TFLOP/s of a matrix product on every GPU in bfloat16, or on the CPU in float32 without
-            GPUs; 0 disables the check.
+        min_gemm_tflops: minimum TFLOP/s of a matrix product on every GPU in bfloat16, or on the CPU in float32; 0 for
+            none.
         exclude_failed: exclude failed nodes and requeue the job if the partition has enough other nodes.
-        same_code: require the container image to contain the same code and configs as the folder from which the job is
-            submitted.
+        same_code: require the container image to contain the same code and configs as the submitting folder.
     """
 
     enabled: bool = True
@@ -75,13 +74,11 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         constraint: required node features; empty for none.
         reservation: reservation to run in; empty for none.
         exclude: nodes to exclude, in Slurm's notation; empty for none.
-        time: time limit of one attempt, in the notation of sbatch. An unfinished run saves a checkpoint and is
-            requeued.
+        time: time limit of one attempt, in the notation of sbatch. An unfinished run saves a checkpoint and requeues.
         gpus_per_node: number of GPUs per node; 0 for nodes without GPUs.
         gpu_gib: memory of a GPU in GiB. A run whose plan exceeds it is refused; null skips the check.
         ranks_per_node: number of ranks per node; with GPUs, one per GPU.
-        cpus_per_rank: number of CPU cores per rank, including its loader workers: the cores of a node divided by its
-            ranks.
+        cpus_per_rank: number of CPU cores per rank, loader workers included: the cores of a node divided by its ranks.
         memory: memory per node, in the notation of sbatch; "0" for all of it, empty for Slurm's default.
         exclusive: do not share the nodes with other jobs.
         sbatch: additional options of sbatch, each as `--name=value`.
@@ -95,9 +92,8 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         local_dir: folder on the nodes' local disks, such as `/scratch/me`. Each node copies image, datasets and weights
             there before the first step and verifies their hashes, and the ranks read the copies. Copies are reused by
             later jobs and are not removed automatically. Pairs of a corpus and data in buckets are not copied. Empty
-            disables copying.
-        container_writable: allow the job to write to the container's file system; changes are lost when the container
-            ends.
+            for none.
+        container_writable: allow the job to write to the container's file system; changes are lost with the container.
         mpi: value of `--mpi` of srun, such as `none` or `pmix`; empty uses the default of the site.
         workdir: working directory. Empty uses that of `harness submit`, or the project's folder in a container.
         setup: shell commands to run first, such as `module load`.
@@ -109,8 +105,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
             the time of one step and one checkpoint.
         max_same_failures: number of identical failures at the same step after which the job is not requeued.
         restarts: number of times that the ranks are restarted within the same job after a failure, before Slurm
-            requeues the job. A restart takes seconds, while a requeued job waits in the queue and repeats the
-            preflight.
+            requeues the job. A restart takes seconds; a requeued job waits in the queue and repeats the preflight.
         spares: number of additional nodes to request. Within the job, a spare replaces a node that fails the preflight,
             whose rank fails or hangs, or that is excluded as slow. At least this many restarts are allowed.
         successor: keep a second job in the queue that continues the run if the first one ends without being requeued,
@@ -154,11 +149,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
 
     rules = tuple(
-        Rule(
-            {f"cluster.{name}": SET, "cluster.image": NOT_SET},
-            "it requires a container image",
-            "set cluster.image",
-        )
+        Rule({f"cluster.{name}": SET, "cluster.image": NOT_SET}, "it requires a container image", "set cluster.image")
         for name in ("mounts", "container_name", "container_writable")
     )
 
@@ -173,7 +164,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
             )
         if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
             raise ConfigError(
-                f"{self.ranks_per_node} ranks per node on {self.gpus_per_node} GPUs",
+                f"{count_of(self.ranks_per_node, 'rank')} per node on {count_of(self.gpus_per_node, 'GPU')}",
                 where="cluster.ranks_per_node, cluster.gpus_per_node",
                 fix="at most one rank per GPU",
             )
@@ -186,7 +177,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
             )
         # A colon or a comma would end it in the list of mounts.
         if self.local_dir and not re.fullmatch(r"/+[^:,/][^:,]*", self.local_dir):
-            what = f"{self.local_dir!r} is not a folder of its own"
+            what = f"{self.local_dir!r} is not an absolute path of a folder"
             raise ConfigError(what, where="cluster.local_dir", fix="use a full path, such as /scratch/NAME")
         for option in self.sbatch:
             if not option.startswith("--"):

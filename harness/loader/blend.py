@@ -133,7 +133,7 @@ class Blend:
         size = config.global_batch_size
         if config.drop_last and self.num_packs is not None and self.num_packs < size:
             raise ConfigError(
-                f"{self.num_packs:,} packs do not fill a global batch of {size:,}, and drop_last drops the rest",
+                f"{count_of(self.num_packs, 'pack')} cannot fill a global batch of {size:,} without drop_last=false",
                 where="loader.global_batch_size",
                 fix="lower global_batch_size, or set drop_last to false",
             )
@@ -186,8 +186,8 @@ class Blend:
         ]
         source = max(lag)[1]
         return LoaderError(
-            f"{self.names[source]} ({count_of(self.epochs[source], 'epoch')} of "
-            f"{count_of(self.sizes[source], 'pack')}) is exhausted after {sum(counts):,} packs of the blend",
+            f"{self.names[source]} ({count_of(self.epochs[source] or 1, 'epoch')} of "
+            f"{count_of(self.sizes[source], 'pack')}) is exhausted after {count_of(sum(counts), 'pack')} of the blend",
             where=f"data.blend, {self.names[source]}",
             fix="increase its epochs, lower its weight, or train fewer steps",
         )

@@ -24,8 +24,7 @@ class CorpusSource:
 
     Attributes:
         path: prefix X of X.bin and X.idx, on a disk, as `s3://BUCKET/X` or as `msc://PROFILE/X`; or the folder of a
-            packed SFT dataset (in object storage with a trailing `/`), whose packs become samples with their own loss
-            masks.
+            packed SFT dataset (in object storage with a trailing `/`), whose packs become samples with their masks.
         weight: weight of the source, on any scale. Set it for all sources of a blend or for none.
     """
 
@@ -55,12 +54,11 @@ class CorpusConfig(CheckedSettings, section="data"):
         blend: several sources, each divided by `split`. Without weights, all samples of each source are read once.
         split: ratio of training, validation and test data, on any scale, such as `969,30,1`.
         blend_per_split: different sources for each split, instead of a blend and a split.
-        per_split_data_args_path: JSON file with sources for each split: `{"train": ["0.3", "a", "0.7", "b"], "valid":
-            ["c"]}`.
+        per_split_data_args_path: JSON file with sources by split, such as `{"train": ["0.3", "a", "0.7", "b"]}`.
         sequence_length: number of tokens in a sample.
         micro_batch_size: number of samples in a row.
-        num_samples: number of samples that the order is computed for; null uses the number that the run trains. The
-            order changes if this changes Megatron's number of epochs.
+        num_samples: number of samples that the order is computed for; null uses the number that the run trains. It
+            changes the order if it changes Megatron's number of epochs.
         block_documents: number of documents in a block of the training shuffle, for a corpus larger than the page
             cache. Neighboring documents are then read together, as with `loader.block_packs`. Null uses Megatron's
             order, which shuffles all documents and then all samples.
@@ -74,8 +72,7 @@ class CorpusConfig(CheckedSettings, section="data"):
             `object_storage_cache_path` if the source is in object storage. A prefix `s3://BUCKET/KEY` is shared: one
             run builds missing indices while others wait, and each node copies the ones it needs to HARNESS_CACHE.
         object_storage_cache_path: folder for the `.idx` files of sources in object storage.
-        object_storage_chunk_bytes: number of bytes per read of a `.bin` in object storage. Samples are spread over the
-            whole file.
+        object_storage_chunk_bytes: number of bytes per read of a `.bin` in object storage; samples are spread out.
         num_dataset_builder_threads: threads that build the indices of a blend.
         fast_cache_load: trust that all indices are built: no rank checks, and none waits for another.
         defer_npy_index_mmap: map a built index at its first use.
@@ -141,21 +138,17 @@ class CorpusConfig(CheckedSettings, section="data"):
         given = [name for name, value in named.items() if value]
         if len(given) > 1:
             raise ConfigError(
-                f"{' and '.join(given)} both specify the sources", where=f"data.{given[1]}", fix="keep one of them"
+                f"{' and '.join(given)} both set the sources", where=f"data.{given[1]}", fix="keep one of them"
             )
         if not given and not self.path:
             raise ConfigError(
-                "no source is specified",
-                where="data.path",
-                fix="specify X for X.bin and X.idx, or several sources in data.blend",
+                "no source is specified", where="data.path", fix="set X of X.bin and X.idx, or several in data.blend"
             )
         check_sources(self.blend, "data.blend")
         for name, sources in per_split.items():
             check_sources(sources, f"data.blend_per_split.{name}")
         if any(per_split.values()) and not per_split["train"]:
-            raise ConfigError(
-                "there is no training source", where="data.blend_per_split", fix="add sources under train"
-            )
+            raise ConfigError("there is no training source", where="data.blend_per_split", fix="add train sources")
 
     def _check_split(self) -> None:
         try:
@@ -240,7 +233,7 @@ def _read_json(path: Path, key: str) -> dict[str, list[int]]:
         if isinstance(values, dict):
             return values
     except OSError as error:
-        what, fix = f"the file cannot be read: {error.strerror}", "name the file that `harness indexed` wrote"
+        what, fix = f"the file cannot be read: {error.strerror}", "specify the file written by `harness indexed`"
     except ValueError as error:
         what = f"the file is not JSON: {error}"
     raise ConfigError(what, where=f"{path}, {key}", fix=fix)
@@ -264,5 +257,5 @@ def _read_splits(path: Path) -> dict[str, Sources]:
             splits[name] = [CorpusSource(text) for text in texts]
         check_sources(splits[name], f"{path}, {name}")
     if "train" not in splits:
-        raise ConfigError("there is no training source", where=str(path), fix="add sources under train")
+        raise ConfigError("there is no training source", where=str(path), fix="add train sources")
     return splits

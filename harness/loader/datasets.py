@@ -72,8 +72,7 @@ class LiveConfig(CheckedSettings, section="data.live"):
         pack_size: maximum number of tokens in a pack, or in a sequence if `window_sequences` is set.
         tokenizer: for chunks of conversations; chunks of packs need none. With the tokenizer folder of a prepared
             dataset, and masking settings left at their defaults, conversations are masked as that dataset was.
-        over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as `data.over_long` of
-            `harness prepare`.
+        over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as in `harness prepare`.
         on_bad: `refuse` stops at an invalid conversation; `skip` omits and counts it.
         open_packs: number of packs per rank that wait for conversations to fill them.
         timeout_s: maximum time in seconds to wait for a chunk.
@@ -129,8 +128,7 @@ class DataConfig:
         blend: several datasets of any formats, interleaved by weight (`harness.loader.Blend`).
         validation_path: validation dataset. Null uses the `validation` folder next to `train` if it exists; for a
             blend, those of all sources in order.
-        evaluation: additional validation datasets, by name. Their losses and perplexities are reported next to those of
-            the first.
+        evaluation: additional validation datasets, by name, whose losses and perplexities are reported too.
         tokenizer: folder or hub id of the tokenizer that the datasets must have been prepared with; empty accepts any.
     """
 
@@ -268,7 +266,7 @@ class LiveData:
         """Return one line about the training data."""
         weights = f", weights {', '.join(f'{weight:g}' for weight in self.train.weights)}" if self.train.blend else ""
         window = self.train.window_sequences
-        unit = "packs" if window is None else f"windows of {window:,} sequences"
+        unit = "packs" if window is None else f"windows of {count_of(window, 'sequence')}"
         described = f"live chunks in {', '.join(self.train.folders)}{weights}, {unit} of up to"
         described += f" {self.train.pack_size:,} tokens"
         if self.tokenizer is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.loader.datasets import BlendSource, DataConfig, JoinedReader, open_datasets
+from harness.printing import count_of
 from harness.settings import from_plain
 from harness.tables import Table
 
@@ -127,7 +128,7 @@ def render_blend(summary: BlendSummary) -> Any:
     ending = []
     if summary.ends_after is not None:
         is_short = summary.of_run and summary.ends_after < summary.packs
-        text = f"a source is exhausted after {summary.ends_after:,} packs"
+        text = f"a source is exhausted after {count_of(summary.ends_after, 'pack')}"
         ending = [Text(f"{text}: too few for the run", style="bold red") if is_short else Text(text)]
     table = Table(head, rows, "r").to_terminal()
     return Group(Text(summary.path, style="bold"), *paths, table, note, *ending)

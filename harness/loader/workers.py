@@ -36,9 +36,7 @@ T = TypeVar("T")
 
 # A worker that is asked to leave may finish what it reads, such as a copy of a shard from a bucket.
 _PATIENCE_S = 5.0
-_FIX_MEMORY = (
-    "lower loader.num_workers, loader.prefetch_factor or loader.global_batch_size, or raise the job's memory limit"
-)
+_FIX_MEMORY = "lower loader.num_workers, loader.prefetch_factor or loader.global_batch_size, or raise the memory limit"
 
 
 @dataclass(frozen=True)

@@ -161,9 +161,7 @@ def checkpoints_read_by(reader: Callable[[str], FileSystemReader]) -> Iterator[N
     Megatron 0.16 opens one in its strategy of torch's format, 0.19 in its entry points too, for values that 0.16 keeps
     in `common.pt`.
     """
-    assert hasattr(torch_format, "_get_filesystem_reader"), (
-        "this version would unpickle checkpoints without restrictions"
-    )
+    assert hasattr(torch_format, "_get_filesystem_reader"), "this version would unpickle without restrictions"
     with ExitStack() as stack:
         for module in (torch_format, serialization):
             if hasattr(module, "_get_filesystem_reader"):

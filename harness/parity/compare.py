@@ -90,7 +90,7 @@ def _check_steps(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -
     wanted, made = [step.step for step in reference], [step.step for step in run]
     difference = None
     if wanted != made or not wanted:
-        message, first = f"{len(made)} of {len(wanted)} steps were made", None
+        message, first = f"{len(made)} of {len(wanted)} steps were completed", None
         if missing := [step for step in wanted if step not in made]:
             message, first = f"{message}, step {missing[0]} is missing", missing[0]
         elif extra := [step for step in made if step not in wanted]:

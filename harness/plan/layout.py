@@ -45,12 +45,11 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             rank receives all tokens in rows of equal length) or `flex` (DeepEP's kernels, on GPUs that have it).
         sequence_parallel: also split norms and dropout over the tensor-parallel group.
         distributed_optimizer: shard the optimizer state over data-parallel ranks.
-        static_rows: pad every row to the maximum size. Tensor shapes are then constant, and pipeline stages do not
-            exchange them.
+        static_rows: pad every row to the maximum size, so that shapes are constant and pipeline stages do not exchange
+            them.
         cuda_graphs: capture the forward and backward pass of a row once and replay it for every row, which reduces
             launch overhead. Gradients are reduced after the last row, regardless of overlap_gradients, and the memory
-            of one pass stays reserved. Requires GPUs, static_rows, a dense model, one pipeline stage and no context
-            parallelism.
+            of one pass stays reserved. Requires GPUs, static_rows, a dense model, one pipeline stage and no CP.
         gradient_dtype: dtype in which gradients are accumulated and reduced: float32, or bfloat16 for half the memory
             and traffic with a bfloat16 model.
         overlap_gradients: reduce gradients during the backward pass (GPUs only).
@@ -175,8 +174,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         """Return the data-parallel size of a job; raise ConfigError if ranks would be left over."""
         if world_size % self.model_ranks:
             raise ConfigError(
-                f"{world_size} ranks cannot hold whole copies of a model on {self.model_ranks} ranks (tensor "
-                f"{self.tensor_parallel_size} x pipeline {self.pipeline_parallel_size} x context "
+                f"{count_of(world_size, 'rank')} cannot hold whole copies of a model on {self.model_ranks} ranks "
+                f"(tensor {self.tensor_parallel_size} x pipeline {self.pipeline_parallel_size} x context "
                 f"{self.context_parallel_size})",
                 where="parallel",
                 fix=f"start a multiple of {self.model_ranks} ranks, or lower the parallel sizes",

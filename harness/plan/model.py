@@ -22,9 +22,8 @@ class ModelConfig(CheckedSettings, section="model"):
             norms). Mixture of experts: qwen3_moe, mixtral, olmoe (query and key norms over all heads), deepseek_v2 and
             deepseek_v3 (latent attention, also for Moonlight), glm4_moe (GLM-4.5), glm4_moe_lite (GLM-4.7-Flash) and
             gpt_oss (attention sinks, sliding windows, biases).
-        init_from: folder of Hugging Face weights (safetensors), or a model on the hub. Null initializes random weights.
-            Family, sizes, vocabulary and max_sequence_length default to those of its config.json; other values are
-            refused.
+        init_from: folder of Hugging Face weights (safetensors), or a model on the hub; null initializes random weights.
+            Family, sizes, vocabulary and max_sequence_length default to its config.json; other values are refused.
         num_layers: number of layers.
         hidden_size: size of the hidden states.
         ffn_hidden_size: inner size of the MLP.
@@ -60,11 +59,9 @@ class ModelConfig(CheckedSettings, section="model"):
         recompute: activations to recompute in the backward pass: `none`, `selective` (attention) or `full` (whole
             layers).
         attention: attention implementation: `auto` (Transformer Engine on GPUs that have it), `transformer_engine`, one
-            of its backends (`flash`, `fused` or `unfused`), or `torch`. A backend that does not support the model is
-            refused.
+            of its backends (`flash`, `fused` or `unfused`; refused if it does not support the model), or `torch`.
         fuse_swiglu: use a fused kernel for the activation of the MLP; `auto` (on GPUs), `on` or `off`.
-        fuse_cross_entropy: use a fused cross-entropy kernel, which keeps one copy of the logits, in bfloat16; `auto`
-            (on GPUs), `on` or `off`.
+        fuse_cross_entropy: use a fused cross-entropy kernel, in bfloat16; `auto` (on GPUs), `on` or `off`.
         fuse_weight_gradient: accumulate each weight gradient in its matrix product. Requires Apex's extension; `auto`
             (on GPUs that have it), `on` or `off`.
         seed: seed of the initial weights.
@@ -88,12 +85,10 @@ class ModelConfig(CheckedSettings, section="model"):
         z_loss: coefficient of the router z-loss, which keeps logits small; 0 disables it.
         expert_bias: add a bias to the score of each expert for the selection of experts (load balancing without a
             loss). Requires router_score=sigmoid.
-        expert_bias_rate: change of an expert's bias per step, upward if it received too few tokens; 0 keeps the bias
-            constant.
+        expert_bias_rate: change of an expert's bias per step, upward if it received too few tokens; 0 keeps the bias.
         freeze_router: do not train the router's weights.
         grouped_gemm: compute all experts of a rank in one grouped matrix product of Transformer Engine; `auto` (where
-            supported: no biases, no adapters on experts), `on` (refused where unsupported) or `off` (one expert after
-            another).
+            supported: no biases, no adapters on experts), `on` (refused where unsupported) or `off`.
         mtp_layers: number of multi-token prediction layers, which are trained with the model; 0 for none. With
             `init_from`, either all of the model's MTP layers or 0.
         mtp_loss: coefficient of the mean loss of the MTP layers.

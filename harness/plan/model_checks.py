@@ -91,11 +91,7 @@ LAYOUT_RULES = (
         "CUDA graphs do not support experts, whose token counts are read on the host",
         "parallel.cuda_graphs=false",
     ),
-    Rule(
-        {**_GRAPHS, "model.fp8": other_than("off")},
-        "CUDA graphs do not support FP8",
-        "parallel.cuda_graphs=false",
-    ),
+    Rule({**_GRAPHS, "model.fp8": other_than("off")}, "CUDA graphs do not support FP8", "parallel.cuda_graphs=false"),
     *(
         Rule({**_OVERLAP, f"model.{name}": refused}, why, "parallel.overlap_tensor_parallel=false")
         for name, refused, why in (

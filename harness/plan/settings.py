@@ -55,8 +55,8 @@ class OptimizerConfig(CheckedSettings, section="optimizer"):
             (`model.init_from`), and 2e-3 for training from random weights.
         min_lr_ratio: final learning rate as a fraction of lr.
         warmup_ratio: length of the linear warm-up from 0 to lr as a fraction of decay_steps, rounded up.
-        warmup_steps: length of the warm-up in steps; overrides warmup_ratio. Null uses warmup_ratio, or 5 if the number
-            of steps is unknown.
+        warmup_steps: length of the warm-up in steps; overrides warmup_ratio. Null uses warmup_ratio, or 5 if it is
+            unknown.
         decay_steps: step at which the learning rate reaches its final value. Null uses the number of steps of the run;
             if that is unknown, the learning rate stays at lr.
         decay: `cosine`, `linear`, `constant` or `inverse-square-root`.
@@ -64,8 +64,8 @@ class OptimizerConfig(CheckedSettings, section="optimizer"):
         beta1, beta2: decay rates of AdamW's first and second moment.
         eps: term added to AdamW's denominator for numerical stability.
         clip_grad: maximum gradient norm; 0 disables clipping.
-        moments_dtype: dtype of the stored moments. bfloat16 reduces the optimizer's memory to two thirds; updates are
-            still computed in float32. Requires Transformer Engine's Adam on a GPU, a bfloat16 model and the distributed
+        moments_dtype: dtype of the stored moments. bfloat16 reduces the optimizer's memory to two thirds, and updates
+            are still computed in float32. Requires Transformer Engine's Adam, a bfloat16 model and the distributed
             optimizer.
         offload: fraction of the optimizer state, 0 to 1, that is kept in host memory and updated by the CPU, which
             makes steps slower. Requires a bfloat16 model and the distributed optimizer.
@@ -131,24 +131,22 @@ class TrainerConfig(CheckedSettings, section="trainer"):
     """Length of the training, validation, checkpoints and records.
 
     Attributes:
-        steps: total number of optimizer steps, including those before a resume. Null uses `epochs`; on live data, the
-            run ends with the stream.
+        steps: total number of optimizer steps, resumes included. Null uses `epochs`, or on live data, the end of the
+            stream.
         epochs: passes over the packed dataset, instead of steps. If neither is set, a run trains 1 epoch from
             pretrained weights and 60 steps otherwise.
         loss_average: unit over which the loss and validation losses are averaged. `token` weights every trained token
-            equally; `conversation` weights every conversation (a sequence with trained tokens) equally, whatever its
-            length.
+            equally; `conversation` weights every conversation (a sequence with trained tokens) equally.
         eval_interval: steps between validations; 0 disables them. The last step is always validated.
         eval_batches: global batches per validation; null uses the whole validation set.
         early_stop: stop after this many consecutive validations without a new lowest loss; 0 disables early stopping.
         checkpoint_interval: steps between checkpoints; 0 saves only the last.
         keep_checkpoints: number of newest checkpoints to keep.
-        background_checkpoints: continue training while a checkpoint is written. The next checkpoint waits until it is
-            complete.
+        background_checkpoints: continue training while a checkpoint is written. The next checkpoint waits for it.
         local_checkpoints: folder on the nodes' local disks, such as `/scratch/me`, for additional checkpoints between
             those in the run's folder. Each node keeps its part of the newest one and a copy of another node's part
             until the run ends. A run resumes from it if it is the newest checkpoint. Empty disables local checkpoints.
-        local_checkpoint_interval: steps between local checkpoints. One is skipped if the previous one is still being
+        local_checkpoint_interval: steps between local checkpoints; one is skipped while the previous one is being
             written.
         device: auto, cpu or cuda.
         deterministic: use only kernels with bit-identical results, even if they are slower.
@@ -166,8 +164,7 @@ class TrainerConfig(CheckedSettings, section="trainer"):
         straggler_steps: number of consecutive slow steps before a rank is reported.
         on_straggler: `report` slow ranks in the log, metrics and report, or `exclude`: a job of `harness submit` saves
             a checkpoint and restarts without the rank's node.
-        sample_prompts: user messages that the model answers at every validation. The answers are written to
-            `samples.jsonl`.
+        sample_prompts: user messages that the model answers at every validation, in `samples.jsonl`.
         sample_tokens: maximum number of tokens per answer.
     """
 
@@ -209,7 +206,7 @@ class TrainerConfig(CheckedSettings, section="trainer"):
         local = self.local_checkpoints
         if local and (not local.startswith("/") or not local.strip("/")):
             raise ConfigError(
-                f"{local!r} is not a folder of its own",
+                f"{local!r} is not an absolute path of a folder",
                 where="trainer.local_checkpoints",
                 fix="the absolute path of a folder on the nodes' own disks, such as /scratch/me",
             )

@@ -67,7 +67,7 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
     if report is None:
         others = sorted(folder.names()) if not isinstance(folder.place, Path) or folder.place.exists() else []
         if others and _MARKER not in others:
-            what = f"the folder holds {len(others):,} other files or folders, such as {others[0]}"
+            what = f"the folder contains {len(others):,} other files or folders, such as {others[0]}"
             raise PrepError(what, where=where, fix="set data.path to a new or empty folder")
         return None
     if "date" in (report.get("settings") or {}):

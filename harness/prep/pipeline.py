@@ -74,8 +74,8 @@ class PrepareConfig(CheckedSettings):
         tokenizer: tokenizer, chat template and mask rule.
         data: packing and storage.
         engine: `local` tokenizes in processes on this machine; `ray` uses the cluster at RAY_ADDRESS.
-        preview: number of records to show as they will be trained, without writing anything (`--preview N`); 0 prepares
-            the dataset.
+        preview: number of records to show as they will be trained, without writing anything (`--preview N`); 0 for
+            none.
     """
 
     source: SourceConfig = field(default_factory=SourceConfig)
@@ -465,7 +465,7 @@ class Preparation:
             left_out = report.left_out()
             fix = "read more conversations, or change data.pack_size, data.over_long and the fractions of the splits: "
             raise PrepError(
-                f"no conversations remain for {empty[0]}: {report.records:,} records were read"
+                f"no conversations remain for {empty[0]}: read {count_of(report.records, 'record')}"
                 + (f"; left out: {left_out}" if left_out else ""),
                 where=self.config.source.name,
                 fix=fix + "data.validation_fraction=0 omits this split",

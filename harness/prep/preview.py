@@ -61,9 +61,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             served = ChatTokenizer(as_served, str(Path(scratch) / TOKENIZER), today=date.today())
         records = [record for one in run.sources for chunk in one.chunks(config.preview) for record in chunk.parse()]
         facts, name = run.report.mask, config.tokenizer.name
-        trained = (
-            "trained on the first records for this preview; the preparation trains it on all records, so counts differ"
-        )
+        trained = "trained on the first records for this preview; the preparation trains it on all records"
         has_color = console.color_system is not None
         facts_of_run = (
             ("source", config.source.name),

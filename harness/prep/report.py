@@ -21,7 +21,7 @@ from harness.errors import PrepError
 from harness.prep.counts import Counts, Sample
 from harness.prep.packing import PackPlan
 from harness.prep.shards import Receipt, read_samples
-from harness.printing import escape_markdown, one_line
+from harness.printing import count_of, escape_markdown, one_line
 from harness.records import Int32Array
 from harness.settings import from_plain, to_plain
 from harness.storage import join_path
@@ -295,7 +295,7 @@ def to_markdown(report: PrepareReport) -> str:
     left_out = report.left_out()
     lines += [
         "",
-        f"{report.records:,} records were read from {report.files:,} files"
+        f"Read {count_of(report.records, 'record')} from {count_of(report.files, 'file')}"
         + (f"; left out: {left_out}" if left_out else "")
         + f". The tokenizer has {report.vocab_size:,} tokens.",
         "",

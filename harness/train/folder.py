@@ -16,6 +16,7 @@ from harness.checks import require_choice
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError, os_errors_as
 from harness.paths import is_run
 from harness.plan import PretrainConfig, SftConfig
+from harness.printing import count_of
 from harness.settings import find_odd, to_plain
 from harness.storage import Marker, make_folder, write_atomically
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
@@ -52,11 +53,8 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
     """
     require_choice(resume, RESUME, setting="resume")
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} is not a valid name for a run's folder",
-            where="name",
-            fix="use letters, digits, dots, dashes and underscores",
-        )
+        what = f"{name!r} is not a valid name for a run's folder"
+        raise ConfigError(what, where="name", fix="use letters, digits, dots, dashes and underscores")
     if run_dir is None:
         pattern = re.compile(rf"{re.escape(name)}-(\d+)")
         paths = Path(runs).iterdir() if Path(runs).is_dir() else ()
@@ -76,7 +74,7 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
     _refuse_if_running(folder)
     if resume == "false" and folder.is_dir() and any(folder.iterdir()):
         fix = "continue it with resume=true, select another folder with run_dir=, or omit run_dir to create a new one"
-        held = f": it has a run of {steps_done(folder):,} steps" if is_run(folder) else ""
+        held = f": it has a run of {count_of(steps_done(folder), 'step')}" if is_run(folder) else ""
         raise ConfigError(f"the run folder is not empty{held}", where=str(folder), fix=fix)
     if resume == "true" and not may_resume(folder):
         fix = "resume=auto starts a new run in that case"

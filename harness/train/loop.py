@@ -14,6 +14,7 @@ from typing import Protocol
 from harness.errors import HarnessError
 from harness.loader import LoaderState, RankBatch
 from harness.plan import TrainerConfig
+from harness.printing import count_of
 
 # Name of the validation set of the training data, which `early_stop` and `validation_loss` refer to.
 OWN_VALIDATION = "validation"
@@ -250,9 +251,8 @@ class _Loop:
             return True
         self.reason = reason
         if reason is None and has_stalled:
-            self.hooks.log(
-                f"stopped early after step {number}: {self.config.early_stop} validations without a lower loss"
-            )
+            without = count_of(self.config.early_stop, "validation")
+            self.hooks.log(f"stopped early after step {number}: {without} without a lower loss")
         return reason is not None or has_stalled
 
     def _time(self) -> tuple[float, float]:

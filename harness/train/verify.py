@@ -153,9 +153,7 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
         with suppress(OSError, *MISREAD):  # `verify_checkpoint` has these
             written = json.loads((checkpoint / RUN_FILE).read_bytes()).get("settings")
             if written is not None and check_settings(written) not in known:
-                yield Problem(
-                    f"the run's settings differ from those that {checkpoint.name} was written with", str(path)
-                )
+                yield Problem(f"the run's settings differ from those of {checkpoint.name}", str(path))
 
 
 def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
@@ -186,7 +184,7 @@ def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
         if odd:
             yield Problem(f"step {step} has no finite {', '.join(odd)}", where)
         elif wrong := find_odd({name: value for name, value in checked.items() if value is not None}, StepMetrics):
-            yield Problem(f"not the metrics of a step: {wrong}", where)
+            yield Problem(f"not a record of a step's metrics: {wrong}", where)
     newest = max((int(place.name[5:]) for place in checkpoints if place.name[5:].isdecimal()), default=0)
     if newest > step:
         yield Problem(f"the metrics end at step {step}, but there is a checkpoint of step {newest}", str(path))
@@ -237,9 +235,7 @@ def _samples_problems(folder: Path) -> Iterator[Problem]:
     metrics, last = _metrics_of_steps(folder), 0
     for where, line in _lines(folder / SAMPLES_FILE, "samples"):
         try:
-            step = load(
-                _Answer, line, where=where, what="not a record of an answer to a sample prompt", lenient=True
-            ).step
+            step = load(_Answer, line, where=where, what="not a record of a sample answer", lenient=True).step
         except FormatError as error:
             yield Problem(error.what, where)
             continue

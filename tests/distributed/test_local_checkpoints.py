@@ -151,7 +151,7 @@ def test_with_both_disks_of_a_file_lost_the_run_resumes_from_its_own_folder_and_
     output = nodes.resume(len(before) + 2, "trainer.checkpoint_interval=4")
     assert shared >= 4
     assert f"skipped: the local checkpoint of step {record.step} (written on " in output
-    assert "is not whole: no node of this job has any of its files" in output
+    assert "is incomplete: no node of this job has any of its files" in output
     assert nodes.resumed_after() == [4]
     assert nodes.curve()[: len(before)] == before
 

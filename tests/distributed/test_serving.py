@@ -134,7 +134,7 @@ def test_the_folder_has_every_end_token_another_padding_and_the_template_that_wa
     assert config["dtype"] == config["torch_dtype"] == "float32"
     # The tokenizer pads with its end token, and has no other.
     assert generation["pad_token_id"] == config["pad_token_id"] == ids[0]
-    assert "which also ends an answer, because the tokenizer has no other" in (folder / "README.md").read_text()
+    assert "which also ends an answer: the tokenizer has no other" in (folder / "README.md").read_text()
     assert tokenizer.chat_template == TEMPLATE
     for file in (data / "tokenizer").iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes()
@@ -150,7 +150,7 @@ def test_the_card_has_the_facts_of_data_and_run(folder: Path, run: Path, data: P
     for row in (
         f"| dataset | {data} |",
         f"| fingerprint | {manifest.fingerprint} |",
-        f"| tokens | {manifest.num_tokens:,}, of them {manifest.num_trained_tokens:,} trained |",
+        f"| tokens | {manifest.num_tokens:,}, of which {manifest.num_trained_tokens:,} trained |",
         f"| schema | {manifest.provenance.mask['schema']} |",
         f"| mask | assistant_turns ({manifest.provenance.mask['why']}), history as_served, train_on all_assistant |",
         r"| end of an answer | \<\|endoftext\|\> (0), \<\|im_end\|\> (2); recorded by the data |",
@@ -207,7 +207,7 @@ def test_without_its_data_a_run_is_exported_and_what_is_missing_is_named(run: Pa
     assert done.end_tokens == ()
     first, second = done.missing
     assert first.startswith(f"facts of the data, tokenizer and chat template: {tmp_path / 'gone'}")
-    assert second == "end tokens of the data: generation does not end by itself"
+    assert second == "end tokens of the data: generation only ends at its length limit"
     assert "## Not in this folder" in card
     assert all(line in card for line in done.missing)
     assert "eos_token_id" not in json.loads((tmp_path / "out" / "generation_config.json").read_text())
@@ -269,7 +269,7 @@ def test_a_run_on_live_chunks_has_the_tokenizer_of_its_settings_and_the_mask_of_
     live["tokenizer"]["name"] = ""
     done, _ = export_of(run, tmp_path / "packs", live=live)
     assert not done.has_tokenizer
-    assert done.missing[0] == f"tokenizer and chat template: {tmp_path / 'live'}: chunks of packs do not specify them"
+    assert done.missing[0] == f"tokenizer and chat template: {tmp_path / 'live'}: chunks of packs do not list them"
 
 
 def test_a_corpus_ends_answers_at_the_end_of_a_document(run: Path, data: Path, tmp_path: Path) -> None:

@@ -359,7 +359,7 @@ def test_without_validation_everything_is_training_data(tmp_path, chats):
 @pytest.mark.parametrize(
     ("change", "words", "fix"),
     [
-        ({"pack_size": 4}, "left for train: 300 records were read, left out were 300 over_long", "data.pack_size"),
+        ({"pack_size": 4}, "for train: read 300 records; left out: 300 over_long", "data.pack_size"),
         ({"validation_fraction": 0.000001}, "for validation", "data.validation_fraction=0"),
         ({"validation_fraction": 0.999999}, "for train", "the fractions of the splits"),
     ],

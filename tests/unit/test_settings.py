@@ -196,7 +196,7 @@ def test_a_record_is_read_as_it_was_written():
         ("[" * 100_000, "maximum recursion depth"),
         (b"\xff", "'utf-8' codec can't decode"),
         ("{}", "the file is incomplete"),
-        ('{"data": {}}', "data is not whole"),
+        ('{"data": {}}', "data is incomplete"),
         ('{"data": {"pack_size": 8, "later": 1}}', "there is no setting 'data.later'"),
         ('{"data": {"pack_size": null}}', "data.pack_size is 'None', not of type int"),
     ],

@@ -16,6 +16,7 @@ from harness.formats.reader import refuse_weights
 from harness.integrations import FixedRows, MegatronRow, RankStream, require
 from harness.loader import LoaderConfig, RankLayout
 from harness.megatron.data.feed import readable
+from harness.printing import count_of
 from harness.schedule import ScheduleConfig
 from harness.thd import padding_multiple
 
@@ -210,7 +211,7 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
 def _only(paths: list[str] | None, flag: str) -> str:
     if not paths or len(paths) > 1:
         raise ConfigError(
-            f"{flag} specifies {len(paths or [])} datasets",
+            f"{flag} specifies {count_of(len(paths or []), 'dataset')}",
             where="the arguments of Megatron-LM",
             fix=f"specify one dataset with {flag}, or pass an open one to datasets_provider",
         )

@@ -181,8 +181,8 @@ class LiveLoader:
         self._raise_together(offers)
         for offer in offers:
             of = f" of {self._folders[offer.source]}" if len(self._folders) > 1 else ""
-            for index, num_rows, name in offer.opened:
-                self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({num_rows} samples from {name}{of})")
+            for index, rows, name in offer.opened:
+                self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({count_of(rows, 'sample')} from {name}{of})")
         # The steps whose batches were handed out, not the one that is read.
         self._report([replace(one, steps=self.steps) for one in self._after(shares, offers)], offers)
 
@@ -299,9 +299,8 @@ class LiveLoader:
         which = "the stream" if len(self._positions) == 1 else f"the stream of {self._folders[source]}"
         rest = "" if all_ended else "; its share now goes to the other folders"
         if self.steps or any(offer.lengths for offer in offers):
-            self._log(
-                f"{which} ended: {count_of(after.rows, 'row')} in {count_of(after.done_below, 'chunk')}{left_out}{rest}"
-            )
+            rows = f"{count_of(after.rows, 'row')} in {count_of(after.done_below, 'chunk')}"
+            self._log(f"{which} ended: {rows}{left_out}{rest}")
 
     def _advance(self, after: list[LivePosition], offers: Sequence[Offer], num_packs: int) -> None:
         """Move to the positions after a step."""

@@ -166,7 +166,7 @@ def produce_chunks(
         )
     if producer.ended and append and not producer.input:
         raise LoaderError(
-            "the stream has ended; no rows can be appended", where=str(producer.path), fix="use a new folder"
+            "the stream has ended; no rows can be added", where=str(producer.path), fix="use a new folder"
         )
     is_new = append and not producer.ended and (producer.input_is_whole or leave_rest)
     done = (None if is_new else producer.position) or {"items": 0}
@@ -240,7 +240,9 @@ def _numbered(
         after = {"items": number + 1, "digest": digest.hexdigest()}
         if number + 1 == skip and done.get("digest") not in (None, after["digest"]):
             raise ConfigError(
-                f"the first {skip:,} items differ from those in the folder's chunks", where=item.where, fix=fix
+                f"the input differs from the first {count_of(skip, 'item')} in the folder's chunks",
+                where=item.where,
+                fix=fix,
             )
         if number == skip and not producer.ended:  # only here, so that a refused input is never begun
             producer.begin_input(is_new=is_new)

@@ -387,9 +387,7 @@ class ChunkRows:
         line = line.strip().replace(b"\n", b" ").replace(b"\r", b" ") + b"\n"
         parsed = parse_line(line, "the row")
         if isinstance(parsed, BadRecord):
-            raise FormatError(
-                f"the row is invalid ({parsed.reason}): {parsed.detail}", fix="skip it, or fix its source"
-            )
+            raise FormatError(f"the row is invalid ({parsed.reason}): {parsed.detail}", fix="skip it or fix its source")
         self._rows.append(line if self._suffix == JSONL else parsed)
         self.num_bytes += len(line)
         self.sequences += 1

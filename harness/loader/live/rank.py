@@ -22,6 +22,7 @@ from harness.prep.chat import BadReason
 from harness.prep.chat.records import BadRecord, Conversation
 from harness.prep.fitting import fit_conversation
 from harness.prep.tokenize import Encoded
+from harness.printing import count_of
 from harness.records import Int64Array, Pack
 from harness.schedule import SequenceCost
 from harness.thd import padded_lengths
@@ -265,7 +266,7 @@ class FolderReader:
         self._stream = self._stream or stream
         if chunk.num_rows < self._taken.get(index, 0) or chunk.num_rows >= 1 << _ROW_BITS:
             raise LoaderError(
-                f"the chunk has {chunk.num_rows:,} rows, and {self._taken.get(index, 0):,} of it were read before",
+                f"the chunk has {count_of(chunk.num_rows, 'row')}, but {self._taken.get(index, 0):,} were read before",
                 where=chunk.place,
                 fix=f"chunks must not change, and must have fewer than {1 << _ROW_BITS:,} rows",
             )
@@ -368,9 +369,7 @@ class FolderReader:
             fix = "fix the producer of conversations, or skip invalid conversations with data.live.on_bad=skip"
             if record.reason is BadReason.MEDIA:
                 fix += "; `harness live produce` with source.drop_media=true writes chunks with text only"
-            raise FormatError(
-                f"the conversation is invalid ({record.reason}): {record.detail}", where=record.where, fix=fix
-            )
+            raise FormatError(f"invalid conversation ({record.reason}): {record.detail}", where=record.where, fix=fix)
         self._left_out[str(record.reason)] += 1
 
     def _members_of(

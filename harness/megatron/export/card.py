@@ -104,9 +104,7 @@ def data_facts(data: TrainedData, tokens: SpecialTokens | None) -> dict[str, str
         texts = ", ".join(f"{tokens.texts[token]} ({token})" for token in tokens.ends)
         facts["end of an answer"] = f"{texts}; {source}" if texts else "unknown"
         if tokens.pad is not None:
-            also = (
-                ", which also ends an answer, because the tokenizer has no other" if tokens.pad in tokens.ends else ""
-            )
+            also = ", which also ends an answer: the tokenizer has no other" if tokens.pad in tokens.ends else ""
             facts["padding"] = f"{tokens.texts[tokens.pad]} ({tokens.pad}){also}"
     return facts
 

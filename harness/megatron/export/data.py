@@ -84,9 +84,7 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
         found = TrainedData(folders, template=tokenizer.get("chat_template", ""))
         found.tokenizer = tokenizer.get("name") or data.get("tokenizer") or ""
         if not found.tokenizer:
-            found.missing.append(
-                f"tokenizer and chat template: {', '.join(folders)}: chunks of packs do not specify them"
-            )
+            found.missing.append(f"tokenizer and chat template: {', '.join(folders)}: chunks of packs do not list them")
             return found
         # `write_tokenizer` reports what is wrong with it; other versions may have other settings.
         with suppress(HarnessError, TypeError):
@@ -120,9 +118,7 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     if found.manifests:
         _find_tokenizer(found, next(reader for reader in readers if reader.manifest is not None), settings)
     else:
-        found.missing.append(
-            f"facts of the data, tokenizer and chat template: {', '.join(names)} does not specify them"
-        )
+        found.missing.append(f"facts of the data, tokenizer and chat template: {', '.join(names)} does not list them")
     return found
 
 
@@ -142,7 +138,7 @@ def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[st
             reasons.append(f"{name}: {error.what}")
             continue
         wrong = [
-            f"{name} has the {what} {now or 'none'}, and the data was made with {then}"
+            f"{name} has the {what} {now or 'none'}, but the data was prepared with {then}"
             for what, now, then in (
                 ("tokenizer", tokens, recorded.tokenizer_hash),
                 ("chat template", template, recorded.chat_template_hash),

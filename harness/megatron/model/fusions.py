@@ -103,9 +103,7 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
         )
     is_fused = model.fuse_cross_entropy == "auto" and model.dtype == "bfloat16"
     if is_fused and torch.are_deterministic_algorithms_enabled():
-        found.append(
-            "trainer.deterministic is true: the loss is not fused and stores two copies of the logits in float32"
-        )
+        found.append("trainer.deterministic is true: the loss is not fused and stores the logits twice in float32")
     return found
 
 

@@ -137,7 +137,7 @@ def _explained(config: RunConfig) -> Iterator[None]:
             raise
         what = str(found).partition("\n")[0]
         raise ConfigError(
-            f"out of memory: {what[what.find(_NO_MEMORY) :] if _NO_MEMORY in what else what or 'of this process'}",
+            f"out of memory: {what[what.find(_NO_MEMORY) :] if _NO_MEMORY in what else what or 'this process'}",
             where="model, or the size of a row",
             fix="a smaller model or rows, model.recompute=full, or more ranks; see `harness plan`",
         ) from error

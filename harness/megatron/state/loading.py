@@ -180,7 +180,7 @@ class _CheckedObjects:
         objects = _load(value, file, self._folder)
         # Transformer Engine unpickles what an extra state holds; in checkpoints of other tools without FP8 it is empty.
         if "_extra_state" in item.dest_index.fqn and not all(map(_is_empty, objects)):
-            raise _refused(file, self._folder, f"{item.dest_index.fqn} holds a pickled state")
+            raise _refused(file, self._folder, f"{item.dest_index.fqn} contains a pickled state")
         value.seek(0)
         self._planner.load_bytes(item, value)
 

@@ -188,9 +188,7 @@ class RecordReader:
         found = load_function(self.schema)
         if found.digest != self.function_digest:
             what = f"the source file of {self.schema} changed after the preparation started"
-            raise PrepError(
-                what, where=SCHEMA, fix="start again when it no longer changes, with the same copy on all machines"
-            )
+            raise PrepError(what, where=SCHEMA, fix="start again with the same, unchanged copy on all machines")
         return found
 
     @property

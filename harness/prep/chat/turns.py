@@ -102,7 +102,7 @@ def list_of_turns(record: Mapping[str, Any], name: str) -> list[Any]:
     turns = as_list(decoded(record.get(name), f"`{name}`", BadReason.NO_MESSAGES))
     if not isinstance(turns, list) or not turns:
         kind = "an empty list" if turns == [] else "nothing" if turns is None else f"a {type(turns).__name__}"
-        raise BadRecordError(BadReason.NO_MESSAGES, f"`{name}` holds {kind}, expected a list of turns")
+        raise BadRecordError(BadReason.NO_MESSAGES, f"`{name}` contains {kind}, expected a list of turns")
     return turns
 
 

@@ -68,7 +68,7 @@ def check_text(value: object, what: str) -> str:
     if not isinstance(value, str):
         raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {type(value).__name__}, expected text")
     if not value.isascii() and _SURROGATE.search(value):
-        raise BadRecordError(BadReason.NOT_TEXT, f"{what} holds half a surrogate pair")
+        raise BadRecordError(BadReason.NOT_TEXT, f"{what} contains half a surrogate pair")
     return value
 
 

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.prep.sources.splits import choose_named, choose_split, split_of
+from harness.printing import count_of
 from harness.storage import natural_key
 from harness.storage.inputs import glob_pattern, is_glob
 
@@ -151,7 +152,8 @@ def fetch(
         raise PrepError(what, where=str(place), fix=fix)
     total = sum(sizes[name] for name in chosen)
     parts = "".join(f", {key} {named[key]}" for key in ("subset", "split") if key in named)
-    show(f"dataset {place.name} of the hub at {revision[:12]}{parts}: {len(chosen):,} files, {total / 1e6:,.1f} MB")
+    size = f"{count_of(len(chosen), 'file')}, {total / 1e6:,.1f} MB"
+    show(f"dataset {place.name} of the hub at {revision[:12]}{parts}: {size}")
     paths = tuple(_download(api, place, name, revision) for name in chosen)
     facts = {"dataset": place.name, "revision": revision, **named}
     return HubFiles(paths, tuple(chosen), facts, tuple(name for name in data if name not in set(chosen)))

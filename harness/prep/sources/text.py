@@ -69,9 +69,7 @@ def find_unit(place: Place, *, is_json: bool) -> str:
         head = stream.read(_HEAD_BYTES)
         for magic, kind in _MAGIC.items():
             if head.startswith(magic):
-                raise PrepError(
-                    f"the file is {kind}, but its name indicates text", where=str(place), fix="rename the file"
-                )
+                raise PrepError(f"the file is {kind}, but its name indicates text", where=str(place), fix="rename it")
         if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
             fix = "iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
             raise PrepError("the file is UTF-16, expected UTF-8", where=str(place), fix=fix)

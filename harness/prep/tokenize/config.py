@@ -44,11 +44,9 @@ class TokenizerConfig(CheckedSettings, section="tokenizer"):
         train_tool_calls: train the tool calls of trained turns.
         train_end_of_turn: train the token that ends a turn, which teaches the model to stop.
         end_of_last_turn: special token, such as `<|endoftext|>`, to append to a trained turn and train if the chat
-            template writes no end of turn. Empty refuses such conversations, except for GLM-4.5, whose token is built
-            in.
-        control_tokens: `refuse` conversations whose text contains a special token of the tokenizer, or `allow` them.
-            Allowed text is encoded as the special token, so a user message that contains the end-of-turn token ends the
-            turn.
+            template writes no end of turn. Empty refuses such conversations, except for GLM-4.5.
+        control_tokens: `refuse` conversations whose text contains a special token of the tokenizer, or `allow` them,
+            and encode it as that token: a user message that contains the end-of-turn token then ends the turn.
     """
 
     kind: str = one_of("bpe", ("bpe", "huggingface"))

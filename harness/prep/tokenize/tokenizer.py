@@ -105,7 +105,7 @@ class ChatTokenizer:
         missing = [token for token in needed if len(self._backend.encode(token, add_special_tokens=False)) != 1]
         if missing:
             what = f"the chat template {template!r} writes {missing[0]}, which is not a token of the tokenizer"
-            fix = "set tokenizer.chat_template to the template of the tokenizer's own family, or leave it empty"
+            fix = "set tokenizer.chat_template to the template of the tokenizer's own family, or to an empty value"
             raise ConfigError(what, where=self.name, fix=fix)
 
     @property

@@ -52,7 +52,7 @@ def test_settings_and_flags_are_separated(tmp_path):
     [
         ("--confg", "unknown flag --confg"),
         ("--config-dir", "--config-dir has no value"),
-        ("--config-dir=nowhere", "there is no such folder"),
+        ("--config-dir=nowhere", "the folder does not exist"),
         ("--config-path=x", "--config-path would replace every file"),
         ("--resolve", "unknown flag --resolve"),
         ("--preview", "--preview has no value"),

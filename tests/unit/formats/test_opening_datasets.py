@@ -38,7 +38,7 @@ def test_a_missing_dataset_suggests_the_nearest_name(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_manifest_lists_its_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    assert "interrupted write or no dataset (found 1 files: notes.txt)" in error_of(tmp_path).what
+    assert "interrupted write or no dataset (found notes.txt)" in error_of(tmp_path).what
     (tmp_path / "empty").mkdir()
     assert "found 0 files: nothing" in error_of(tmp_path / "empty").what
 
@@ -46,8 +46,8 @@ def test_a_folder_without_a_manifest_lists_its_files(tmp_path: Path) -> None:
 def test_files_that_all_hold_no_packs_are_refused(tmp_path: Path) -> None:
     for count in (1, 2):
         (tmp_path / f"{count}.jsonl").touch()
-        assert error_of(tmp_path).what == ("the file holds no packs" if count == 1 else "the 2 files hold no packs")
-    assert error_of(tmp_path / "*.jsonl").what == "the 2 files hold no packs"
+        assert error_of(tmp_path).what == f"the {'file contains' if count == 1 else '2 files contain'} no packs"
+    assert error_of(tmp_path / "*.jsonl").what == "the 2 files contain no packs"
 
 
 def test_a_folder_of_datasets_suggests_one_of_them(tmp_path: Path) -> None:

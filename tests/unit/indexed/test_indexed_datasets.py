@@ -177,10 +177,7 @@ DAMAGES = {
     "another length": (_set(38, "i", 2), "the pointer of sequence 2 is 16, expected 20 from the lengths before it"),
     "last length": (_set(46, "i", 3), "is too short: 32 bytes, expected 36 from the lengths in the index"),
     "first pointer": (_set(50, "q", 4), "the pointer of sequence 0 is 4, expected 0 from the lengths before it"),
-    "falling pointer": (
-        _set(66, "q", 4),
-        "the pointer of sequence 2 is 4 and falls, expected 16 from the lengths before it",
-    ),
+    "falling pointer": (_set(66, "q", 4), "the pointer of sequence 2 is 4 and falls, expected 16 from the lengths"),
     "pointer past the end": (_set(74, "q", 2**40), "the pointer of sequence 3 is 1,099,511,627,776"),
     "bin cut short": (_cut(".bin", 1), "is too short: 31 bytes, expected 32 from the lengths in the index"),
     "bin too long": (_cut(".bin", -4), "is too long: 36 bytes, expected 32 from the lengths in the index"),

@@ -129,7 +129,7 @@ def test_the_vocabulary_bounds_tokens_and_fixes_the_dtype(tmp_path: Path) -> Non
         ([[1], [2, None]], pa.list_(pa.int32()), "row 101 has null at position 1"),
         ([[[1]], [[1], None]], pa.list_(pa.list_(pa.int32())), "a sequence of row 101 is null"),
         ([[[1]], [[1], [2, -3]]], pa.list_(pa.list_(pa.int32())), "row 101 has the negative token -3 at position 1"),
-        ([[1.5]], pa.list_(pa.float32()), "is of type list<element: float>, expected lists of whole numbers"),
+        ([[1.5]], pa.list_(pa.float32()), "is of type list<element: float>, expected lists of integers"),
         ([[True]], pa.list_(pa.bool_()), "is of type list<element: bool>"),
         ([["a"]], pa.list_(pa.string()), "is of type list<element: string>"),
         ([5], pa.int32(), "is of type int32, expected lists"),

@@ -60,7 +60,7 @@ def test_settings_that_the_job_sets_itself_are_refused(argument):
 
 
 def test_a_name_that_cannot_name_a_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot name a run's folder"):
+    with pytest.raises(ConfigError, match="is not a valid name for a run's folder"):
         next_run_dir(tmp_path, "../x")
 
 

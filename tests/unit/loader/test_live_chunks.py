@@ -21,6 +21,7 @@ from harness.loader.live.position import LivePosition
 from harness.loader.live.rank import FolderReader, Offer
 from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.prep.tokenize.bpe import train_bpe
+from harness.printing import count_of
 
 SIZES = [5, 1, 7, 3, 4, 2, 6, 3]
 
@@ -84,7 +85,7 @@ def test_every_pack_is_trained_once_the_uneven_last_ones_too(packs: Path, dp_siz
 
 def test_the_log_names_every_chunk_and_the_rank_that_loads_it(packs: Path) -> None:
     assert sorted(train(packs, dp_size=3).loaded) == sorted(
-        f"Rank {chunk % 3}: Loaded chunk {chunk} ({size} samples from chunk_0000{chunk}.jsonl)"
+        f"Rank {chunk % 3}: Loaded chunk {chunk} ({count_of(size, 'sample')} from chunk_0000{chunk}.jsonl)"
         for chunk, size in enumerate(SIZES)
     )
 
@@ -215,7 +216,7 @@ def test_a_gap_in_the_numbering_is_named(tmp_path: Path) -> None:
     write_stream(tmp_path, some_packs(6), [2, 2, 2])
     for left in tmp_path.glob("chunk_00001*"):
         left.unlink()
-    with pytest.raises(LoaderError, match=r"chunk_00001.*the numbering has a gap: chunk_00002.jsonl is there"):
+    with pytest.raises(LoaderError, match=r"chunk_00001.*the numbering has a gap: chunk_00002.jsonl exists"):
         train(tmp_path, dp_size=2, size=2, timeout_s=0.5)
     for left in tmp_path.glob("chunk_00002*"):
         left.unlink()
@@ -294,7 +295,7 @@ def test_a_stream_that_lost_rows_is_not_accepted_as_whole(packs: Path) -> None:
     state = train(packs, steps=2).state()
     values = json.loads(state.live)
     short = {**values, "rows": values["rows"] - 1}
-    with pytest.raises(LoaderError, match="the stream ended after 31 rows, and 30 were read"):
+    with pytest.raises(LoaderError, match="the stream ended after 31 rows, but 30 were read"):
         train(packs, state=type(state)(**{**json.loads(state.to_json()), "live": json.dumps(short)}))
 
 
@@ -310,14 +311,14 @@ def test_bad_conversations_are_refused_or_left_out_and_counted(tmp_path: Path, t
     (tmp_path / "chunk_00000.jsonl").write_text("\n".join([good[0], "{}", "", *good[1:]]) + "\n")
     with LiveProducer(tmp_path) as producer:
         producer.end()
-    with pytest.raises(FormatError, match=r"cannot be used \(no_messages\)") as caught:
+    with pytest.raises(FormatError, match=r"invalid conversation \(no_messages\)") as caught:
         train(tmp_path, tokenizer=tokenizer, require_ready=False)
     assert caught.value.where.endswith("chunk_00000.jsonl, line 2")
     trained = train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", size=1)
     assert trained_tokens(trained).total() == 3
-    assert trained.log == ["the stream ended: 5 rows in 1 chunks; left out: 1 no_messages"]
+    assert trained.log == ["the stream ended: 5 rows in 1 chunk; left out: 1 no_messages"]
     (tmp_path / "chunk_00000.jsonl").write_text(json.dumps({**some_chats(1)[0], "images": ["a.png"]}) + "\n")
-    with pytest.raises(FormatError, match=r"cannot be used \(media\)") as caught:
+    with pytest.raises(FormatError, match=r"invalid conversation \(media\)") as caught:
         train(tmp_path, tokenizer=tokenizer, require_ready=False)
     assert "`harness live produce` with source.drop_media=true" in caught.value.fix
 

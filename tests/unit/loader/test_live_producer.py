@@ -227,7 +227,7 @@ def test_another_input_is_refused_and_new_rows_can_be_appended(tmp_path: Path) -
     with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
         produce_chunks(producer, items(4))
     changed = [Item(b'{"messages": []}', "changed"), *items(5)[1:]]
-    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="the first 4 items differ from those"):
+    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="differs from the first 4 items"):
         produce_chunks(producer, changed)
     with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="has 3 items, but the folder"):
         produce_chunks(producer, items(3))
@@ -260,7 +260,7 @@ def test_an_input_that_is_appended_is_added_once_whenever_its_producer_is_killed
 def test_after_an_interrupted_input_another_is_appended_only_on_request(tmp_path: Path) -> None:
     killed(tmp_path, items(5))
     other = items(9)[5:]
-    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="first 3 items differ") as caught:
+    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="the first 3 items") as caught:
         produce_chunks(producer, other, append=True)
     assert "--leave-rest" in caught.value.fix
     killed(tmp_path, items(5), append=True)  # the same stream continues
@@ -278,12 +278,12 @@ def test_an_input_with_more_or_other_rows_than_a_stream_that_has_ended_is_refuse
     for given, error, match in (
         (items(5), LoaderError, "the stream has ended"),
         (items(3), ConfigError, "has 3 items, but the folder"),
-        ([Item(b'{"messages": []}', "changed"), *items(4)[1:]], ConfigError, "the first 4 items differ from those"),
+        ([Item(b'{"messages": []}', "changed"), *items(4)[1:]], ConfigError, "differs from the first 4 items"),
     ):
         with LiveProducer(tmp_path) as producer, pytest.raises(error, match=match) as caught:
             produce_chunks(producer, given)
         assert "use a new folder" in caught.value.fix
-    with LiveProducer(tmp_path) as producer, pytest.raises(LoaderError, match="no rows can be appended"):
+    with LiveProducer(tmp_path) as producer, pytest.raises(LoaderError, match="no rows can be added"):
         produce_chunks(producer, items(4), append=True)
     assert rows_of(tmp_path) == some_chats(4)
 
@@ -436,7 +436,7 @@ def test_fields_that_are_not_read_are_logged_once(tmp_path: Path, suffix: str) -
     else:
         source.write_text("".join(json.dumps(record) + "\n" for record in records))
     items = list(log_unused_fields(read_conversations(str(source)), str(source), lines.append))
-    assert (len(items), lines) == (3, ["fields that are not read: id, score"])
+    assert (len(items), lines) == (3, ["ignored fields: id, score"])
 
 
 def test_a_producer_shows_that_it_is_alive_while_it_waits_for_input(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_reader_may_wait_for_the_first_chunk(tmp_path):
 
 def test_the_status_of_a_folder_without_a_stream_is_an_error(tmp_path, harness):
     code, _, err = harness("live", "status", tmp_path / "elsewhere")
-    assert (code, "there is no such folder" in err) == (2, True)
+    assert (code, "the folder does not exist" in err) == (2, True)
     (tmp_path / "notes.txt").write_text("not a chunk")
     code, _, err = harness("live", "status", tmp_path)
     assert (code, "contains no live stream" in err) == (2, True)

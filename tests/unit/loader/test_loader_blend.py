@@ -171,7 +171,7 @@ def test_weights_with_epochs_end_where_a_source_is_used_up():
     error = made.used_up()
     assert error.what == "source 1 (2 epochs of 4 packs) is exhausted after 17 packs of the blend"
     made.check_lasts(17)
-    with pytest.raises(ConfigError, match="trains 18 packs, but the 2 epochs of 4 packs of source 1"):
+    with pytest.raises(ConfigError, match=r"trains 18 packs, but source 1 \(2 epochs of 4 packs\)"):
         made.check_lasts(18)
 
 

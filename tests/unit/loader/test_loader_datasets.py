@@ -77,7 +77,7 @@ def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"same tokenizer: .*a has a{16}, .*b has b{16}"):
         open_datasets(blend((str(tmp_path / "a"),), (str(tmp_path / "b"),)))
     write_packs(tmp_path / "c", [Pack([1, 2, 3], [1, 1, 0], [0])], pack_size=8)
-    with pytest.raises(ConfigError, match=r"one pack_size: .*a has 4, .*c has 8"):
+    with pytest.raises(ConfigError, match=r"same pack_size: .*a has 4, .*c has 8"):
         open_datasets(blend((str(tmp_path / "a"),), (str(tmp_path / "c"),)))
 
 
@@ -111,5 +111,5 @@ def test_an_epoch_of_a_blend_is_that_of_its_definition_and_refused_where_there_i
     assert limited.check_epochs(1) == 9
     with pytest.raises(ConfigError, match="has one epoch, until a source is exhausted, but the run has 2"):
         limited.check_epochs(2)
-    with pytest.raises(ConfigError, match="a blend with weights has no end, and the run is 1 epoch long"):
+    with pytest.raises(ConfigError, match="a weighted blend is endless, but the run has 1 epoch"):
         open_datasets(blend((a, 1.0), (b, 1.0))).check_epochs(1)

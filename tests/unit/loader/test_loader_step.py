@@ -208,7 +208,7 @@ def test_a_pack_that_is_not_what_the_index_says_is_refused() -> None:
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(LoaderError, match="rank 2 does not exist among 2"):
+    with pytest.raises(LoaderError, match="rank 2 is out of range for size 2"):
         RankLayout(dp_rank=2, dp_size=2)
 
 

@@ -31,9 +31,9 @@ def test_fusions_are_on_by_default_on_a_gpu_alone_and_as_set_anywhere() -> None:
 
 
 def test_a_fusion_that_cannot_be_had_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="fuse_weight_gradient is on, and there is no GPU"):
+    with pytest.raises(ConfigError, match="fuse_weight_gradient is on, but there is no GPU"):
         choose_fusions(ModelConfig(fuse_weight_gradient="on"), CPU)
-    with pytest.raises(ConfigError, match="fuse_weight_gradient is on, and Apex"):
+    with pytest.raises(ConfigError, match="fuse_weight_gradient is on, but Apex"):
         choose_fusions(ModelConfig(fuse_weight_gradient="on"), GPU)
     with pytest.raises(ConfigError, match="rounds gradients to bfloat16"):
         choose_fusions(ModelConfig(fuse_cross_entropy="on", dtype="float32"), GPU)
@@ -49,9 +49,9 @@ def test_a_run_on_a_gpu_is_told_what_is_slow_and_why() -> None:
     assert slow_parts(ModelConfig(), ParallelConfig(), CPU, has_engine=False) == []
     whole = ModelConfig(dtype="float32")
     attention, dtype, gradient = slow_parts(whole, ParallelConfig(), GPU, has_engine=False)
-    assert attention.startswith("model.attention is auto, and Transformer Engine cannot be imported")
+    assert attention.startswith("model.attention is auto, but Transformer Engine cannot be imported")
     assert dtype.startswith("model.dtype is float32")
-    assert gradient.startswith("model.fuse_weight_gradient is auto, and Apex")
+    assert gradient.startswith("model.fuse_weight_gradient is auto, but Apex")
     padded = slow_parts(whole, ParallelConfig(context_parallel_size=2), GPU, has_engine=False)
     assert "no float32 attention with parallel.context_parallel_size" in padded[0]
     quick = ModelConfig(dtype="bfloat16", fuse_weight_gradient="off")

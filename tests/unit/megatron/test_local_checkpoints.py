@@ -121,7 +121,7 @@ def test_a_full_disk_and_a_file_cut_short_are_named_and_end_the_copy(peers: Peer
     problems = peers.problems()
     assert "the connection of a peer ended early" in problems[0][0]
     assert any("No space left on device" in problem for problem in problems[2])
-    assert any("__2_0 has 5 bytes, 5,242,882 were written" in problem for problem in problems[2])
+    assert any("__2_0 has 5 bytes, expected 5,242,882" in problem for problem in problems[2])
     assert not list(peers.folders[0].glob("*.copying"))
 
 

@@ -109,7 +109,7 @@ def test_counts_for_another_vocabulary_are_refused_and_not_misread(tmp_path: Pat
         ({"blend_per_split": SplitSources(valid=[CorpusSource("a")])}, "there is no training source"),
         ({"split": "999,1,0"}, "valid gets 0 of 200 documents"),
         ({"path_to_cache": "/proc/nowhere"}, "built indices cannot be written"),
-        ({"blend": [CorpusSource("a")], "per_split_data_args_path": "x"}, "both specify the sources"),
+        ({"blend": [CorpusSource("a")], "per_split_data_args_path": "x"}, "both set the sources"),
         ({"per_split_data_args_path": "nowhere.json"}, "cannot be read"),
         ({"path": "s3://bucket/x"}, "is in object storage"),
     ],

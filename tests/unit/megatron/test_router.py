@@ -102,9 +102,9 @@ def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_t
     assert slow_parts(model, ONE, gpu, has_engine=True) == []
     assert slow_parts(replace(model, grouped_gemm="off"), ONE, gpu, has_engine=True) == []
     (slow,) = slow_parts(replace(model, lora_rank=2), ONE, gpu, has_engine=True)
-    assert slow.startswith("model.grouped_gemm is auto, and an adapter")
+    assert slow.startswith("model.grouped_gemm is auto, but experts have LoRA")
     assert slow.endswith("experts are computed one after another")
-    assert "layers are not Transformer Engine's" in slow_parts(model, ONE, gpu, has_engine=False)[1]
+    assert "layers do not use Transformer Engine" in slow_parts(model, ONE, gpu, has_engine=False)[1]
 
 
 @pytest.mark.parametrize("average", ["token", "conversation"])

@@ -212,7 +212,7 @@ def test_a_job_whose_settings_are_refused_is_not_started_again_even_if_its_launc
         main(made)
     decision = decide(folder, exit_code=1)
     assert not decision.requeue
-    assert "another attempt would fail in the same way" in decision.message
+    assert "a restart would fail in the same way" in decision.message
 
 
 def live_config(tmp_path, **data):
@@ -336,7 +336,7 @@ def test_memory_that_runs_out_is_one_clear_error(monkeypatch):
         raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.\nmore")
 
     monkeypatch.setattr(runtime, "start", fail)
-    with pytest.raises(ConfigError, match="memory ran out: can't allocate memory: you tried to allocate 8 bytes"):
+    with pytest.raises(ConfigError, match="out of memory: can't allocate memory: you tried to allocate 8 bytes"):
         training.run_training(SftConfig(), None)
 
     def hide(*_, **__):
@@ -346,7 +346,7 @@ def test_memory_that_runs_out_is_one_clear_error(monkeypatch):
             raise ValueError("cannot close a file that is being written")
 
     monkeypatch.setattr(runtime, "start", hide)
-    with pytest.raises(ConfigError, match="memory ran out: of this process"):
+    with pytest.raises(ConfigError, match="out of memory: this process"):
         training.run_training(SftConfig(), None)
     monkeypatch.setattr(runtime, "start", lambda *_, **__: 1 + "")
     with pytest.raises(TypeError):

@@ -101,7 +101,7 @@ def test_a_startup_without_progress_ends_and_names_the_setting_to_raise(ended, c
         assert event.wait(timeout=300)
     assert codes[0] == 70
     assert (left[0].reason, left[0].rank) == ("hang", 0)
-    assert "Raise trainer.startup_timeout_s" in capfd.readouterr().err
+    assert "Increase trainer.startup_timeout_s" in capfd.readouterr().err
 
 
 def test_a_hang_in_training_leaves_the_stacks_of_the_rank_in_the_runs_folder(ended, tmp_path, monkeypatch) -> None:

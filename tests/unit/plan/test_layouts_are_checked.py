@@ -41,10 +41,7 @@ OVERLAPS = {
             {"cuda_graphs": True, "static_rows": True, "context_parallel_size": 2},
             "and parallel.context_parallel_size is 2",
         ),
-        (
-            {"overlap_tensor_parallel": True, "static_rows": True},
-            "sequence_parallel is false: it overlaps the communication",
-        ),
+        ({"overlap_tensor_parallel": True, "static_rows": True}, "sequence_parallel is false: it overlaps the"),
         ({**OVERLAPS, "static_rows": False}, "static_rows is false: its buffers require rows of constant"),
         ({**OVERLAPS, "cuda_graphs": True}, "cuda_graphs is true: CUDA graphs do not support its streams"),
     ],
@@ -57,10 +54,7 @@ def test_parallel_sizes_that_contradict_each_other_are_refused(settings, message
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"family": "qwen3_moe", "num_experts": 4, "expert_ffn_hidden_size": 32},
-            "num_experts is 4: CUDA graphs do not support experts",
-        ),
+        ({"family": "qwen3_moe", "num_experts": 4, "expert_ffn_hidden_size": 32}, "num_experts is 4: CUDA graphs"),
         ({"fp8": "tensorwise"}, "fp8 is tensorwise: CUDA graphs do not support FP8"),
     ],
 )
@@ -75,11 +69,7 @@ def test_models_that_no_graph_is_captured_of_are_refused(changes, message) -> No
     ("model", "trainer", "message"),
     [
         ({"lora_rank": 4}, {}, "lora_rank is 4: LoRA adapters"),
-        (
-            {"family": "qwen3_moe", "num_experts": 4, "expert_ffn_hidden_size": 64},
-            {},
-            "does not support it for experts",
-        ),
+        ({"family": "qwen3_moe", "num_experts": 4, "expert_ffn_hidden_size": 64}, {}, "support it for experts"),
         ({"fp8": "mxfp8"}, {}, "fp8 is mxfp8: only bfloat16"),
         ({"attention": "torch"}, {}, "attention is torch: it requires Transformer"),
         ({"dtype": "float32"}, {}, r"model\.dtype is float32"),
@@ -110,13 +100,7 @@ def test_ranks_that_cannot_hold_whole_models_are_refused_with_the_arithmetic() -
     ("parallel", "ranks", "packs", "tokens", "message"),
     [
         ({}, 8, 4, 4096, r"batch of 4 packs is too small for 8 data-parallel ranks \(8 ranks / 1 .*\)"),
-        (
-            {"tensor_parallel_size": 2},
-            8,
-            3,
-            4096,
-            r"batch of 3 packs is too small for 4 data-parallel ranks \(8 ranks / 2 ",
-        ),
+        ({"tensor_parallel_size": 2}, 8, 3, 4096, r"of 3 packs is too small for 4 .* ranks \(8 ranks / 2 "),
         (
             {"context_parallel_size": 4},
             4,

@@ -60,14 +60,14 @@ def test_turns_may_be_stored_as_one_list_a_field():
     assert messages == (PLAIN[0], Message("assistant", "Hello", weight=100))
     for uneven in ({"role": ["user"], "content": []}, {"role": "user", "content": "Hi"}, {}):
         reason, detail = refusal({"messages": uneven})
-        assert (reason, detail) == (BadReason.NO_MESSAGES, "`messages` holds a dict, expected a list of turns")
+        assert (reason, detail) == (BadReason.NO_MESSAGES, "`messages` contains a dict, expected a list of turns")
 
 
 def test_two_lists_of_turns_are_a_question_to_the_user():
     record = {"messages": [ASK, ANSWER], "conversation": [ASK, ANSWER]}
     assert refusal(record) == (
         BadReason.UNKNOWN_SCHEMA,
-        "`messages` and `conversation` hold turns; to leave one out: source.ignore_fields=[conversation]",
+        "`messages` and `conversation` contain turns; to leave one out: source.ignore_fields=[conversation]",
     )
     assert turns_of(record, ignore_fields=["conversation"]) == PLAIN
 
@@ -446,7 +446,7 @@ def test_detection_uses_the_columns_and_stops_after_a_hundred_records():
     ("records", "what", "fix"),
     [
         ([{"q": "Hi", "a": "Hello"}], "no schema matches the first records; fields: q, a", "source.columns"),
-        ([{"text": "x"}, {"messages": [ASK]}], "several schemas: 1 text, 1 messages", "by themselves"),
+        ([{"text": "x"}, {"messages": [ASK]}], "several schemas: 1 text, 1 messages", "separately"),
         ([{"prompt": "Hi", "chosen": "a", "rejected": "b"}], "source.schema=preference", "source.schema="),
         ([{"messages": [ASK], "prompt": "a", "completion": "b"}], "messages, prompt_completion", "source.schema="),
         ([{"messages": [ASK], "chosen": [ASK], "rejected": [ASK]}], "messages, preference", "source.schema="),
@@ -641,7 +641,7 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_its_reason_and_place
     [
         (b"not json", BadReason.NOT_JSON, "Expecting value"),
         (b"[" * 100_000, BadReason.NOT_JSON, "nested too deeply"),
-        (b'{"messages": [{"role": "user", "role": "b"}]}', BadReason.NOT_JSON, "the key 'role' is given twice"),
+        (b'{"messages": [{"role": "user", "role": "b"}]}', BadReason.NOT_JSON, "the key 'role' occurs twice"),
         (b'{"messages": "\xff"}', BadReason.NOT_UTF8, "byte 14"),
     ],
 )
@@ -654,7 +654,7 @@ def test_a_line_that_is_no_json_is_refused(line, reason, words):
 def test_a_refusal_names_the_column_that_a_field_was_read_from():
     reason, detail = refusal({"chat": []}, columns={"messages": "chat"})
     assert reason == BadReason.NO_MESSAGES
-    assert detail == "`messages` holds an empty list, expected a list of turns (`messages` is the column `chat`)"
+    assert detail == "`messages` contains an empty list, expected a list of turns (`messages` is the column `chat`)"
 
 
 @pytest.mark.parametrize(
@@ -665,7 +665,7 @@ def test_a_refusal_names_the_column_that_a_field_was_read_from():
         ({"columns": {"messages.speaker": "who"}}, "field 'messages.speaker' does not exist"),
         ({"columns": {"messages": ""}}, "the column name is ''"),
         ({"columns": {"chat": "messages"}}, "source.columns.messages=chat, or use one of: "),
-        ({"schema": "alpaca", "columns": {"messages": "chat"}}, "no field 'messages' in the schema alpaca"),
+        ({"schema": "alpaca", "columns": {"messages": "chat"}}, "field 'messages' does not exist in the schema alpaca"),
     ],
 )
 def test_settings_that_name_nothing_are_refused(settings, words):

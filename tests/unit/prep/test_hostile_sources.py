@@ -60,7 +60,7 @@ def test_a_parquet_of_500_bytes_with_a_conversation_of_millions_of_turns_is_refu
     pq.write_table(table, tmp_path / "chats.parquet", write_statistics=False, store_schema=False)
     assert (tmp_path / "chats.parquet").stat().st_size < 700
     chats, live, packs = whats_of(tmp_path / "chats.parquet")
-    assert chats.startswith("the column messages.list.element.role claims 8,388,608 values; at most 4,194,304")
+    assert chats.startswith("the column messages.list.element.role declares 8,388,608 values; at most 4,194,304")
     assert live == chats
     assert packs.startswith("has no column input_ids")
 

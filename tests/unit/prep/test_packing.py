@@ -96,7 +96,7 @@ def test_a_plan_names_the_setting_that_is_wrong(changes, where):
         ({"packed_storage": "pickle"}, "data.packed_storage", "'pickle'"),
         ({"algorithm": "best"}, "data.algorithm", "'best'"),
         ({"pack_size": 1}, "data.pack_size", "1"),
-        ({"path": ""}, "data.path", "no folder"),
+        ({"path": ""}, "data.path", "no output folder"),
         ({"validation_fraction": 0.5, "test_fraction": 0.5}, "data.validation_fraction and data.test_fraction", "left"),
     ],
 )

@@ -100,7 +100,7 @@ def test_a_dataset_is_downloaded_once_and_its_commit_recorded(server, path):
     lines = []
     found = find_files(SourceConfig(path=path), show=lines.append)
     assert found.facts == {"dataset": "org/plain", "revision": server.commit("org/plain")}
-    assert lines[0].startswith(f"dataset org/plain of the hub at {server.commit('org/plain')[:12]}: 1 files")
+    assert lines[0].startswith(f"dataset org/plain of the hub at {server.commit('org/plain')[:12]}: 1 file")
     assert questions(path) == ["a", "b"]
     assert server.downloaded() == ["chats.jsonl"]
     assert found.digest == find_files(SourceConfig(path=path)).digest
@@ -149,7 +149,7 @@ def test_splits_subsets_and_files_are_chosen_by_setting_or_path(server, path, se
     [
         ("org/named", {}, "several splits: train_gen, train_sft", "source.split=train_gen"),
         ("org/card", {}, "has the subsets all, short", "source.subset=all"),
-        ("org/card", {"subset": "long"}, "no subset 'long', only all, short", "source.subset"),
+        ("org/card", {"subset": "long"}, "subset 'long' does not exist, only all, short", "source.subset"),
         ("org/card", {"subset": "short", "split": "test"}, "split 'test' does not exist, only train", "source.split"),
         ("org/splits", {"split": "dev"}, "split 'dev' does not exist, only test, train", "source.split"),
         ("org/held", {}, "split 'train' does not exist, only test", "source.split"),

@@ -79,7 +79,7 @@ def test_a_record_of_local_checkpoints_that_cannot_be_read_now_is_not_to_be_remo
 
 @pytest.mark.parametrize("name", ["a/b", "x[1]", "", "../up", "-x"])
 def test_a_name_that_cannot_name_a_folder_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="cannot name a run's folder"):
+    with pytest.raises(ConfigError, match="is not a valid name for a run's folder"):
         choose_run_folder(None, runs=str(tmp_path), name=name, resume="false")
 
 

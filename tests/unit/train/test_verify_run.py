@@ -208,9 +208,9 @@ def test_digests_are_of_consecutive_steps_and_agree_with_the_metrics(run: Path, 
     [
         ([answer(4), answer(2)], "an answer after step 4 is followed by one after step 2"),
         ([answer(5)], "there is an answer but no metrics after step 5"),
-        ([answer(2, tokens=["a"])], "not a record of an answer to a sample prompt: tokens[] is 'a'"),
-        ([answer(2, answer=None)], "not a record of an answer to a sample prompt: "),
-        ([answer(2)[:-4]], "not a record of an answer to a sample prompt: "),
+        ([answer(2, tokens=["a"])], "not a record of a sample answer: tokens[] is 'a'"),
+        ([answer(2, answer=None)], "not a record of a sample answer: "),
+        ([answer(2)[:-4]], "not a record of a sample answer: "),
     ],
 )
 def test_answers_to_sample_prompts_are_in_order_and_of_steps_that_were_trained(

@@ -20,9 +20,7 @@ def _parse(record: Mapping[str, Any], where: str) -> Conversation:
     if isinstance(record["completion"], str):
         completion = [answer_turn(record, "completion")]
     elif held := [name for name in ANSWER_FIELDS if not is_empty(record.get(name))]:
-        raise BadRecordError(
-            BadReason.BAD_TURN, f"`{held[0]}` is set in addition to a completion with turns, which contain their own"
-        )
+        raise BadRecordError(BadReason.BAD_TURN, f"`{held[0]}` is set in addition to a completion with turns")
     return train_only_answer(chat(record, prompt + completion, where), len(completion))
 
 

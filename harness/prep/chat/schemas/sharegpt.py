@@ -42,7 +42,7 @@ def _as_message(turn: object, number: int) -> object:
         return message
     # Their own `role` or `content` beside these is refused as unknown, like any other field.
     rest = {key: value for key, value in turn.items() if key not in fields}
-    return message | {f"{key} in addition to {fields[0]}" if key in message else key: rest[key] for key in rest}
+    return message | {f"{key} beside {fields[0]}" if key in message else key: rest[key] for key in rest}
 
 
 SHAREGPT = Schema(
