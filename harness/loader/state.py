@@ -70,7 +70,7 @@ class LoaderState:
             LoaderError: data, seed, order or tokenizer differ.
         """
         changes = [
-            f"{what} was {then!r} and is now {now!r}"
+            f"{what} was {then!r} and is {now!r}"
             for what, then, now in (
                 ("the dataset's fingerprint", self.fingerprint, start.fingerprint),
                 ("the seed", self.seed, start.seed),

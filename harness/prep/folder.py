@@ -67,7 +67,7 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
     if report is None:
         others = sorted(folder.names()) if not isinstance(folder.place, Path) or folder.place.exists() else []
         if others and _MARKER not in others:
-            what = f"the folder contains {len(others):,} other files or folders, such as {others[0]}"
+            what = f"the folder contains other files, such as {others[0]}"
             raise PrepError(what, where=where, fix="set data.path to a new or empty folder")
         return None
     if "date" in (report.get("settings") or {}):
@@ -80,7 +80,7 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
         return None
     old, new = _flat(report.get("settings")), _flat(settings)
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    shown = [f"{key} was {old.get(key)!r} and is now {new.get(key)!r}" for key in changed[:4]]
+    shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
     shown += [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
     what = f"the folder was prepared with other settings: {'; '.join(shown)}"
     raise ConfigError(what, where=where, fix="replace it with --overwrite, or set data.path to another folder")

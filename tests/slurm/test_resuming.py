@@ -198,4 +198,4 @@ def test_a_run_that_refuses_its_settings_is_not_requeued(submit, kind):
     )
     assert job.wait() == "FAILED", job.log
     assert job.facts["Restarts"] == "0"
-    assert "ConfigError: the dataset's pack_size 256 is above" in job.log
+    assert "ConfigError: the dataset's pack_size 256 exceeds" in job.log

@@ -282,7 +282,7 @@ def check_same_adapters(model: ModelConfig, before: dict[str, Any], where: str) 
     then, now = {"lora_rank": 0, **before}, vars(model)
     if then["lora_rank"] == now["lora_rank"] == 0:
         return
-    changed = [f"model.{n} was {then.get(n)} and is now {now[n]}" for n in names if then.get(n) != now[n]]
+    changed = [f"model.{n} was {then.get(n)} and is {now[n]}" for n in names if then.get(n) != now[n]]
     if changed:
         fix = "resume with the original settings, or start a new run"
         raise ConfigError(f"the checkpoint has other adapters: {'; '.join(changed)}", where=where, fix=fix)

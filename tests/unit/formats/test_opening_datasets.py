@@ -40,7 +40,7 @@ def test_a_folder_without_a_manifest_lists_its_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     assert "interrupted write or no dataset (found notes.txt)" in error_of(tmp_path).what
     (tmp_path / "empty").mkdir()
-    assert "found 0 files: nothing" in error_of(tmp_path / "empty").what
+    assert "found nothing" in error_of(tmp_path / "empty").what
 
 
 def test_files_that_all_hold_no_packs_are_refused(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_folder_of_datasets_suggests_one_of_them(tmp_path: Path) -> None:
         write(tmp_path / name)
     error = error_of(tmp_path)
     assert error.what == "a folder of 2 datasets, not a dataset itself"
-    assert error.fix == f"name one of them: {tmp_path / 'train'}, {tmp_path / 'validation'}"
+    assert error.fix == f"specify one of them: {tmp_path / 'train'}, {tmp_path / 'validation'}"
 
 
 def test_an_unknown_suffix_names_the_known_ones(tmp_path: Path) -> None:

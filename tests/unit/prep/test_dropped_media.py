@@ -93,7 +93,7 @@ def test_a_folder_that_was_prepared_before_there_was_the_setting_is_still_prepar
     del report["media"], report["placeholders"]
     (tmp_path / "data" / "report.json").write_text(json.dumps(report))
     assert prepared().reused
-    with pytest.raises(ConfigError, match="drop_media was None and is now True"):
+    with pytest.raises(ConfigError, match="drop_media was None and is True"):
         prepared(drop_media=True)
 
 

@@ -92,7 +92,7 @@ def test_earlier_settings_are_kept_if_they_differ(tmp_path):
     assert (folder / "config.before-1.yaml").read_text() == "steps: 1\n"
     assert (folder / "config.yaml").read_text() == "steps: 2\n"
     taken = open_run_folder(folder, settings="steps: 1\n", resumes=False)
-    with pytest.raises(ConfigError, match="another run has just taken"):
+    with pytest.raises(ConfigError, match="another run has just started"):
         taken.__enter__()
 
 
