@@ -84,8 +84,8 @@ class Options:
             else:
                 raise ConfigError(f"{word!r} is not a setting", where=where, fix=_fix_of_path(Path(word), where=where))
         if options.config_dir is not None and not options.config_dir.is_dir():
-            fix = "--config-dir names a folder of YAML files"
-            raise ConfigError("there is no such folder", where=str(options.config_dir), fix=fix)
+            fix = "--config-dir specifies a folder of YAML files"
+            raise ConfigError("the folder does not exist", where=str(options.config_dir), fix=fix)
         return options
 
     def _take_flag(self, name: str, value: str | None, rest: list[str], *, where: str) -> None:

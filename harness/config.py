@@ -86,7 +86,7 @@ def compose_config(
         raise ConfigError(
             f"there is no file {config_name}.yaml",
             where=" and ".join(map(str, folders)),
-            fix=(f"did you mean {near}? " if near else "") + "--config-name names a file of one of these folders",
+            fix=(f"did you mean {near}? " if near else "") + "--config-name specifies a file in one of these folders",
         )
     known = KnownSettings(command_of(name), schema, folders, frozenset(also))
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)

@@ -138,7 +138,7 @@ def _of_disk(error: OSError) -> HarnessError:
     return HarnessError(
         f"the disk refused to write or to read: {error.strerror or error}",
         where=place or f"a file or the output of `{' '.join(sys.argv)[:200]}`",
-        fix="make room, or have the disk checked (dmesg), then run the same command again",
+        fix="free disk space or check the disk (dmesg), then run the same command again",
     )
 
 
@@ -193,7 +193,7 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             error = ConfigError(f"the package {error.name} is not installed", where=sys.executable, fix=fix)
         if not isinstance(error, HarnessError) and is_of_memory(error):
             error = HarnessError(
-                f"memory ran out: {str(error).partition(chr(10))[0] or 'of this process'}",
+                f"out of memory: {str(error).partition(chr(10))[0] or 'this process'}",
                 where=f"`{' '.join(sys.argv)[:200]}`",
                 fix="use a machine with more memory, or give this process more of it, then run the same command again",
             )
@@ -206,7 +206,7 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             error = HarnessError(
                 f"standard output cannot be written: {refused.strerror}",
                 where="standard output",
-                fix="make room, or send it to another disk; the command itself was carried out",
+                fix="free disk space, or write it to another disk; the command itself has finished",
             )
         if isinstance(error, PermissionError) and error.filename is not None:
             fix = "run as a user who has access, or change the permissions of the file and its folders"

@@ -287,7 +287,7 @@ class KnownSettings:
             for inner in node.value:
                 is_record = isinstance(inner, yaml.MappingNode)
                 if not isinstance(inner, yaml.ScalarNode) and not (is_record and f"{key}[]" in self._records):
-                    raise self.error(f"{key} has an item that is no scalar", where=where, fix=f"{key}: [A, B]; ")
+                    raise self.error(f"an item of {key} is not a scalar", where=where, fix=f"{key}: [A, B]; ")
                 self._check_node(f"{key}[]" if is_record else key, inner, loader, file)
         else:
             # YAML reads 012 as 10, 1:30 as 90, and no as false; text that is a number stays as it is written.

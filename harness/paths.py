@@ -51,7 +51,7 @@ def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
             if found := [str(entry) for entry in entries if belongs(entry)]:
                 shown = ", ".join(found[:_MOST_NAMES]) + (", ..." if len(found) > _MOST_NAMES else "")
                 fix = (
-                    f"name one of them: {shown}"
+                    f"specify one of them: {shown}"
                     if kind in expected
                     else f"`harness {command} {found[0]}` shows one of them"
                 )

@@ -195,13 +195,13 @@ def _build(value: Any, hint: Any, key: str, *, is_whole: bool = True) -> Any:
         return math.nan
     elif hint is Any or (origin is None and isinstance(value, bool) == (hint is bool) and _is_plain(value, hint)):
         return Path(value) if hint is Path else value
-    raise ValueError(f"{key} is {str(value)[:40]!r}, and not of type {_type_name(hint)}")
+    raise ValueError(f"{key} is {str(value)[:40]!r}, not of type {_type_name(hint)}")
 
 
 def _build_record(values: Any, schema: Any, key: str, *, is_whole: bool) -> Any:
     place, prefix, hints = key or "the file", f"{key}." if key else "", _hints(schema)
     if not isinstance(values, dict):
-        raise ValueError(f"{place} holds {str(values)[:40]!r}, and no settings")
+        raise ValueError(f"{place} contains {str(values)[:40]!r} instead of settings")
     if (unknown := next((name for name in values if name not in hints), None)) is not None:
         raise ValueError(f"there is no setting {(prefix + unknown)[:80]!r}")
     built = {name: _build(one, hints[name], prefix + name, is_whole=is_whole) for name, one in values.items()}
@@ -210,7 +210,7 @@ def _build_record(values: Any, schema: Any, key: str, *, is_whole: bool) -> Any:
     try:
         return schema(**built)
     except TypeError as error:  # a field without default is missing
-        raise ValueError(f"{place} is not whole: {error}") from None
+        raise ValueError(f"{place} is incomplete: {error}") from None
 
 
 def _is_plain(value: Any, hint: Any) -> bool:

@@ -62,32 +62,29 @@ class ParityConfig:
     Attributes:
         check: formats, workers, schedules, layouts, context, experts, isolation, reference or versions, several as
             `formats+workers`, or all.
-        dataset: a dataset with `train` and `validation`; null for a small one that is made for the check.
-        datasets: existing datasets as `NAME=PATH`, for `format=NAME`; other formats are converted from `dataset`.
-        versions: interpreters as `NAME=PATH` whose environments have other versions of the libraries.
-        folder: folder of the runs and the report.
-        fresh: run finished cells again.
-        steps: steps of each run.
-        steps_before: steps before the checkpoint that all layouts start from, so that the optimizer's state is
+        dataset: dataset with `train` and `validation`; null generates a small one.
+        datasets: existing datasets as `NAME=PATH`, for `format=NAME`. Other formats are converted from `dataset`.
+        versions: Python interpreters as `NAME=PATH`, whose environments contain other versions of the libraries.
+        folder: folder for the runs and the report.
+        fresh: repeat cells that are complete.
+        steps: number of steps per run.
+        steps_before: number of steps before the checkpoint that all layouts start from, so that the optimizer state is
             compared too.
-        slots: ranks to run side by side; null for the machine's cores.
-        timeout_s: time limit of one cell.
-        max_ranks: cases of more ranks are left out.
-        device: device of every run, cpu or cuda; tolerances depend on it.
-        keep_batches: record the data itself with its digests, so that the report has the position and both values of
-            any difference; 28 bytes a token of each run before compression.
-        tolerances: across layouts, schedules, experts and the reference; those of a GPU, and across versions, are wider
-            unless they are set.
-        sft: settings of `recipes.sft` for every case.
-        sft_more: further settings of `recipes.sft`, for the command line.
-        kinds: settings of `recipes.sft`, separated by spaces, by name, for the cases of `experts` that choose one with
-            `kind=NAME`.
-        families: model families of the check `reference`; empty for all.
+        slots: number of ranks to run at the same time; null uses the number of cores.
+        timeout_s: time limit of one cell in seconds.
+        max_ranks: maximum number of ranks; larger cases are omitted.
+        device: device of all runs, cpu or cuda; tolerances depend on it.
+        keep_batches: record the data in addition to its digests, so that the report shows the position and both values
+            of a difference. Takes 28 bytes per token of each run before compression.
+        tolerances: tolerances across layouts, schedules, experts and the reference; those on GPUs and across versions
+            are wider by default.
+        sft: settings of `recipes.sft` for all cases.
+        sft_more: additional settings of `recipes.sft`, for the command line.
+        kinds: named settings of `recipes.sft`, separated by spaces, for cases of `experts` with `kind=NAME`.
+        families: model families of the `reference` check; empty for all.
         formats, workers, schedules, layouts, context, experts, isolation, reference: cases of the check as `"ranks
-            setting=value ..."`, the reference first; `format=NAME` and `version=NAME` choose a dataset and an
-            interpreter. Those of
-            `experts` have a reference for each kind, and those of `reference` are each compared with a plain model of
-            transformers.
+            setting=value ..."`, starting with the reference. `format=NAME` and `version=NAME` select a dataset and an interpreter.
+            `experts` has one reference per kind; each case of `reference` is compared with a plain transformers model.
     """
 
     check: str = "formats"
@@ -127,7 +124,7 @@ class ParityConfig:
         own = [text for text in (*self.sft, *self.sft_more) if text.lstrip("+").startswith(_DATA_SETTINGS)]
         if own:
             raise ConfigError(
-                f"{own[0]} would be the data of every cell",
+                f"{own[0]} would replace the data of every cell",
                 where="sft, sft_more",
                 fix="dataset=PATH for all cells, datasets='[\"FORMAT=PATH\"]' for those of a format",
             )
@@ -139,7 +136,7 @@ class ParityConfig:
                     raise ConfigError(f"{text!r} is not NAME=PATH", where=name, fix=f"{name}='[\"NAME=PATH\"]'")
         if self.check == "versions" and not self.versions:
             raise ConfigError(
-                "no other version's interpreter is named, so there is nothing to compare",
+                "no interpreter of another version is specified, so there is nothing to compare",
                 where="versions",
                 fix="versions='[\"mcore_0.19=/path/to/venv/bin/python\"]'",
             )
@@ -154,7 +151,7 @@ class ParityConfig:
         unknown = next((kind for kind in named if kind not in self.kinds), None)
         if unknown is not None:
             fix = f"kind=NAME, one of {', '.join(self.kinds)}"
-            raise ConfigError(f"a case names the kind {unknown!r}", where="experts, kinds", fix=fix)
+            raise ConfigError(f"a case selects the unknown kind {unknown!r}", where="experts, kinds", fix=fix)
         return list(dict.fromkeys(named))
 
     def cases(self, check: str) -> list[str]:
@@ -240,7 +237,7 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
         if check == "reference":
             cells += reference_cells(config, source, folder, settings, chosen)
         elif check == "versions" and not config.versions:
-            reason = "no other version's interpreter is named: versions='[\"NAME=PATH\"]'"
+            reason = "no interpreter of another version is specified: versions='[\"NAME=PATH\"]'"
             left_out.append(skipped("versions", check, reason))
         elif check == "experts":
             for kind in config.kinds_of(cases := config.cases(check)):
@@ -285,7 +282,9 @@ def dataset_in(format: str, config: ParityConfig, source: Path, folder: Path) ->
         return existing[format]
     if format not in FORMATS:
         raise ConfigError(
-            f"there is no format {format!r}", where="format", fix=f"one of {', '.join(FORMATS)}, or name its dataset"
+            f"format {format!r} does not exist",
+            where="format",
+            fix=f"one of {', '.join(FORMATS)}, or specify its dataset",
         )
     target = folder / "data" / format
     splits = [split for split in ("train", "validation") if (source / split).exists()]

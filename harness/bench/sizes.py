@@ -14,27 +14,27 @@ class Sizes(CheckedSettings):
     """Sizes and places of one run of a bench; `Bench.full` and `Bench.quick` are the presets of each.
 
     Attributes:
-        path: a dataset; empty for made data.
-        out: folder of the parts' files and of the report; parts that it has are not measured again.
-        device: auto, cpu or cuda; models are in bfloat16 on GPUs.
-        size: of the models: full, or tiny for ones that a CPU trains in seconds.
-        parts: formats, schedulers or measurements to make, by name; empty for all.
-        packs, pack_size: size of the dataset, in packs and in tokens of a pack.
-        large_packs: packs of a dataset that is only opened, on little disk; 0 leaves that out.
-        sequences: numbers of sequences of a row, a plan or a source; each is measured.
-        layers: layers of the model.
-        hidden: width of the model, a multiple of 64; heads are 32 wide, the feed-forward is three times as wide.
-        ranks: ranks of the largest job, or that batches are planned for; 0 for one a GPU, and 2 on a CPU.
-        cp_size: context-parallel ranks that share a row.
-        max_tokens_per_rank: tokens of one rank in one microbatch.
-        global_batch: packs of a step, or sequences of a simulated one.
-        workers: numbers of worker processes of the loader; each is measured where there are several.
-        steps: measured steps of a round.
-        rounds: turns of each side of a comparison; figures are medians over them.
-        peak_tflops: of the device, dense, in the model's dtype (H100 SXM in bfloat16: 989); 0 for what is known or
-            measured.
-        part_limit_s: a part that takes longer is ended, and reported as failed; formats are soaked so long each.
-        total_limit_s: begin no part after so many seconds; the next call continues. 0 for no limit.
+        path: dataset to measure; empty generates one.
+        out: folder for the results of the parts and the report. Parts with results are not measured again.
+        device: auto, cpu or cuda. Models use bfloat16 on GPUs.
+        size: size of the models: `full`, or `tiny` for models that a CPU trains in seconds.
+        parts: names of the formats, schedulers or measurements to run; empty runs all.
+        packs: number of packs in the dataset.
+        pack_size: number of tokens in a pack.
+        large_packs: number of packs in a dataset that is only opened and takes little disk space; 0 omits it.
+        sequences: numbers of sequences in a row, plan or source; each is measured.
+        layers: number of layers of the model.
+        hidden: hidden size of the model, a multiple of 64, with a head size of 32 and an MLP three times as wide.
+        ranks: number of ranks, or of ranks that batches are planned for; 0 uses one per GPU, or 2 on a CPU.
+        cp_size: number of context-parallel ranks that share a row.
+        max_tokens_per_rank: maximum number of tokens per rank in a microbatch.
+        global_batch: number of packs per step, or of sequences in a simulated step.
+        workers: numbers of loader workers; each is measured.
+        steps: number of measured steps per round.
+        rounds: number of alternating rounds in a comparison; results are medians over them.
+        peak_tflops: dense peak of the device in TFLOP/s in the model's dtype (H100 SXM in bfloat16: 989); 0 detects it.
+        part_limit_s: time limit of a part in seconds, after which it is reported as failed, and time to soak a format.
+        total_limit_s: seconds after which no new part starts; the next call continues. 0 disables the limit.
     """
 
     path: str = ""

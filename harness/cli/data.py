@@ -43,8 +43,8 @@ class StoredPacks(CheckedSettings, section="data"):
     """Settings of the packs that are written.
 
     Attributes:
-        pack_size: pack size of the result, if the source does not record one.
-        packs_per_shard: packs of one shard; null for the default of the format.
+        pack_size: pack size of the result, if the source does not specify one.
+        packs_per_shard: number of packs per shard; null uses the default of the format.
     """
 
     pack_size: int | None = bounded(None, lowest=2)
@@ -64,7 +64,7 @@ class ImportSettings:
     """Settings of `harness import`.
 
     Attributes:
-        split: the split to import, if the tool keeps several.
+        split: split to import, if the source has several.
     """
 
     split: str = "train"
@@ -76,9 +76,9 @@ class PlannedPacks(CheckedSettings, section="data"):
     """Settings that turn sequences into packs.
 
     Attributes:
-        pack_size: maximum number of tokens of a pack.
+        pack_size: maximum number of tokens in a pack.
         algorithm: as in `harness prepare`.
-        seed: chooses which of equal sequences share a pack, and the order of the packs.
+        seed: seed of the order of packs, and of the choice between sequences of equal length.
     """
 
     pack_size: int = bounded(lowest=2)
@@ -98,7 +98,7 @@ class InspectSettings(CheckedSettings):
     """Settings of `harness inspect`: the tokenizer of a dataset, if it names none; with --raw, those of a preparation.
 
     Attributes:
-        preview: records of raw chats that are shown.
+        preview: number of raw records to show.
     """
 
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

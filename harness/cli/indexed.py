@@ -36,9 +36,9 @@ class TokenRows(CheckedSettings, section="data"):
     """Rows of the token shards.
 
     Attributes:
-        column: name of the column of token ids: lists, lists of lists, or ids as text.
+        column: name of the column with token ids: lists, lists of lists, or ids as text.
         eod: token to append to every document; null for none.
-        empty: drop or refuse rows without tokens.
+        empty: `drop` or `refuse` rows without tokens.
     """
 
     column: str = "input_ids"
@@ -51,7 +51,7 @@ class Vocabulary(CheckedSettings, section="tokenizer"):
     """The tokenizer that made the ids.
 
     Attributes:
-        vocab_size: size of the vocabulary: fixes the dtype and bounds the ids; null takes the dtype from the ids.
+        vocab_size: vocabulary size, which determines the dtype and the largest valid id; null derives the dtype.
     """
 
     vocab_size: int | None = bounded(None, lowest=1)
@@ -75,8 +75,8 @@ class FamilySettings(TokenSettings):
     """Settings of `harness indexed family`.
 
     Attributes:
-        split: share of each split, as split.train=98 split.valid=1 split.test=1; none puts all into train.
-        shards: shards of each split, as shards.valid=PATH; in place of SRC and of split.
+        split: ratio of the splits, such as split.train=98 split.valid=1 split.test=1; omit to write only train.
+        shards: shards of each split, such as shards.valid=PATH, instead of SRC and split.
     """
 
     split: dict[str, float] = bounded(default_factory=dict, lowest=0, highest=10**12)

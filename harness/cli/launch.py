@@ -37,7 +37,7 @@ class AssumedData(CheckedSettings, section="data"):
     """Packs that do not exist yet.
 
     Attributes:
-        pack_size: tokens of each pack.
+        pack_size: number of tokens in each pack.
     """
 
     pack_size: int = bounded(8192, lowest=2)
@@ -48,22 +48,22 @@ class PlanSettings(CheckedSettings):
     """Settings of `harness plan`; `gpus`, or `parallel.ranks` of the recipe, are those of all nodes, 8 by default.
 
     Attributes:
-        gpu_gib: memory of a GPU in GiB: exit code 1 if the run does not fit; null to skip the check.
-        peak_tflops: dense peak of a GPU in TFLOP/s; 989 is an H100's in bfloat16.
-        mfu: measured share of the peak that training reaches; null estimates it.
-        node_gb_s, port_gb_s: GB/s each way that collectives reach between the GPUs of a node, and over the network port
-            of each; `harness preflight` measures a cluster's.
-        gpus_per_node: GPUs that share a node.
-        file_system_gb_s: GB/s at which all ranks together write a checkpoint; null to leave its time out.
-        disk_gb_s: GB/s at which a node writes local checkpoints to its own disk; null to leave their time out.
-        packs: plan for this many packs of `data.pack_size`; null for the dataset of the settings. A search without data
-            assumes 100,000.
-        sequence_tokens: tokens of each conversation in them.
-        expert_load: tokens that the experts of the busiest rank get, over an even share; the report of a run has the
-            load by expert, which is higher than that of a rank with several.
-        top: layouts that `harness plan auto` lists.
-        rehearse: also build the first, middle and last rank of the job here, at a small width, and train each for a
-            step without the others; needs the extra `train`, and no GPU.
+        gpu_gib: memory of a GPU in GiB; the exit code is 1 if the run does not fit. Null skips the check.
+        peak_tflops: dense peak of a GPU in TFLOP/s; the default is that of an H100 in bfloat16.
+        mfu: measured model FLOPs utilization; null estimates it.
+        node_gb_s: bandwidth in GB/s, in each direction, of collectives between the GPUs of a node (`harness
+            preflight`).
+        port_gb_s: bandwidth in GB/s, in each direction, of collectives over the network port of each GPU.
+        gpus_per_node: number of GPUs per node.
+        file_system_gb_s: total rate in GB/s at which the ranks write a checkpoint; null omits its time.
+        disk_gb_s: rate in GB/s at which a node writes local checkpoints to its disk; null omits their time.
+        packs: number of packs of `data.pack_size`; null uses the dataset of the settings, or 100,000 packs in a search.
+        sequence_tokens: number of tokens in each conversation of these packs.
+        expert_load: number of tokens on the rank with the busiest experts, relative to an even distribution. The report
+            of a run shows the load per expert, which is higher than that of a rank with several experts.
+        top: number of layouts that `harness plan auto` lists.
+        rehearse: also build the first, middle and last rank of the job on this machine at a small width, and train each
+            for one step without the others. Requires the extra `train`, but no GPU.
     """
 
     gpu_gib: float | None = bounded(80, above=0, highest=1_000_000)

@@ -37,12 +37,12 @@ class ChunkSettings(CheckedSettings, section="chunks"):
     """The input and the chunks made from it.
 
     Attributes:
-        kind: content of the input: chat (conversations) or packs (a dataset).
-        format: jsonl or parquet.
-        rows: rows of one chunk.
+        kind: content of the input: `chat` (conversations) or `packs` (a dataset).
+        format: format of the chunks: `jsonl` or `parquet`.
+        rows: number of rows in a chunk.
         flush_s: seconds after which a chunk with fewer rows is written.
-        max_waiting: pause while this many chunks wait to be read.
-        keep: newest completed chunks that are not deleted.
+        max_waiting: maximum number of unread chunks; the producer pauses when it is reached.
+        keep: number of newest completed chunks to keep.
     """
 
     kind: str = one_of("chat", ("chat", "packs"))
@@ -58,8 +58,8 @@ class LivePacks(CheckedSettings, section="data"):
     """Packs made from the conversations.
 
     Attributes:
-        pack_size: maximum number of tokens of a pack.
-        over_long: conversations above the pack size: drop, cut or split, as in `harness prepare`.
+        pack_size: maximum number of tokens in a pack.
+        over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as in `harness prepare`.
     """
 
     pack_size: int = bounded(4096, lowest=2)
@@ -71,9 +71,9 @@ class ProduceSource(CheckedSettings, section="source"):
     """The conversations.
 
     Attributes:
-        schema, columns, ignore_fields, drop_media, tool_calls: of the records, as in `harness prepare`; an empty schema
-            is detected in each.
-        on_bad: conversations that cannot be used: refuse or skip.
+        schema, columns, ignore_fields, drop_media, tool_calls: as in `harness prepare`; an empty schema is detected
+            each time.
+        on_bad: `refuse` or `skip` invalid conversations.
     """
 
     schema: str = ""
@@ -89,7 +89,7 @@ class ProduceSettings(CheckedSettings):
     """Settings of `harness live produce`.
 
     Attributes:
-        tokenizer: of packs; without a name conversations are written, which the ranks tokenize.
+        tokenizer: tokenizer for packs. Without a name, conversations are written, and the ranks tokenize them.
     """
 
     chunks: ChunkSettings = field(default_factory=ChunkSettings)

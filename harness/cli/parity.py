@@ -58,7 +58,7 @@ class RecordSettings:
 
     Attributes:
         baselines: folder of the baselines.
-        tolerances: kept with the baseline, for later runs.
+        tolerances: tolerances to store with the baseline for later runs.
     """
 
     baselines: str = _BASELINES
@@ -71,7 +71,7 @@ class CompareSettings:
 
     Attributes:
         baselines: folder of the baselines.
-        out: folder to write the report to, as JSON, HTML, Markdown and JUnit; null for none.
+        out: folder for the report in JSON, HTML, Markdown and JUnit format; null writes none.
     """
 
     baselines: str = _BASELINES
@@ -83,7 +83,7 @@ class SummarizeSettings:
     """Settings of `harness parity summarize`.
 
     Attributes:
-        out: folder of the joined report.
+        out: folder for the combined report.
     """
 
     out: str = "runs/summary"
@@ -149,8 +149,8 @@ class LossTolerance(CheckedSettings, section="tolerance"):
     """Largest difference that counts as equal.
 
     Attributes:
-        loss: largest relative difference of a loss or a validation loss at any step. The default is several times the
-            noise that was measured between layouts on a CPU in float32; 1e-5 fits GPUs, and 0 means bit-identical.
+        loss: maximum relative difference of a loss or validation loss at any step. The default is several times the
+            noise measured between layouts on a CPU in float32; use 1e-5 on GPUs, and 0 to require bit-identical losses.
     """
 
     loss: float = bounded(Tolerances().loss, lowest=0, highest=1)
@@ -161,7 +161,7 @@ class CompareRunsSettings:
     """Settings of `harness compare`.
 
     Attributes:
-        out: PNG file to write, with the curves of all runs.
+        out: PNG file for the curves of all runs.
     """
 
     out: str = "compare.png"

@@ -51,7 +51,7 @@ class FirstWeights:
     """Weights that the run starts from.
 
     Attributes:
-        init_from: their folder; null for none.
+        init_from: folder of the weights; null for none.
     """
 
     init_from: str | None = None
@@ -64,7 +64,7 @@ class ProbeSettings:
     Attributes:
         data: data of the run.
         model: weights of the run.
-        cluster: its `preflight.timeout_s` is the time that each check may take, and ranks have to meet.
+        cluster: cluster settings; its `preflight.timeout_s` limits each check and the time for ranks to connect.
     """
 
     data: DataFolders = field(default_factory=DataFolders)
@@ -77,10 +77,10 @@ class JudgeSettings(CheckedSettings):
     """Settings of `harness preflight judge`.
 
     Attributes:
-        srun: file with the errors of the step's `srun --label`; null for none.
-        failed: file to write the nodes to that the job can leave out; null for none.
-        tasks_per_node: tasks of the step on each node.
-        code: digest of the harness's code and configs that every node has to have; empty for any.
+        srun: file with the standard error of the step's `srun --label`; null for none.
+        failed: file for the names of nodes that the job can exclude; null for none.
+        tasks_per_node: number of tasks of the step per node.
+        code: required digest of the harness's code and configs on every node; empty accepts any.
         cluster: its `gpus_per_node`, and the `min_*` and `max_*` of its `preflight`, are the requirements on a node.
     """
 

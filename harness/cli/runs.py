@@ -44,10 +44,10 @@ class ChatSettings(CheckedSettings):
     """Settings of `harness chat`.
 
     Attributes:
-        prompt: print the answer to this prompt and exit; omit to chat in the terminal.
-        max_tokens: maximum number of tokens of one answer.
-        temperature: of sampling; 0 takes the most likely token.
-        seed: of sampling.
+        prompt: prompt to answer before exiting; omit to chat in the terminal.
+        max_tokens: maximum number of tokens per answer.
+        temperature: sampling temperature; 0 selects the most likely token.
+        seed: seed of sampling.
     """
 
     prompt: str | None = None
@@ -61,7 +61,7 @@ class RequeueLimits(CheckedSettings, section="cluster"):
     """Limits of a cluster.
 
     Attributes:
-        max_same_failures: number of times a job may fail in the same way at the same step before it is not requeued.
+        max_same_failures: number of identical failures at the same step after which the job is not requeued.
     """
 
     max_same_failures: int = bounded(3, lowest=1)
@@ -73,7 +73,7 @@ class RequeueSettings(CheckedSettings):
 
     Attributes:
         exit_code: exit code of the run.
-        restart: the caller starts the ranks again in the same job, where they may start again; for the record.
+        restart: the caller can restart the ranks in the same job, which is recorded.
     """
 
     exit_code: int = bounded(lowest=-255, highest=255)
@@ -132,8 +132,8 @@ class MovedData:
     """Data of a run that has been moved.
 
     Attributes:
-        paths: where it is, in the order of the run's settings (one dataset, or the sources of its blend); empty for
-            where it was. It must be the data that was trained.
+        paths: current location of the run's data, in the order of its settings (one dataset, or the sources of its
+            blend); empty uses the original location. The content must be the data that was trained.
     """
 
     paths: list[str] = field(default_factory=list)

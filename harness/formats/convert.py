@@ -59,7 +59,7 @@ def convert_dataset(
             written, or its content differs from the source in the end (the error names the first pack that does).
     """
     if _real(source) == _real(destination):
-        raise ConfigError("source and destination are the same", where=str(source), fix="name another destination")
+        raise ConfigError("source and destination are the same", where=str(source), fix="specify another destination")
     with closing(open_dataset(source)) as reader:
         finished = None if overwrite else _finished(destination, reader, format)
         if finished is not None:

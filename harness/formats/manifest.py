@@ -118,7 +118,7 @@ class Manifest:
 
 def restore_hint(folder: str) -> str:
     """Return the fix for a dataset without a whole manifest."""
-    return f"copy the dataset again; if all its shards are whole: harness verify --repair-manifest {folder}"
+    return f"copy the dataset again; if all its shards are complete: harness verify --repair-manifest {folder}"
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _parse_json(data: str | bytes, where: str) -> tuple[Any, str]:
         return values
 
     def refuse(name: str) -> None:
-        oddities.append(f"holds {name}, which is not a JSON number")
+        oddities.append(f"contains {name}, which is not a JSON number")
 
     try:
         text = data.decode() if isinstance(data, bytes) else data

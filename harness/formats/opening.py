@@ -246,7 +246,7 @@ def list_file_problems(folder: Folder, manifest: Manifest) -> Iterator[FormatErr
     ]
     if extra:
         yield FormatError(
-            f"{len(extra):,} shards are not in the manifest, such as {min(extra, key=natural_key)}",
+            f"shards not in the manifest: {len(extra):,}, such as {min(extra, key=natural_key)}",
             where=folder.where(),
             fix="remove what does not belong to the dataset, or copy the dataset again",
         )
@@ -299,7 +299,7 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
     handles = [format.open_shard(place, None) for place in places]
     contents = [handle.contents() for handle in handles]
     if not any(one.sequence_counts.shape[0] for one in contents):
-        what = "the file holds no packs" if len(places) == 1 else f"the {len(places):,} files hold no packs"
+        what = "the file contains no packs" if len(places) == 1 else f"the {len(places):,} files contain no packs"
         raise FormatError(what, where=str(places[0] if len(places) == 1 else path), fix="write at least one pack")
     ends = np.cumsum(np.concatenate([one.sequence_counts for one in contents]), dtype=np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), ends])
@@ -383,12 +383,11 @@ class _CachedShard(ShardReader):
 def _incomplete(folder: Folder) -> FormatError:
     names = folder.names()
     what = " and no known layout: an interrupted write or no dataset"
-    fix = "run the command that wrote it again, or name the right folder"
+    fix = "run the command that wrote it again, or specify the right folder"
     if MARKER_NAME in names:
         what = ": a write is in progress or was interrupted"
         fix = "wait for the writer, or run the command that wrote it again"
-    what = f"no {MANIFEST_NAME}{what} (found {len(names):,} files: {_some(names)})"
-    return FormatError(what, where=folder.where(), fix=fix)
+    return FormatError(f"no {MANIFEST_NAME}{what} (found {_some(names)})", where=folder.where(), fix=fix)
 
 
 def _nothing(path: Path) -> FormatError:

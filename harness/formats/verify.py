@@ -93,7 +93,7 @@ def describe_checks(path: str | PathLike[str]) -> list[str]:
         if reader.manifest is None:
             return ["without a manifest, only the invariants of packs were checked, as for files of other tools"]
         if not reader.manifest.checksum:
-            return ["the manifest has no checksum of its own: it was written by an earlier version"]
+            return ["the manifest has no checksum, because it was written by an earlier version"]
     return []
 
 

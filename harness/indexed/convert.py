@@ -46,7 +46,7 @@ class TokenSource:
             require_at_least(self.vocab_size, 1, setting="vocab_size")
         if self.eod is not None and not 0 <= self.eod <= self._largest_token:
             what = f"the token {self.eod:,} is not between 0 and {self._largest_token:,}"
-            raise ConfigError(what, where="eod", fix="choose a token of the vocabulary")
+            raise ConfigError(what, where="eod", fix="choose a token id of the vocabulary")
         require_choice(self.empty, ("drop", "refuse"), setting="empty")
 
     @property
@@ -65,11 +65,11 @@ class TokenSource:
 
         for path, batch in read_shards(paths, column=self.column):
             if batch.empty_documents and self.empty == "refuse":
-                fix = "fix the shard, or leave such rows out with empty=drop"
+                fix = "fix the shard, or omit such rows with empty=drop"
                 raise PrepError(f"{batch.empty_documents:,} rows in one batch have no tokens", where=str(path), fix=fix)
             if self.vocab_size is not None and len(batch.tokens) and batch.tokens.max() > self._largest_token:
-                what = f"a token is {int(batch.tokens.max()):,}, the vocabulary has {self.vocab_size:,}"
-                fix = "set vocab_size to that of the tokenizer that made the shards"
+                what = f"token id {int(batch.tokens.max()):,} is outside the vocabulary of {self.vocab_size:,}"
+                fix = "set vocab_size to that of the shards' tokenizer"
                 raise PrepError(what, where=str(path), fix=fix)
             yield batch if self.eod is None else batch.with_eod(self.eod)
 
@@ -133,7 +133,7 @@ def merge_indexed(
     pairs = [prefix_of(source) for source in sources]
     destination = prefix_of(prefix)
     if not pairs:
-        raise ConfigError("there is nothing to merge", where=prefix, fix="name the pairs to merge")
+        raise ConfigError("no pairs to merge", where=prefix, fix="specify the pairs to merge")
     if destination.resolve() in {pair.resolve() for pair in pairs}:
         raise ConfigError("the destination is one of the sources", where=prefix, fix="choose another destination")
     # One pair is open at a time: a map holds a file open, and there may be thousands of pairs.
@@ -142,11 +142,11 @@ def merge_indexed(
         index = check_indexed(pair)
         where = str(with_suffix(pair, IDX))
         if with_suffix(pair, LOSS_BIN).is_file():
-            raise FormatError("holds packs, whose loss masks would be lost", where=where, fix="use `harness convert`")
+            raise FormatError("contains packs, whose masks would be lost", where=where, fix="use `harness convert`")
         if number and index.has_modes != has_modes:
             what = f"has {'modes' if index.has_modes else 'no modes'}, and the first pair has "
             what += "modes: one index cannot hold both" if has_modes else "none: one index cannot hold both"
-            raise FormatError(what, where=where, fix="merge multimodal pairs and others apart")
+            raise FormatError(what, where=where, fix="merge multimodal pairs and others separately")
         has_modes = index.has_modes
         if index.header.dtype not in (UINT16, INT32):
             what = f"holds {index.header.dtype.name}, only uint16 and int32 can be merged"
@@ -160,7 +160,7 @@ def merge_indexed(
             with with_suffix(pair, BIN).open("rb") as file:
                 # A pair that is replaced loses its index first: with the same index, these are its tokens.
                 if before is None or before != _find_stat(with_suffix(pair, IDX)):
-                    fix = "wait until the pair is whole, then run the same command again"
+                    fix = "wait until the pair is complete, then run the same command again"
                     raise FormatError("the pair is being replaced", where=str(pair), fix=fix)
                 while block := file.read(_BLOCK_TOKENS * index.header.dtype.itemsize):
                     writer.append_tokens(np.frombuffer(block, index.header.dtype))

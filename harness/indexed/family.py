@@ -60,10 +60,10 @@ class TokenFamily:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             fix = "use letters, digits, dots, dashes and underscores"
-            raise ConfigError(f"{self.name[:60]!r} cannot be part of a file name", where="name", fix=fix)
+            raise ConfigError(f"{self.name[:60]!r} is not valid in a file name", where="name", fix=fix)
         unknown = [name for name in self.splits if name not in SPLITS]
         if unknown or not any(self.splits.values()) or any(not 0 <= part < np.inf for part in self.splits.values()):
-            fix = f"give weights of {', '.join(SPLITS)}, such as train=98 valid=2"
+            fix = f"use weights of {', '.join(SPLITS)}, such as train=98 valid=2"
             raise ConfigError(f"the splits {dict(self.splits)} are not valid", where="splits", fix=fix)
 
     @property
@@ -101,7 +101,7 @@ def write_family(
     named_sources = sources if isinstance(sources, Mapping) else {"": sources}
     if isinstance(sources, Mapping) and set(sources) != set(family.parts):
         what = f"there are shards for {', '.join(sources)} but the splits are {', '.join(family.parts)}"
-        raise ConfigError(what, where="splits", fix="name shards for each split, and for no other")
+        raise ConfigError(what, where="splits", fix="specify shards for exactly these splits")
     shards = {name: list_shards(paths) for name, paths in named_sources.items()}
     with _claim(folder, family, overwrite=overwrite) as claim:
         return _write_pairs(shards, folder, family, claim, progress)
@@ -174,7 +174,7 @@ def _write_pairs(
                     progress(len(batch.documents))
         for name, writer in writers.items():
             if writer.num_documents == 0:
-                fix = "give it a larger weight, leave it out, or read more documents"
+                fix = "increase its weight, omit the split, or read more documents"
                 raise PrepError(f"no document falls into the split {name}", where=str(folder), fix=fix)
         # One tokenizer made all splits, and Megatron may derive a single dtype from it.
         narrow = [writer for writer in writers.values() if writer.dtype != INT32]
@@ -222,7 +222,7 @@ def verify_family(path: str, *, progress: Callable[[int, int], None] | None = No
     """
     record, folder = _read_record(Path(path)), Path(path).parent
     if record is None:
-        return [Problem("is not the record of a token family", path)]
+        return [Problem("is not a record of a token family", path)]
     problems = []
     for name, stored in record["files"].items():
         try:

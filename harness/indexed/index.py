@@ -73,11 +73,11 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 def _parse_header(data: bytes, *, where: str) -> IndexHeader:
     magic, version, code, *counts = HEADER.unpack(data) if len(data) == HEADER.size else (None, 0, 0)
     if magic is None:
-        what = f"has {len(data):,} bytes, an index begins with a header of {HEADER.size}"
+        what = f"has {len(data):,} bytes, less than the header of {HEADER.size}"
     elif magic != MAGIC:
-        what = f"begins with {magic!r}, a Megatron index begins with {MAGIC!r}"
+        what = f"begins with {magic!r} instead of {MAGIC!r}, the magic bytes of a Megatron index"
     elif version != VERSION:
-        what = f"has version {version}, Megatron reads version {VERSION}"
+        what = f"has version {version}, but Megatron reads version {VERSION}"
     elif not 1 <= code <= len(DTYPES):
         what = f"has the dtype code {code}, known codes are 1 to {len(DTYPES)}"
     else:
@@ -110,7 +110,7 @@ class MappedIndex:
         if num_bytes != header.num_bytes and not self.has_modes:
             raise FormatError(
                 f"has {num_bytes:,} bytes, its counts of {header.num_sequences:,} sequences and {header.num_bounds:,} "
-                f"document bounds need {header.num_bytes:,}",
+                f"document bounds require {header.num_bytes:,}",
                 where=str(path),
             )
         count, at = header.num_sequences, HEADER.size

@@ -89,7 +89,7 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
             # Not Path.glob, which takes no absolute pattern.
             files = [Path(name) for name in glob.glob(source)]  # noqa: PTH207
         if not files:
-            raise PrepError("there are no token shards", where=source, fix="name Parquet files, folders or patterns")
+            raise PrepError("there are no token shards", where=source, fix="specify Parquet files, folders or patterns")
         shards += sorted(files, key=lambda file: natural_key(str(file)))
     for path in shards:
         with path.open("rb") as file:
@@ -120,7 +120,7 @@ def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, T
                 with _opened(path) as file:
                     names, metadata = file.schema_arrow.names, file.metadata
                 if column not in names:
-                    fix = f"name one of its columns: {', '.join(names)}"
+                    fix = f"specify one of its columns: {', '.join(names)}"
                     raise PrepError(f"the shard has no column {column!r}", where=str(path), fix=fix)
                 for groups, first_row, num_rows, num_tokens in _split_groups(metadata, column):
                     mean = max(1.0, num_tokens / num_rows)
@@ -205,9 +205,7 @@ def parse_column(column: pa.Array, *, first_row: int = 0) -> TokenBatch:
     _refuse_nulls(column, "row", first_row)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         column = _parse_text(column, first_row)
-    wrong_type = FormatError(
-        f"the column is of type {column.type}, expected lists of whole numbers", fix="name the column of token ids"
-    )
+    wrong_type = FormatError(f"the column is of type {column.type}, expected lists of integers", fix="set the column")
     if not _is_list(column.type):
         raise wrong_type
     documents = _counts(column)
@@ -249,7 +247,7 @@ def _refuse_nulls(column: pa.Array, what: str, first_row: int, documents: Int64A
         return
     at = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
     row = at if documents is None else int(np.searchsorted(np.cumsum(documents), at, "right"))
-    fix = "leave such rows out of the shard; an empty document is an empty list"
+    fix = "omit such rows; an empty document is an empty list"
     raise FormatError(f"{what} {first_row + row:,} is null, one of {column.null_count:,} in this batch", fix=fix)
 
 
@@ -277,7 +275,7 @@ def _parse_text(column: pa.Array, first_row: int) -> pa.Array:
         row = int(np.searchsorted(np.cumsum(lengths), at, "right"))
         raise FormatError(
             f"row {first_row + row:,} has the text {words[at].as_py()[:40]!r} instead of a token id",
-            fix="the column must hold token ids as text; this command does not tokenize text",
+            fix="the column must contain token ids as text; this command does not tokenize text",
         ) from None
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), numbers)

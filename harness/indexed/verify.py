@@ -103,7 +103,7 @@ def _check_structure(prefix: Path) -> tuple[MappedIndex | None, list[Problem]]:
     num_bytes = bin_path.stat().st_size
     if num_bytes != expected:
         kind = "short" if num_bytes < expected else "long"
-        what = f"is too {kind}: {num_bytes:,} bytes, the lengths of the index make {expected:,}"
+        what = f"is too {kind}: {num_bytes:,} bytes, expected {expected:,} from the lengths in the index"
         problems.append(Problem(what, str(bin_path)))
     return index, problems
 
@@ -116,7 +116,7 @@ def _blocks(ledger: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
 def _ledger_problems(index: MappedIndex) -> Iterator[str]:
     """Yield the first problem of the lengths and pointers."""
     if index.header.num_sequences == 0:
-        yield "holds no sequences"
+        yield "contains no sequences"
         return
     if not np.issubdtype(index.header.dtype, np.integer):
         yield f"declares tokens as {index.header.dtype.name}, which cannot hold token ids"
@@ -135,7 +135,7 @@ def _ledger_problems(index: MappedIndex) -> Iterator[str]:
             falls = " and falls" if at and pointers[at] < pointers[at - 1] else ""
             yield (
                 f"the pointer of sequence {first + at:,} is {int(pointers[at]):,}{falls}, "
-                f"the lengths before it make {int(begins[at]):,}"
+                f"expected {int(begins[at]):,} from the lengths before it"
             )
             return
         first, last = first + len(lengths), int(ends[-1])
@@ -157,4 +157,4 @@ def _document_problems(index: MappedIndex) -> Iterator[str]:
             return
         first, previous = first + len(block), int(block[-1])
     if previous != count:
-        yield f"the last document ends at sequence {previous:,}, there are {count:,}"
+        yield f"the last document ends at sequence {previous:,} of {count:,}"

@@ -114,7 +114,7 @@ class IndexedWriter:
         if largest > np.iinfo(self.dtype).max:
             if not self._can_widen or largest > np.iinfo(INT32).max:
                 what = f"a token is negative or above {min(np.iinfo(self.dtype).max, np.iinfo(INT32).max):,}"
-                raise FormatError(what, where=str(self.prefix), fix="fix the tokens, or choose a wider dtype")
+                raise FormatError(what, where=str(self.prefix), fix="fix the tokens, or choose a larger dtype")
             self.widen()
         with self._os_errors_explained():
             self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
@@ -195,14 +195,12 @@ class IndexedWriter:
             shutil.copyfileobj(self._bounds, cast(BinaryIO, index), 8 * _BLOCK)
             if self._modes.tell() not in (0, self.num_sequences):
                 what = f"{self._modes.tell():,} of {self.num_sequences:,} sequences have a mode"
-                raise ConfigError(what, where=str(self.prefix), fix="give the modes of all sequences, or of none")
+                raise ConfigError(what, where=str(self.prefix), fix="provide the modes of all sequences or of none")
             self._modes.seek(0)
             shutil.copyfileobj(self._modes, cast(BinaryIO, index), 8 * _BLOCK)
             if last != self.num_tokens:
-                what = f"lengths add up to {last:,} of {self.num_tokens:,} tokens"
-                raise ConfigError(
-                    what, where=str(self.prefix), fix="give the length of every sequence that was written"
-                )
+                what = f"the lengths sum to {last:,} of {self.num_tokens:,} tokens"
+                raise ConfigError(what, where=str(self.prefix), fix="provide the length of every written sequence")
             self._is_placing = True
             self._marker.write(_PLACING)
             # An old index next to new tokens would be read as theirs.

@@ -50,9 +50,9 @@ class Row(dict[str, Any]):
         for key, value in self.items():
             if getattr(value, "ndim", 0) > 2:
                 raise ConfigError(
-                    f"{key} of a row has the shape {tuple(value.shape)}: the row was put into a batch again",
+                    f"{key} of a row has the shape {tuple(value.shape)}: the row was batched again",
                     where="DataLoader",
-                    fix="give the DataLoader batch_size=None: a row is a batch of its own",
+                    fix="use batch_size=None in the DataLoader: a row is already a batch",
                 )
 
     @classmethod
@@ -105,11 +105,11 @@ class Row(dict[str, Any]):
         for other in DIALECTS.values():
             if key in other.keys_of_dialect and key not in self.keys_of_dialect:
                 raise DialectError(
-                    f"{key!r} is a key of the {other.dialect} dialect, and this row is in the {self.dialect} dialect "
+                    f"{key!r} is a key of the {other.dialect} dialect, but this row uses the {self.dialect} dialect "
                     f"({', '.join(self)})",
                     where=type(self).__name__,
-                    fix=f"open the data with dialect={other.dialect!r}, or read the keys of {self.dialect}: their "
-                    "labels mean another token",
+                    fix=f"open the data with dialect={other.dialect!r}, or use the keys of {self.dialect}, whose "
+                    "labels are shifted differently",
                 )
 
 
@@ -187,7 +187,7 @@ class HuggingFaceRow(Row):
         lengths = np.diff(row.cu_seqlens).astype(np.int64)
         # Not the padding mask: it is True for all of a row that has nothing to train.
         if padding := int(row.cu_seqlens_padded[-1] - row.cu_seqlens[-1]):
-            what = f"a row has {padding:,} tokens of padding, and the huggingface dialect has none"
+            what = f"a row has {padding:,} padding tokens, which the huggingface dialect does not support"
             raise ScheduleError(what, where="RankLayout.pad_to_multiple", fix="set it to 1")
         stops = np.cumsum(lengths + 1)
         is_last = np.zeros(int(stops[-1]), dtype=np.bool_)
@@ -199,7 +199,7 @@ class HuggingFaceRow(Row):
         input_ids[is_last] = row.labels[np.cumsum(lengths) - 1]
         if not np.array_equal(input_ids[~is_first], row.labels):
             raise ScheduleError(
-                "a row has labels that are not the tokens after their inputs; the huggingface dialect cannot hold them",
+                "a row has labels that differ from the next tokens, which the huggingface dialect does not support",
                 where="the row",
                 fix="use dialect='megatron'",
             )
@@ -245,7 +245,7 @@ def require_dialect(name: str) -> type[Row]:
     if name not in DIALECTS:
         near = nearest_name(name, sorted(DIALECTS))
         raise ConfigError(
-            f"there is no dialect {name!r}",
+            f"dialect {name!r} does not exist",
             where="dialect",
             fix=(f"did you mean {near!r}? " if near else "") + f"choose one of {', '.join(DIALECTS)}",
         )

@@ -65,10 +65,10 @@ class FixedRows:
         """
         if self._rows:
             raise LoaderError(
-                f"the position was asked for inside a step: {self.rows_per_step - len(self._rows)} of its "
+                f"the position was requested within a step: {self.rows_per_step - len(self._rows)} of its "
                 f"{self.rows_per_step} rows were read",
                 where="state_dict",
-                fix="save between steps; the global batch size of the data must be that of the trainer",
+                fix="save between steps; the data and the trainer must use the same global batch size",
             )
         return self._stream.state_dict()
 
@@ -89,9 +89,9 @@ class FixedRows:
         batch = next(self._batches)
         if len(batch.rows) > self.rows_per_step:
             raise ScheduleError(
-                f"a global batch has {len(batch.rows)} microbatches, and the trainer runs {self.rows_per_step}",
+                f"a global batch has {len(batch.rows)} microbatches, but the trainer runs {self.rows_per_step}",
                 where=f"epoch {batch.epoch}, step {batch.step_in_epoch}",
-                fix="give the data the global batch size of the trainer",
+                fix="open the data with the global batch size of the trainer",
             )
         missing = self.rows_per_step - len(batch.rows)
         rows = [*batch.rows, *(zero_loss_row(self._stream.layout.pad_to_multiple) for _ in range(missing))]
@@ -104,12 +104,11 @@ def require_as_packed(schedule: str, *, trainer: str, setting: str) -> None:
         return
     known = schedule in SCHEDULERS
     raise ConfigError(
-        f"{trainer} fixes the number of microbatches before it reads a step, and {schedule} needs a number of its own "
-        "in each"
+        f"{trainer} fixes the number of microbatches before it reads a step, but {schedule} varies it between steps"
         if known
-        else f"there is no schedule {schedule!r}",
+        else f"schedule {schedule!r} does not exist",
         where=setting,
-        fix="choose as_packed, with which every stored pack is one row",
+        fix="choose as_packed, which trains every stored pack as one row",
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harness.integrations.registry import require
+from harness.printing import count_of
 
 require("huggingface")
 
@@ -77,8 +78,8 @@ def check_boundaries(model: Any) -> None:
         raise ConfigError(
             f"a sequence changes the logits of the next one in its row by {difference:.2g} of the largest",
             where=f"{type(model).__name__}, attention {getattr(model.config, '_attn_implementation', 'unknown')}",
-            fix="take transformers 4.53 or later, or attn_implementation='flash_attention_2'; models with state-space "
-            "layers cannot train packed rows here",
+            fix="use transformers 4.53 or later, or attn_implementation='flash_attention_2'; models with state-space "
+            "layers are not supported",
         )
 
 
@@ -106,9 +107,7 @@ class PackedTraining:
             raise ConfigError("the Trainer has no arguments", where=type(self).__name__, fix="pass args=...")
         for name in ("train_dataset", "data_collator"):
             if kwargs.get(name) is not None:
-                raise ConfigError(
-                    f"{name} is given beside a stream", where=type(self).__name__, fix=f"leave out {name}"
-                )
+                raise ConfigError(f"{name} was passed with a stream", where=type(self).__name__, fix=f"omit {name}")
         _check_arguments(arguments, stream)
         self.packed = PackedDataset(stream, dialect="huggingface")
         self._packed_steps: Iterator[StepRows] | None = None
@@ -121,10 +120,10 @@ class PackedTraining:
         trainer.add_callback(PackedPosition())
         if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
             raise ConfigError(
-                f"{type(trainer.model).__name__} takes no num_items_in_batch, so rows would count alike whatever they "
-                "train",
+                f"{type(trainer.model).__name__} does not accept num_items_in_batch, so all rows would be weighted "
+                "equally",
                 where="forward of the model",
-                fix="let its forward take **kwargs and pass them to its loss, or give the Trainer a compute_loss_func",
+                fix="accept **kwargs in its forward and pass them to its loss, or set compute_loss_func of the Trainer",
             )
 
     def get_train_dataloader(self) -> Any:
@@ -172,7 +171,7 @@ class PackedPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
             stored = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("position")
             if stored is None:
                 raise LoaderError(
-                    f"the checkpoint of step {state.global_step} holds no position of packed data",
+                    f"the checkpoint of step {state.global_step} contains no position in packed data",
                     where="trainer_state.json",
                     fix="resume from a checkpoint that PackedTraining wrote",
                 )
@@ -183,11 +182,10 @@ class PackedPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
         epoch, step = (0, state.global_step) if per_epoch is None else divmod(state.global_step, per_epoch)
         if (position.epoch, position.packs_consumed) != (epoch, step * size):
             raise LoaderError(
-                f"the data is in epoch {position.epoch} after {position.packs_consumed:,} packs, and step "
-                f"{state.global_step} of the Trainer in epoch {epoch} after {step * size:,} packs",
+                f"the data is in epoch {position.epoch} after {count_of(position.packs_consumed, 'pack')}, but step "
+                f"{state.global_step} of the Trainer is in epoch {epoch} after {count_of(step * size, 'pack')}",
                 where=f"LoaderConfig.global_batch_size {size}",
-                fix="resume with the global batch size that the checkpoint was trained with; begin a new run with a "
-                "new stream",
+                fix="resume with the global batch size of the checkpoint, or start a new run with a new stream",
             )
 
 
@@ -216,20 +214,20 @@ def _check_arguments(arguments: Any, stream: RankStream) -> None:
     wanted = {"dp_rank": arguments.process_index, "dp_size": arguments.world_size}
     if given != wanted:
         raise ConfigError(
-            f"the stream reads rank {layout.dp_rank} of {layout.dp_size}, and the Trainer is rank "
+            f"the stream reads rank {layout.dp_rank} of {layout.dp_size}, but the Trainer is rank "
             f"{arguments.process_index} of {arguments.world_size}",
             where="RankStream",
             fix="open it with dp_rank=args.process_index, dp_size=args.world_size",
         )
     wrong = {
-        "per_device_train_batch_size": (arguments.per_device_train_batch_size != 1, "1: a row is a batch already"),
-        "packing": (getattr(arguments, "packing", False), "False: the rows are packed already"),
-        "padding_free": (getattr(arguments, "padding_free", False), "False: the rows have no padding already"),
+        "per_device_train_batch_size": (arguments.per_device_train_batch_size != 1, "1: a row is already a batch"),
+        "packing": (getattr(arguments, "packing", False), "False: the rows are already packed"),
+        "padding_free": (getattr(arguments, "padding_free", False), "False: the rows have no padding"),
         "average_tokens_across_devices": (
             arguments.world_size > 1 and not arguments.average_tokens_across_devices,
             "True: ranks have different numbers of trained tokens",
         ),
-        "n_gpu": (arguments.n_gpu > 1, "1: start a process for each GPU with torchrun or accelerate launch"),
+        "n_gpu": (arguments.n_gpu > 1, "1: start one process per GPU with torchrun or accelerate launch"),
     }
     for name, (is_wrong, fix) in wrong.items():
         if is_wrong:
@@ -238,7 +236,7 @@ def _check_arguments(arguments: Any, stream: RankStream) -> None:
 
 def _too_many(rows: int, accumulation: int) -> ConfigError:
     return ConfigError(
-        f"a step has {rows} rows on this rank, and gradient_accumulation_steps is {accumulation}",
+        f"a step has {count_of(rows, 'row')} on this rank, but gradient_accumulation_steps is {accumulation}",
         where="arguments of the Trainer",
         fix=f"set gradient_accumulation_steps={rows}, or a smaller LoaderConfig.global_batch_size",
     )

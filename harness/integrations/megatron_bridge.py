@@ -79,7 +79,7 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
             raise ConfigError(
                 f"dataloader_type is {self.dataloader_type!r}",
                 where="dataset.dataloader_type",
-                fix="leave it at 'external': the order and the ranks' shares are those of the harness",
+                fix="use 'external': the harness defines the order and the rows of each rank",
             )
         check_numbers(self, "dataset")
         self._loader_config(1)
@@ -94,7 +94,7 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
         """
         layout = self._layout()
         if get_micro_batch_size() != 1:
-            what = f"micro_batch_size is {get_micro_batch_size()}, and a packed row is a microbatch of its own"
+            what = f"micro_batch_size is {get_micro_batch_size()}, but a packed row is a whole microbatch"
             raise ConfigError(what, where="train.micro_batch_size", fix="set it to 1; global_batch_size counts packs")
         # Megatron has no public function for it; without this check the run would stop where the batch first grows.
         calculator = vars(num_microbatches_calculator).get("_GLOBAL_NUM_MICROBATCHES_CALCULATOR")
@@ -137,11 +137,11 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
         for name in self.loader:
             if name not in known:
                 raise ConfigError(
-                    f"{name!r} is set by Bridge's own settings, or by dataset.seed"
+                    f"{name!r} is set by Bridge's settings, or by dataset.seed"
                     if name in _OF_BRIDGE
                     else f"the loader has no setting {name!r}",
                     where="dataset.loader",
-                    fix=f"choose among {', '.join(known)}",
+                    fix=f"choose one of {', '.join(known)}",
                 )
         return LoaderConfig(
             global_batch_size=size,
@@ -156,7 +156,7 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
             raise ConfigError(
                 "Megatron's global process groups do not exist",
                 where="HarnessDataset.build_datasets",
-                fix="let Bridge build the dataset, with cfg.dist.use_decentralized_pg=False",
+                fix="build the dataset with Bridge and cfg.dist.use_decentralized_pg=False",
             )
         num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         if num_stages > 2:
@@ -167,15 +167,15 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
                 fix="set it to 1 or 2, or train with recipes.sft, which sends the bounds to every stage",
             )
         if num_stages > 1 and self.seq_length is None:
-            what = "rows differ in length, and the stages of Bridge's pipeline exchange activations of model.seq_length"
+            what = "rows differ in length, but the stages of Bridge's pipeline exchange activations of model.seq_length"
             raise ConfigError(what, where="dataset.seq_length", fix="set it to model.seq_length")
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         if (chunks or 1) > 1 and (self.dataloader_save or self.dataloader_load):
             raise ConfigError(
-                f"the pipeline has {chunks} model chunks a rank: Bridge gives each an iterator of its own and saves "
-                "the position of none",
+                f"the pipeline has {chunks} model chunks per rank: Bridge reads each with a separate iterator and "
+                "does not save their positions",
                 where="dataset.dataloader_save",
-                fix="set model.virtual_pipeline_model_parallel_size=None, or save no position",
+                fix="set model.virtual_pipeline_model_parallel_size=None, or do not save positions",
             )
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
         cp_size = parallel_state.get_context_parallel_world_size()
@@ -245,7 +245,7 @@ class BridgeRows:
             return
         if get_num_microbatches() != self._rows.rows_per_step:
             raise _changing_batch_size(
-                f"the step has {get_num_microbatches()} microbatches, and the data was opened for "
+                f"the step has {get_num_microbatches()} microbatches, but the data was opened for "
                 f"{self._rows.rows_per_step}"
             )
         if not self._is_placed:
@@ -290,9 +290,9 @@ def _changing_batch_size(what: str) -> ConfigError:
 def _saved_state(folder: str | None, step: int) -> dict[str, Any]:
     if folder is None:
         raise LoaderError(
-            f"training continues after step {step}, and no position of the data was saved",
+            f"training continues after step {step}, but no position in the data was saved",
             where="dataset.dataloader_save",
-            fix="set it to the folder of the checkpoints in both runs; to read from the first pack on, load the "
+            fix="set it to the folder of the checkpoints in both runs; to read from the first pack, load the "
             "checkpoint with cfg.checkpoint.finetune=True",
         )
     # The position is the same on every rank, so that of the first serves any number of them.
@@ -301,7 +301,7 @@ def _saved_state(folder: str | None, step: int) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(path, weights_only=True)["dataloader_state_dict"]
     except FileNotFoundError:
         raise LoaderError(
-            f"training continues after step {step}, and its position in the data is missing",
+            f"training continues after step {step}, but its position in the data is missing",
             where=str(path),
             fix="set dataset.dataloader_load to the folder that the earlier run had as dataset.dataloader_save",
         ) from None

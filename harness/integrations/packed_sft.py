@@ -64,16 +64,16 @@ class GPTSFTDataset:
         refuse_weights(reader, name)
         if self.formats and reader.format not in self.formats:
             other = _CLASSES.get(reader.format, GPTSFTDataset).__name__
-            what = f"the dataset's format is {reader.format}, and {name} reads {' or '.join(self.formats)}"
-            raise ConfigError(what, where=where, fix=f"use {other}, or create_sft_dataset, which takes any format")
+            what = f"the dataset's format is {reader.format}, but {name} reads {' or '.join(self.formats)}"
+            raise ConfigError(what, where=where, fix=f"use {other}, or create_sft_dataset, which accepts any format")
         if seq_length is not None and reader.pack_size > seq_length:
             what = f"the dataset's pack_size is {reader.pack_size:,}, above the seq_length of {seq_length:,}"
-            raise ConfigError(what, where=where, fix="raise seq_length, or pack again (`harness repack`)")
+            raise ConfigError(what, where=where, fix="increase seq_length, or pack again with `harness repack`")
         counts = reader.manifest.provenance.counts if reader.manifest is not None else {}
         stored, known = counts.get("vocab_size"), getattr(tokenizer, "vocab_size", None)
         if isinstance(stored, int) and isinstance(known, int) and known < stored:
-            what = f"the tokenizer has {known:,} tokens, and the dataset was made with {stored:,}"
-            raise ConfigError(what, where=where, fix="pass the tokenizer that made the dataset")
+            what = f"the tokenizer has {known:,} tokens, but the dataset was prepared with {stored:,}"
+            raise ConfigError(what, where=where, fix="pass the tokenizer of the dataset")
         self.reader, self.tokenizer = reader, tokenizer
 
     def __len__(self) -> int:
@@ -140,18 +140,18 @@ def _checked(
     name: str, path: str | os.PathLike[str] | None, more: tuple[Any, ...], unknown: dict[str, Any]
 ) -> str | os.PathLike[str]:
     """Return the path; raise ConfigError for arguments of `name` that other datasets have, and for no path."""
-    fix = "leave it out; `harness prepare` has the settings that make packs"
+    fix = "omit it; packing is configured in `harness prepare`"
     where = f"{name}({'' if path is None else path})"
     if unknown:
         names = ", ".join(sorted(unknown))
-        fix = "the dataset's place is `path`" if path is None and "file_path" in unknown else fix
-        what = f"{name} has no argument {names}: packs are tokenized, masked and packed already"
+        fix = "pass the location of the dataset as `path`" if path is None and "file_path" in unknown else fix
+        what = f"{name} has no argument {names}: the data is already tokenized, masked and packed"
         raise ConfigError(what, where=where, fix=fix)
     if more:
         what = f"{name} has 3 arguments (path, tokenizer, seq_length), and {3 + len(more)} were given"
         raise ConfigError(what, where=where, fix=fix)
     if path is None:
-        raise ConfigError("no dataset is named", where=where, fix=f"{name}(PATH, TOKENIZER)")
+        raise ConfigError("no dataset is specified", where=where, fix=f"{name}(PATH, TOKENIZER)")
     return path
 
 

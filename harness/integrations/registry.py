@@ -60,7 +60,7 @@ def missing_packages(name: str, *, beside: Iterable[str] = ()) -> list[str]:
 def require(name: str) -> None:
     """Raise ConfigError with the command that installs what an integration misses."""
     if missing := missing_packages(name):
-        what = f"the integration {name} needs {' and '.join(missing)}, not installed"
+        what = f"the integration {name} requires {' and '.join(missing)} (not installed)"
         raise ConfigError(what, where=sys.executable, fix=INTEGRATIONS[name].install)
 
 

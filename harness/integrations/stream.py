@@ -12,6 +12,7 @@ from harness.errors import LoaderError
 from harness.formats import PackReader, open_dataset
 from harness.formats.reader import refuse_weights
 from harness.loader import Blend, JoinedReader, Loader, LoaderConfig, LoaderState, RankBatch, RankLayout, RunData
+from harness.printing import count_of
 from harness.schedule import ScheduleConfig, SequenceCost
 
 
@@ -95,8 +96,8 @@ class RankStream:
         try:
             text = json.dumps(dict(state))
         except (TypeError, ValueError) as error:
-            what = f"the state is not one of integers and strings: {error}"
-            raise LoaderError(what, where="load_state_dict", fix="give the value that state_dict returned") from error
+            what = f"the state contains values other than integers and strings: {error}"
+            raise LoaderError(what, where="load_state_dict", fix="pass the value that state_dict returned") from error
         self.seek(LoaderState.from_json(text))
 
     def seek(self, state: LoaderState) -> None:
@@ -155,8 +156,8 @@ class RankStream:
                     self._state = batch.state
                     yield batch
             raise LoaderError(
-                "this iterator was closed, or left for another iterator or position",
-                where=f"epoch {self._state.epoch}, after {self._state.packs_consumed:,} packs",
+                "this iterator was closed or replaced by another iterator or position",
+                where=f"epoch {self._state.epoch}, after {count_of(self._state.packs_consumed, 'pack')}",
                 fix="read a stream with one iterator at a time",
             )
 

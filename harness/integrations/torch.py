@@ -101,7 +101,7 @@ class PackedDataset(IterableDataset[Row]):
         """
         rows = self.stream.rows_per_step()
         if rows is None:
-            raise TypeError("a blend with weights has no length")
+            raise TypeError("a weighted blend has no length")
         return sum(rows)
 
     def __iter__(self) -> Iterator[Row]:
@@ -151,7 +151,7 @@ class PackedDataset(IterableDataset[Row]):
                 "a PackedDataset is read by a loader that accelerate prepared, which would divide this rank's rows "
                 "among all ranks and read them ahead of the position",
                 where="Accelerator.prepare",
-                fix="prepare model and optimizer alone, and read the dataset, or a DataLoader with batch_size=None",
+                fix="prepare only model and optimizer, and read the dataset, or a DataLoader with batch_size=None",
             )
 
     def _place(self, row: Row) -> Row:
@@ -215,5 +215,5 @@ def _refuse_workers() -> None:
             f"a PackedDataset is read in a worker of a DataLoader with {info.num_workers} workers, which would keep "
             "the position from the training process",
             where="DataLoader",
-            fix="give the DataLoader num_workers=0 (and batch_size=None), and set LoaderConfig.num_workers",
+            fix="use num_workers=0 and batch_size=None in the DataLoader, and set LoaderConfig.num_workers",
         )

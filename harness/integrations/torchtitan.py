@@ -85,15 +85,15 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
         require_as_packed(config.schedule, trainer="torchtitan", setting="dataloader.schedule")
         if config.dataset or not config.dataset_path:
             raise ConfigError(
-                f"a dataset of torchtitan is named: {config.dataset}" if config.dataset else "no dataset is named",
+                f"a dataset of torchtitan is set: {config.dataset}" if config.dataset else "no dataset is set",
                 where="dataloader.dataset" if config.dataset else "dataloader.dataset_path",
-                fix="name one that `harness prepare` wrote in dataloader.dataset_path alone",
+                fix="set only dataloader.dataset_path, to a dataset of `harness prepare`",
             )
         rows_of_microbatch = local_batch_size * dp_world_size
         size = rows_of_microbatch if config.global_batch_size < 0 else config.global_batch_size
         if size < 1 or size % rows_of_microbatch:
             raise ConfigError(
-                f"a global batch of {size} packs cannot be cut into microbatches of {local_batch_size} on "
+                f"a global batch of {size} packs cannot be divided into microbatches of {local_batch_size} on "
                 f"{dp_world_size} ranks",
                 where="dataloader.global_batch_size",
                 fix=f"set it, and training.global_batch_size, to a multiple of {rows_of_microbatch}",

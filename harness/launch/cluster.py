@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.checks import LONGEST_S, NOT_SET, SET, CheckedSettings, Rule, bounded, one_of
 from harness.errors import ConfigError, os_errors_as
-from harness.printing import one_line, printable
+from harness.printing import count_of, one_line, printable
 
 # Options of sbatch that are settings of the same name.
 SBATCH_NAMES = ("account", "partition", "qos", "constraint", "reservation", "exclude")
@@ -30,20 +30,22 @@ class PreflightConfig(CheckedSettings, section="cluster.preflight"):
     """Requirements that every node has to meet before the first step.
 
     Attributes:
-        enabled: check the nodes first; false starts the ranks right away.
-        timeout_s: seconds that the checks of a node may take; 20 s later, a node that has not answered at all is
-            reported. With Pyxis, unpacking the image counts.
-        min_shm_mib: size in MiB that /dev/shm needs; loader workers pass batches through it.
-        min_disk_gib: free space in GiB that the file system of the run's folder needs.
-        max_clock_offset_s: largest allowed difference in seconds between a node's clock and that of the first node.
-        min_inodes: files that it must be possible to create on the file system of the run's folder.
-        min_read_mib_s: lowest rate in MiB/s at which a node reads the largest file of the dataset and of the weights.
-        min_node_gb_s: lowest rate in GB/s of an all-reduce within a node of several ranks, in bytes over its links.
-        min_pair_gb_s: lowest rate of an all-reduce between two nodes, measured in jobs of three nodes and more.
-        min_all_gb_s: lowest rate of an all-reduce over all nodes.
-        min_gemm_tflops: lowest TFLOP/s of a bfloat16 matrix product of every GPU, float32 without GPUs; 0 for none.
-        exclude_failed: exclude failed nodes and requeue the job, if the partition has enough others.
-        same_code: require the container image to contain the same code and configs as the folder that submits the job.
+        enabled: check the nodes before the ranks start.
+        timeout_s: time limit in seconds for the checks of a node. A node that has not responded after another 20 s is
+            reported. With Pyxis, the time to unpack the image is included.
+        min_shm_mib: minimum size of /dev/shm in MiB, which loader workers use to pass batches.
+        min_disk_gib: minimum free space in GiB on the file system of the run's folder.
+        max_clock_offset_s: maximum difference in seconds between the clocks of a node and the first node.
+        min_inodes: minimum number of free inodes on the file system of the run's folder.
+        min_read_mib_s: minimum rate in MiB/s at which a node reads the largest file of the dataset and of the weights.
+        min_node_gb_s: minimum bus bandwidth in GB/s of an all-reduce within a node, if it has several ranks.
+        min_pair_gb_s: minimum bus bandwidth in GB/s of an all-reduce between two nodes, in jobs of at least three
+            nodes.
+        min_all_gb_s: minimum bus bandwidth in GB/s of an all-reduce over all nodes.
+        min_gemm_tflops: minimum TFLOP/s of a matrix product on every GPU in bfloat16, or on the CPU in float32; 0 for
+            none.
+        exclude_failed: exclude failed nodes and requeue the job if the partition has enough other nodes.
+        same_code: require the container image to contain the same code and configs as the submitting folder.
     """
 
     enabled: bool = True
@@ -69,47 +71,47 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         account: account to charge, for `sbatch --account`; empty for Slurm's default.
         partition: partition of the job; empty for Slurm's default.
         qos: quality of service of the job; empty for Slurm's default.
-        constraint: features that the nodes need; empty for none.
+        constraint: required node features; empty for none.
         reservation: reservation to run in; empty for none.
         exclude: nodes to exclude, in Slurm's notation; empty for none.
-        time: time limit of one attempt, as sbatch takes it; a run that is not finished is checkpointed and requeued.
-        gpus_per_node: GPUs of a node; 0 for nodes without GPUs.
-        gpu_gib: memory of a GPU in GiB; a run whose plan does not fit it is refused. Null submits any run.
-        ranks_per_node: ranks of a node; with GPUs, one per GPU.
-        cpus_per_rank: cores of a rank, loader workers included: the cores of a node divided by its ranks.
-        memory: memory of a node, as sbatch takes it; "0" for all of it, empty for Slurm's default.
-        exclusive: allow no other job on the nodes.
-        sbatch: more options of sbatch, each as `--name=value`.
+        time: time limit of one attempt, in the notation of sbatch. An unfinished run saves a checkpoint and requeues.
+        gpus_per_node: number of GPUs per node; 0 for nodes without GPUs.
+        gpu_gib: memory of a GPU in GiB. A run whose plan exceeds it is refused; null skips the check.
+        ranks_per_node: number of ranks per node; with GPUs, one per GPU.
+        cpus_per_rank: number of CPU cores per rank, loader workers included: the cores of a node divided by its ranks.
+        memory: memory per node, in the notation of sbatch; "0" for all of it, empty for Slurm's default.
+        exclusive: do not share the nodes with other jobs.
+        sbatch: additional options of sbatch, each as `--name=value`.
         launcher: `srun` starts every rank; `torchrun` starts one agent per node, which starts the ranks.
-        python: interpreter of the job, at the same path on every node; empty for the interpreter of `harness submit`,
-            or `python3` in a container.
-        image: container image for Pyxis (`/shared/x.sqsh` or `registry#name:tag`); empty to run without a container.
-        mounts: `SOURCE:TARGET[:flags]` of the container; they must include the run's folder and the datasets.
-        container_name: unpack the image once per node and job, into a container with a name, instead of once per step;
-            where Pyxis keeps such containers to the job (`container_scope=job`).
-        local_dir: folder on the nodes' own disks, such as `/scratch/me`. Each node copies image, datasets and weights
-            there before the first step, once and with their hashes, and the ranks read the copies. What an earlier job
-            has copied is kept, so that the same data is copied once; the site or its users remove it. Pairs of a corpus
-            and data in buckets are read where they are. Empty to read everything where it is.
-        container_writable: let the job write to the file system of the container, which is lost with it.
-        mpi: `--mpi` of srun, such as `none` or `pmix` where the site's default fails; empty for the default.
-        workdir: folder to run in; empty for the folder of `harness submit`, or the project's folder in a container.
-        setup: shell lines that run before everything else, such as `module load`.
-        env: environment variables of every rank.
-        cpu_bind: `--cpu-bind` of srun, such as `cores`; empty for the cluster's default. With torchrun, any but `none`
-            binds each rank to its share of the cores of its GPU's NUMA node.
-        master_addr: address of the first node as the other nodes reach it; `%N` is replaced by its name.
-        signal_lead_s: seconds before the time limit at which the ranks are asked to checkpoint; more than one step and
-            one checkpoint take.
-        max_same_failures: number of times a job may fail in the same way at the same step before it is not requeued.
-        restarts: times that the ranks start again in the same job after a failure, before Slurm requeues it: seconds on
-            the same nodes, where a requeue waits in the queue and checks the nodes.
-        spares: nodes that are asked for beyond those that train. One replaces, within the job, a node that fails the
-            preflight, or whose rank dies, hangs or is left out as too slow; so many restarts are allowed at least.
-        successor: keep a second job of the run in the queue, which continues it if the first one ends without being
-            requeued, as when Slurm kills its script: `afterany` makes it depend on the first job, `singleton` on the
-            name, which is then that of the run's folder; `none` for sites that count queued jobs.
-        preflight: requirements that every node has to meet before the first step.
+        python: Python interpreter of the job, at the same path on every node. Empty uses the interpreter of `harness
+            submit`, or `python3` in a container.
+        image: container image for Pyxis (`/shared/x.sqsh` or `registry#name:tag`); empty runs without a container.
+        mounts: container mounts as `SOURCE:TARGET[:flags]`. They must include the run's folder and the datasets.
+        container_name: unpack the image once per node and job into a named container, instead of once per step.
+            Requires that Pyxis removes named containers at the end of the job (`container_scope=job`).
+        local_dir: folder on the nodes' local disks, such as `/scratch/me`. Each node copies image, datasets and weights
+            there before the first step and verifies their hashes, and the ranks read the copies. Copies are reused by
+            later jobs and are not removed automatically. Pairs of a corpus and data in buckets are not copied. Empty
+            for none.
+        container_writable: allow the job to write to the container's file system; changes are lost with the container.
+        mpi: value of `--mpi` of srun, such as `none` or `pmix`; empty uses the default of the site.
+        workdir: working directory. Empty uses that of `harness submit`, or the project's folder in a container.
+        setup: shell commands to run first, such as `module load`.
+        env: environment variables of all ranks.
+        cpu_bind: value of `--cpu-bind` of srun, such as `cores`; empty uses the default of the cluster. With torchrun,
+            any value but `none` binds each rank to its share of the cores of its GPU's NUMA node.
+        master_addr: address of the first node that other nodes connect to; `%N` is replaced by its name.
+        signal_lead_s: seconds before the time limit at which the ranks are signaled to save a checkpoint. Must exceed
+            the time of one step and one checkpoint.
+        max_same_failures: number of identical failures at the same step after which the job is not requeued.
+        restarts: number of times that the ranks are restarted within the same job after a failure, before Slurm
+            requeues the job. A restart takes seconds; a requeued job waits in the queue and repeats the preflight.
+        spares: number of additional nodes to request. Within the job, a spare replaces a node that fails the preflight,
+            whose rank fails or hangs, or that is excluded as slow. At least this many restarts are allowed.
+        successor: keep a second job in the queue that continues the run if the first one ends without being requeued,
+            for example because Slurm kills its script. `afterany` makes it depend on the first job; `singleton` on the
+            job name, which is then the name of the run's folder; `none` submits no second job.
+        preflight: checks that every node must pass before the first step.
     """
 
     account: str = ""
@@ -147,11 +149,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
 
     rules = tuple(
-        Rule(
-            {f"cluster.{name}": SET, "cluster.image": NOT_SET},
-            "without an image there is no container",
-            "set cluster.image",
-        )
+        Rule({f"cluster.{name}": SET, "cluster.image": NOT_SET}, "it requires a container image", "set cluster.image")
         for name in ("mounts", "container_name", "container_writable")
     )
 
@@ -166,7 +164,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
             )
         if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
             raise ConfigError(
-                f"{self.ranks_per_node} ranks per node on {self.gpus_per_node} GPUs",
+                f"{count_of(self.ranks_per_node, 'rank')} per node on {count_of(self.gpus_per_node, 'GPU')}",
                 where="cluster.ranks_per_node, cluster.gpus_per_node",
                 fix="at most one rank per GPU",
             )
@@ -179,7 +177,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
             )
         # A colon or a comma would end it in the list of mounts.
         if self.local_dir and not re.fullmatch(r"/+[^:,/][^:,]*", self.local_dir):
-            what = f"{self.local_dir!r} is not a folder of its own"
+            what = f"{self.local_dir!r} is not an absolute path of a folder"
             raise ConfigError(what, where="cluster.local_dir", fix="use a full path, such as /scratch/NAME")
         for option in self.sbatch:
             if not option.startswith("--"):

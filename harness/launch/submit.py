@@ -148,7 +148,7 @@ def _check_local_checkpoints(folder: str, cluster: ClusterConfig) -> None:
 def next_run_dir(runs: Path, name: str) -> Path:
     """Return `<runs>/<name>-NNN` with the next free number, without creating it."""
     if not _NAME.fullmatch(name):
-        what = f"{name!r} cannot name a run's folder"
+        what = f"{name!r} is not a valid name for a run's folder"
         raise ConfigError(what, where="name", fix="use letters, digits, dots, dashes and underscores")
     numbered = re.compile(rf"{re.escape(name)}-(\d+)")
     numbers = [int(match[1]) for path in runs.glob("*") if (match := numbered.fullmatch(path.name))]

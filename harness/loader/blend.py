@@ -13,6 +13,7 @@ from harness.checks import check_numbers
 from harness.errors import ConfigError, LoaderError
 from harness.loader.config import LoaderConfig
 from harness.loader.order import BatchRange, EpochOrder, derive_seed
+from harness.printing import count_of
 from harness.records import Int64Array
 
 
@@ -49,7 +50,7 @@ class Blend:
         for name, size, weight, epochs in zip(self.names, self.sizes, weights, self.epochs, strict=True):
             where = f"data.blend, {name}"
             if size < 1:
-                raise ConfigError("the source has no packs", where=where, fix="remove it")
+                raise ConfigError("the source contains no packs", where=where, fix="remove it")
             if not (math.isfinite(weight) and weight > 0):
                 raise ConfigError(f"the weight is {weight}", where=where, fix="set it to a number above 0, or omit it")
             if epochs is not None and epochs < 1:
@@ -132,7 +133,7 @@ class Blend:
         size = config.global_batch_size
         if config.drop_last and self.num_packs is not None and self.num_packs < size:
             raise ConfigError(
-                f"{self.num_packs:,} packs never fill a global batch of {size:,}, and drop_last drops the rest",
+                f"{count_of(self.num_packs, 'pack')} cannot fill a global batch of {size:,} without drop_last=false",
                 where="loader.global_batch_size",
                 fix="lower global_batch_size, or set drop_last to false",
             )
@@ -185,10 +186,10 @@ class Blend:
         ]
         source = max(lag)[1]
         return LoaderError(
-            f"the {self.epochs[source]} epochs of {self.sizes[source]:,} packs of {self.names[source]} are used up "
-            f"after {sum(counts):,} packs of the blend",
+            f"{self.names[source]} ({count_of(self.epochs[source] or 1, 'epoch')} of "
+            f"{count_of(self.sizes[source], 'pack')}) is exhausted after {count_of(sum(counts), 'pack')} of the blend",
             where=f"data.blend, {self.names[source]}",
-            fix="give it more epochs or a lower weight, or train fewer steps",
+            fix="increase its epochs, lower its weight, or train fewer steps",
         )
 
     def _counts_at_end(self) -> list[int]:
@@ -203,11 +204,11 @@ def check_sources(sources: Sequence[Any], where: str) -> None:
     for number, source in enumerate(sources):
         place, path = f"{where}[{number}]", getattr(source, "path", None)
         if not path or not isinstance(path, str):
-            raise ConfigError("the source has no path", where=place, fix="name a dataset, a corpus or a folder")
+            raise ConfigError("the source has no path", where=place, fix="specify a dataset, a corpus or a folder")
         check_numbers(source, place)
     if len({source.weight is None for source in sources}) > 1:
-        fix = "give every source a weight, or none of them: then each is read once, or `epochs` times"
-        raise ConfigError("some sources have a weight and some have none", where=where, fix=fix)
+        fix = "set a weight for every source or for none; without weights, each is read `epochs` times"
+        raise ConfigError("only some of the sources have a weight", where=where, fix=fix)
 
 
 class BlendOrder:

@@ -15,20 +15,19 @@ class LoaderConfig(CheckedSettings, section="loader"):
     """Settings of how packs are read.
 
     Attributes:
-        global_batch_size: packs of one global batch, over all ranks.
-        seed: of the order.
-        num_workers: reader processes of each rank; 0 reads in the training process. Batches do not depend on it.
-        persistent_workers: keep workers across epochs, so that they read ahead over the end of one; otherwise each
-            epoch starts new ones.
-        prefetch_factor: batches that each worker reads ahead.
-        start_method: fork, spawn or forkserver; null for the default of the platform.
-        block_packs: packs of one block of the shuffle (`harness.loader.EpochOrder`); 1, with a window as large as the
-            dataset, gives a plain shuffle.
-        window_blocks: blocks that packs are mixed across.
+        global_batch_size: number of packs in a global batch, over all ranks.
+        seed: seed of the shuffle.
+        num_workers: number of worker processes per rank; 0 reads in the training process. Batches do not depend on it.
+        persistent_workers: keep workers across epochs, so that they prefetch from the next one.
+        prefetch_factor: number of batches that each worker reads ahead.
+        start_method: start method of the workers: fork, spawn or forkserver; null uses the default of the platform.
+        block_packs: number of packs in a block of the shuffle (`harness.loader.EpochOrder`). A value of 1 with a window
+            as large as the dataset is a full shuffle.
+        window_blocks: number of blocks over which packs are shuffled.
         drop_last: drop the packs at the end of an epoch that do not fill a global batch.
-        shuffle: false reads packs in stored order.
-        timeout_s: the longest wait for the data of one step before the run stops with an error.
-        allow_other_data: resume although the dataset, seed, order or tokenizer differs from that of the checkpoint.
+        shuffle: shuffle the packs; false reads them in stored order.
+        timeout_s: maximum time in seconds to wait for the data of one step.
+        allow_other_data: resume even if the dataset, seed, order or tokenizer differs from that of the checkpoint.
     """
 
     global_batch_size: int = bounded(8, lowest=1)
@@ -48,9 +47,9 @@ class LoaderConfig(CheckedSettings, section="loader"):
         super().__post_init__()
         if self.start_method not in (None, "fork", "spawn", "forkserver"):
             raise ConfigError(
-                f"there is no start method {self.start_method!r}",
+                f"start method {self.start_method!r} does not exist",
                 where="loader.start_method",
-                fix="choose fork, spawn, forkserver, or null for the default of the platform",
+                fix="choose fork, spawn, forkserver, or null (the default of the platform)",
             )
 
     @property
@@ -95,8 +94,8 @@ class RankLayout:
             if getattr(self, name) < 1:
                 raise LoaderError(f"{name} is {getattr(self, name)}", where="RankLayout", fix="set it to 1 or more")
         if not 0 <= self.dp_rank < self.dp_size:
-            what = f"data-parallel rank {self.dp_rank} does not exist among {self.dp_size}"
-            raise LoaderError(what, where="RankLayout", fix=f"dp_rank is 0 to {self.dp_size - 1}")
+            what = f"data-parallel rank {self.dp_rank} is out of range for size {self.dp_size}"
+            raise LoaderError(what, where="RankLayout", fix=f"use a dp_rank from 0 to {self.dp_size - 1}")
 
     @property
     def needs_tokens(self) -> bool:
@@ -113,13 +112,12 @@ def rank_layout(layout: RankLayout | None, dp_rank: int | None, dp_size: int | N
     if layout is not None:
         if (dp_rank, dp_size) == (None, None):
             return layout
-        what = f"dp_rank={dp_rank} and dp_size={dp_size} are given beside a layout, which has them too"
+        what = f"dp_rank={dp_rank} and dp_size={dp_size} were passed together with a layout, which contains both"
         raise ConfigError(what, where="Loader", fix="set them in the layout, or pass no layout")
     num_ranks = _ranks_of_job()
     if num_ranks > 1 and (dp_rank is None or dp_size is None):
         raise ConfigError(
-            f"the job has {num_ranks} ranks, and dp_rank is {dp_rank}, dp_size {dp_size}: every rank would train the "
-            "same packs",
+            f"the job has {num_ranks} ranks, but dp_rank or dp_size is not set: every rank would train the same packs",
             where="torch.distributed, or WORLD_SIZE in the environment",
             fix="pass dp_rank and dp_size, or a layout; dp_rank=0, dp_size=1 gives every rank all packs",
         )

@@ -23,9 +23,9 @@ class CorpusSource:
     """One part of a blend.
 
     Attributes:
-        path: X of X.bin and X.idx, on a disk, as `s3://BUCKET/X` or as `msc://PROFILE/X`; or the folder of a packed SFT
-            dataset (in object storage with a `/` at its end), whose packs are samples with their own loss masks.
-        weight: share of the samples, on any scale; either all sources of a blend have one or none has.
+        path: prefix X of X.bin and X.idx, on a disk, as `s3://BUCKET/X` or as `msc://PROFILE/X`; or the folder of a
+            packed SFT dataset (in object storage with a trailing `/`), whose packs become samples with their masks.
+        weight: weight of the source, on any scale. Set it for all sources of a blend or for none.
     """
 
     path: str = ""
@@ -50,29 +50,29 @@ class CorpusConfig(CheckedSettings, section="data"):
     """Settings of the data to pretrain on, as Megatron-Core's GPTDataset and BlendedDataset read it.
 
     Attributes:
-        path: one source, divided by `split`. Ignored where there is a blend.
-        blend: several sources, each divided by `split`; without weights, all samples of each, once.
-        split: parts of training, validation and test, on any scale: `969,30,1`.
+        path: a single source, divided by `split`. Ignored if a blend is set.
+        blend: several sources, each divided by `split`. Without weights, all samples of each source are read once.
+        split: ratio of training, validation and test data, on any scale, such as `969,30,1`.
         blend_per_split: different sources for each split, instead of a blend and a split.
-        per_split_data_args_path: the same from a JSON file, `{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"]}`.
-        sequence_length: S, the tokens of a sample.
-        micro_batch_size: samples of one row.
-        num_samples: samples that the order is laid out for; null for those that the run trains. The order changes where
-            Megatron needs another number of epochs for them.
-        block_documents: documents of one block of the shuffle of the training split, where a corpus is too large for
-            the page cache: neighboring documents are then read together, as with `loader.block_packs`. Null for the
-            order of Megatron, which shuffles all documents and then all samples.
-        window_blocks: blocks that documents, and the samples cut from them, are mixed across.
-        eod: id of the token that ends a document; required by the next three.
-        reset_position_ids: start positions again after each document. Rotary positions follow the bounds that attention
-            gets, so this alone changes nothing.
-        reset_attention_mask: keep documents from attending to each other.
-        eod_mask_loss: do not train the token after the end of a document.
-        path_to_cache: folder for the built indices; null for `index_cache` beside the first source, or in
-            `object_storage_cache_path` if that is in object storage. A prefix `s3://BUCKET/KEY` shares them: one run
-            builds what is missing while others wait, and each node copies what it needs to HARNESS_CACHE.
-        object_storage_cache_path: folder for the `.idx` of sources in object storage.
-        object_storage_chunk_bytes: bytes of a `.bin` in object storage per read. Samples come from all over it.
+        per_split_data_args_path: JSON file with sources by split, such as `{"train": ["0.3", "a", "0.7", "b"]}`.
+        sequence_length: number of tokens in a sample.
+        micro_batch_size: number of samples in a row.
+        num_samples: number of samples that the order is computed for; null uses the number that the run trains. It
+            changes the order if it changes Megatron's number of epochs.
+        block_documents: number of documents in a block of the training shuffle, for a corpus larger than the page
+            cache. Neighboring documents are then read together, as with `loader.block_packs`. Null uses Megatron's
+            order, which shuffles all documents and then all samples.
+        window_blocks: number of blocks over which documents, and the samples cut from them, are shuffled.
+        eod: id of the end-of-document token. Required by reset_position_ids, reset_attention_mask and eod_mask_loss.
+        reset_position_ids: restart positions after each document. Requires reset_attention_mask, because rotary
+            positions follow the bounds of attention.
+        reset_attention_mask: prevent attention between documents.
+        eod_mask_loss: exclude the token after the end of a document from the loss.
+        path_to_cache: folder for the built indices. Null uses `index_cache` next to the first source, or
+            `object_storage_cache_path` if the source is in object storage. A prefix `s3://BUCKET/KEY` is shared: one
+            run builds missing indices while others wait, and each node copies the ones it needs to HARNESS_CACHE.
+        object_storage_cache_path: folder for the `.idx` files of sources in object storage.
+        object_storage_chunk_bytes: number of bytes per read of a `.bin` in object storage; samples are spread out.
         num_dataset_builder_threads: threads that build the indices of a blend.
         fast_cache_load: trust that all indices are built: no rank checks, and none waits for another.
         defer_npy_index_mmap: map a built index at its first use.
@@ -110,15 +110,15 @@ class CorpusConfig(CheckedSettings, section="data"):
         self._check_sources()
         if self.block_documents is None and self.window_blocks != _WINDOW_BLOCKS:
             raise ConfigError(
-                f"window_blocks is {self.window_blocks}, and nothing is shuffled in blocks",
+                f"window_blocks is {self.window_blocks}, but block_documents is not set",
                 where="data.window_blocks",
-                fix="set data.block_documents too, or leave it out for the order of Megatron",
+                fix="set data.block_documents too, or omit window_blocks to use Megatron's order",
             )
         self._check_split()
         needs_eod = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, n)]
         if needs_eod and self.eod is None:
-            what = f"{', '.join(needs_eod)} requires the token that ends a document"
-            raise ConfigError(what, where="data.eod", fix="set it to that token's id")
+            what = f"{', '.join(needs_eod)} requires the id of the end-of-document token"
+            raise ConfigError(what, where="data.eod", fix="set data.eod")
         for name in ("fast_cache_load", "defer_npy_index_mmap"):
             if getattr(self, name):
                 self._check_cache(name)
@@ -138,17 +138,17 @@ class CorpusConfig(CheckedSettings, section="data"):
         given = [name for name, value in named.items() if value]
         if len(given) > 1:
             raise ConfigError(
-                f"{' and '.join(given)} both name the sources", where=f"data.{given[1]}", fix="keep one of them"
+                f"{' and '.join(given)} both set the sources", where=f"data.{given[1]}", fix="keep one of them"
             )
         if not given and not self.path:
             raise ConfigError(
-                "no source is named", where="data.path", fix="name X of X.bin and X.idx, or several in data.blend"
+                "no source is specified", where="data.path", fix="set X of X.bin and X.idx, or several in data.blend"
             )
         check_sources(self.blend, "data.blend")
         for name, sources in per_split.items():
             check_sources(sources, f"data.blend_per_split.{name}")
         if any(per_split.values()) and not per_split["train"]:
-            raise ConfigError("no source is for training", where="data.blend_per_split", fix="name sources under train")
+            raise ConfigError("there is no training source", where="data.blend_per_split", fix="add train sources")
 
     def _check_split(self) -> None:
         try:
@@ -159,23 +159,22 @@ class CorpusConfig(CheckedSettings, section="data"):
             raise ConfigError(
                 f"split is {self.split!r}",
                 where="data.split",
-                fix="give parts of training, validation and test, such as 969,30,1",
+                fix="use a ratio of training, validation and test data, such as 969,30,1",
             )
 
     def _check_cache(self, name: str) -> None:
         """Raise ConfigError if a setting that trusts built indices cannot do so."""
         if self.path_to_cache is None:
             raise ConfigError(
-                f"{name} requires the folder of the built indices",
+                f"{name} requires a folder of built indices",
                 where="data.path_to_cache",
-                fix="name it, and train once without this setting to build them",
+                fix="set the folder, and train once without this setting to build the indices",
             )
         if is_uri(self.path_to_cache):
             raise ConfigError(
-                f"{name} trusts that all indices are on this machine, and those in a bucket are copied when they "
-                "are looked for",
+                f"{name} requires all indices on this machine, but those in a bucket are copied on demand",
                 where="data.path_to_cache",
-                fix=f"name a folder, or set data.{name}=false",
+                fix=f"use a local folder, or set data.{name}=false",
             )
 
     @property
@@ -210,8 +209,8 @@ class CorpusConfig(CheckedSettings, section="data"):
         counts = _read_json(path, "data.per_dataset_sequences_path")
         missing = [s.path for sources in self.sources().values() for s in sources if s.path not in counts]
         if missing:
-            what = f"counts of {missing[0]} are missing" + (f" and {len(missing) - 1} more" if missing[1:] else "")
-            raise ConfigError(what, where=str(path), fix="count them again, with these paths")
+            what = f"the counts of {missing[0]} are missing" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+            raise ConfigError(what, where=str(path), fix="count them again with these paths")
         return counts
 
 
@@ -234,7 +233,7 @@ def _read_json(path: Path, key: str) -> dict[str, list[int]]:
         if isinstance(values, dict):
             return values
     except OSError as error:
-        what, fix = f"the file cannot be read: {error.strerror}", "name the file that `harness indexed` wrote"
+        what, fix = f"the file cannot be read: {error.strerror}", "specify the file written by `harness indexed`"
     except ValueError as error:
         what = f"the file is not JSON: {error}"
     raise ConfigError(what, where=f"{path}, {key}", fix=fix)
@@ -258,5 +257,5 @@ def _read_splits(path: Path) -> dict[str, Sources]:
             splits[name] = [CorpusSource(text) for text in texts]
         check_sources(splits[name], f"{path}, {name}")
     if "train" not in splits:
-        raise ConfigError("no source is for training", where=str(path), fix="name sources under train")
+        raise ConfigError("there is no training source", where=str(path), fix="add train sources")
     return splits

@@ -34,9 +34,10 @@ class BlendSource:
     """One dataset of a blend.
 
     Attributes:
-        path: as `DataConfig.path`.
-        weight: share of the packs, on any scale; either all sources have one or none has.
-        epochs: passes over it; with weights an upper limit (null for no limit), without weights exact (null for one).
+        path: dataset, as in `data.path`.
+        weight: weight of the dataset, on any scale. Set it for all sources or for none.
+        epochs: number of passes over the dataset. With weights, this is an upper limit (null for none); without
+            weights, it is exact (null for 1).
     """
 
     path: str = ""
@@ -49,8 +50,8 @@ class LiveSource:
     """One folder of a blend of live chunks.
 
     Attributes:
-        path: the folder.
-        weight: its share of a global batch, on any scale.
+        path: folder of live chunks.
+        weight: weight of the folder in a global batch, on any scale.
     """
 
     path: str = ""
@@ -62,28 +63,26 @@ class LiveConfig(CheckedSettings, section="data.live"):
     """Settings of chunks that are read while they are written.
 
     Attributes:
-        path: the folder, shared by all nodes or as `s3://BUCKET/KEY`; empty to train on stored datasets. Ignored where
-            there is a blend.
-        blend: several folders, interleaved by weight in every global batch; needs a schedule that balances. A folder
-            without new chunks keeps the run waiting; one whose stream has ended leaves its share to the others.
-        window_sequences: sequences of a global batch, in place of the packs of `loader.global_batch_size`: what has
-            arrived is then placed in rows by the schedule alone, without packs. Null to count packs; a number needs a
-            schedule that balances.
-        pack_size: the most tokens of a pack; with `window_sequences`, of a sequence.
+        path: folder of live chunks, on a shared disk or as `s3://BUCKET/KEY`. Empty trains on stored datasets. Ignored
+            if a blend is set.
+        blend: several folders, interleaved by weight in every global batch. Requires a balancing schedule. The run
+            waits for a folder without new chunks; when a stream ends, its share goes to the other folders.
+        window_sequences: number of sequences in a global batch. Sequences are then scheduled directly into rows,
+            without packs. Requires a balancing schedule. Null counts packs instead (`loader.global_batch_size`).
+        pack_size: maximum number of tokens in a pack, or in a sequence if `window_sequences` is set.
         tokenizer: for chunks of conversations; chunks of packs need none. With the tokenizer folder of a prepared
             dataset, and masking settings left at their defaults, conversations are masked as that dataset was.
-        over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as `data.over_long` of
-            `harness prepare` does.
-        on_bad: `refuse` stops at an unusable conversation, `skip` leaves it out and counts it.
-        open_packs: packs on each rank that wait for conversations to fill them.
-        timeout_s: the longest wait for a chunk.
-        require_ready: accept only chunks with a ready record. Otherwise, for producers that write none, a chunk counts
-            as whole when the next one exists, or when it was not written to for `settle_s` seconds.
+        over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as in `harness prepare`.
+        on_bad: `refuse` stops at an invalid conversation; `skip` omits and counts it.
+        open_packs: number of packs per rank that wait for conversations to fill them.
+        timeout_s: maximum time in seconds to wait for a chunk.
+        require_ready: accept only chunks with a ready record. If false, for producers that write none, a chunk is
+            complete when the next one exists or when it was not modified for `settle_s` seconds.
         settle_s: see `require_ready`.
-        completed: when a chunk is marked as completed, so that its producer deletes it. `trained`: when every
-            checkpoint that is kept holds all of its rows, so that a crash loses none. `read`: as soon as its rows are
-            in batches, which keeps fewer chunks; rows after the newest checkpoint whose chunks were deleted are not
-            trained again after a crash, and the resumed run logs how many chunks these are.
+        completed: point at which a chunk is marked as completed, so that its producer may delete it. `trained`: when
+            all kept checkpoints include its rows, so that a crash loses no data. `read`: as soon as its rows are in
+            batches, which keeps fewer chunks; after a crash, rows of deleted chunks that follow the newest checkpoint
+            are not trained again, and the resumed run logs the number of these chunks.
     """
 
     path: str = ""
@@ -123,14 +122,14 @@ class DataConfig:
     """Settings of the data to train on.
 
     Attributes:
-        path: the folder that `harness prepare` wrote (with `train` and `validation` in it), or any dataset that
-            `harness.formats.open_dataset` takes. Ignored where there is a blend.
+        path: folder written by `harness prepare` (with `train` and `validation`), or any dataset that
+            `harness.formats.open_dataset` accepts. Ignored if a blend is set.
         live: chunks that are still being written; a run with `live.path` or `live.blend` trains on them.
-        blend: several datasets of any formats, their packs interleaved by weight (`harness.loader.Blend`).
-        validation_path: another validation set; null for the `validation` beside `train`, if there is one, or for a
-            blend all of these one after the other.
-        evaluation: more validation sets, by name; their losses and perplexities are reported beside that of the first.
-        tokenizer: folder or hub id of the tokenizer that must have made the datasets; empty to accept any.
+        blend: several datasets of any formats, interleaved by weight (`harness.loader.Blend`).
+        validation_path: validation dataset. Null uses the `validation` folder next to `train` if it exists; for a
+            blend, those of all sources in order.
+        evaluation: additional validation datasets, by name, whose losses and perplexities are reported too.
+        tokenizer: folder or hub id of the tokenizer that the datasets must have been prepared with; empty accepts any.
     """
 
     path: str = "data/pydoc"
@@ -144,7 +143,7 @@ class DataConfig:
         for name in self.evaluation:
             if not _NAME.fullmatch(name):
                 raise ConfigError(
-                    f"{name!r} cannot name a validation set",
+                    f"{name!r} is not a valid name for a validation set",
                     where="data.evaluation",
                     fix="use lower-case letters, digits and underscores, as in +data.evaluation.code=data/code",
                 )
@@ -152,8 +151,8 @@ class DataConfig:
             raise ConfigError(
                 "live chunks cannot be blended with datasets",
                 where="data.live, data.blend",
-                fix="leave one of them empty; data.live.blend takes several folders of chunks, and `harness live "
-                "produce` makes chunks of a dataset",
+                fix="leave one of them empty; data.live.blend accepts several folders of chunks, and `harness live "
+                "produce` converts a dataset to chunks",
             )
         check_sources(self.blend, "data.blend")
 
@@ -267,7 +266,7 @@ class LiveData:
         """Return one line about the training data."""
         weights = f", weights {', '.join(f'{weight:g}' for weight in self.train.weights)}" if self.train.blend else ""
         window = self.train.window_sequences
-        unit = "packs" if window is None else f"windows of {window:,} sequences"
+        unit = "packs" if window is None else f"windows of {count_of(window, 'sequence')}"
         described = f"live chunks in {', '.join(self.train.folders)}{weights}, {unit} of up to"
         described += f" {self.train.pack_size:,} tokens"
         if self.tokenizer is not None:
@@ -323,12 +322,11 @@ class RunData:
         """Return the packs of one epoch; raise ConfigError where the data does not have so many epochs."""
         packs = self.epoch_packs
         if packs is None or (epochs > 1 and self.blend is not None and self.blend.weights is not None):
-            ends = "has no end" if packs is None else "is one epoch, which ends with the epochs of a source"
+            ends = "is endless" if packs is None else "has one epoch, until a source is exhausted"
             raise ConfigError(
-                f"a blend with weights {ends}, and the run is {count_of(epochs, 'epoch')} long",
+                f"a weighted blend {ends}, but the run has {count_of(epochs, 'epoch')}",
                 where="trainer.epochs, data.blend",
-                fix="trainer.steps=N trainer.epochs=null, or leave the weights out: then each source is read `epochs` "
-                "times",
+                fix="trainer.steps=N trainer.epochs=null, or omit the weights to read each source `epochs` times",
             )
         return packs
 
@@ -370,7 +368,7 @@ def open_datasets(config: DataConfig) -> RunData:
                 f"the training set was made with tokenizer {name} ({hash_}), the validation set with "
                 f"{other_name} ({other})",
                 where=f"{reader.path} and {validation.path}",
-                fix="prepare both with one tokenizer",
+                fix="prepare both with the same tokenizer",
             )
     if config.tokenizer:
         for reader in trains:
@@ -435,24 +433,24 @@ def _tokenizer_of(reader: PackReader) -> tuple[str, str]:
 def _check_tokenizer(train: PackReader, name: str) -> None:
     stored, stored_name = _tokenizer_of(train)
     if not stored:
-        what = f"the dataset does not record its tokenizer, so it cannot be compared with {name}"
+        what = f"the dataset does not specify its tokenizer, so it cannot be compared with {name}"
         raise ConfigError(what, where=str(train.path), fix="leave data.tokenizer empty, or prepare the dataset again")
     required = tokenizer_hash(name)
     if required != stored:
         raise ConfigError(
             f"the dataset was made with tokenizer {stored_name} ({stored}), and {name} is {required}",
             where=str(train.path),
-            fix="name the dataset's own tokenizer in data.tokenizer, or prepare the data with this one",
+            fix="set data.tokenizer to the tokenizer of the dataset, or prepare the data with this one",
         )
 
 
 def _check_alike(readers: Sequence[PackReader]) -> None:
     if not readers:
-        raise ConfigError("the blend is empty", where="data.blend", fix="name at least one dataset")
+        raise ConfigError("the blend is empty", where="data.blend", fix="specify at least one dataset")
     first: dict[str, tuple[str, PackReader]] = {}
     for reader in readers:
         if len(reader) == 0:
-            raise ConfigError("the source has no packs", where=f"data.blend, {reader.path}", fix="remove it")
+            raise ConfigError("the source contains no packs", where=f"data.blend, {reader.path}", fix="remove it")
         if reader.manifest is None:  # bare files have no provenance
             continue
         for name, value in (("data.pack_size", str(reader.pack_size)), ("tokenizer", _tokenizer_of(reader)[0])):
@@ -460,7 +458,7 @@ def _check_alike(readers: Sequence[PackReader]) -> None:
             if before != value:
                 what = name.removeprefix("data.")
                 raise ConfigError(
-                    f"sources of a blend must have one {what}: {owner.path} has {before}, {reader.path} has {value}",
+                    f"sources of a blend need the same {what}: {owner.path} has {before}, {reader.path} has {value}",
                     where=f"data.blend, {reader.path}",
-                    fix=f"prepare all sources with one {name}",
+                    fix=f"prepare all sources with the same {name}",
                 )

@@ -8,11 +8,12 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.loader.datasets import BlendSource, DataConfig, JoinedReader, open_datasets
+from harness.printing import count_of
 from harness.settings import from_plain
 from harness.tables import Table
 
 BLEND_SUFFIXES = (".yaml", ".yml")
-_FIX = "name the config.yaml of a run, or a file with `blend:` as configs/data/train_blend.yaml"
+_FIX = "specify the config.yaml of a run, or a file with `blend:` such as configs/data/train_blend.yaml"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def summarize_blend(path: str) -> BlendSummary:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"the settings cannot be read: {str(error).splitlines()[0]}", where=path, fix=_FIX) from error
     if not isinstance(settings, dict):
-        raise ConfigError("the file holds no settings", where=path, fix=_FIX)
+        raise ConfigError("the file contains no settings", where=path, fix=_FIX)
     data = settings.get("data", settings)
     blend_settings = data.get("blend") if isinstance(data, dict) else None
     if not blend_settings or not isinstance(blend_settings, list):
@@ -79,7 +80,7 @@ def summarize_blend(path: str) -> BlendSummary:
     try:
         sources = [from_plain(BlendSource, source) for source in blend_settings]
     except ValueError as odd:
-        raise ConfigError(f"the blend has a source that is none: {odd}", where=path, fix=_FIX) from None
+        raise ConfigError(f"the blend contains an invalid source: {odd}", where=path, fix=_FIX) from None
     opened = open_datasets(DataConfig(path="", blend=sources))
     blend, train = opened.blend, opened.train
     assert blend is not None
@@ -113,7 +114,7 @@ def render_blend(summary: BlendSummary) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    head, rows = ("source", "packs", "tokens", "weight", "of packs", "of tokens", "drawn", "times"), []
+    head, rows = ("source", "packs", "tokens", "weight", "of packs", "of tokens", "packs read", "epochs"), []
     # Paths are long: in the table they would be cut or folded, and a wrapped path cannot be copied.
     paths = []
     for number, source in enumerate(summary.sources, start=1):
@@ -122,12 +123,12 @@ def render_blend(summary: BlendSummary) -> Any:
         shares = (f"{source.pack_share:.2%}", f"{source.token_share:.2%}")
         counts = (f"{source.packs:,}", f"{source.tokens:,}")
         rows.append((str(number), *counts, weight, *shares, f"{source.drawn:,}", f"{source.passes:.2f}"))
-    reach = "packs that the run trains" if summary.of_run else "packs"
-    note = Text(f"drawn, and times read: in the first {summary.packs:,} {reach}")
+    reach = "packs trained by the run" if summary.of_run else "packs"
+    note = Text(f"packs read and epochs: in the first {summary.packs:,} {reach}")
     ending = []
     if summary.ends_after is not None:
         is_short = summary.of_run and summary.ends_after < summary.packs
-        text = f"a source's epochs are used up after {summary.ends_after:,} packs"
+        text = f"a source is exhausted after {count_of(summary.ends_after, 'pack')}"
         ending = [Text(f"{text}: too few for the run", style="bold red") if is_short else Text(text)]
     table = Table(head, rows, "r").to_terminal()
     return Group(Text(summary.path, style="bold"), *paths, table, note, *ending)

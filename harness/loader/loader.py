@@ -65,9 +65,7 @@ class Loader(BatchStream[RawBatch]):
         num_epochs: int | None = None,
     ) -> None:
         if len(reader) == 0:
-            raise LoaderError(
-                "the dataset has no packs", where="the dataset", fix="prepare it from data that is not empty"
-            )
+            raise LoaderError("the dataset contains no packs", where="the dataset", fix="use non-empty data")
         self._blend = blend or Blend.of_one(len(reader))
         self._num_packs = self._blend.num_packs
         self._config = config = replace(config)

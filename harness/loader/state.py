@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 from harness.errors import LoaderError
+from harness.printing import count_of
 from harness.settings import load
 
 
@@ -81,8 +82,8 @@ class LoaderState:
         ]
         if changes and not allow_other_data:
             raise LoaderError(
-                f"this run was trained on other data or in another order: {'; '.join(changes)}",
-                where=f"epoch {self.epoch}, after {self.packs_consumed:,} packs",
+                f"the checkpoint was trained on other data or in another order: {'; '.join(changes)}",
+                where=f"epoch {self.epoch}, after {count_of(self.packs_consumed, 'pack')}",
                 fix="restore the settings that the run started with, start a new run, or set "
                 "loader.allow_other_data=true to keep the position and accept that packs of this epoch repeat or "
                 "are skipped",

@@ -36,9 +36,7 @@ T = TypeVar("T")
 
 # A worker that is asked to leave may finish what it reads, such as a copy of a shard from a bucket.
 _PATIENCE_S = 5.0
-_FIX_MEMORY = (
-    "lower loader.num_workers, loader.prefetch_factor or loader.global_batch_size, or raise the memory limit of the job"
-)
+_FIX_MEMORY = "lower loader.num_workers, loader.prefetch_factor or loader.global_batch_size, or raise the memory limit"
 
 
 @dataclass(frozen=True)
@@ -162,11 +160,11 @@ class BatchStream(Generic[T]):
         alive, pid = self.worker_pids(), worker.process.pid
         _end(self._workers, 0.0)
         return LoaderError(
-            f"no data came for {self._config.timeout_s:g} s from the loader's worker with process id {pid} "
-            f"(alive are {', '.join(map(str, alive)) or 'none'})",
+            f"no data arrived for {self._config.timeout_s:g} s from the loader's worker with process id {pid} "
+            f"(workers alive: {', '.join(map(str, alive)) or 'none'})",
             where=self._where,
-            fix=f"see what it waits for (py-spy dump --pid {pid}), check the file system, "
-            "or raise loader.timeout_s for slow storage",
+            fix=f"inspect what it waits for (py-spy dump --pid {pid}), check the file system, "
+            "or increase loader.timeout_s for slow storage",
         )
 
     def _dead(self, processes: list[Any]) -> LoaderError:
@@ -178,16 +176,16 @@ class BatchStream(Generic[T]):
         _end(self._workers, 0.0)
         if code == -signal.SIGBUS:
             return LoaderError(
-                f"loader worker with process id {pids} died (Bus error): a mapped file became shorter or unreadable "
-                "while it was read",
-                where=f"{self._where}{self._data and f', {self._data}'}; the worker's message above has the file",
-                fix=f"run `harness verify {self._data or 'DATASET'}`, copy what is damaged again, then resume",
+                f"loader worker with process id {pids} died (Bus error): a mapped file was truncated or became "
+                "unreadable while it was read",
+                where=f"{self._where}{self._data and f', {self._data}'}; the worker's message above names the file",
+                fix=f"run `harness verify {self._data or 'DATASET'}`, copy the damaged files again, then resume",
             )
         return LoaderError(
             f"loader worker with process id {pids} died" + (f" ({signal.strsignal(-code)})" if code < 0 else ""),
             where=self._where,
-            fix="a killed worker has mostly run out of memory: see dmesg, lower loader.num_workers or "
-            "loader.prefetch_factor; loader.num_workers=0 shows an error of reading itself; then resume",
+            fix="killed workers are usually out of memory: see dmesg, lower loader.num_workers or "
+            "loader.prefetch_factor; loader.num_workers=0 shows errors of the reading code; then resume",
         )
 
 
@@ -221,7 +219,7 @@ def _explained(batch: BatchRange) -> Iterator[None]:
         what = f"process {os.getpid()} ran out of memory while it read a step: {error or 'no details are known'}"
         raise LoaderError(what, where=where, fix=_FIX_MEMORY) from error
     except OSError as error:
-        fix = "check that the dataset is still there and readable"
+        fix = "check that the dataset exists and is readable"
         raise LoaderError(f"reading failed: {error}", where=where, fix=fix) from error
 
 

@@ -46,7 +46,7 @@ class Chat:
             raise ConfigError(
                 f"no tokenizer with a chat template: {error.what}",
                 where=str(folder),
-                fix="`harness export` the run, add the tokenizer of its data to that folder, and name the folder",
+                fix="`harness export` the run, add the tokenizer of its data to the export, and use that folder",
             ) from None
         if (folder / ADAPTER_FILE).is_file() and find_spec("peft") is None:
             raise ConfigError(
@@ -62,7 +62,7 @@ class Chat:
             raise ConfigError(
                 f"the model cannot be loaded: {str(error).strip().splitlines()[0]}",
                 where=str(folder),
-                fix="run `harness verify` on the folder; name a model that transformers knows, whose weights have the "
+                fix="run `harness verify` on the folder; use a model of transformers whose weights have the "
                 "shapes of its config.json, in safetensors; code in the folder is not run",
             ) from None
         self._ends = self._find_ends(folder)
@@ -98,9 +98,9 @@ class Chat:
             if len(self._messages) == 1:
                 self._messages.clear()
                 raise ConfigError(
-                    f"the message has {len(prompt):,} tokens, and there is room for {self._room:,}",
+                    f"the message has {len(prompt):,} tokens, but there is room for {self._room:,}",
                     where="the prompt",
-                    fix="shorten it, or the answers with max_tokens=",
+                    fix="shorten it, or reduce max_tokens",
                 )
             del self._messages[:2]
         streamer = Printed(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if live else None

@@ -178,9 +178,7 @@ def checkpoints_read_by(reader: Callable[[str], FileSystemReader]) -> Iterator[N
     Megatron 0.16 opens one in its strategy of torch's format, 0.19 in its entry points too, for values that 0.16 keeps
     in `common.pt`.
     """
-    assert hasattr(torch_format, "_get_filesystem_reader"), (
-        "this version would unpickle checkpoints without restriction"
-    )
+    assert hasattr(torch_format, "_get_filesystem_reader"), "this version would unpickle without restrictions"
     with ExitStack() as stack:
         for module in (torch_format, serialization):
             if hasattr(module, "_get_filesystem_reader"):
@@ -230,8 +228,8 @@ def require_moments() -> None:
     if accepts(optimizer.Adam, "exp_avg_dtype"):
         return
     raise ConfigError(
-        f"optimizer.moments_dtype is bfloat16, and Adam is {optimizer.Adam.__module__.partition('.')[0]}'s: only "
-        "Transformer Engine's on a GPU can keep its moments in bfloat16",
+        f"optimizer.moments_dtype is bfloat16, but Adam of {optimizer.Adam.__module__.partition('.')[0]} does not "
+        "support it: it requires Transformer Engine's Adam on a GPU",
         where="optimizer.moments_dtype",
         fix="install the `gpu` extra or use a container with it, or set optimizer.moments_dtype=float32",
     )

@@ -74,10 +74,10 @@ def _check(chunks: Sequence[DistributedDataParallel], step: int) -> None:
     parts = [_describe(some) for some in sorted(holders.values(), key=len, reverse=True)]
     more = f"; {len(found) - 1} more have drifted" if len(found) > 1 else ""
     raise HarnessError(
-        f"after step {step}, the copies of {name} differ: {' against '.join(parts)}{more}",
+        f"after step {step}, the copies of {name} differ: {' versus '.join(parts)}{more}",
         where=f"{kind} ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{', ...' * (len(ranks) > _MOST_NAMED)}",
-        fix="resume from a checkpoint before this step; if the same rank differs again, leave its node out and test "
-        "its memory and links (`harness preflight`); if other ranks do, report the layout and the model",
+        fix="resume from a checkpoint before this step; if the same rank differs again, exclude its node and test "
+        "its memory and links (`harness preflight`); if other ranks differ, report the layout and the model",
     )
 
 

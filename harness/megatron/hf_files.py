@@ -81,7 +81,7 @@ def _indexed_files(folder: Path) -> list[str]:
     try:
         names = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
         if outside := next((name for name in names if Path(name).name != name), None):
-            raise ValueError(f"{outside!r} is no file of the folder")
+            raise ValueError(f"{outside!r} is not a file in the folder")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{INDEX_FILE} is damaged: {error}") from None
     return names

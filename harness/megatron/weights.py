@@ -151,9 +151,9 @@ def expert_names(model: ModelConfig) -> ExpertNames:
     has_all = names is not None and bool(names.bias) >= model.expert_bias
     if names is None or not has_all or (names.shared is None and model.shared_ffn_hidden_size):
         raise ConfigError(
-            f"models of the family {model.family} in Hugging Face's form have no such experts",
+            f"models of the family {model.family} in Hugging Face's format have no such experts",
             where="model.family, model.num_experts, model.expert_bias, model.shared_ffn_hidden_size",
-            fix="train a model of a family that has them, such as qwen3_moe",
+            fix="train a family that supports them, such as qwen3_moe",
         )
     return names
 
@@ -196,13 +196,13 @@ def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int, mtp_l
     for verb, odd in (("lack", sorted(set(expected) - names)), ("have unknown", sorted(names - set(expected)))):
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            fix = "they are damaged, or of another model than config.json describes: download them again"
+            fix = "they are damaged or do not match config.json: download them again"
             raise FormatError(f"the weights {verb} {odd[0]}{more}", where=str(weights.folder), fix=fix)
     for name, shape in wrong.items():
         raise FormatError(
             f"{name} is {list(shape)}, and config.json requires {list(expected[name])}",
             where=str(weights.folder),
-            fix="download the model again: the files are of two models",
+            fix="download the model again: its files belong to different models",
         )
 
 
@@ -227,9 +227,9 @@ def _check_copies(weights: HfWeights, model: ModelConfig, shard: TensorShard) ->
         rows = shard.of(weights.shape(own)[0])
         if not torch.equal(weights.rows(copy, *rows), weights.rows(own, *rows)):
             raise FormatError(
-                f"{copy} is not {own}, which Megatron-Core uses in its place",
+                f"{copy} differs from {own}, which Megatron-Core uses instead",
                 where=str(weights.folder),
-                fix="model.mtp_layers=0 leaves the layers that predict further tokens out",
+                fix="model.mtp_layers=0 omits the MTP layers",
             )
 
 

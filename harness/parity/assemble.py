@@ -160,7 +160,7 @@ def summarize(folders: Sequence[Path], *, command: str) -> ParityReport:
         ConfigError: no folder is named.
     """
     if not folders:
-        raise ConfigError("there is nothing to summarize", where="DIR...", fix="name the folders of the nodes' reports")
+        raise ConfigError("there is nothing to summarize", where="DIR...", fix="list the folders of the nodes' reports")
     cells: list[CellResult] = []
     facts: dict[str, dict[str, str]] = {}
     for folder in folders:

@@ -57,7 +57,7 @@ class Baseline:
 
 def baseline_path(name: str, folder: Path) -> Path:
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} cannot name a baseline", where="NAME", fix="letters, digits, dots and dashes")
+        raise ConfigError(f"{name!r} is not a valid name", where="NAME", fix="use letters, digits, dots and dashes")
     return folder / f"{name}.json"
 
 
@@ -183,7 +183,7 @@ def _report(
         if steps:
             checks = compare_runs(baseline.recorded(), recorded, tolerances or baseline.tolerances)
         else:
-            reason = f"the run made no step ({run})"
+            reason = f"the run completed no step ({run})"
     except FormatError as error:
         reason = f"{error.what} ({error.where}); {error.fix}"
     cells.append(

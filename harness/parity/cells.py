@@ -204,7 +204,7 @@ def plan_check(
     names = [f"{check}: {case.name}" for case in parsed]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"two cases are named {twice!r}", where=check, fix="leave one of them out")
+        raise ConfigError(f"two cases are named {twice!r}", where=check, fix="omit one of them")
     total = steps + (steps_before if plan.from_checkpoint else 0)
     start = f"{check}: start" if plan.from_checkpoint else None
     cells = []

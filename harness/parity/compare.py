@@ -28,9 +28,9 @@ class Tolerances(CheckedSettings, section="tolerances"):
     a loss and 4e-7 of a gradient norm. It did not grow with the steps.
 
     Attributes:
-        loss: on the loss and the validation loss.
-        grad_norm: on the norm of the gradient before clipping.
-        reason: why these values, for the report.
+        loss: maximum relative difference of the loss and the validation loss.
+        grad_norm: maximum relative difference of the gradient norm before clipping.
+        reason: explanation of these values, shown in the report.
     """
 
     loss: float = bounded(5e-7, lowest=0, highest=1)
@@ -90,7 +90,7 @@ def _check_steps(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -
     wanted, made = [step.step for step in reference], [step.step for step in run]
     difference = None
     if wanted != made or not wanted:
-        message, first = f"{len(made)} of {len(wanted)} steps were made", None
+        message, first = f"{len(made)} of {len(wanted)} steps were completed", None
         if missing := [step for step in wanted if step not in made]:
             message, first = f"{message}, step {missing[0]} is missing", missing[0]
         elif extra := [step for step in made if step not in wanted]:

@@ -154,7 +154,7 @@ def _compare_sequences(expected: StepDigests, actual: StepDigests) -> Difference
     assert place is not None
     row, index = place
     sequence = int(row.sequences[index])
-    name = f"sequence {sequence}" if sequence >= 0 else "a run of tokens that is no sequence of the dataset"
+    name = f"sequence {sequence}" if sequence >= 0 else "tokens that are not a sequence of the dataset"
     message = f"{name} is trained {got[sequence]} times, not {wanted[sequence]}"
     details: dict[str, Any] = {"sequence": sequence, "expected": wanted[sequence], "found": got[sequence]}
     return _difference_in(row, expected.step, "sequences", message, **details)

@@ -59,7 +59,7 @@ def read_hf_config(folder: Path) -> HfModel:
         values = json.loads(path.read_text())
         return _convert(values, path)
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        fix = "name a folder with config.json and *.safetensors, as written by save_pretrained"
+        fix = "specify a folder with config.json and *.safetensors, as written by save_pretrained"
         raise ConfigError(f"the model's config.json cannot be read: {error}", where=str(path), fix=fix) from None
     except KeyError as error:
         raise ConfigError(f"config.json has no {error}", where=str(path), fix="download the model again") from None
@@ -286,5 +286,5 @@ def _find(init_from: str, download: Callable[[], str]) -> Path:
         raise ConfigError(
             f"there is no folder {init_from!r}, and no model of that name on the hub: {reason}",
             where="model.init_from",
-            fix="name a folder with config.json and *.safetensors, or a model of the hub that this machine can reach",
+            fix="specify a folder with config.json and *.safetensors, or a model of the hub, which must be reachable",
         ) from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than
 from harness.errors import ConfigError
+from harness.printing import count_of
 from harness.thd import padding_multiple
 
 VOCAB_MULTIPLE = 128
@@ -33,32 +34,32 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     """Sizes of the parallel dimensions; data parallelism takes the ranks that are left.
 
     Attributes:
-        tensor_parallel_size: ranks that share each layer.
-        pipeline_parallel_size: stages of layers.
-        virtual_pipeline_parallel_size: model chunks per stage; null for one.
-        context_parallel_size: ranks that share each sequence.
-        expert_parallel_size: ranks that share the experts of each layer; they are tensor-, context- and data-parallel
-            ranks too.
-        expert_tensor_parallel_size: ranks that share each expert.
-        expert_dispatcher: how tokens reach the experts of other ranks: `alltoall`, `allgather` (every rank gets all
-            tokens, in rows of one length: static_rows) or `flex` (the kernels of DeepEP, on GPUs that have it).
-        sequence_parallel: split norms and dropout over the tensor-parallel group.
-        distributed_optimizer: split optimizer state over data-parallel ranks.
-        static_rows: pad every row to the largest size, so that shapes never change and pipeline stages exchange none.
-        cuda_graphs: on GPUs with static_rows, capture the forward and backward pass of a row once and replay it for
-            every row, so that the host launches one graph instead of thousands of kernels. Gradients are then reduced
-            after the last row, whatever overlap_gradients is, and the memory of a row's pass stays reserved. For dense
-            models on one pipeline stage without context parallelism.
-        gradient_dtype: float32, or bfloat16 for half the memory and traffic of a bfloat16 model's gradients, which are
-            then added in bfloat16.
-        overlap_gradients: on GPUs, reduce gradients during the backward pass.
-        overlap_weights: on GPUs with overlap_gradients and the distributed optimizer, gather the weights of a step in
-            the forward pass of the next one, while layers before them are computed; adapters are gathered at once.
-        overlap_tensor_parallel: on GPUs with Transformer Engine, sequence_parallel and static_rows, send parts of the
-            exchanges of tensor-parallel ranks while others are multiplied, through buffers of one row's shape. For
-            dense models that are trained whole, whose tensor-parallel ranks are on one node.
-        ranks: number of ranks that memory and batch are planned for: `harness train` starts them on this machine, and
-            any other number is refused; null for any.
+        tensor_parallel_size: number of ranks that share each layer.
+        pipeline_parallel_size: number of pipeline stages.
+        virtual_pipeline_parallel_size: model chunks per pipeline stage (interleaved schedule); null for one.
+        context_parallel_size: number of ranks that share each sequence.
+        expert_parallel_size: number of ranks that share the experts of each layer. These ranks are also tensor-,
+            context- or data-parallel ranks.
+        expert_tensor_parallel_size: number of ranks that share each expert.
+        expert_dispatcher: token dispatcher of the experts: `alltoall`, `allgather` (requires static_rows, because every
+            rank receives all tokens in rows of equal length) or `flex` (DeepEP's kernels, on GPUs that have it).
+        sequence_parallel: also split norms and dropout over the tensor-parallel group.
+        distributed_optimizer: shard the optimizer state over data-parallel ranks.
+        static_rows: pad every row to the maximum size, so that shapes are constant and pipeline stages do not exchange
+            them.
+        cuda_graphs: capture the forward and backward pass of a row once and replay it for every row, which reduces
+            launch overhead. Gradients are reduced after the last row, regardless of overlap_gradients, and the memory
+            of one pass stays reserved. Requires GPUs, static_rows, a dense model, one pipeline stage and no CP.
+        gradient_dtype: dtype in which gradients are accumulated and reduced: float32, or bfloat16 for half the memory
+            and traffic with a bfloat16 model.
+        overlap_gradients: reduce gradients during the backward pass (GPUs only).
+        overlap_weights: gather updated weights during the next forward pass, while earlier layers are computed (GPUs
+            only). Requires overlap_gradients and the distributed optimizer; LoRA adapters are gathered at once.
+        overlap_tensor_parallel: overlap tensor-parallel communication with matrix products, using buffers of one row's
+            shape. Requires GPUs with Transformer Engine, sequence_parallel, static_rows, a dense model without LoRA,
+            and tensor-parallel ranks on one node.
+        ranks: number of ranks that the run is planned for. `harness train` starts this many on one machine; a run on
+            any other number is refused. Null accepts any number.
     """
 
     tensor_parallel_size: int = bounded(1, lowest=1, highest=100_000)
@@ -81,43 +82,42 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     rules = (
         Rule(
             {"parallel.virtual_pipeline_parallel_size": SET, "parallel.pipeline_parallel_size": 1},
-            "chunks are those of pipeline stages, and there is one stage",
-            "2 or more chunks on 2 or more stages, or null",
+            "model chunks require at least two pipeline stages",
+            "parallel.pipeline_parallel_size=2 or more, or parallel.virtual_pipeline_parallel_size=null",
         ),
         Rule(
             {"parallel.sequence_parallel": True, "parallel.tensor_parallel_size": 1},
-            "norms and dropout are split over the tensor-parallel group, which has one rank",
+            "the tensor-parallel group has only one rank",
             "parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false",
         ),
         Rule(
             {"parallel.cuda_graphs": True, "parallel.static_rows": False},
-            "rows that differ in length have no graph",
+            "CUDA graphs require rows of constant length",
             "parallel.cuda_graphs=false, or parallel.static_rows=true",
         ),
         Rule(
             {"parallel.cuda_graphs": True, "parallel.pipeline_parallel_size": other_than(1)},
-            "stages run the passes of a row apart, and exchange tensors between them",
+            "CUDA graphs do not support pipeline stages",
             "parallel.cuda_graphs=false, or parallel.pipeline_parallel_size=1",
         ),
         Rule(
             {"parallel.cuda_graphs": True, "parallel.context_parallel_size": other_than(1)},
-            "the ring of Transformer Engine's flash attention reads the end of a row on the host, and that of its "
-            "fused one has been captured by nothing here",
+            "CUDA graphs do not support context parallelism",
             "parallel.cuda_graphs=false, or parallel.context_parallel_size=1",
         ),
         Rule(
             {"parallel.overlap_tensor_parallel": True, "parallel.sequence_parallel": False},
-            "it divides the gathers and scatters of sequence parallelism",
+            "it overlaps the communication of sequence parallelism",
             "parallel.overlap_tensor_parallel=false, or parallel.sequence_parallel=true",
         ),
         Rule(
             {"parallel.overlap_tensor_parallel": True, "parallel.static_rows": False},
-            "it needs buffers of one row's shape",
+            "its buffers require rows of constant shape",
             "parallel.overlap_tensor_parallel=false, or parallel.static_rows=true",
         ),
         Rule(
             {"parallel.overlap_tensor_parallel": True, "parallel.cuda_graphs": True},
-            "it has streams of its own, which nothing here has captured",
+            "CUDA graphs do not support its streams",
             "parallel.overlap_tensor_parallel=false, or parallel.cuda_graphs=false",
         ),
     )
@@ -127,16 +127,16 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         shared = self.expert_parallel_size * self.expert_tensor_parallel_size
         if self.expert_dispatcher == "allgather" and shared > 1 and not self.static_rows:
             raise ConfigError(
-                f"{shared} ranks that share experts gather rows of one length only",
+                f"{shared} ranks share experts, and allgather requires rows of equal length",
                 where="parallel.expert_dispatcher, parallel.static_rows",
                 fix="parallel.static_rows=true, or parallel.expert_dispatcher=alltoall",
             )
         if self.expert_dispatcher == "flex" and shared not in DEEPEP_RANKS:
             ranks = ", ".join(map(str, DEEPEP_RANKS))
             raise ConfigError(
-                "no rank holds experts for the tokens of other ranks"
+                "flex dispatch requires experts on several ranks"
                 if shared == 1
-                else f"DeepEP divides experts over {ranks} ranks, and here they are on {shared} (expert "
+                else f"DeepEP supports experts on {ranks} ranks, but the layout has {shared} (expert "
                 f"{self.expert_parallel_size} x expert tensor {self.expert_tensor_parallel_size})",
                 where="parallel.expert_dispatcher, parallel.expert_parallel_size",
                 fix=f"parallel.expert_dispatcher=alltoall, or experts on {ranks} ranks",
@@ -174,8 +174,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         """Return the data-parallel size of a job; raise ConfigError if ranks would be left over."""
         if world_size % self.model_ranks:
             raise ConfigError(
-                f"{world_size} ranks cannot hold whole copies of a model on {self.model_ranks} ranks (tensor "
-                f"{self.tensor_parallel_size} x pipeline {self.pipeline_parallel_size} x context "
+                f"{count_of(world_size, 'rank')} cannot hold whole copies of a model on {self.model_ranks} ranks "
+                f"(tensor {self.tensor_parallel_size} x pipeline {self.pipeline_parallel_size} x context "
                 f"{self.context_parallel_size})",
                 where="parallel",
                 fix=f"start a multiple of {self.model_ranks} ranks, or lower the parallel sizes",
@@ -210,17 +210,17 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         """
         if self.ranks not in (None, world_size):
             raise ConfigError(
-                f"the settings are planned for {self.ranks} ranks, and there are {world_size}",
+                f"the settings are planned for {count_of(self.ranks, 'rank')}, but the job has {world_size}",
                 where="parallel.ranks",
                 fix=f"start {self.ranks} ranks, or plan again with parallel.ranks={world_size}",
             )
         dp_size = self.dp_size(world_size)
         if dp_size > global_batch_size:
             raise ConfigError(
-                f"{dp_size} data-parallel ranks ({world_size} ranks / {self.model_ranks} that share a model) cannot "
-                f"each train a part of {global_batch_size} packs",
+                f"a global batch of {count_of(global_batch_size, 'pack')} is too small for {dp_size} data-parallel "
+                f"ranks ({world_size} ranks / {self.model_ranks} that share a model)",
                 where="loader.global_batch_size",
-                fix=f"{dp_size} packs or more, or fewer ranks",
+                fix=f"use at least {dp_size} packs, or fewer ranks",
             )
         max_tokens_per_row, pad_to_multiple = self.max_tokens_per_row(max_tokens_per_rank), self.pad_to_multiple
         if max_tokens_per_row % pad_to_multiple:

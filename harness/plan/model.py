@@ -20,76 +20,80 @@ class ModelConfig(CheckedSettings, section="model"):
     """A decoder of the Llama shape: RMSNorm, RoPE, SwiGLU, grouped-query attention; dense, or a mixture of experts.
 
     Attributes:
-        family: llama or mistral (no biases), qwen2 (biases of query, key and value), qwen3 (norms of query and key);
-            with experts, qwen3_moe, mixtral, olmoe (norms of query and key over all heads), deepseek_v2
-            and deepseek_v3 (latent attention; Moonlight too), glm4_moe (GLM-4.5), glm4_moe_lite (GLM-4.7-Flash) and
-            gpt_oss (attention sinks, windows, biases).
-        init_from: a folder of Hugging Face weights (safetensors), or a name on its hub; null draws random weights. It
-            alone is enough: the sizes, the family, the vocabulary and max_sequence_length are those of its config.json
-            where they are not set, and other values are refused.
-        num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups: sizes.
-        head_dim: size of a head; null for hidden_size / num_attention_heads.
-        max_sequence_length: the longest sequence that positions are meant for, in tokens.
-        vocab_size: null for the tokenizer's; rounded up to a multiple of 128.
+        family: model architecture. Dense: llama, mistral, qwen2 (biases of query, key and value), qwen3 (query and key
+            norms). Mixture of experts: qwen3_moe, mixtral, olmoe (query and key norms over all heads), deepseek_v2 and
+            deepseek_v3 (latent attention, also for Moonlight), glm4_moe (GLM-4.5), glm4_moe_lite (GLM-4.7-Flash) and
+            gpt_oss (attention sinks, sliding windows, biases).
+        init_from: folder of Hugging Face weights (safetensors), or a model on the hub; null initializes random weights.
+            Family, sizes, vocabulary and max_sequence_length default to its config.json; other values are refused.
+        num_layers: number of layers.
+        hidden_size: size of the hidden states.
+        ffn_hidden_size: inner size of the MLP.
+        num_attention_heads: number of query heads.
+        num_query_groups: number of key and value heads.
+        head_dim: size of an attention head; null uses hidden_size / num_attention_heads.
+        max_sequence_length: maximum sequence length of the positional encoding, in tokens.
+        vocab_size: size of the vocabulary, rounded up to a multiple of 128; null uses that of the tokenizer.
         tie_embeddings: share one matrix between the input embedding and the output layer.
-        rotary_base: base of the rotary angles.
-        rope_scaling, rope_scaling_factor: none, llama3, linear or yarn, by this factor.
-        rope_original_positions, rope_mscale, rope_mscale_all_dim: of yarn: positions before scaling, and the factors of
-            its scaling of angles and of attention.
-        kv_lora_rank: size of the latent vector that keys and values of all heads are made of (multi-latent attention,
-            of the families deepseek_v2 and deepseek_v3); 0 in other families.
-        q_lora_rank: the same of the queries; null makes them of the hidden states.
-        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: sizes of a head with latent attention: its parts of queries and
-            keys without and with a rotary embedding, and its values.
-        sliding_window: tokens, its own included, that a token attends to in every second layer, the first included (of
-            the family gpt_oss); null in other families.
-        qk_norm: normalize the queries and keys of each head; null for what all models of the family do. Models of the
-            family glm4_moe differ (GLM-4.5 has these norms, GLM-4.5-Air has none).
-        norm_epsilon: added to the mean square in each norm.
+        rotary_base: base of the rotary embedding.
+        rope_scaling: scaling of the rotary embedding: none, llama3, linear or yarn.
+        rope_scaling_factor: factor of the scaling.
+        rope_original_positions: maximum sequence length before scaling with yarn.
+        rope_mscale, rope_mscale_all_dim: magnitude scaling of yarn's rotary embedding and attention, as in config.json.
+        kv_lora_rank: size of the latent vector of keys and values (multi-latent attention, for deepseek_v2, deepseek_v3
+            and glm4_moe_lite); 0 for other families.
+        q_lora_rank: size of the latent vector of queries; null projects queries from the hidden states.
+        qk_nope_head_dim: size of the part of each query and key without rotary embedding, with latent attention.
+        qk_rope_head_dim: size of the part with rotary embedding.
+        v_head_dim: size of each value head, with latent attention.
+        sliding_window: attention window in tokens, including the token itself, of every other layer, starting with the
+            first (gpt_oss); null for other families.
+        qk_norm: normalize the queries and keys of each head. Null uses the default of the family. Models of glm4_moe
+            differ: GLM-4.5 has these norms and GLM-4.5-Air does not.
+        norm_epsilon: epsilon of the RMS norms.
         init_std: standard deviation of the initial weights.
-        dtype: float32 or bfloat16 (with float32 master weights and gradients); `auto` is bfloat16 on GPUs and
+        dtype: float32, or bfloat16 with float32 master weights and gradients. `auto` selects bfloat16 on GPUs and
             float32 on CPUs.
-        fp8: multiply in 8 bits in Transformer Engine's layers, with a scale for each tensor (`tensorwise`), for each
-            128 x 128 weights and 128 numbers of a token (`blockwise`, Hopper) or for each 32 numbers (`mxfp8`,
-            Blackwell); `off` for none. Weights, gradients and the optimizer keep their dtypes. Rows are padded at their
-            end to a multiple of 16, 128 or 32 tokens a rank, and so are the tokens of an expert.
-        recompute: activations computed again in the backward pass: `none`, `selective` (attention) or `full` (whole
+        fp8: 8-bit matrix products in Transformer Engine's layers, with a scale for each tensor (`tensorwise`), for each
+            128 x 128 weights and 128 activations (`blockwise`, Hopper) or for each 32 values (`mxfp8`, Blackwell);
+            `off` disables them. Weights, gradients and the optimizer keep their dtypes. Rows and the tokens of each
+            expert are padded to a multiple of 16, 128 or 32 tokens per rank.
+        recompute: activations to recompute in the backward pass: `none`, `selective` (attention) or `full` (whole
             layers).
-        attention: `auto` (Transformer Engine on GPUs that have it), `transformer_engine`, one backend of it (`flash`,
-            `fused` or `unfused`; it refuses one that cannot compute the model), or `torch`.
-        fuse_swiglu, fuse_cross_entropy: one kernel for the activation of the feed-forward, and for the loss, whose
-            logits are then not kept twice (in bfloat16 alone); `auto` (on GPUs), `on` or `off`.
-        fuse_weight_gradient: add a weight's gradient where it is computed, which needs an extension of Apex; `auto` (on
-            GPUs that have it), `on` or `off`.
-        seed: of the initial weights.
-        lora_rank: rank of LoRA adapters, which alone are trained; 0 trains all weights.
-        lora_alpha: adapter outputs are scaled by lora_alpha / lora_rank.
-        lora_targets: linear layers with an adapter, any of linear_qkv (all that make queries, keys and values),
+        attention: attention implementation: `auto` (Transformer Engine on GPUs that have it), `transformer_engine`, one
+            of its backends (`flash`, `fused` or `unfused`; refused if it does not support the model), or `torch`.
+        fuse_swiglu: use a fused kernel for the activation of the MLP; `auto` (on GPUs), `on` or `off`.
+        fuse_cross_entropy: use a fused cross-entropy kernel, in bfloat16; `auto` (on GPUs), `on` or `off`.
+        fuse_weight_gradient: accumulate each weight gradient in its matrix product. Requires Apex's extension; `auto`
+            (on GPUs that have it), `on` or `off`.
+        seed: seed of the initial weights.
+        lora_rank: rank of the LoRA adapters, in which case only the adapters are trained; 0 trains all weights.
+        lora_alpha: scale of LoRA; the output of an adapter is multiplied by lora_alpha / lora_rank.
+        lora_targets: linear layers with an adapter: linear_qkv (all projections of queries, keys and values),
             linear_proj, and linear_fc1 and linear_fc2 of dense layers, of each expert and of shared experts.
-        num_experts: routed experts of a layer; 0 for a dense model.
-        experts_per_token: experts that a token is sent to.
-        expert_ffn_hidden_size: inner size of one expert; null for ffn_hidden_size.
-        shared_ffn_hidden_size: inner size of the shared experts of a layer together; 0 for none.
-        dense_layers: first layers that have one dense MLP of ffn_hidden_size instead of experts.
-        router_score: softmax or sigmoid of the router's logits, which are float32 whatever the dtype.
-        router_normalize: the weights of a token's experts sum to 1; false keeps their share of all experts.
-        router_groups, router_top_groups: a token's experts come from its best router_top_groups of router_groups
-            equal groups; null for all.
-        router_scale: factor of the weights of a token's experts.
-        aux_loss: coefficient of the loss that balances the experts; 0 for none.
-        aux_loss_scope: tokens that it balances together: those of a `row`, or of each `sequence` (Megatron's
-            seq_aux_loss), which does not depend on the other sequences.
-        z_loss: coefficient of the loss that keeps the router's logits small; 0 for none.
-        expert_bias: add a bias to an expert's score when experts are chosen, as balancing without a loss does; needs
-            router_score sigmoid.
-        expert_bias_rate: change of the bias of an expert per step, up where it got too few tokens; 0 keeps the bias.
+        num_experts: number of routed experts per layer; 0 for a dense model.
+        experts_per_token: number of experts that each token is routed to.
+        expert_ffn_hidden_size: inner size of one expert; null uses ffn_hidden_size.
+        shared_ffn_hidden_size: total inner size of the shared experts of a layer; 0 for none.
+        dense_layers: number of leading layers with a dense MLP of ffn_hidden_size instead of experts.
+        router_score: softmax or sigmoid of the router's logits, always computed in float32.
+        router_normalize: normalize the weights of the experts of a token to sum to 1.
+        router_groups, router_top_groups: restrict the experts of a token to its best router_top_groups of router_groups
+            equal groups; null disables the restriction.
+        router_scale: scaling factor of the weights of a token's experts.
+        aux_loss: coefficient of the load-balancing loss; 0 disables it.
+        aux_loss_scope: tokens that the load-balancing loss balances together: those of a `row`, or of each `sequence`
+            (Megatron's seq_aux_loss), which is independent of the other sequences.
+        z_loss: coefficient of the router z-loss, which keeps logits small; 0 disables it.
+        expert_bias: add a bias to the score of each expert for the selection of experts (load balancing without a
+            loss). Requires router_score=sigmoid.
+        expert_bias_rate: change of an expert's bias per step, upward if it received too few tokens; 0 keeps the bias.
         freeze_router: do not train the router's weights.
-        grouped_gemm: multiply the tokens of all experts of a rank at once, with Transformer Engine; `auto` (where its
-            layers are, without biases and without adapters of experts), `on` (refused elsewhere), or `off` (one expert
-            after another, as on a CPU).
-        mtp_layers: layers after the model's own that predict further tokens (multi-token prediction) and are trained
-            with it; of weights in `init_from`, all of theirs or none. 0 leaves them out.
-        mtp_loss: coefficient of the mean of their losses.
+        grouped_gemm: compute all experts of a rank in one grouped matrix product of Transformer Engine; `auto` (where
+            supported: no biases, no adapters on experts), `on` (refused where unsupported) or `off`.
+        mtp_layers: number of multi-token prediction layers, which are trained with the model; 0 for none. With
+            `init_from`, either all of the model's MTP layers or 0.
+        mtp_loss: coefficient of the mean loss of the MTP layers.
     """
 
     family: str = one_of("llama", FAMILIES)
@@ -179,11 +183,11 @@ class ModelConfig(CheckedSettings, section="model"):
     def why_not_grouped(self) -> str | None:
         """The reason why experts are computed one after another, on whatever device; None where there is none."""
         if self.attention == "torch":
-            return "model.attention is torch, and only Transformer Engine has such products"
+            return "they require Transformer Engine, and model.attention is torch"
         if self.has_biases:
-            return f"experts of the family {self.family} have biases, with which they are not proved"
+            return f"experts of the family {self.family} have biases"
         if self.lora_rank and {"linear_fc1", "linear_fc2"} & set(self.lora_targets):
-            return "an adapter stands beside the matrices of one expert"
+            return "experts have LoRA adapters"
         return None
 
     @property

@@ -46,27 +46,27 @@ _MTP = {"model.mtp_layers": SET}
 RULES = (
     Rule(
         {"model.rope_mscale": other_than(1), "model.rope_mscale_all_dim": 0},
-        "transformers reads them as 1 and 0",
+        "transformers reads this combination as 1 and 0",
         "set both, or neither",
     ),
     Rule(
         {"model.kv_lora_rank": SET, "model.head_dim": SET},
-        "with latent attention every head has its own keys and values, of other sizes",
+        "latent attention has its own settings for the sizes of heads",
         "model.head_dim=null",
     ),
     Rule(
         {"model.kv_lora_rank": SET, "model.rope_scaling": other_than("none", "yarn")},
-        "Megatron-Core has no such scaling for latent attention",
+        "Megatron-Core does not support this scaling with latent attention",
         "model.rope_scaling=none or yarn",
     ),
     Rule(
         {"model.num_experts": SET, "model.expert_bias": True, "model.router_score": other_than("sigmoid")},
-        "Megatron-Core adds a bias to the scores of a sigmoid router only",
+        "Megatron-Core supports an expert bias only with a sigmoid router",
         "model.router_score=sigmoid, or model.expert_bias=false",
     ),
     Rule(
         {"model.num_experts": SET, "model.aux_loss_scope": "sequence", "model.aux_loss": 0},
-        "there is no loss that balances the experts of a sequence",
+        "the load-balancing loss is disabled",
         "model.aux_loss=0.001, or model.aux_loss_scope=row",
     ),
     Rule(
@@ -76,46 +76,30 @@ RULES = (
             "model.router_score": "softmax",
             "model.router_normalize": True,
         },
-        "the weight of a token's single expert would always be 1, and the router would not train",
+        "the weight of a single expert would always be 1, so the router would not be trained",
         "model.router_normalize=false",
     ),
-    Rule(
-        {**_MTP, "model.lora_rank": SET},
-        "adapters do not train the layers that predict further tokens",
-        "model.mtp_layers=0",
-    ),
-    Rule(
-        {**_MTP, "model.fp8": other_than("off")},
-        "layers that predict further tokens are not proved in 8 bits",
-        "model.mtp_layers=0",
-    ),
-    Rule(
-        {**_MTP, "model.tie_embeddings": True},
-        "layers that predict further tokens share both the input embedding and the output layer, which it makes one",
-        "model.mtp_layers=0",
-    ),
+    Rule({**_MTP, "model.lora_rank": SET}, "LoRA does not support MTP layers", "model.mtp_layers=0"),
+    Rule({**_MTP, "model.fp8": other_than("off")}, "FP8 is not supported with MTP layers", "model.mtp_layers=0"),
+    Rule({**_MTP, "model.tie_embeddings": True}, "MTP layers do not support tied embeddings", "model.mtp_layers=0"),
 )
 _GRAPHS, _OVERLAP = {"parallel.cuda_graphs": True}, {"parallel.overlap_tensor_parallel": True}
 # Of a model and its layout.
 LAYOUT_RULES = (
     Rule(
         {**_GRAPHS, "model.num_experts": SET},
-        "what an expert computes depends on the tokens that it gets, which are counted on the host",
+        "CUDA graphs do not support experts, whose token counts are read on the host",
         "parallel.cuda_graphs=false",
     ),
-    Rule(
-        {**_GRAPHS, "model.fp8": other_than("off")},
-        "nothing has captured the scales of products in 8 bits",
-        "parallel.cuda_graphs=false",
-    ),
+    Rule({**_GRAPHS, "model.fp8": other_than("off")}, "CUDA graphs do not support FP8", "parallel.cuda_graphs=false"),
     *(
         Rule({**_OVERLAP, f"model.{name}": refused}, why, "parallel.overlap_tensor_parallel=false")
         for name, refused, why in (
-            ("lora_rank", SET, "adapters read what lies in a buffer that is written again"),
-            ("kv_lora_rank", SET, "Transformer Engine has no buffers for the projections of latent attention"),
-            ("num_experts", SET, "Transformer Engine has no buffers for experts"),
-            ("fp8", other_than("off", "tensorwise"), "only products in bfloat16 and tensorwise ones have buffers here"),
-            ("attention", "torch", "the buffers are those of Transformer Engine's layers"),
+            ("lora_rank", SET, "LoRA adapters would read communication buffers that are reused"),
+            ("kv_lora_rank", SET, "Transformer Engine does not support it with latent attention"),
+            ("num_experts", SET, "Transformer Engine does not support it for experts"),
+            ("fp8", other_than("off", "tensorwise"), "only bfloat16 and tensorwise FP8 are supported"),
+            ("attention", "torch", "it requires Transformer Engine's layers"),
         )
     ),
 )
@@ -148,10 +132,10 @@ def _check_heads(model: ModelConfig) -> None:
     _check_multiple("num_attention_heads", model.num_attention_heads, "model.num_query_groups", model.num_query_groups)
     if not model.kv_lora_rank and (model.head_size < 2 or model.head_size % 2):
         raise ConfigError(
-            f"a head of {model.head_size} numbers cannot be rotated in pairs "
+            f"the head size {model.head_size} is not an even number of 2 or more "
             f"(hidden_size {model.hidden_size}, {model.num_attention_heads} attention heads)",
             where="model.hidden_size, model.num_attention_heads, model.head_dim",
-            fix="choose them so that the size of a head is even",
+            fix="choose values that result in an even head size",
         )
 
 
@@ -160,31 +144,31 @@ def _check_family(model: ModelConfig) -> None:
     if (model.qk_norm is not None) != family.chooses_head_norms:
         all_have = "" if family.has_head_norms else "no "
         raise ConfigError(
-            f"some models of the family {model.family} have norms of queries and keys, and qk_norm is null"
+            f"only some models of the family {model.family} have query and key norms, and qk_norm is null"
             if model.qk_norm is None
-            else f"models of the family {model.family} have {all_have}norms of queries and keys, and qk_norm is set",
+            else f"models of the family {model.family} have {all_have}query and key norms, but qk_norm is set",
             where="model.qk_norm, model.family",
             fix="model.qk_norm=true or false" if model.qk_norm is None else "model.qk_norm=null",
         )
     if model.rope_scaling == "yarn" and family.rotated_part != 1:
-        what = f"Megatron-Core's yarn turns whole heads, and the family {model.family} a part of each"
+        what = f"Megatron-Core's yarn does not support the partial rotary embedding of the family {model.family}"
         raise ConfigError(what, where="model.rope_scaling, model.family", fix="model.rope_scaling=none, or linear")
     if (model.sliding_window is not None) != family.has_windows:
         raise ConfigError(
-            f"models of the family {model.family} have {'' if model.sliding_window is None else 'no '}layers with a "
-            f"window, and sliding_window is {model.sliding_window}",
+            f"models of the family {model.family} have no sliding windows, but sliding_window is {model.sliding_window}"
+            if model.sliding_window
+            else f"models of the family {model.family} have sliding windows, but sliding_window is null",
             where="model.sliding_window, model.family",
             fix="model.sliding_window=128 for gpt_oss, null for other families",
         )
     if model.mtp_layers and not family.predicts_further:
         raise ConfigError(
-            f"models of the family {model.family} have no layers that predict further tokens, and could not be "
-            "exported",
+            f"models of the family {model.family} have no MTP layers, so the model could not be exported",
             where="model.mtp_layers, model.family",
             fix="model.mtp_layers=0, or a family such as deepseek_v3",
         )
     if not model.num_experts and family.experts is not None:
-        what = f"models of the family {model.family} have experts, and num_experts is 0"
+        what = f"models of the family {model.family} have experts, but num_experts is 0"
         raise ConfigError(what, where="model.num_experts", fix="set it, or choose a dense family")
 
 
@@ -192,9 +176,9 @@ def _check_unused(model: ModelConfig) -> None:
     unused = [one.name for one in fields(model) if one.name in _OF_EXPERTS and getattr(model, one.name) != one.default]
     if unused:
         raise ConfigError(
-            f"the model has no experts, and {', '.join(unused)} would have no effect",
+            f"the model has no experts, so {', '.join(unused)} would have no effect",
             where=", ".join(f"model.{name}" for name in unused),
-            fix="leave them as they are by default, or set model.num_experts",
+            fix="use the defaults, or set model.num_experts",
         )
 
 
@@ -202,7 +186,7 @@ def _check_latents(model: ModelConfig) -> None:
     if bool(model.kv_lora_rank) != FAMILIES[model.family].has_latents:
         raise ConfigError(
             f"models of the family {model.family} have "
-            f"{'' if FAMILIES[model.family].has_latents else 'no '}latent attention, and kv_lora_rank is "
+            f"{'' if FAMILIES[model.family].has_latents else 'no '}latent attention, but kv_lora_rank is "
             f"{model.kv_lora_rank}",
             where="model.family, model.kv_lora_rank",
             fix="model.family=deepseek_v3 with a kv_lora_rank, or another family and model.kv_lora_rank=0",
@@ -211,18 +195,18 @@ def _check_latents(model: ModelConfig) -> None:
         return
     if model.num_query_groups != model.num_attention_heads:
         raise ConfigError(
-            "with latent attention every head has its own keys and values",
+            "latent attention requires as many query groups as attention heads",
             where="model.num_query_groups",
             fix=f"model.num_query_groups={model.num_attention_heads}",
         )
     if model.qk_rope_head_dim % 2:
-        what = f"{model.qk_rope_head_dim} numbers of a head cannot be rotated in pairs"
+        what = f"the size {model.qk_rope_head_dim} of the rotary embedding is odd"
         raise ConfigError(what, where="model.qk_rope_head_dim", fix="an even number")
 
 
 def _check_experts(model: ModelConfig) -> None:
     if model.experts_per_token > model.num_experts:
-        what = f"a token cannot be sent to {model.experts_per_token} of {model.num_experts} experts"
+        what = f"a token cannot be routed to {model.experts_per_token} of {model.num_experts} experts"
         raise ConfigError(what, where="model.experts_per_token", fix=f"{model.num_experts} or fewer")
     if model.dense_layers >= model.num_layers:
         raise ConfigError(
@@ -234,7 +218,7 @@ def _check_experts(model: ModelConfig) -> None:
     names = FAMILIES[model.family].experts
     if model.dense_layers and FAMILIES[model.family].has_experts_everywhere:
         raise ConfigError(
-            f"models of the family {model.family} have experts in every layer, and could not be exported",
+            f"models of the family {model.family} have experts in every layer, so this one could not be exported",
             where="model.dense_layers, model.family",
             fix="model.dense_layers=0, or a family such as qwen3_moe",
         )
@@ -243,7 +227,7 @@ def _check_experts(model: ModelConfig) -> None:
         _check_multiple("shared_ffn_hidden_size", shared, "model.expert_ffn_hidden_size", model.expert_size)
     if model.grouped_gemm == "on" and (reason := model.why_not_grouped):
         raise ConfigError(
-            f"the products of experts cannot be grouped: {reason}",
+            f"grouped matrix products of experts are not supported: {reason}",
             where="model.grouped_gemm",
             fix="model.grouped_gemm=auto, which computes one expert after another",
         )
@@ -255,7 +239,7 @@ def _check_groups(model: ModelConfig) -> None:
     if groups is None and top is None:
         return
     if groups is None or top is None:
-        raise ConfigError("one of them is set", where=where, fix="set both, or neither")
+        raise ConfigError("only one of them is set", where=where, fix="set both, or neither")
     if model.num_experts % groups or top > groups or each % top:
         raise ConfigError(
             f"{each} experts per token cannot come evenly from {top} of {groups} groups of {model.num_experts} experts",

@@ -223,7 +223,7 @@ def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
     vocab_size = vocab_size or (data.vocab_size if data is not None else None)
     if vocab_size is None and packs is not None:
         vocab_size = ASSUMED_VOCABULARY
-        notes.append(f"a vocabulary of {ASSUMED_VOCABULARY:,} tokens; model.vocab_size names another")
+        notes.append(f"a vocabulary of {ASSUMED_VOCABULARY:,} tokens; model.vocab_size sets another")
     if vocab_size is None:
         what = f"the vocabulary size is unknown: {why or 'the dataset does not record it'}"
         raise ConfigError(what, where="model.vocab_size", fix="set it to the size of the tokenizer")

@@ -51,22 +51,24 @@ class OptimizerConfig(CheckedSettings, section="optimizer"):
     `config.yaml` in the run's folder records the values that null stands for, and a run that resumes keeps them.
 
     Attributes:
-        lr: largest learning rate; null for 2e-4 with LoRA, 1e-5 for other training of pretrained weights
+        lr: peak learning rate. Null uses 2e-4 with LoRA, 1e-5 for full training of pretrained weights
             (`model.init_from`), and 2e-3 for training from random weights.
-        min_lr_ratio: final learning rate as a share of lr.
-        warmup_ratio: length of the linear warm-up from 0 to lr as a share of decay_steps, rounded up.
-        warmup_steps: length of the warm-up in steps, in place of warmup_ratio; null for warmup_ratio, or where the
-            number of steps is not known, for 5.
-        decay_steps: step at which the schedule reaches its final rate; null for the run's number of steps, or where
-            that is not known, for a rate that stays at lr.
+        min_lr_ratio: final learning rate as a fraction of lr.
+        warmup_ratio: length of the linear warm-up from 0 to lr as a fraction of decay_steps, rounded up.
+        warmup_steps: length of the warm-up in steps; overrides warmup_ratio. Null uses warmup_ratio, or 5 if it is
+            unknown.
+        decay_steps: step at which the learning rate reaches its final value. Null uses the number of steps of the run;
+            if that is unknown, the learning rate stays at lr.
         decay: `cosine`, `linear`, `constant` or `inverse-square-root`.
-        weight_decay: of AdamW.
-        beta1, beta2, eps: of AdamW's moments.
-        clip_grad: largest gradient norm; 0 for no clipping.
-        moments_dtype: float32, or bfloat16 for two thirds of the optimizer's memory on a GPU with Transformer Engine's
-            Adam, which computes in float32 and rounds what it keeps. A bfloat16 model with the distributed optimizer.
-        offload: share of the optimizer's state, 0 to 1, that is kept in host memory and updated by the CPU; a
-            step takes longer. A bfloat16 model with the distributed optimizer.
+        weight_decay: weight decay coefficient of AdamW.
+        beta1, beta2: decay rates of AdamW's first and second moment.
+        eps: term added to AdamW's denominator for numerical stability.
+        clip_grad: maximum gradient norm; 0 disables clipping.
+        moments_dtype: dtype of the stored moments. bfloat16 reduces the optimizer's memory to two thirds, and updates
+            are still computed in float32. Requires Transformer Engine's Adam, a bfloat16 model and the distributed
+            optimizer.
+        offload: fraction of the optimizer state, 0 to 1, that is kept in host memory and updated by the CPU, which
+            makes steps slower. Requires a bfloat16 model and the distributed optimizer.
     """
 
     lr: float | None = bounded(None, above=0, highest=100)
@@ -129,41 +131,41 @@ class TrainerConfig(CheckedSettings, section="trainer"):
     """Length of the training, validation, checkpoints and records.
 
     Attributes:
-        steps: optimizer steps of the whole run, those before a resume included; null for `epochs`, and on live data
-            until the stream ends.
-        epochs: passes over the packed dataset, in place of steps. Without both, 1 for a run that begins with
-            pretrained weights, and 60 steps for any other.
-        loss_average: what the loss and validation losses are means over: every trained `token` counts alike, or every
-            `conversation` (a sequence of a pack with trained tokens, which share its weight), however long its answers.
-        eval_interval: steps between validations, 0 for none; the last step is always validated.
-        eval_batches: global batches of one validation; null for the whole validation set.
-        early_stop: stop after this many validations in a row without a new lowest loss; 0 for never.
-        checkpoint_interval: steps between checkpoints; 0 for only the last.
+        steps: total number of optimizer steps, resumes included. Null uses `epochs`, or on live data, the end of the
+            stream.
+        epochs: passes over the packed dataset, instead of steps. If neither is set, a run trains 1 epoch from
+            pretrained weights and 60 steps otherwise.
+        loss_average: unit over which the loss and validation losses are averaged. `token` weights every trained token
+            equally; `conversation` weights every conversation (a sequence with trained tokens) equally.
+        eval_interval: steps between validations; 0 disables them. The last step is always validated.
+        eval_batches: global batches per validation; null uses the whole validation set.
+        early_stop: stop after this many consecutive validations without a new lowest loss; 0 disables early stopping.
+        checkpoint_interval: steps between checkpoints; 0 saves only the last.
         keep_checkpoints: number of newest checkpoints to keep.
-        background_checkpoints: continue training while a checkpoint is written; the next checkpoint waits for it.
-        local_checkpoints: folder on the nodes' own disks, such as `/scratch/me`, for further checkpoints between those
-            in the run's folder. Each node keeps its part and a copy of another node's, of the newest one, until the
-            run ends; a run resumes from it where it is the newest. Empty for none.
-        local_checkpoint_interval: steps between them; one is skipped while an earlier one is still being written.
+        background_checkpoints: continue training while a checkpoint is written. The next checkpoint waits for it.
+        local_checkpoints: folder on the nodes' local disks, such as `/scratch/me`, for additional checkpoints between
+            those in the run's folder. Each node keeps its part of the newest one and a copy of another node's part
+            until the run ends. A run resumes from it if it is the newest checkpoint. Empty disables local checkpoints.
+        local_checkpoint_interval: steps between local checkpoints; one is skipped while the previous one is being
+            written.
         device: auto, cpu or cuda.
-        deterministic: use only kernels that give bit-identical results, even if they are slower.
-        timeout_s: a rank without progress for this long ends the job, with a message that names it.
-        startup_timeout_s: the same limit for each part of the startup: meeting the ranks, opening the data, building
-            indices, loading weights.
-        drift_interval: steps between comparisons of the parameters that several ranks hold copies of, which end a run
-            whose ranks have drifted apart; the last step is compared too. 0 for none.
-        record_digests: write digests of every step's data into the run's folder (`harness.train.digests`).
-        record_batches: write the data itself too, for small runs: 28 bytes per token before compression.
-        trackers: services that show the curves, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always
-            written. Their own variables configure them: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI,
-            MLFLOW_EXPERIMENT_NAME and so on.
-        straggler_ratio: name a rank whose time in a step, without waiting for others, is this many times that of the
-            others; null to compare none.
-        straggler_steps: consecutive slow steps after which it is named.
-        on_straggler: report (in the log, metrics and report), or exclude: a job of `harness submit` checkpoints, leaves
-            the rank's node out and starts again without it.
-        sample_prompts: user messages that the model answers at every evaluation, in `samples.jsonl`.
-        sample_tokens: longest answer, in tokens.
+        deterministic: use only kernels with bit-identical results, even if they are slower.
+        timeout_s: seconds without progress of a rank after which the job ends with an error that names the rank.
+        startup_timeout_s: the same limit for each stage of the startup: connecting the ranks, opening the data,
+            building indices, loading weights.
+        drift_interval: steps between comparisons of the parameters that are replicated on several ranks. A run whose
+            replicas differ ends with an error. The last step is always compared; 0 disables the comparison.
+        record_digests: write digests of the data of every step into the run's folder (`harness.train.digests`).
+        record_batches: also write the data itself: 28 bytes per token before compression. Intended for small runs.
+        trackers: experiment trackers, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always written. Trackers
+            are configured with their own environment variables, such as WANDB_PROJECT or MLFLOW_TRACKING_URI.
+        straggler_ratio: report a rank as slow if the time that it spends computing in a step exceeds that of the other
+            ranks by this factor; null disables the check.
+        straggler_steps: number of consecutive slow steps before a rank is reported.
+        on_straggler: `report` slow ranks in the log, metrics and report, or `exclude`: a job of `harness submit` saves
+            a checkpoint and restarts without the rank's node.
+        sample_prompts: user messages that the model answers at every validation, in `samples.jsonl`.
+        sample_tokens: maximum number of tokens per answer.
     """
 
     steps: int | None = bounded(None, lowest=1)
@@ -194,8 +196,8 @@ class TrainerConfig(CheckedSettings, section="trainer"):
     rules = (
         Rule(
             {"trainer.steps": SET, "trainer.epochs": SET},
-            "each is the length of the run",
-            "leave one out, or set it to null where a file sets it, such as trainer.steps=null",
+            "both define the length of the run",
+            "omit one, or override it with null if a file sets it, such as trainer.steps=null",
         ),
     )
 
@@ -204,7 +206,7 @@ class TrainerConfig(CheckedSettings, section="trainer"):
         local = self.local_checkpoints
         if local and (not local.startswith("/") or not local.strip("/")):
             raise ConfigError(
-                f"{local!r} is not a folder of its own",
+                f"{local!r} is not an absolute path of a folder",
                 where="trainer.local_checkpoints",
                 fix="the absolute path of a folder on the nodes' own disks, such as /scratch/me",
             )
@@ -228,13 +230,13 @@ _ENGINE = Condition("a kernel of Transformer Engine", lambda attention: attentio
 _DTYPES = (
     Rule(
         {"parallel.gradient_dtype": "bfloat16", "model.dtype": other_than("bfloat16")},
-        "gradients have no fewer bits than weights",
+        "gradients cannot have lower precision than weights",
         "model.dtype=bfloat16, or parallel.gradient_dtype=float32",
     ),
     *(
         Rule(
             {**_FLOAT32, "model.attention": kernel},
-            "that kernel computes in bfloat16",
+            "this kernel does not support float32",
             "model.dtype=bfloat16, or model.attention=torch",
         )
         for kernel in ("flash", "fused")
@@ -244,7 +246,7 @@ _DTYPES = (
 OF_DISTRIBUTED = tuple(
     Rule(
         {**choice, **other},
-        "Megatron-Core has it for the distributed optimizer of a bfloat16 model",
+        "Megatron-Core supports it only with the distributed optimizer and a bfloat16 model",
         f"parallel.distributed_optimizer=true and model.dtype=bfloat16, or leave {next(iter(choice))} out",
     )
     for choice in ({"optimizer.moments_dtype": "bfloat16"}, {"optimizer.offload": SET})
@@ -253,8 +255,7 @@ OF_DISTRIBUTED = tuple(
 _FP8 = tuple(
     Rule(
         {"model.fp8": other_than("off"), **other},
-        "products in 8 bits are those of Transformer Engine's layers of a bfloat16 model on a GPU, all of whose "
-        "weights are trained",
+        "FP8 requires a GPU, Transformer Engine, a bfloat16 model and training of all weights",
         "model.fp8=off, or the other setting",
     )
     for other in (_FLOAT32, {"model.attention": "torch"}, _ON_CPU, {"model.lora_rank": SET})
@@ -262,22 +263,22 @@ _FP8 = tuple(
 _ON_A_GPU = (
     Rule(
         {"optimizer.moments_dtype": "bfloat16", **_ON_CPU},
-        "Transformer Engine's Adam needs a GPU",
+        "Transformer Engine's Adam requires a GPU",
         "optimizer.moments_dtype=float32",
     ),
-    Rule({"parallel.cuda_graphs": True, **_ON_CPU}, "graphs need a GPU", "parallel.cuda_graphs=false"),
+    Rule({"parallel.cuda_graphs": True, **_ON_CPU}, "CUDA graphs require a GPU", "parallel.cuda_graphs=false"),
     *(
         Rule(
             {"parallel.overlap_tensor_parallel": True, **other},
-            "it needs a GPU, bfloat16 for padded rows, and no prompts, which may be longer than a row",
+            "it requires a GPU and bfloat16, and excludes sample prompts, which can be longer than a row",
             "parallel.overlap_tensor_parallel=false, or the other setting",
         )
         for other in (_ON_CPU, _FLOAT32, {"trainer.sample_prompts": SET})
     ),
     Rule(
         {"model.attention": _ENGINE, **_ON_CPU},
-        "Transformer Engine needs a GPU",
-        "model.attention=auto, which takes PyTorch's on a CPU",
+        "Transformer Engine requires a GPU",
+        "model.attention=auto, which selects PyTorch's attention on a CPU",
     ),
 )
 
@@ -288,10 +289,10 @@ class RunConfig(CheckedSettings, ABC):
 
     Attributes:
         loader, model, optimizer, parallel, trainer: see each group.
-        name: of the experiment; runs are numbered under `runs` by it.
-        runs: folder of numbered runs.
-        run_dir: the run's folder; null for the next (or, to resume, the newest) `<runs>/<name>-NNN`.
-        resume: false, true or auto (resume if there is a checkpoint).
+        name: name of the experiment, used to number its runs in `runs`.
+        runs: folder that contains the numbered runs.
+        run_dir: folder of the run. Null uses `<runs>/<name>-NNN`: the next number, or the newest when resuming.
+        resume: false, true, or auto (resume if there is a checkpoint).
     """
 
     loader: LoaderConfig = field(default_factory=LoaderConfig)
@@ -311,8 +312,7 @@ class RunConfig(CheckedSettings, ABC):
         self.resume = str(self.resume).lower()
         if self.trainer.epochs is not None and not self.has_epochs:
             raise ConfigError(
-                f"trainer.epochs is {self.trainer.epochs:,}, and only packed datasets have epochs: live data is read "
-                "until the stream ends, and the samples of a corpus cross its epochs",
+                f"trainer.epochs is {self.trainer.epochs:,}, but only packed datasets support epochs",
                 where="trainer.epochs",
                 fix="trainer.steps=N trainer.epochs=null",
             )
@@ -354,8 +354,8 @@ class RunConfig(CheckedSettings, ABC):
         if not self.trainer.local_checkpoints or not often or local % often:
             return []
         return [
-            f"trainer.local_checkpoint_interval is {local}, and trainer.checkpoint_interval {often}: no local "
-            "checkpoint is written, as there is one in the run's folder at each of these steps"
+            f"trainer.local_checkpoint_interval is {local} and trainer.checkpoint_interval is {often}: no local "
+            "checkpoint is written, because each of these steps has a checkpoint in the run's folder"
         ]
 
     def _warmup_warnings(self) -> list[str]:
@@ -364,7 +364,7 @@ class RunConfig(CheckedSettings, ABC):
             steps, of = self.with_steps().trainer.last_step, "trainer.steps"
         if not warmup or warmup < steps:
             return []
-        return [f"optimizer.warmup_steps is {warmup:,}, and {of} {steps:,}: the warm-up ends at step {steps - 1:,}"]
+        return [f"optimizer.warmup_steps is {warmup:,} and {of} is {steps:,}: the warm-up ends at step {steps - 1:,}"]
 
     def check_dtypes(self) -> None:
         """Raise ConfigError for layers of Transformer Engine, or gradients, of a dtype or device that they lack."""
@@ -375,8 +375,8 @@ class RunConfig(CheckedSettings, ABC):
         if config.model.names_engine and config.model.dtype == "float32" and pads is not None:
             value = show_value(attrgetter(pads)(config))
             raise ConfigError(
-                f"model.dtype is float32, and {pads} is {value}: Transformer Engine has no float32 attention for rows "
-                "whose sequences are padded or divided",
+                f"model.dtype is float32 and {pads} is {value}: Transformer Engine does not support float32 attention "
+                "on padded or divided sequences",
                 where=f"model.dtype, {pads}",
                 fix="model.dtype=bfloat16, or model.attention=torch",
             )
@@ -400,8 +400,8 @@ def check_fp8_rows(fp8: str, parallel: ParallelConfig, max_tokens_per_rank: int)
     multiple = fp8_rank_multiple(fp8, parallel)
     if max_tokens_per_rank % multiple:
         raise ConfigError(
-            f"model.fp8 is {fp8}, for which rows are padded to a multiple of {fp8_row_multiple(fp8, parallel)} tokens, "
-            f"and the largest row has {parallel.max_tokens_per_row(max_tokens_per_rank):,}",
+            f"model.fp8={fp8} pads rows to a multiple of {fp8_row_multiple(fp8, parallel)} tokens, but the largest row "
+            f"has {parallel.max_tokens_per_row(max_tokens_per_rank):,}",
             where="schedule.max_tokens_per_rank, model.fp8",
             fix=f"a multiple of {multiple}",
         )
@@ -410,7 +410,7 @@ def check_fp8_rows(fp8: str, parallel: ParallelConfig, max_tokens_per_rank: int)
 _BALANCED = tuple(
     Rule(
         {f"data.live.{name}": SET, "schedule.name": "as_packed"},
-        "this schedule trains packs where they are read",
+        "this schedule trains each pack on the rank that reads it",
         "schedule=dp_balanced or schedule=cost_balanced",
     )
     for name in ("window_sequences", "blend")
@@ -476,16 +476,16 @@ class SftConfig(RunConfig):
         decays = self.optimizer.decay not in ("constant", "inverse-square-root")
         if live.folders and trainer.steps is None and self.optimizer.decay_steps is None and decays:
             warnings.append(
-                "trainer.steps and optimizer.decay_steps are null, and the stream's length is not known: "
+                "trainer.steps and optimizer.decay_steps are null and the length of the stream is unknown: "
                 "the learning rate stays at optimizer.lr after the warm-up"
             )
         if live.folders and live.completed == "trained" and trainer.checkpoint_interval == 0:
             warnings.append(
-                "live.completed=trained and trainer.checkpoint_interval=0: no chunk is freed before the run ends, and "
-                "the producer pauses when chunks.max_waiting are unread"
+                "live.completed=trained and trainer.checkpoint_interval=0: no chunk is released before the run ends, "
+                "and the producer pauses when chunks.max_waiting chunks are unread"
             )
         if live.folders and self.data.path not in ("", DataConfig().path):
-            warnings.append(f"data.path={self.data.path} is not read: the run trains on the chunks of data.live")
+            warnings.append(f"data.path={self.data.path} is ignored: the run trains on the chunks of data.live")
         return warnings
 
     @property
@@ -497,12 +497,12 @@ class SftConfig(RunConfig):
         check_rules(self, (*_BALANCED, *_SHARED))
         if live.window_sequences is not None and not live.folders:
             raise ConfigError(
-                "data.live.window_sequences is set, and the run has no live data",
+                "data.live.window_sequences is set, but the run has no live data",
                 where="data.live.window_sequences",
-                fix="leave it out, or train on live chunks with data=live data.live.path=DIR",
+                fix="omit it, or train on live chunks with data=live data.live.path=DIR",
             )
         if live.folders and self.parallel.cuda_graphs:
-            what = "parallel.cuda_graphs needs the most sequences that a row has, which is unknown for live data"
+            what = "parallel.cuda_graphs requires the maximum number of sequences in a row, unknown for live data"
             raise ConfigError(what, where="parallel.cuda_graphs, data.live", fix="parallel.cuda_graphs=false")
         self.model.check(self.parallel)
         self.parallel.check(
@@ -519,10 +519,10 @@ class SftConfig(RunConfig):
             )
         if live.window_sequences is not None and live.window_sequences < self.parallel.dp_size(world_size):
             raise ConfigError(
-                f"{self.parallel.dp_size(world_size)} data-parallel ranks cannot each train a part of a window of "
-                f"{live.window_sequences} sequences",
+                f"a window of {count_of(live.window_sequences, 'sequence')} is too small for "
+                f"{self.parallel.dp_size(world_size)} data-parallel ranks",
                 where="data.live.window_sequences",
-                fix="a larger window, or fewer ranks",
+                fix="use a larger window or fewer ranks",
             )
 
     def check(self, world_size: int) -> None:
@@ -533,28 +533,28 @@ class SftConfig(RunConfig):
 _CORPUS = (
     Rule(
         {"data.reset_position_ids": True, "data.reset_attention_mask": False},
-        "rotary positions follow the bounds of attention, so that it alone would change nothing",
-        "data.reset_attention_mask=true too, or leave both out",
+        "rotary positions follow the bounds of attention, so this setting alone would have no effect",
+        "add data.reset_attention_mask=true, or omit both",
     ),
     Rule(
         {"data.reset_attention_mask": True, "parallel.static_rows": True},
-        "rows have no largest size when each document in them is padded",
+        "the maximum row size is unknown if each document in a row is padded",
         "parallel.static_rows=false, or data.reset_attention_mask=false",
     ),
     Rule(
         {"trainer.loss_average": other_than("token")},
-        "a corpus has no conversations that a loss could be a mean over",
+        "a corpus has no conversations to average over",
         "trainer.loss_average=token",
     ),
     Rule(
         {"model.vocab_size": None, "model.init_from": None},
-        "the vocabulary size is unknown: a corpus does not record it",
-        "model.vocab_size=N, the size of the tokenizer that made the corpus",
+        "the vocabulary size is unknown, because a corpus does not store it",
+        "model.vocab_size=N, the vocabulary size of the corpus's tokenizer",
     ),
     Rule(
         {"trainer.sample_prompts": SET},
-        "sample prompts need the tokenizer of the data, and a corpus names none",
-        "leave them out; `harness export` the run, and generate with transformers",
+        "sample prompts require a tokenizer, which a corpus does not specify",
+        "omit them; export the run with `harness export` and generate with transformers",
     ),
 )
 
@@ -603,7 +603,7 @@ class PretrainConfig(RunConfig):
                 f"({data.micro_batch_size} in a row * {dp_size} data-parallel ranks"
                 + (f" * {group} stages)" if group > 1 else ")"),
                 where="loader.global_batch_size",
-                fix="change it, data.micro_batch_size or the layout",
+                fix="change it, data.micro_batch_size, or the layout",
             )
         if data.sequence_length > self.model.max_sequence_length:
             raise ConfigError(
@@ -614,5 +614,5 @@ class PretrainConfig(RunConfig):
             )
         weighted = any(source.weight is not None for some in data.sources().values() for source in some)
         if weighted and self.trainer.eval_batches is None:
-            what = "a blend with weights has no end, so its validation needs one"
+            what = "a weighted blend is endless, so the length of its validation must be set"
             raise ConfigError(what, where="trainer.eval_batches", fix="set a number of global batches, such as 10")

@@ -78,7 +78,7 @@ def _run_locally(job: ShardJob, shards: Iterable[SourceShard], num_workers: int)
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
-            fix = "start again, finished shards are kept; if memory ran out, lower data.num_workers"
+            fix = "start again: finished shards are kept; if memory ran out, lower data.num_workers"
             raise PrepError("a tokenizing process died", where=f"{num_workers} workers", fix=fix) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -120,7 +120,7 @@ def _run_on_ray(job: ShardJob, shards: Iterable[SourceShard]) -> Iterator[Receip
             ray.init(log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError) as error:
         what = f"the Ray cluster cannot be reached: {error}"
-        fix = "start it with `ray start --head`, or unset RAY_ADDRESS to work on this machine"
+        fix = "start it with `ray start --head`, or unset RAY_ADDRESS to use this machine"
         raise ConfigError(what, where=f"RAY_ADDRESS={address}", fix=fix) from error
     try:
         task = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(work)

@@ -62,13 +62,13 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
     """
     where = folder.where()
     if isinstance(folder.place, Path) and folder.place.exists() and not folder.place.is_dir():
-        raise ConfigError("the destination is a file", where=where, fix="name a folder in data.path")
+        raise ConfigError("the destination is a file", where=where, fix="set data.path to a folder")
     report = _read_report(folder)
     if report is None:
         others = sorted(folder.names()) if not isinstance(folder.place, Path) or folder.place.exists() else []
         if others and _MARKER not in others:
-            what = f"the folder holds {len(others):,} other files or folders, such as {others[0]}"
-            raise PrepError(what, where=where, fix="name a new or empty folder in data.path")
+            what = f"the folder contains other files, such as {others[0]}"
+            raise PrepError(what, where=where, fix="set data.path to a new or empty folder")
         return None
     if "date" in (report.get("settings") or {}):
         # The day on which it was prepared does not make it another dataset.
@@ -83,7 +83,7 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
     shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
     shown += [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
     what = f"the folder was prepared with other settings: {'; '.join(shown)}"
-    raise ConfigError(what, where=where, fix="--overwrite replaces it, or name another folder in data.path")
+    raise ConfigError(what, where=where, fix="replace it with --overwrite, or set data.path to another folder")
 
 
 def upload(
@@ -158,7 +158,7 @@ class PreparedFolder:
             make_folder(self.path)
         except OSError as error:
             what = f"the folder cannot be created: {error.strerror}"
-            raise ConfigError(what, where=str(self.path), fix="name a writable folder in data.path") from error
+            raise ConfigError(what, where=str(self.path), fix="set data.path to a writable folder") from error
         self._marker.acquire()
         for name in _OWNED:
             entry = self.path / name
@@ -210,7 +210,7 @@ def _read_report(folder: Folder) -> dict[str, Any] | None:
     except ValueError:
         report = None
     if not isinstance(report, dict) or "settings_hash" not in report:
-        fix = "name another folder in data.path, or remove this one"
+        fix = "set data.path to another folder, or remove this one"
         raise PrepError("the report was not written by a preparation", where=folder.where(REPORT), fix=fix)
     return report
 

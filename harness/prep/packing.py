@@ -42,21 +42,21 @@ class PackingConfig(CheckedSettings, section="data"):
     """Packing and storage of sequences.
 
     Attributes:
-        path: folder to write, on a disk or in a bucket (`s3://BUCKET/KEY`); its subfolders `train`, `validation` and
+        path: output folder, on a disk or in a bucket (`s3://BUCKET/KEY`). Its subfolders `train`, `validation` and
             `test` are the datasets.
         pack_size: maximum number of tokens in a pack.
-        algorithm: a name in `PACKERS`.
-        seed: shuffles which of equally long sequences share a pack, and the order of packs.
-        over_long: `drop` a conversation of more than `pack_size` tokens, `cut` it at `pack_size`, or `split` it at turn
-            boundaries, repeating the system prompt.
-        packed_storage: `parquet`, `memmap`, `binidx`, `jsonl`, `virtual` (sequences stored once, packs as plans over
-            them) or `npy` (pickled lists, for older tools).
-        validation_fraction: share of conversations, chosen by their hash, for the split `validation`. A conversation
-            stays in its split when others are added or removed.
-        test_fraction: share of conversations for the split `test`, chosen likewise.
-        drop_duplicates: leave out conversations that equal an earlier one, by a 64-bit hash.
-        num_workers: processes that tokenize; 0 works in the main process, with the threads of the tokenizers library;
-            -1 starts one per core if the source is large enough to pay for it.
+        algorithm: name of a packing algorithm in `PACKERS`.
+        seed: seed of the order of packs, and of the choice between sequences of equal length.
+        over_long: handling of conversations of more than `pack_size` tokens: `drop`, `cut` at `pack_size`, or `split`
+            at turn boundaries, repeating the system prompt.
+        packed_storage: storage format: `parquet`, `memmap`, `binidx`, `jsonl`, `virtual` (sequences stored once, with
+            packs planned over them) or `npy` (pickled lists, for older tools).
+        validation_fraction: fraction of conversations, selected by their hash, for `validation`. Adding or removing
+            conversations does not move others between splits.
+        test_fraction: fraction of conversations for `test`, selected in the same way.
+        drop_duplicates: drop conversations that equal an earlier one, by a 64-bit hash.
+        num_workers: number of tokenization processes. 0 uses the main process with the threads of the tokenizers
+            library; -1 starts one process per core if the source is large enough to benefit.
         overwrite: replace a dataset that was prepared with other settings.
     """
 
@@ -72,7 +72,7 @@ class PackingConfig(CheckedSettings, section="data"):
     num_workers: int = bounded(-1, lowest=-1, highest=1024)
     overwrite: bool = False
 
-    rules = (Rule({"data.path": NOT_SET}, "no folder is named", "data.path=DIR, the folder to write to"),)
+    rules = (Rule({"data.path": NOT_SET}, "no output folder is set", "data.path=DIR"),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,11 +133,11 @@ def plan_packs(
         array = np.empty(0, np.int64)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         what = f"lengths are {array.dtype} of {array.ndim} dimensions, expected a list of whole numbers"
-        raise PrepError(what, where="lengths", fix="give one number of tokens for each sequence")
+        raise PrepError(what, where="lengths", fix="pass one number of tokens per sequence")
     over, under = array > pack_size, array < MIN_SEQUENCE_TOKENS
     for bad, problem, fix in (
-        (over, f"are longer than pack_size {pack_size:,}", "raise data.pack_size, or drop or cut them first"),
-        (under, f"have fewer than {MIN_SEQUENCE_TOKENS} tokens", "leave them out: they have no next token to train on"),
+        (over, f"are longer than pack_size {pack_size:,}", "increase data.pack_size, or drop or cut them first"),
+        (under, f"have fewer than {MIN_SEQUENCE_TOKENS} tokens", "omit them: they contain no next token to predict"),
     ):
         if bad.any():
             counts, first = f"{np.count_nonzero(bad):,} of {len(array):,}", int(np.argmax(bad))

@@ -73,9 +73,9 @@ class PrepareConfig(CheckedSettings):
         source: chat records.
         tokenizer: tokenizer, chat template and mask rule.
         data: packing and storage.
-        engine: `local` tokenizes in processes of this machine; `ray` on the cluster at RAY_ADDRESS.
-        preview: show this many of the first records as they will be trained, and write nothing (`--preview N`); 0
-            prepares.
+        engine: `local` tokenizes in processes on this machine; `ray` uses the cluster at RAY_ADDRESS.
+        preview: number of records to show as they will be trained, without writing anything (`--preview N`); 0 for
+            none.
     """
 
     source: SourceConfig = field(default_factory=SourceConfig)
@@ -122,7 +122,7 @@ def prepare(
     console = console or open_console(width=80, quiet=progress is not None)
     stages = Stages(console, progress)
     if config.source.kind == "pydoc":
-        stages.show("The source is the built-in corpus, Python's documentation; source.path names chats of your own.")
+        stages.show("The source is the built-in corpus, Python's documentation; set source.path to use your own chats.")
     found = find_sources(config.source, stages.show)
     depends_on = _settings(config, found)
     earlier = layout.finished_report(target, depends_on, overwrite=config.data.overwrite)
@@ -153,7 +153,7 @@ def _working_folder(target: BucketFolder) -> Path:
 
 def _upload(prepared: Path, target: BucketFolder, settings: dict[str, Any], stages: Stages, *, overwrite: bool) -> None:
     total = sum(path.stat().st_size for path in prepared.rglob("*") if path.is_file())
-    fix = "start again: what was prepared is kept, and what was uploaded is not sent again"
+    fix = "start again: finished work is kept, and uploaded files are not sent again"
     with (
         os_errors_as(PrepError, "the preparation cannot be uploaded", where=prepared, fix=fix),
         stages.stage("upload", f"uploading to {target.where()}", total=total) as stage,
@@ -173,11 +173,11 @@ def _config_of(
     if isinstance(source, PrepareConfig):
         given = [*(["tokenizer"] if tokenizer is not None else []), *(["path"] if path is not None else []), *settings]
         if given:
-            what = f"{given[0]} is given beside a PrepareConfig"
-            raise ConfigError(what, where="prepare", fix="set it in the PrepareConfig, or give the source itself")
+            what = f"{given[0]} was passed together with a PrepareConfig"
+            raise ConfigError(what, where="prepare", fix="set it in the PrepareConfig, or pass the source instead")
         return source
     if path is None:
-        raise ConfigError("no folder is named", where="prepare, path", fix="name the folder to write to")
+        raise ConfigError("no output folder is set", where="prepare, path", fix="specify the output folder")
     known = [field.name for field in fields(PackingConfig) if field.name != "path"]
     if unknown := [name for name in settings if name not in (*known, "engine")]:
         fix = f"fields of PackingConfig: {', '.join(known)}"
@@ -218,7 +218,7 @@ def _settings(config: PrepareConfig, found: list[PreparedSource]) -> dict[str, A
 def _fill(
     folder: PreparedFolder, config: PrepareConfig, found: list[PreparedSource], report: PrepareReport, stages: Stages
 ) -> None:
-    fix = "make room or have the disk checked, then start again: finished shards are kept"
+    fix = "free disk space or check the disk, then start again: finished shards are kept"
     with os_errors_as(PrepError, "the preparation cannot be written", where=folder.path, fix=fix):
         try:
             folder.begin()
@@ -313,7 +313,7 @@ class Preparation:
                 self.stages.show(f"The records{of} use the schema {found.reader.schema}.")
         self.report.schema, self.report.unused = ", ".join(filter(None, schemas)), list(unused)
         if unused:
-            self.stages.show(f"Fields that are not read: {', '.join(unused)}")
+            self.stages.show(f"Ignored fields: {', '.join(unused)}")
 
     def _make_tokenizer(self) -> ChatTokenizer:
         config, folder = self.config.tokenizer, self.path / layout.TOKENIZER
@@ -367,7 +367,7 @@ class Preparation:
             files = self.files
             what = "there are no records in " + ("the file" if len(files) == 1 else f"the {len(files):,} files")
             where = str(files[0]) if len(files) == 1 else self.config.source.name
-            raise PrepError(what, where=where, fix="name files with records in source.path")
+            raise PrepError(what, where=where, fix="set source.path to files with records")
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in refused.items())
         raise PrepError(
             f"no record can be trained on, {refused.total():,} were refused: {reasons}",
@@ -405,7 +405,7 @@ class Preparation:
             stage.summary = f"{tokens:,} tokens of {count_of(conversations, 'conversation')}"
             reused = sum(receipt.was_there for _, _, receipt, _ in done)
             if reused:
-                stage.summary += f"; {reused:,} of {len(done):,} shards were already done"
+                stage.summary += f"; {reused:,} of {len(done):,} shards were already finished"
         if report.bad.total() == report.records:
             self._refuse_source(report.bad, report.examples[f"bad {next(iter(report.bad))}"][0] if report.bad else "")
         self._check_splits(splits)
@@ -454,7 +454,7 @@ class Preparation:
         # Between the cutting and the reading of a shard, too.
         for place, before, after in zip(self.files, stamps, _stamps(self.files), strict=True):
             if before != after:
-                fix = "prepare it once nothing writes to it"
+                fix = "prepare it when no program writes to it"
                 raise PrepError("the file changed while it was read", where=str(place), fix=fix)
         return done
 
@@ -465,10 +465,10 @@ class Preparation:
             left_out = report.left_out()
             fix = "read more conversations, or change data.pack_size, data.over_long and the fractions of the splits: "
             raise PrepError(
-                f"no conversation is left for {empty[0]}: {report.records:,} records were read"
-                + (f", left out were {left_out}" if left_out else ""),
+                f"no conversations remain for {empty[0]}: read {count_of(report.records, 'record')}"
+                + (f"; left out: {left_out}" if left_out else ""),
                 where=self.config.source.name,
-                fix=fix + "data.validation_fraction=0 makes no such split",
+                fix=fix + "data.validation_fraction=0 omits this split",
             )
 
     def _pack(self, name: str, sequences: Split, tokenizer: ChatTokenizer) -> None:

@@ -61,7 +61,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             served = ChatTokenizer(as_served, str(Path(scratch) / TOKENIZER), today=date.today())
         records = [record for one in run.sources for chunk in one.chunks(config.preview) for record in chunk.parse()]
         facts, name = run.report.mask, config.tokenizer.name
-        trained = "trained for this preview on the first records; the preparation trains one on all, with other counts"
+        trained = "trained on the first records for this preview; the preparation trains it on all records"
         has_color = console.color_system is not None
         facts_of_run = (
             ("source", config.source.name),
@@ -84,7 +84,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             _show(record, sequences, tokenizer, config, console, has_color=has_color)
             if served is not None:
                 _show_difference(record, tokenizer, served, console)
-    shown = f"The first {len(records):,} records as they are" if len(records) != 1 else "The first record as it is"
+    shown = f"The first {len(records):,} records as stored" if len(records) != 1 else "The first record as stored"
     console.print(Text(f"\n{shown} trained; nothing was written."))
 
 
@@ -115,7 +115,7 @@ def _show(
     sample = make_sample(record, fitted.pieces, tokenizer, is_whole=True)
     console.print(Text(_wrapped(sample.title, console), style="bold"))
     if record.messages and record.messages[-1].role == "user":
-        console.print(Text("ends with a user turn, which nothing answers", style="yellow"))
+        console.print(Text("ends with a user turn without an answer", style="yellow"))
     if not fitted.pieces:
         longest = max(len(one.view) for one in made)
         console.print(Text(f"left out, {fitted.reason}: {longest:,} tokens", style="red"))
@@ -138,8 +138,8 @@ def _show_difference(record: Conversation, kept: ChatTokenizer, served: ChatToke
     if isinstance(one, BadRecord) or isinstance(several, BadRecord) or len(several) == 1:
         return
     tokens, others = (sum(len(made.view) for made in sequences) for sequences in (one, several))
-    text = f"history=kept: {tokens:,} tokens in place of {others:,} in {len(several)} sequences; "
-    console.print(Text(_wrapped(text + "the last turn is trained after lines that a server would not send:", console)))
+    text = f"history=kept: {tokens:,} tokens instead of {others:,} in {len(several)} sequences; "
+    console.print(Text(_wrapped(text + "the last turn is trained after lines that a server would omit:", console)))
     lines = difflib.unified_diff(several[-1].text.splitlines(), one[-1].text.splitlines(), n=0, lineterm="")
     changed = [line for line in list(lines)[2:] if not line.startswith("@@") and line[1:].strip()]
     for line in changed[:_MAX_LINES]:

@@ -55,7 +55,7 @@ def write_pydoc_corpus(path: Path) -> None:
     # -P and -S: the script's folder must not hide modules, and installed packages must not add any.
     command = [sys.executable, "-P", "-S", "-s", "-B", "-X", "utf8", __file__, str(temporary.resolve())]
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT", "LD_LIBRARY_PATH") if name in os.environ}
-    fix = "use another Python, or name your own chat data with source=files source.path=..."
+    fix = "use another Python, or your own chats with source=files source.path=..."
     try:
         result = subprocess.run(
             command,

@@ -21,7 +21,7 @@ from harness.errors import PrepError
 from harness.prep.counts import Counts, Sample
 from harness.prep.packing import PackPlan
 from harness.prep.shards import Receipt, read_samples
-from harness.printing import escape_markdown, one_line
+from harness.printing import count_of, escape_markdown, one_line
 from harness.records import Int32Array
 from harness.settings import from_plain, to_plain
 from harness.storage import join_path
@@ -43,10 +43,10 @@ _KINDS = {
     "truncated": ("cut", "conversations were cut"),
     "split": ("split", "conversations are longer than a pack and were divided"),
     "partial": ("kept in part", "conversations lost sequences that are longer than a pack"),
-    "lost_tokens": ("trained tokens lost", "trained tokens were cut off or left out for their length"),
-    "media": ("media left out", "conversations are trained on their text alone"),
-    "placeholders": ("placeholders removed", "places of media were removed from their text"),
-    "user_last": ("end with a user turn", "conversations end with a user turn, which nothing answers"),
+    "lost_tokens": ("trained tokens lost", "trained tokens were cut off or left out because of their length"),
+    "media": ("media left out", "conversations are trained only on their text"),
+    "placeholders": ("placeholders removed", "media placeholders were removed from the text"),
+    "user_last": ("end with a user turn", "conversations end with a user turn without an answer"),
 }
 
 
@@ -143,7 +143,7 @@ class PrepareReport(Counts):
             return replace(from_plain(cls, {**values, "path": path}), reused=True)
         except ValueError as error:
             what = f"the report of the earlier run is damaged: {error}"
-            fix = "remove the file and run again with --overwrite, or name another folder in data.path"
+            fix = "remove the file and run again with --overwrite, or set data.path to another folder"
             raise PrepError(what, where=join_path(path, "report.json"), fix=fix) from error
 
     def add_shard(self, path: str, receipt: Receipt) -> None:
@@ -295,7 +295,7 @@ def to_markdown(report: PrepareReport) -> str:
     left_out = report.left_out()
     lines += [
         "",
-        f"{report.records:,} records were read from {report.files:,} files"
+        f"Read {count_of(report.records, 'record')} from {count_of(report.files, 'file')}"
         + (f"; left out: {left_out}" if left_out else "")
         + f". The tokenizer has {report.vocab_size:,} tokens.",
         "",
@@ -306,8 +306,8 @@ def to_markdown(report: PrepareReport) -> str:
     for name, split in report.splits.items():
         fill = {f"{key}%": count for key, count in split.fill_counts.items()}
         lines += ["", f"## {escape_markdown(name)}"]
-        lines += ["", make_histogram("tokens of a sequence, at most", split.length_counts).to_markdown()]
-        lines += ["", make_histogram("fill of a pack, at most", fill).to_markdown()]
+        lines += ["", make_histogram("tokens per sequence, at most", split.length_counts).to_markdown()]
+        lines += ["", make_histogram("pack fill, at most", fill).to_markdown()]
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
     lines += ["", f"Settings `{report.settings_hash}`, in full in `report.json`. Time: {seconds}.", ""]
     return "\n".join(lines)

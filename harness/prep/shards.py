@@ -120,7 +120,7 @@ def do_shard(job: ShardJob, number: int, shard: SourceShard) -> Receipt | Harnes
         return PrepError(
             f"the shard cannot be written: {error.strerror or error}",
             where=str(job.shard_folder(number)),
-            fix="free some space, or name another folder in data.path; finished shards are kept",
+            fix="free disk space, or set data.path to another folder; finished shards are kept",
         )
 
 
@@ -139,9 +139,9 @@ def refuse(bad: list[BadRecord]) -> None:
     if len(equal) > _SHOWN_BAD:
         rest = sum(map(len, list(equal.values())[_SHOWN_BAD:]))
         shown.append(f"and {rest:,} more nearby")
-    fix = "fix the records, or leave bad ones out with source.on_bad=skip"
+    fix = "fix the records, or skip bad ones with source.on_bad=skip"
     if any(record.reason == BadReason.CONTROL_TOKEN for record in bad):
-        fix += "; tokenizer.control_tokens=allow turns such text into the token itself"
+        fix += "; tokenizer.control_tokens=allow encodes such text as the token"
     counts = Counter(record.reason.value for record in bad)
     reasons = ", ".join(f"{number:,} {reason}" for reason, number in counts.items())
     raise PrepError(f"there are bad records: {reasons}", where="\n         ".join(shown), fix=fix)
@@ -183,7 +183,7 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
         receipt = _write(job, folder, shard, tokenizer)
         digest = _digest(source, shard)
         if stamp_of(source) != before:
-            fix = "prepare it once nothing writes to it"
+            fix = "prepare it when no program writes to it"
             raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
         receipt.input = {**asdict(before), "xxh3": digest}
         receipt.output = {name: _describe(folder / name) for name in _FILES}
@@ -202,7 +202,7 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
                     shutil.rmtree(final)
         else:
             fix = "remove the folder, then try again"
-            raise PrepError("the shard cannot be put in place", where=str(final), fix=fix)
+            raise PrepError("the shard cannot be moved into place", where=str(final), fix=fix)
         sync_folder(final.parent)
         return receipt
     finally:

@@ -207,7 +207,7 @@ class MscStore:
             raise ConfigError(
                 "msc:// needs NVIDIA's multi-storage-client, which is not installed",
                 where=f"msc://{profile}",
-                fix="pip install 'megatron-sft-harness[msc]', and name its settings in MSC_CONFIG",
+                fix="pip install 'megatron-sft-harness[msc]', and set MSC_CONFIG to its settings",
             ) from None
         self._client = StorageClient(StorageClientConfig.from_file(None, profile))
         self._range = Range

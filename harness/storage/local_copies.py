@@ -101,7 +101,7 @@ def copy_to_node(
     """
     original = Path(os.path.normpath(Path(path).absolute()))
     copy = _copy_of(original, local_dir)
-    fix = "check the disk and the mount of this node, or set cluster.local_dir to another folder, or leave it empty"
+    fix = "check the disk and the mount of this node, or set cluster.local_dir to another folder or to an empty value"
     with os_errors_as(HarnessError, f"{path} cannot be copied to this node", where=copy, fix=fix):
         copy.parent.mkdir(parents=True, exist_ok=True)
         with _beside(copy, _LOCK).open("a") as lock:
@@ -184,7 +184,7 @@ def _copy_file(
         raise HarnessError(
             f"{source.name} has the hash {got}, {expected} is expected",
             where=str(where),
-            fix="`harness verify` checks the original; if it is whole, the disk of this node is failing",
+            fix="`harness verify` checks the original; if it is valid, the disk of this node is failing",
         )
     partial.replace(target)
     return CopiedFile(state.st_size, state.st_mtime_ns, found)
@@ -212,7 +212,7 @@ def _check_space(num_bytes: int, copy: Path) -> None:
         raise HarnessError(
             f"{num_bytes / 2**30:,.4g} GiB must be copied, but only {free / 2**30:,.4g} GiB are free",
             where=str(copy),
-            fix="remove copies that no run needs from cluster.local_dir, set it to a larger disk, or leave it empty",
+            fix="remove unused copies from cluster.local_dir, or set it to a larger disk or to an empty value",
         )
 
 

@@ -76,7 +76,7 @@ def _of_file(name: str, inode: int, position: int) -> FormatError:
         return FormatError(
             "a page of shared memory cannot be used: /dev/shm is full, or another process removed the file",
             where=name,
-            fix="make room in /dev/shm; for a container, raise --shm-size",
+            fix="free space in /dev/shm; for a container, increase --shm-size",
         )
     try:
         found = os.stat(name)  # noqa: PTH116 - nothing that can fail in a new way

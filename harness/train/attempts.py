@@ -84,7 +84,7 @@ class Attempt(Stop):
     def describe(self) -> str:
         """Return for people how the attempt ended, how the run started again, and the seconds that were lost."""
         of_job = f" (job {self.job})" if self.job else ""
-        again = f", started again {self.again}" if self.again else ""
+        again = f", restarted {self.again}" if self.again else ""
         lost = f", {self.lost_s:,.0f} s lost" if self.lost_s is not None else ""
         return f"ended after step {self.step:,}: {self.reason}: {self.message}{of_job}{again}{lost}"
 
@@ -177,8 +177,8 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, in_job: bool = Fa
     if stop is None:
         reason, message = {
             # A launcher that ends all ranks when the first one leaves may have ended the one that writes the reason.
-            EXIT_STOPPED: ("signal", "a signal reached the ranks"),
-            EXIT_REFUSED: ("refused", "the run refused its input"),
+            EXIT_STOPPED: ("signal", "the ranks received a signal"),
+            EXIT_REFUSED: ("refused", "invalid input"),
         }.get(exit_code, (f"exit code {exit_code}", f"the run ended with exit code {exit_code} and left no reason"))
         stop = Stop(steps_done(folder), reason, message, requeue=exit_code != EXIT_REFUSED)
     earlier = read_attempts(folder)
@@ -198,14 +198,14 @@ def _judge(stop: Stop, attempts: Sequence[Stop], same: int, max_same: int) -> De
     at = f"after step {stop.step}: {stop.message}"
     stalled, furthest = _stalled(attempts)
     if stalled >= _MAX_STALLED:
-        return Decision(False, f"ended {at}; the last {stalled} attempts got no further than step {furthest}")
+        return Decision(False, f"ended {at}; the last {stalled} attempts made no progress beyond step {furthest}")
     if stop.reason in ("signal", "straggler"):
-        what = "asked to stop" if stop.reason == "signal" else "stopped"
-        return Decision(True, f"{what} {at}; it continues from its checkpoint")
+        what = "stopped by request" if stop.reason == "signal" else "stopped"
+        return Decision(True, f"{what} {at}; it will continue from its checkpoint")
     if not stop.requeue:
-        return Decision(False, f"failed {at}; another attempt would fail in the same way")
+        return Decision(False, f"failed {at}; a restart would fail in the same way")
     if same >= max_same:
-        return Decision(False, f"failed {at}; that was {same} times in the same way at the same step")
+        return Decision(False, f"failed {at}: {same} identical failures at the same step")
     return Decision(True, f"failed {at}; attempt {same} of {max_same} at this step")
 
 
@@ -230,13 +230,13 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
         own = [attempt.step for attempt in earlier if attempt.job == predecessor]
         follows = predecessor is not None and restarts == 0 and not any(attempt.job == job for attempt in earlier)
         if newest is None and follows and (not own or own[-1] < done):
-            newest = Stop(done, "lost", "Slurm ended the job, and nobody was left to report")
+            newest = Stop(done, "lost", "Slurm ended the job; no rank could record the reason")
         if newest is not None:  # of another job
             _append(folder, [newest], None, job=predecessor if follows else None)
             if follows:
                 _refuse_stalled(folder)
         return
-    lost = Stop(steps_done(folder), "lost", "a node died, or Slurm took it away, and nobody was left to report")
+    lost = Stop(steps_done(folder), "lost", "a node failed or was removed by Slurm; no rank could record the reason")
     # A script that Slurm ends may be killed before it asks; the ranks have left their reason.
     _append(folder, [*[lost] * (restarts - recorded - 1), newest or lost], None, job=job)
     _refuse_stalled(folder)
@@ -246,7 +246,7 @@ def _refuse_stalled(folder: Path) -> None:
     stalled, furthest = _stalled(read_attempts(folder))
     if stalled >= _MAX_STALLED:
         raise HarnessError(
-            f"the last {stalled} attempts got no further than step {furthest}",
+            f"the last {stalled} attempts made no progress beyond step {furthest}",
             where=str(folder / ATTEMPTS_FILE),
             fix="see what Slurm reports about the nodes (sacct, slurmd.log); remove the file and submit again",
         )
@@ -261,7 +261,7 @@ def _append(
 
 def _write(folder: Path, attempts: Sequence[Attempt]) -> None:
     path = folder / ATTEMPTS_FILE
-    fix = "make room or have the disk checked, then start again"
+    fix = "free disk space or check the disk, then start again"
     with os_errors_as(HarnessError, "the record of attempts cannot be written", where=path, fix=fix):
         folder.mkdir(parents=True, exist_ok=True)
         lines = [{k: v for k, v in vars(attempt).items() if (k, v) != ("lost_s", None)} for attempt in attempts]

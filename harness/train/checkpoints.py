@@ -30,8 +30,8 @@ RUN_FILE = "run.json"
 FORMAT = 1
 _NAME = re.compile(r"step-[0-9]+")
 CHECKPOINT_FIX = (
-    "resume=auto uses the newest complete checkpoint next to it; if none is left, remove the damaged ones, and it "
-    "starts from the first step"
+    "resume=auto uses the newest complete checkpoint in this folder; to start from the first step, remove the damaged "
+    "ones if none is complete"
 )
 
 
@@ -120,9 +120,9 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
             raise FormatError(f"{CHECKSUMS_FILE} is missing", fix=CHECKPOINT_FIX)
         if files is None:
             raise CheckpointError(
-                f"the checkpoint has no {CHECKSUMS_FILE}, as those of early versions: its files cannot be checked",
+                f"the checkpoint has no {CHECKSUMS_FILE}, so its files cannot be checked (early versions wrote none)",
                 where=str(path),
-                fix=f"if you trust its files, accept them as they are: harness verify --write-checksums {path}",
+                fix=f"if you trust its files, accept them with harness verify --write-checksums {path}",
             )
         own = [file for file in files if file.path == RUN_FILE]
         if not own:
@@ -130,7 +130,7 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
         for problem in [*list_size_problems(path, files), *list_hash_problems(path, own)]:
             raise FormatError(problem.what.removeprefix("the "), fix=CHECKPOINT_FIX)
         if (number := int(document.get("format", FORMAT))) > FORMAT:
-            what = f"the checkpoint's {RUN_FILE} has format {number}, and this version reads formats up to {FORMAT}"
+            what = f"the checkpoint's {RUN_FILE} has format {number}, but this version supports formats up to {FORMAT}"
             raise ConfigError(what, where=str(path), fix="use the version of the harness that wrote it, or a newer one")
         return Progress(int(document["step"]), LoaderState.from_json(document["loader"])), files
     except FormatError as error:
@@ -149,7 +149,7 @@ def add_checksums(path: Path) -> None:
         ConfigError: the folder is no checkpoint, or has checksums.
     """
     if not (path / RUN_FILE).is_file() or (path / CHECKSUMS_FILE).exists():
-        fix = "name a folder checkpoints/step-... that has none"
+        fix = "specify a folder checkpoints/step-... without {CHECKSUMS_FILE}"
         raise ConfigError("this is not a checkpoint without checksums", where=str(path), fix=fix)
     files = (file for file in path.rglob("*") if file.is_file())
     write_checksums(path, digest_files(path, [str(file.relative_to(path)) for file in files]))

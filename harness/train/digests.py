@@ -184,14 +184,14 @@ def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepD
             first = merged.setdefault(place, fresh)
             where = f"process {part.process}, microbatch {row.microbatch}, data-parallel rank {row.rank}"
             if not np.array_equal(first.sequences, row.sequences) or not np.array_equal(first.lengths, row.lengths):
-                disagreements.add(f"{where}: other sequences or boundaries than the other ranks of its model copy")
+                disagreements.add(f"{where}: sequences or boundaries differ from other ranks of its model copy")
             elif not first.digests[:, column].any():
                 first.digests[:, column] = row.digests[:, column]
                 if row.arrays:
                     first.arrays[name] = row.arrays[name]
             elif not np.array_equal(first.digests[:, column], row.digests[:, column]):
                 at = int(np.argmax(first.digests[:, column] != row.digests[:, column]))
-                disagreements.add(f"{where}: other {name} of sequence {int(row.sequences[at])} than on the other ranks")
+                disagreements.add(f"{where}: {name} of sequence {int(row.sequences[at])} differs from other ranks")
     rows = [merged[place] for place in sorted(merged)]
     return StepDigests(step, batch.epoch, batch.pack_ids.tolist(), rows, sorted(disagreements))
 
@@ -270,7 +270,7 @@ def from_json(values: dict[str, Any]) -> StepDigests:
         int(values["step"]), int(values["epoch"]), list(values["packs"]), rows, list(values["disagreements"])
     )
     if step.digest != values["digest"]:
-        raise ValueError(f"the digest of step {step.step} is not that of its rows")
+        raise ValueError(f"the digest of step {step.step} does not match its rows")
     return step
 
 

@@ -16,6 +16,7 @@ from harness.checks import require_choice
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError, os_errors_as
 from harness.paths import is_run
 from harness.plan import PretrainConfig, SftConfig
+from harness.printing import count_of
 from harness.settings import find_odd, to_plain
 from harness.storage import Marker, make_folder, write_atomically
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
@@ -30,7 +31,7 @@ _SECTIONS = ("model", "data", "loader", "optimizer", "parallel", "trainer")
 SAMPLES_FILE = "samples.jsonl"
 # Locked while a run writes to its folder; a killed run leaves it behind unlocked.
 _RUNNING = "_running"
-_ROOM = "make room, or name a folder on another disk with runs= or run_dir="
+_ROOM = "free disk space, or select a folder on another disk with runs= or run_dir="
 # The id of the Slurm job that has the run, written by its batch script.
 _JOB = "_job"
 # Some network file systems keep the locks of a node that has died for so long.
@@ -52,9 +53,8 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
     """
     require_choice(resume, RESUME, setting="resume")
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} cannot name a run's folder", where="name", fix="letters, digits, dots, dashes and underscores"
-        )
+        what = f"{name!r} is not a valid name for a run's folder"
+        raise ConfigError(what, where="name", fix="use letters, digits, dots, dashes and underscores")
     if run_dir is None:
         pattern = re.compile(rf"{re.escape(name)}-(\d+)")
         paths = Path(runs).iterdir() if Path(runs).is_dir() else ()
@@ -66,15 +66,15 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
             raise ConfigError(
                 f"there is no run named {name} with a complete checkpoint to resume",
                 where=str(Path(runs) / f"{name}-*"),
-                fix="resume=auto starts a new one; run_dir=FOLDER names another",
+                fix="resume=auto starts a new one; run_dir=FOLDER selects another",
             )
         _refuse_if_running(numbered[max(resumable)])
         return numbered[max(resumable)]
     folder = Path(run_dir)
     _refuse_if_running(folder)
     if resume == "false" and folder.is_dir() and any(folder.iterdir()):
-        fix = "resume=true continues it; run_dir= names another folder, and without run_dir each run has its own"
-        held = f": it has a run of {steps_done(folder):,} steps" if is_run(folder) else ""
+        fix = "continue it with resume=true, select another folder with run_dir=, or omit run_dir to create a new one"
+        held = f": it has a run of {count_of(steps_done(folder), 'step')}" if is_run(folder) else ""
         raise ConfigError(f"the run folder is not empty{held}", where=str(folder), fix=fix)
     if resume == "true" and not may_resume(folder):
         fix = "resume=auto starts a new run in that case"
@@ -133,7 +133,7 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[I
     """
     if not resumes and folder.is_dir() and any(folder.iterdir()):
         _refuse_if_running(folder)
-        raise ConfigError("another run has just taken this folder", where=str(folder), fix="start again")
+        raise ConfigError("another run has just started to use this folder", where=str(folder), fix="start again")
     with os_errors_as(ConfigError, "the run's folder cannot be used", where=folder, fix=_ROOM):
         make_folder(folder)
     with alone_in(folder):
@@ -190,7 +190,7 @@ def _refuse_if_running(folder: Path) -> None:
 
 
 def _still_running(folder: Path, running: Marker) -> ConfigError:
-    fix = "wait for it or end it, then resume; or name another folder with run_dir="
+    fix = "wait for it or stop it, then resume; or select another folder with run_dir="
     return ConfigError(f"another run is still writing to this folder: {running.holder}", where=str(folder), fix=fix)
 
 

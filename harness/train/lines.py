@@ -13,7 +13,7 @@ from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.settings import load
 from harness.storage import write_atomically
 
-ROOM_FIX = "make room or have the disk checked; resume=true then continues from the newest checkpoint"
+ROOM_FIX = "free disk space or check the disk, then continue from the newest checkpoint with resume=true"
 # Raised by code that takes values of JSON or YAML for what they are not.
 MISREAD = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 DAMAGED_FIX = "remove the line, or the file; `harness verify RUN` lists all damage"
@@ -85,7 +85,7 @@ def whole_lines(path: Path) -> Iterator[str]:
 
 def read_line(line: str, number: int, path: Path) -> StepLine:
     """Return the step of a line of JSON; raise FormatError for a damaged one."""
-    what = f"line {number} is not one of a step"
+    what = f"line {number} is not a record of a step"
     return load(StepLine, line, where=path, fix=DAMAGED_FIX, what=what, lenient=True)
 
 
@@ -121,6 +121,6 @@ def describe_hole(path: Path, steps: Sequence[int], first: int, first_step: int)
     if not missing:
         return ""
     return (
-        f"warning: {path.name} lacks {len(missing):,} of the steps that were trained, {missing[0]:,} to "
-        f"{missing[-1]:,}: a power failure or another program removed them; the run itself is complete"
+        f"warning: {path.name} has no records of {len(missing):,} of the trained steps {missing[0]:,} to "
+        f"{missing[-1]:,}: they were lost in a power failure or removed by another program; the run itself is complete"
     )

@@ -225,7 +225,7 @@ def copy_verified(source: Path, target: Path, stored: StoredFile) -> None:
         out.flush()
         os.fsync(out.fileno())
     if (num_bytes, digest.hexdigest()) != (stored.num_bytes, stored.xxh3):
-        found = f"has the hash {digest.hexdigest()}, {stored.xxh3} was written"
+        found = f"has the hash {digest.hexdigest()}, expected {stored.xxh3}"
         raise FormatError(found, where=str(source), fix="use the copy on another node")
 
 

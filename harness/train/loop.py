@@ -14,6 +14,7 @@ from typing import Protocol
 from harness.errors import HarnessError
 from harness.loader import LoaderState, RankBatch
 from harness.plan import TrainerConfig
+from harness.printing import count_of
 
 # Name of the validation set of the training data, which `early_stop` and `validation_loss` refer to.
 OWN_VALIDATION = "validation"
@@ -234,7 +235,7 @@ class _Loop:
                 f"the loss of step {number} is {result.loss}",
                 where=f"epoch {batch.epoch}, global batch {batch.step_in_epoch}, "
                 f"learning rate {result.learning_rate:g}",
-                fix="lower optimizer.lr or lengthen optimizer.warmup_steps; the checkpoints before it are whole",
+                fix="lower optimizer.lr or lengthen optimizer.warmup_steps; earlier checkpoints are not affected",
             )
         (waited, data_s), (computed, compute_s) = self._read_s, self._time()
         evaluations = self._validate(number)
@@ -250,9 +251,8 @@ class _Loop:
             return True
         self.reason = reason
         if reason is None and has_stalled:
-            self.hooks.log(
-                f"stopped early after step {number}: {self.config.early_stop} validations without a lower loss"
-            )
+            without = count_of(self.config.early_stop, "validation")
+            self.hooks.log(f"stopped early after step {number}: {without} without a lower loss")
         return reason is not None or has_stalled
 
     def _time(self) -> tuple[float, float]:

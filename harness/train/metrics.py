@@ -194,7 +194,7 @@ class MetricsWriter:
             yield
         except Exception as error:  # whatever its package raises
             self._events = None
-            self._log(f"tensorboard gets no more metrics of this run ({error}); training continues")
+            self._log(f"tensorboard receives no more metrics of this run ({error}); training continues")
 
     def _report(self, problems: Sequence[str | None]) -> None:
         for problem in filter(None, problems):
@@ -284,7 +284,7 @@ def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> No
     Args:
         title: above the plot; a long line is wrapped.
     """
-    figure, axes = _axes(title, "tokens of the busiest expert / mean")
+    figure, axes = _axes(title, "tokens of the busiest expert, relative to the mean")
     trained = [s for s in steps if s.experts]
     for name, label, color in (("load", "training", "#1f6feb"), ("worst_load", "training, worst layer", "#9ec5fe")):
         axes.plot([s.step for s in trained], [s.experts[name] for s in trained], label=label, color=color)
@@ -330,7 +330,7 @@ def _summary(losses: Mapping[int, float]) -> str:
     steps = list(losses)
     shown = sorted({steps[0], min(steps, key=losses.__getitem__), steps[-1]}) if len(steps) > 4 else steps
     last = losses[steps[-1]]
-    perplexity = f"{math.exp(last):,.1f}" if last < 50 else "too large to show"
+    perplexity = f"{math.exp(last):,.1f}" if last < 50 else "too large to display"
     return ", ".join(f"{losses[step]:.4f} at step {step}" for step in shown) + f"; perplexity {perplexity}"
 
 
@@ -340,12 +340,12 @@ def _expert_rows(steps: Sequence[StepMetrics]) -> dict[str, str]:
     if not (first.experts and last.experts):
         return {}
     rows = {
-        "busiest expert over the mean": f"{first.experts['load']:.3f} at step {first.step}, "
+        "busiest expert, relative to the mean": f"{first.experts['load']:.3f} at step {first.step}, "
         f"{last.experts['load']:.3f} at step {last.step}, {last.experts['worst_load']:.3f} in the worst layer"
     }
     if last.source_expert_loads:
         loads = (f"{name} {load:.3f}" for name, load in last.source_expert_loads.items())
-        rows[f"the same of sources, step {last.step}"] = ", ".join(loads)
+        rows[f"the same by source, step {last.step}"] = ", ".join(loads)
     for step in reversed(steps):
         if step.evaluation_expert_loads:
             loads = (f"{name} {load:.3f}" for name, load in step.evaluation_expert_loads.items())
@@ -380,13 +380,13 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
         **{f"training loss of {name}": text for name, text in _source_losses(steps).items()},
         **_expert_rows(steps),
         **{
-            f"loss {number} tokens further": _summary({s.step: s.mtp_losses[number - 1] for s in steps if s.mtp_losses})
+            f"loss of MTP layer {number}": _summary({s.step: s.mtp_losses[number - 1] for s in steps if s.mtp_losses})
             for number in range(1, len(last.mtp_losses) + 1)
         },
         "tokens": f"{tokens:,}, of them {sum(s.trained_tokens for s in steps):,} trained",
         "tokens per second": f"{tokens / seconds:,.0f}",
-        "fill of rows": f"{sum(s.fill for s in steps) / count:.1%}",
-        "busiest rank over the mean": (
+        "row fill": f"{sum(s.fill for s in steps) / count:.1%}",
+        "busiest rank, relative to the mean": (
             f"{sum(s.imbalance_tokens for s in steps) / count:.3f} in tokens, "
             f"{sum(s.imbalance_cost for s in steps) / count:.3f} in attention cost"
         ),
@@ -394,7 +394,7 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
         **_slow_ranks(steps),
         **facts,
     }
-    charts = ["![loss](loss.png)", *(["![load of experts](experts.png)"] if last.experts else [])]
+    charts = ["![loss](loss.png)", *(["![expert load](experts.png)"] if last.experts else [])]
     table = Table((), [(name, str(value)) for name, value in rows.items()])
     path = folder / REPORT_FILE
     with _report_may_fail(path):
@@ -403,5 +403,5 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
 
 
 def _report_may_fail(path: Path) -> AbstractContextManager[None]:
-    fix = "make room or have the disk checked; the run is finished and saved, resume=true writes its report again"
+    fix = "free disk space or check the disk; the run is complete and saved, and resume=true writes its report again"
     return os_errors_as(HarnessError, "the report of the run cannot be written", where=path, fix=fix)

@@ -71,16 +71,14 @@ class RunProgress:
             self._quiet = True
             discard_output()
             with suppress(OSError):
-                print_line(
-                    f"standard output takes no more lines ({error.strerror}); training continues", file=sys.stderr
-                )
+                print_line(f"standard output cannot be written ({error.strerror}); training continues", file=sys.stderr)
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one more completed step."""
         if self._quiet:
             return
         each = (time.perf_counter() - self._began) / max(1, metrics.step - self._done_before)
-        of, every, left = "", _LOG_STEPS, f"{each:.2g} s a step"
+        of, every, left = "", _LOG_STEPS, f"{each:.2g} s per step"
         if self._steps is not None:
             of, every = f" of {self._steps}", max(1, self._steps // LOG_LINES)
             left = f"about {duration(each * (self._steps - metrics.step))} left"

@@ -67,7 +67,7 @@ class RunStatus:
 def read_status(folder: Path) -> RunStatus:
     """Return the state of a run; raise ConfigError if the folder is not one of a run."""
     if not (folder / "config.yaml").exists() and not (folder / "job.sbatch").exists():
-        usual = ("there is no run in this folder", "name the folder of a run")
+        usual = ("there is no run in this folder", "specify the folder of a run")
         what, fix = explain_path(folder, expected="a run") or usual
         raise ConfigError(what, where=str(folder), fix=fix)
     steps = None

@@ -17,7 +17,7 @@ CAUSES = {
     "data": "it waits for its data (disk, network storage or loader workers)",
     "core": "other processes run on its cores",
     "compute": "it computes more slowly (a throttled GPU or core, or more work than the others)",
-    "stopped": "it does not run for part of the time (stopped by a signal, or blocked in the kernel)",
+    "stopped": "it is suspended for part of the time (by a signal, or blocked in the kernel)",
     "network": "the ranks exchange data more slowly than before",
 }
 # A rank that is slower by less than this share of a step holds nobody up.
@@ -76,7 +76,7 @@ class Straggler:
     def describe(self, steps: int) -> str:
         """Return a sentence about so many slow steps."""
         if self.rank is None:
-            return f"for {steps} steps {CAUSES[self.cause]}: {self.ratio:.1f} times as long, and no rank is slow itself"
+            return f"for {steps} steps {CAUSES[self.cause]}: {self.ratio:.1f} times as long, although no rank is slow"
         who = f"node {self.node} (all of its ranks, such as rank {self.rank})" if self.is_node else ""
         who = who or f"rank {self.rank} on {self.node}"
         return f"{who} has taken {self.ratio:.1f} times as long as the others for {steps} steps: {CAUSES[self.cause]}"

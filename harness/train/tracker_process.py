@@ -219,9 +219,9 @@ def follow(name: str, metrics: Path, ended: queue.SimpleQueue[str], warn: int) -
             if not has_warned:
                 has_warned = True
                 first_line = (str(error).strip().splitlines() or [""])[0][:300]
-                message = f"{name} gets no metrics of this run ({type(error).__name__}: {first_line})"
+                message = f"{name} receives no metrics of this run ({type(error).__name__}: {first_line})"
                 with suppress(OSError):  # the run has ended
-                    line = redact(f"{message}; training continues, {home / 'log.txt'} has more\n")
+                    line = redact(f"{message}; training continues, {home / 'log.txt'} contains details\n")
                     os.write(warn, line.encode(errors="replace"))
             next_try, retry_s = time.monotonic() + retry_s, min(2 * retry_s, LONGEST_RETRY_S)
             if status is not None:

@@ -41,7 +41,7 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"the package {name} is not installed",
                 where=f"trainer.trackers, {sys.executable}",
-                fix=f"pip install 'megatron-sft-harness[{name}]', or leave {name} out of trainer.trackers",
+                fix=f"pip install 'megatron-sft-harness[{name}]', or remove {name} from trainer.trackers",
             )
 
 
@@ -143,7 +143,7 @@ class Tracker:
             )
             os.set_blocking(self._process.stdout.fileno(), False)  # type: ignore[union-attr]
         except OSError as error:
-            self._failure = f"{name} gets no metrics of this run: {error}"
+            self._failure = f"{name} receives no metrics of this run: {error}"
 
     def problem(self) -> str | None:
         """Return a message if the service cannot be reached, the first time that this is called after the failure."""
@@ -152,7 +152,7 @@ class Tracker:
         message = self._failure or self._output()
         code = None if self._process is None else self._process.poll()
         if not message and code:
-            message = f"{self._name} gets no more metrics of this run: its process ended with code {code}"
+            message = f"{self._name} receives no more metrics of this run: its process exited with code {code}"
         self._was_reported = bool(message)
         return message or None
 
@@ -170,7 +170,7 @@ class Tracker:
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            timed_out = f"{self._name} did not accept the end of this run in time; its log.txt has more"
+            timed_out = f"{self._name} did not finish in time; see its log.txt"
             self._failure = self._output() or timed_out
             with suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -84,7 +84,7 @@ def verify_checkpoint(path: str | Path, *, progress: Callable[[int, int], None] 
     except (CheckpointError, ConfigError) as error:
         return [Problem(error.what, error.where, error.fix)]
     if folder.name.startswith("step-") and folder.name != f"step-{step:08d}":
-        return [Problem(f"the folder is named {folder.name} and holds step {step}", str(folder))]
+        return [Problem(f"the folder {folder.name} contains step {step}", str(folder))]
     return []
 
 
@@ -153,7 +153,7 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
         with suppress(OSError, *MISREAD):  # `verify_checkpoint` has these
             written = json.loads((checkpoint / RUN_FILE).read_bytes()).get("settings")
             if written is not None and check_settings(written) not in known:
-                yield Problem(f"the run's settings are not those that {checkpoint.name} was written with", str(path))
+                yield Problem(f"the run's settings differ from those of {checkpoint.name}", str(path))
 
 
 def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
@@ -166,13 +166,13 @@ def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
         where = f"{path}, line {number}"
         if not line.endswith("\n"):
-            yield Problem("the last line is cut short; resuming the run removes it", where)
+            yield Problem("the last line is incomplete; resuming the run removes it", where)
             break
         try:
             values: dict[str, Any] = json.loads(line)
             found = from_plain(StepLine, values, lenient=True).step
         except (ValueError, RecursionError) as error:
-            yield Problem(f"not the metrics of a step: {error}", where)
+            yield Problem(f"not a record of a step's metrics: {error}", where)
             step += 1
             continue
         if found != step + 1:
@@ -184,10 +184,10 @@ def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
         if odd:
             yield Problem(f"step {step} has no finite {', '.join(odd)}", where)
         elif wrong := find_odd({name: value for name, value in checked.items() if value is not None}, StepMetrics):
-            yield Problem(f"not the metrics of a step: {wrong}", where)
+            yield Problem(f"not a record of a step's metrics: {wrong}", where)
     newest = max((int(place.name[5:]) for place in checkpoints if place.name[5:].isdecimal()), default=0)
     if newest > step:
-        yield Problem(f"the metrics end at step {step}, and there is a checkpoint of step {newest}", str(path))
+        yield Problem(f"the metrics end at step {step}, but there is a checkpoint of step {newest}", str(path))
 
 
 def _why(error: OSError | ValueError) -> str:
@@ -210,7 +210,7 @@ def _digests_problems(folder: Path) -> Iterator[Problem]:
         try:
             step = from_json(json.loads(line))
         except MISREAD as error:
-            yield Problem(f"not the digests of a step: {error}", where)
+            yield Problem(f"not a record of a step's digests: {error}", where)
             last = None if last is None else last + 1
             continue
         if last is not None and step.step != last + 1:
@@ -220,29 +220,29 @@ def _digests_problems(folder: Path) -> Iterator[Problem]:
             yield Problem(f"step {step.step}: {disagreement}", where)
         of_step = metrics.get(step.step)
         if of_step is None:
-            yield Problem(f"there are digests of step {step.step}, and no metrics", where)
+            yield Problem(f"there are digests but no metrics of step {step.step}", where)
             continue
         tokens = sum(int(row.lengths.sum()) for row in step.rows)
         for name, found in (("epoch", step.epoch), ("tokens", tokens)):
             if (other := getattr(of_step, name)) not in (None, found):
-                what = f"step {step.step} has {name} {found:,} in its digests and {other} in the metrics"
+                what = f"step {step.step} has {name} {found:,} in its digests but {other} in the metrics"
                 yield Problem(what, where)
     if last is not None and metrics and last < max(metrics):
-        yield Problem(f"the digests end at step {last}, and the metrics at step {max(metrics)}", str(path))
+        yield Problem(f"the digests end at step {last}, but the metrics at step {max(metrics)}", str(path))
 
 
 def _samples_problems(folder: Path) -> Iterator[Problem]:
     metrics, last = _metrics_of_steps(folder), 0
     for where, line in _lines(folder / SAMPLES_FILE, "samples"):
         try:
-            step = load(_Answer, line, where=where, what="not an answer to a sample prompt", lenient=True).step
+            step = load(_Answer, line, where=where, what="not a record of a sample answer", lenient=True).step
         except FormatError as error:
             yield Problem(error.what, where)
             continue
         if step < last:
             yield Problem(f"an answer after step {last} is followed by one after step {step}", where)
         if metrics and step not in metrics:
-            yield Problem(f"there is an answer after step {step}, and no metrics", where)
+            yield Problem(f"there is an answer but no metrics after step {step}", where)
         last = step
 
 

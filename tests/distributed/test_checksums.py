@@ -90,7 +90,7 @@ def test_two_ranks_agree_on_the_checkpoint_before_and_record_why(dataset: Path, 
     resume = [*SETTINGS, "trainer.steps=6", "resume=true"]
     code, output = run_command(command(dataset, folder, *resume, ranks=2))
     assert code == 0, output
-    assert output.count("passed over: the checkpoint's file __0_0.distcp has the hash") == 1
+    assert output.count("skipped: the checkpoint's file __0_0.distcp has the hash") == 1
     assert "resuming after step 2" in output
     (resumed,) = (json.loads(line) for line in (folder / "resumes.jsonl").read_text().splitlines())
     assert (resumed["after_step"], resumed["checkpoint"]) == (2, "step-00000002")

@@ -59,7 +59,7 @@ def test_one_bit_on_one_rank_is_named_by_parameter_ranks_and_step(runs, name) ->
     _, _, parameter, kind = DRIFTS[name]
     for rank in (0, 1):  # every rank stops, with the same words
         error = (runs / f"{name}-{rank}.txt").read_text()
-        assert f"after step 2, the copies of {parameter} differ: rank 0 against rank 1\n" in error
+        assert f"after step 2, the copies of {parameter} differ: rank 0 versus rank 1\n" in error
         assert f"where: {kind}{'' if kind == 'embedding' else '-parallel'} ranks 0, 1" in error
     # Step 1, before the drift, was compared too, and passed.
     assert [line["step"] for line in read_metrics(runs / name)] == [1, 2]

@@ -143,7 +143,7 @@ def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(data
     assert [step.loss for step in steps if len(step.source_losses) == 1] == pytest.approx(
         [loss for step in steps if len(step.source_losses) == 1 for loss in step.source_losses.values()], rel=1e-6
     )
-    assert "![load of experts](experts.png)" in (place / "deepseek_like" / "one" / "report.md").read_text()
+    assert "![expert load](experts.png)" in (place / "deepseek_like" / "one" / "report.md").read_text()
 
 
 def some_nightly(cases: Iterable[tuple[str, ...]]) -> list[Any]:

@@ -129,12 +129,12 @@ def test_a_resume_in_the_middle_of_an_epoch_trains_the_rest(llama, dataset, tmp_
     assert losses(again) == losses(whole)
     assert again.packed.state_dict()["epoch"] == 2
     other = trainer(load(llama), data, tmp_path, size=5, **options)
-    with pytest.raises(LoaderError, match="epoch 1 after 12 packs, and step 9 of the Trainer in epoch 1 after 5 packs"):
+    with pytest.raises(LoaderError, match="1 after 12 packs, but step 9 of the Trainer is in epoch 1 after 5 packs"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
     stored = json.loads((tmp_path / "checkpoint-9" / "trainer_state.json").read_text())
     del stored["stateful_callbacks"]["PackedPosition"]
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text(json.dumps(stored))
-    with pytest.raises(LoaderError, match="step 9 holds no position"):
+    with pytest.raises(LoaderError, match="step 9 contains no position"):
         trainer(load(llama), data, tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
 
 
@@ -167,7 +167,7 @@ def test_a_resume_on_another_number_of_ranks_trains_the_same_steps(llama, datase
     [
         ({"per_device_train_batch_size": 2}, "per_device_train_batch_size is 2"),
         ({"kind": "sft", "packing": True}, "packing is True"),
-        ({"gradient_accumulation_steps": 5}, "a step has 6 rows on this rank, and gradient_accumulation_steps is 5"),
+        ({"gradient_accumulation_steps": 5}, "a step has 6 rows on this rank, but gradient_accumulation_steps is 5"),
     ],
 )
 def test_arguments_that_would_train_rows_wrong_are_refused(llama, dataset, tmp_path, options, message) -> None:

@@ -109,7 +109,7 @@ def test_a_killed_run_resumes_from_copies_of_a_lost_and_of_a_damaged_file_with_t
     strange = nodes.disk(0) / f"run-{'0' * 32}/attempt-1/step-00000090"
     strange.mkdir(parents=True)
     output = nodes.resume(len(before) + 2)
-    assert f"passed over: {damaged.name} on " in output, output
+    assert f"skipped: {damaged.name} on " in output, output
     assert "that of another node is used" in output
     assert nodes.resumed_after() == [step]
     assert nodes.curve()[: len(before)] == before
@@ -150,8 +150,8 @@ def test_with_both_disks_of_a_file_lost_the_run_resumes_from_its_own_folder_and_
         shutil.rmtree(nodes.disk(rank))
     output = nodes.resume(len(before) + 2, "trainer.checkpoint_interval=4")
     assert shared >= 4
-    assert f"passed over: the local checkpoint of step {record.step} (written on " in output
-    assert "is not whole: no node of this job has any of its files" in output
+    assert f"skipped: the local checkpoint of step {record.step} (written on " in output
+    assert "is incomplete: no node of this job has any of its files" in output
     assert nodes.resumed_after() == [4]
     assert nodes.curve()[: len(before)] == before
 
@@ -249,8 +249,8 @@ def test_a_copied_run_resumes_from_its_own_checkpoints_and_leaves_the_local_ones
         assert original is not None
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         printed = train("b", 4, "resume=true")
-        assert f"passed over: the local checkpoints of run {original.run} up to step 3" in printed
-        assert f"its checkpoint is of run {original.run}, and it is run " in printed
+        assert f"skipped: the local checkpoints of run {original.run} up to step 3" in printed
+        assert f"its checkpoint belongs to run {original.run}, and the resumed run is " in printed
         assert "resuming after step 2" in printed
         copy = own_local_record(tmp_path / "b")
         assert copy is not None
@@ -258,7 +258,7 @@ def test_a_copied_run_resumes_from_its_own_checkpoints_and_leaves_the_local_ones
     assert (copy.folder(copy.root).exists(), original.folder(original.root).exists()) == (False, True)
     printed = train("a", 5, "resume=true")
     assert f"resuming after step 3, from {tmp_path}/a" in printed
-    assert "its checkpoint is of run" not in printed
+    assert "its checkpoint belongs to run" not in printed
     for name in ("a", "b"):
         assert [line["loss"] for line in read_metrics(tmp_path / name)] == [
             line["loss"] for line in read_metrics(tmp_path / "undisturbed")

@@ -119,5 +119,5 @@ def test_prompts_that_cannot_be_answered_are_refused(model: Path, data: Path, tm
             run_here(sft, SftConfig, overrides_of(data, tmp_path / "run", *SAMPLES, *settings_of(model), *overrides))
         return error.value.what
 
-    assert "the data does not name one" in refused()
+    assert "the data does not specify one" in refused()
     assert "are longer than the model's" in refused(f"data.tokenizer={model}", "trainer.sample_tokens=1020")

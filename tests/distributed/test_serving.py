@@ -150,7 +150,7 @@ def test_the_card_has_the_facts_of_data_and_run(folder: Path, run: Path, data: P
     for row in (
         f"| dataset | {data} |",
         f"| fingerprint | {manifest.fingerprint} |",
-        f"| tokens | {manifest.num_tokens:,}, of them {manifest.num_trained_tokens:,} trained |",
+        f"| tokens | {manifest.num_tokens:,}, of which {manifest.num_trained_tokens:,} trained |",
         f"| schema | {manifest.provenance.mask['schema']} |",
         f"| mask | assistant_turns ({manifest.provenance.mask['why']}), history as_served, train_on all_assistant |",
         r"| end of an answer | \<\|endoftext\|\> (0), \<\|im_end\|\> (2); recorded by the data |",
@@ -207,7 +207,7 @@ def test_without_its_data_a_run_is_exported_and_what_is_missing_is_named(run: Pa
     assert done.end_tokens == ()
     first, second = done.missing
     assert first.startswith(f"facts of the data, tokenizer and chat template: {tmp_path / 'gone'}")
-    assert second == "end tokens of the data: generation does not end by itself"
+    assert second == "end tokens of the data: generation only ends at its length limit"
     assert "## Not in this folder" in card
     assert all(line in card for line in done.missing)
     assert "eos_token_id" not in json.loads((tmp_path / "out" / "generation_config.json").read_text())
@@ -221,7 +221,7 @@ def test_data_that_was_moved_is_found_where_data_paths_says(run: Path, data: Pat
     assert (done.has_tokenizer, done.missing) == (True, ())
     with pytest.raises(HarnessError, match="nowhere"):
         export_checkpoint(tmp_path / "run", tmp_path / "none", data_paths=[str(tmp_path / "nowhere")])
-    with pytest.raises(ConfigError, match="the run has 1 sources of data"):
+    with pytest.raises(ConfigError, match="the run has 1 data source"):
         export_checkpoint(tmp_path / "run", tmp_path / "two", data_paths=[str(moved), str(moved)])
     path = moved / "train" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "fingerprint": "0" * 32, "checksum": ""}))
@@ -236,7 +236,7 @@ def test_data_that_was_prepared_again_is_not_taken_for_what_was_trained(run: Pat
     path.write_text(json.dumps({**manifest, "fingerprint": "0" * 32, "checksum": ""}))
     done, _ = export_of(run, tmp_path, path=str(tmp_path / "data"))
     assert not done.has_tokenizer
-    assert f"has the fingerprint {'0' * 32}, and the run was trained on {manifest['fingerprint']}" in done.missing[0]
+    assert f"has the fingerprint {'0' * 32}, but the run was trained on {manifest['fingerprint']}" in done.missing[0]
 
 
 def test_a_tokenizer_that_was_changed_is_not_taken_and_the_same_one_elsewhere_is(
@@ -269,7 +269,7 @@ def test_a_run_on_live_chunks_has_the_tokenizer_of_its_settings_and_the_mask_of_
     live["tokenizer"]["name"] = ""
     done, _ = export_of(run, tmp_path / "packs", live=live)
     assert not done.has_tokenizer
-    assert done.missing[0] == f"tokenizer and chat template: {tmp_path / 'live'}: chunks of packs record none"
+    assert done.missing[0] == f"tokenizer and chat template: {tmp_path / 'live'}: chunks of packs do not list them"
 
 
 def test_a_corpus_ends_answers_at_the_end_of_a_document(run: Path, data: Path, tmp_path: Path) -> None:

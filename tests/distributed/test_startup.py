@@ -87,13 +87,11 @@ def test_storage_that_does_not_respond_ends_the_job_and_names_the_rank_that_wait
     ]
     outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks][1] == 70, outputs
-    named = (
-        "rank 1 (host " if which == "one" else "all 2 ranks are in step 1, opening the data, and none makes progress"
-    )
+    named = "rank 1 (host " if which == "one" else "all 2 ranks are in step 1, opening the data, and none is"
     errors = [line for line in "".join(outputs).splitlines() if line.startswith("HarnessError: no progress for 45 s")]
     assert len(errors) == 1, outputs
     assert f"in step 1: {named}" in errors[0]
-    assert "Raise trainer.startup_timeout_s" in "".join(outputs)
+    assert "Increase trainer.startup_timeout_s" in "".join(outputs)
     # The stack of the rank that holds the others up.
     assert "manifest.py" in outputs[1]
     assert not (tmp_path / "run").exists()

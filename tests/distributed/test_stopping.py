@@ -162,7 +162,7 @@ def test_a_lost_rank_is_named_and_its_unfinished_checkpoint_is_not_loaded(datase
         _, output = job.end()
     stopped = job.stopped()
     assert (stopped["reason"], stopped["rank"]) == ("LostRankError", 1), output
-    assert f"rank 1 has died or is stopped (host {os.uname().nodename}, process {victim.pid})" in str(
+    assert f"rank 1 has exited or is suspended (host {os.uname().nodename}, process {victim.pid})" in str(
         stopped["message"]
     )
     assert "resume=auto" in output
@@ -179,7 +179,7 @@ def test_a_rank_that_hangs_ends_the_job_and_is_named(dataset, tmp_path) -> None:
     stopped = job.stopped()
     assert (stopped["reason"], stopped["rank"]) == ("hang", 1), output
     assert "no progress for 30 s in step" in output
-    assert "rank 1 has died or is stopped" in output
+    assert "rank 1 has exited or is suspended" in output
     assert decide(folder, exit_code=1).requeue
 
 

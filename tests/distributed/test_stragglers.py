@@ -61,7 +61,7 @@ def test_a_rank_with_slow_data_and_a_stopped_one_are_told_apart_and_a_node_is_le
     assert "data: exit code 0" in output
 
     assert found(tmp_path / "stopped") == [[]] * 6 + [[(1, "node1", "stopped")]]
-    assert "for 5 steps: it does not run for part of the time" in output
+    assert "for 5 steps: it is suspended for part of the time" in output
     assert output.count("stopped: exit code 75") == 2, output
     assert (logs / "straggler-42.failed").read_text().startswith("node1 rank 1 on node1 has taken ")
     stopped = json.loads((tmp_path / "stopped" / "_stopped.json").read_text())

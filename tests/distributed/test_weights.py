@@ -485,7 +485,7 @@ def test_an_export_keeps_the_layers_that_predict_further_tokens_as_they_were(mod
 
     config[MTP_SETTINGS[0]] = 0
     (base / "config.json").write_text(json.dumps(config))
-    with pytest.raises(HarnessError, match="have no layers that predict further tokens"):
+    with pytest.raises(HarnessError, match="have no MTP layers"):
         export_checkpoint(tmp_path / "run", tmp_path / "again", keep_mtp=True)
     with pytest.raises(HarnessError, match="the run trained all weights"):
         export_checkpoint(tmp_path / "run", tmp_path / "again", keep_mtp=True, adapters_only=True)

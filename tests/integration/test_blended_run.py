@@ -77,7 +77,7 @@ def test_other_weights_are_refused_on_resume_and_too_few_epochs_before_training(
 ) -> None:
     folder = tmp_path / "run"
     # The last source has 8 packs and a fifth of each batch.
-    with pytest.raises(ConfigError, match=r"trains 48 packs, but the 2 epochs of 4 packs of .*2-parquet"):
+    with pytest.raises(ConfigError, match=r"trains 48 packs, but .*2-parquet \(2 epochs of 4 packs\)"):
         main(settings(blends[1], folder, steps=12, size=4))
     assert not folder.exists()
     main(settings(blends[0], folder, steps=1, size=4))

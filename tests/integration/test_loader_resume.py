@@ -82,5 +82,5 @@ def test_a_ragged_end_is_dropped_only_on_request(reader: PackReader) -> None:
     assert [(b.epoch, len(b.pack_ids)) for b in dropped] == [(0, 10), (0, 10), (1, 10), (1, 10)]
     rest = list(loader(reader, size=10, epochs=2, drop_last=True, state=dropped[1].state))
     assert [batch.digest() for batch in rest] == [batch.digest() for batch in dropped[2:]]
-    with pytest.raises(ConfigError, match="23 packs never fill a global batch of 24"):
+    with pytest.raises(ConfigError, match="23 packs cannot fill a global batch of 24"):
         loader(reader, size=24, drop_last=True)

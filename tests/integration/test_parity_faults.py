@@ -365,7 +365,7 @@ def test_a_metric_that_drifted_at_one_step_is_named(reference, copy, column, cha
 def test_missing_steps_and_missing_digests_are_named(reference, copy) -> None:
     edit_metrics(copy, lambda line: None if line["step"] == 4 else line)
     checks = failed(reference, copy)
-    assert checks["steps"].difference.message == f"{STEPS - 1} of {STEPS} steps were made, step 4 is missing"
+    assert checks["steps"].difference.message == f"{STEPS - 1} of {STEPS} steps were completed, step 4 is missing"
 
     shutil.copy(reference / METRICS_FILE, copy / METRICS_FILE)
     lines = (copy / DIGESTS_FILE).read_text().splitlines(keepends=True)
@@ -392,4 +392,4 @@ def test_a_rank_whose_rows_differ_from_those_of_its_group_is_named(reference, co
     writer.close()
     difference = first(reference, copy)
     assert (difference.step, difference.field) == (3, "ranks")
-    assert "process 1, microbatch 0, data-parallel rank 0: other tokens" in difference.message
+    assert "process 1, microbatch 0, data-parallel rank 0: tokens" in difference.message

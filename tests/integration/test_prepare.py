@@ -359,13 +359,13 @@ def test_without_validation_everything_is_training_data(tmp_path, chats):
 @pytest.mark.parametrize(
     ("change", "words", "fix"),
     [
-        ({"pack_size": 4}, "left for train: 300 records were read, left out were 300 over_long", "data.pack_size"),
-        ({"validation_fraction": 0.000001}, "left for validation", "data.validation_fraction=0"),
-        ({"validation_fraction": 0.999999}, "left for train", "the fractions of the splits"),
+        ({"pack_size": 4}, "for train: read 300 records; left out: 300 over_long", "data.pack_size"),
+        ({"validation_fraction": 0.000001}, "for validation", "data.validation_fraction=0"),
+        ({"validation_fraction": 0.999999}, "for train", "the fractions of the splits"),
     ],
 )
 def test_a_split_without_conversations_is_an_error(tmp_path, chats, change, words, fix):
-    with pytest.raises(PrepError, match=f"no conversation is {words}") as caught:
+    with pytest.raises(PrepError, match=f"no conversations remain {words}") as caught:
         run(settings(tmp_path / "d", chats, **change))
     assert fix in caught.value.fix
 
@@ -396,7 +396,7 @@ def test_the_built_in_corpus_is_prepared_within_a_limit(tmp_path):
     )
     report, output = run(config)
     assert report.records == 400
-    first = "The source is the built-in corpus, Python's documentation; source.path names chats of your own."
+    first = "The source is the built-in corpus, Python's documentation; set source.path to use your own chats."
     assert output.startswith(first)
     assert (tmp_path / "d" / "source" / "pydoc.jsonl").exists()
     assert run(config)[0].reused

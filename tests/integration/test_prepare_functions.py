@@ -75,8 +75,8 @@ def test_what_a_function_cannot_read_is_a_bad_record_with_the_reason(here, given
     [
         ("nowhere_chats:to_messages", "No module named 'nowhere_chats'", "chats.py in the working folder"),
         ("known_chats:messages", "has no function 'messages'", "its functions: to_messages"),
-        ("broken_chats:to_messages", "cannot be imported: SyntaxError", "as Python imports it"),
-        ("sys:exit", "has no source file", "module of your own"),
+        ("broken_chats:to_messages", "cannot be imported: SyntaxError", "an importable module"),
+        ("sys:exit", "has no source file", "module that calls"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_refused(here, name, words, fix):
@@ -90,7 +90,7 @@ def test_a_function_that_cannot_be_loaded_is_refused(here, name, words, fix):
 
 
 def test_a_function_takes_no_names_of_columns(here):
-    with pytest.raises(ConfigError, match="needs no names of columns"):
+    with pytest.raises(ConfigError, match="column names cannot be set"):
         RecordReader(module(here, "column_chats"), columns={"messages": "chat"})
 
 

@@ -79,7 +79,7 @@ def test_every_kind_of_file_gives_the_same_dataset(tmp_path, expected, name):
     assert report.splits["train"].fingerprint == expected
     assert report.records == 200
     assert "schema messages" in output
-    assert "Fields that are not read: id" in output
+    assert "Ignored fields: id" in output
 
 
 def test_a_dataset_of_the_hub_is_prepared_and_its_commit_recorded(tmp_path, expected, monkeypatch):
@@ -97,7 +97,7 @@ def test_a_dataset_of_the_hub_is_prepared_and_its_commit_recorded(tmp_path, expe
         stored = json.loads((tmp_path / "data" / "report.json").read_text())["settings"]["source"]
         assert (stored["dataset"], stored["split"]) == ("org/chats", "train")
         assert stored["revision"] == server.commit("org/chats")
-        assert "split train: 1 files" in output
+        assert "split train: 1 file" in output
         assert "already prepared" in run(tmp_path / "data", "org/chats")[1]
         old = server.commit("org/chats")
         server.datasets["org/chats"] = {**files, "README.md": b"# New"}

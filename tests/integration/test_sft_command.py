@@ -62,7 +62,7 @@ def test_one_command_writes_data_run_model_and_report_and_is_done_once(folder, t
     code, printed = run(*first)
     assert code == 0, printed
     assert "already prepared" in printed
-    assert "nothing is left to train" in printed
+    assert "nothing to train" in printed
     assert f"{out / 'model-step-3'} is exported already" in printed
     assert (out / "run" / "metrics.jsonl").read_bytes() == metrics
     # More steps continue the run, and give a model next to the first.

@@ -96,6 +96,6 @@ ENVIRONMENTS = {
 if __name__ == "__main__":
     for name in sys.argv[1:] or ENVIRONMENTS:
         if name not in ENVIRONMENTS:
-            sys.exit(f"there is no environment {name!r}; choose among {', '.join(ENVIRONMENTS)}")
+            sys.exit(f"there is no environment {name!r}; choose one of {', '.join(ENVIRONMENTS)}")
         print(f"{name}: {ENVIRONMENTS[name].folder}", flush=True)
         ENVIRONMENTS[name].make()

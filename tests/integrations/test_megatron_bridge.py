@@ -154,7 +154,7 @@ def test_a_checkpoint_without_a_position_is_refused(bridge: Trainer, dataset: Pa
 
     printed = bridge.run(PROGRAM, {**settings(dataset, 2, **kept), "out": "."}, code=1)
 
-    assert "training continues after step 1, and its position in the data is missing" in printed
+    assert "training continues after step 1, but its position in the data is missing" in printed
     assert "elsewhere/iter_0000001/train_dataloader_dprank000.pt" in printed
 
 

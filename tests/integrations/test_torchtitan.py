@@ -90,8 +90,8 @@ def test_a_run_of_torchtitan_trains_the_rows_of_the_loader_and_continues_on_two_
     ("changes", "message"),
     [
         ({"schedule": "cost_balanced"}, "torchtitan fixes the number of microbatches"),
-        ({"global_batch_size": 7}, "a global batch of 7 packs cannot be cut into microbatches of 3 on 1 ranks"),
-        ({"dataset": "c4"}, "a dataset of torchtitan is named: c4"),
+        ({"global_batch_size": 7}, "a global batch of 7 packs cannot be divided into microbatches of 3 on 1 ranks"),
+        ({"dataset": "c4"}, "a dataset of torchtitan is set: c4"),
         ({"dataset_path": "nowhere"}, "nowhere"),
     ],
 )

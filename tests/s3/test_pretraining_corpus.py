@@ -195,7 +195,7 @@ def test_a_builder_waits_for_another_and_names_it(
     assert order == ["one begins", "one ends", "two begins", "two ends"]
     assert f"building indices: waiting for process {os.getpid()} on" in capsys.readouterr().out
     for name in ("fast_cache_load", "defer_npy_index_mmap"):
-        with pytest.raises(ConfigError, match=f"{name} trusts that all indices are on this machine"):
+        with pytest.raises(ConfigError, match=f"{name} requires all indices on this machine"):
             replace(shared, **{name: True})
     with pytest.raises(ConfigError, match="does not support conditional requests"):
         opened(replace(shared, path_to_cache="msc://profile/indices"))

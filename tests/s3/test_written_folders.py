@@ -85,7 +85,7 @@ def test_a_preparation_in_a_bucket_is_replaced_only_when_it_is_told_to(
     assert open_dataset(f"{place}/train").fingerprint == report.splits["train"].fingerprint
     with bucket.open_output_stream(f"{place.removeprefix('s3://')}-other/notes.txt") as file:
         file.write(b"hello")
-    with pytest.raises(PrepError, match="holds 1 other files or folders, such as notes"):
+    with pytest.raises(PrepError, match="contains other files, such as notes"):
         prepare_chats(chats, f"{place}-other")
 
 

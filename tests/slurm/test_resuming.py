@@ -116,7 +116,7 @@ def test_a_node_that_dies_costs_only_the_steps_since_the_last_checkpoint(submit,
     ("how", "message"),
     [
         (signal.SIGKILL, "srun: error: node2: task 1: Killed"),
-        (signal.SIGSTOP, "rank 1 has died or is stopped (host node2, process"),
+        (signal.SIGSTOP, "rank 1 has exited or is suspended (host node2, process"),
     ],
 )
 def test_a_rank_that_is_killed_or_hangs_is_named_and_the_job_resumes(submit, slurm, undisturbed, how, message):
@@ -155,7 +155,7 @@ def test_killed_ranks_start_again_in_the_same_job_and_then_through_slurm(submit,
     assert min(first["lost_s"], second["lost_s"]) > 0
     assert "restart 1 of 1 in this job" in job.log
     report = (Path(job.run_dir) / "report.md").read_text()
-    assert "started again in the job" in report
+    assert "restarted in the job" in report
 
 
 def test_a_run_resumes_on_another_number_of_nodes(submit, undisturbed):
@@ -187,7 +187,7 @@ def test_a_job_that_keeps_failing_in_the_same_way_is_not_requeued(submit, tmp_pa
     assert job.wait() == "FAILED", job.log
     assert job.facts["Restarts"] == "1"
     assert job.facts["ExitCode"] == "9:0"
-    assert "that was 2 times in the same way at the same step" in job.log
+    assert "2 identical failures at the same step" in job.log
 
 
 @pytest.mark.parametrize("kind", ["srun", "torchrun"])
@@ -198,4 +198,4 @@ def test_a_run_that_refuses_its_settings_is_not_requeued(submit, kind):
     )
     assert job.wait() == "FAILED", job.log
     assert job.facts["Restarts"] == "0"
-    assert "ConfigError: the dataset's pack_size 256 is above" in job.log
+    assert "ConfigError: the dataset's pack_size 256 exceeds" in job.log

@@ -78,7 +78,7 @@ def test_the_node_of_a_lost_rank_gives_way_to_a_spare_one_in_the_same_job(submit
     (attempt,) = attempts(job)
     assert attempt["again"] == "in the job"
     assert attempt["lost_s"] > 0
-    assert "started again in the job" in (job.run_dir / "report.md").read_text()
+    assert "restarted in the job" in (job.run_dir / "report.md").read_text()
     assert resumed_step(job) in range(7, 150, 7)
     assert left == ["", ""]
 

@@ -116,7 +116,7 @@ def test_a_full_disk_that_nothing_else_explains_is_named_with_the_file(capsys):
     assert capsys.readouterr().err == (
         "HarnessError: the disk refused to write or to read: No space left on device\n"
         "  where: /data/out/shard\n"
-        "  fix:   make room, or have the disk checked (dmesg), then run the same command again\n"
+        "  fix:   free disk space or check the disk (dmesg), then run the same command again\n"
     )
 
 

@@ -16,6 +16,7 @@ from harness.formats.reader import refuse_weights
 from harness.integrations import FixedRows, MegatronRow, RankStream, require
 from harness.loader import LoaderConfig, RankLayout
 from harness.megatron.data.feed import readable
+from harness.printing import count_of
 from harness.schedule import ScheduleConfig
 from harness.thd import padding_multiple
 
@@ -184,9 +185,9 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
         stored = reader.manifest.provenance.counts.get("vocab_size", 0)
         if stored > args.padded_vocab_size:
             raise ConfigError(
-                f"the dataset's tokenizer has {stored:,} tokens, and the model {args.padded_vocab_size:,}",
+                f"the dataset's tokenizer has {stored:,} tokens, but the model has {args.padded_vocab_size:,}",
                 where=str(reader.path),
-                fix="start with the tokenizer of the dataset, or a --vocab-size that holds it",
+                fix="start with the tokenizer of the dataset, or a sufficient --vocab-size",
             )
     if args.seq_length % layout.cp_size:
         what = f"--seq-length {args.seq_length} is not a multiple of --context-parallel-size {layout.cp_size}"
@@ -210,9 +211,9 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
 def _only(paths: list[str] | None, flag: str) -> str:
     if not paths or len(paths) > 1:
         raise ConfigError(
-            f"{flag} names {len(paths or [])} datasets",
+            f"{flag} specifies {count_of(len(paths or []), 'dataset')}",
             where="the arguments of Megatron-LM",
-            fix=f"name one dataset with {flag}, or give an open one to datasets_provider",
+            fix=f"specify one dataset with {flag}, or pass an open one to datasets_provider",
         )
     return str(paths[0])
 
@@ -231,7 +232,7 @@ def _saved_position(args: Any, training: ExternalLoader) -> dict[str, Any] | Non
         raise CheckpointError(
             f"the checkpoint of iteration {args.iteration} has no position in the data",
             where=", ".join(map(str, folders)),
-            fix="start with --finetune to begin the data with its weights, or resume with the loader that saved it",
+            fix="start with --finetune to read the data from the beginning, or resume with the loader that saved it",
         )
     try:
         state = torch.load(found[0], weights_only=True)["dataloader_state_dict"]
@@ -239,7 +240,7 @@ def _saved_position(args: Any, training: ExternalLoader) -> dict[str, Any] | Non
         raise FormatError(
             f"the position in the data cannot be read: {error}",
             where=str(found[0]),
-            fix="resume from an older checkpoint, or start with --finetune to begin the data with its weights",
+            fix="resume from an older checkpoint, or start with --finetune to read the data from the beginning",
         ) from error
     return cast(dict[str, Any], state)
 
@@ -250,9 +251,9 @@ def _position_after(loader: ExternalLoader, samples: int) -> dict[str, Any]:
     assert steps_per_epoch is not None
     if samples % size:
         raise CheckpointError(
-            f"{samples:,} samples are consumed, which is no multiple of the global batch size {size:,}",
+            f"{samples:,} samples were consumed, which is not a multiple of the global batch size {size:,}",
             where="the checkpoint",
-            fix="resume with the global batch size that it was saved with",
+            fix="resume with the global batch size of the checkpoint",
         )
     epoch, step = divmod(samples // size, steps_per_epoch)
     return {**loader.stream.state_dict(), "epoch": epoch, "packs_consumed": step * size}

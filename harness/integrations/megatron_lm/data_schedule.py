@@ -189,7 +189,7 @@ class BasePackingScheduler:
         lost = sorted({*wanted} - {*found})
         raise ScheduleError(
             f"{type(self).__name__} placed {len(found):,} of {len(wanted):,} samples in {len(placed)} microbatches"
-            + (f"; sample {lost[0]} is in none" if lost else ""),
+            + (f"; sample {lost[0]} was not placed" if lost else ""),
             where="get_groups_and_subsamples",
             fix=f"place every sample once, in a multiple of {size} microbatches of {self.dp_size * self.cp_size} "
             "ranks, of which context-parallel neighbors share a row",
@@ -220,7 +220,7 @@ class _HarnessScheduler(BasePackingScheduler):
         )
         if self.max_num_seqs is not None and most > self.max_num_seqs:
             raise ScheduleError(
-                f"a row gets {most:,} sequences, more than the {self.max_num_seqs:,} that are allowed",
+                f"a row has {most:,} sequences, more than the maximum of {self.max_num_seqs:,}",
                 where="config.thd_max_packed_sequences",
                 fix=f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank",
             )
@@ -295,13 +295,13 @@ def wrap_data_iterator(
     name, tokens = config.sequence_packing_scheduler, config.max_seqlen_per_dp_cp_rank
     if name not in scheduler_map:
         raise ConfigError(
-            f"there is no packing scheduler {name!r}",
+            f"packing scheduler {name!r} does not exist",
             where="config.sequence_packing_scheduler",
-            fix=f"choose one of {', '.join(scheduler_map)}: rows of one context-parallel size",
+            fix=f"choose one of {', '.join(scheduler_map)}: all rows have the same context-parallel size",
         )
     if not tokens:
         what = f"config.max_seqlen_per_dp_cp_rank is {tokens}"
-        raise ConfigError(what, where="config", fix="set it to the tokens that one rank holds in a microbatch")
+        raise ConfigError(what, where="config", fix="set it to the maximum number of tokens per rank in a microbatch")
     virtual_stages = config.virtual_pipeline_model_parallel_size
     most = getattr(config, "thd_max_packed_sequences", None)
     scheduler = scheduler_map[name](
@@ -353,9 +353,9 @@ def get_batch_on_this_rank_for_sequence_packing(
         LoaderError: a row lacks what this chunk reads, or its length does not fit its bounds.
     """
     newer = {
-        "dynamic_cp=True": (dynamic_cp, "use dynamic_cp=False: rows of one context-parallel size"),
-        "dynamic_cp_group_func": (dynamic_cp_group_func, "leave it out: rows have one context-parallel size"),
-        "return_context_parallel_batch=True": (return_context_parallel_batch, "leave it out, and take the tuple"),
+        "dynamic_cp=True": (dynamic_cp, "use dynamic_cp=False: all rows have the same context-parallel size"),
+        "dynamic_cp_group_func": (dynamic_cp_group_func, "omit it: all rows have the same context-parallel size"),
+        "return_context_parallel_batch=True": (return_context_parallel_batch, "omit it, and use the tuple"),
     }
     _check_call(pg_collection, {name: fix for name, (value, fix) in newer.items() if value}, config)
     tp_group, pp_group, cp_group = _groups(pg_collection, "tp", "pp", "cp")
@@ -385,7 +385,7 @@ def _check_call(pg_collection: Any, refused: dict[str, str], config: Any) -> Non
         raise ConfigError(
             f"the process groups are {pg_collection}",
             where=where,
-            fix="name arguments after vp_stage: their order differs between versions of Megatron-LM",
+            fix="pass arguments after vp_stage by name: their order differs between versions of Megatron-LM",
         )
     for name, fix in refused.items():
         _refuse(name, where=where, fix=fix)
@@ -436,23 +436,23 @@ def _own_slice(
         raise LoaderError(
             "the first tensor-parallel rank has no data iterator",
             where="get_batch_on_this_rank_for_sequence_packing",
-            fix="give it what wrap_data_iterator returned; with virtual pipeline stages, the entry of this stage",
+            fix="pass the result of wrap_data_iterator; with virtual pipeline stages, the entry of this stage",
         )
     row = None
     with suppress(StopIteration):
         row = next(data_iterator)
     if row is None:
         raise LoaderError(
-            "the iterator of this global batch has no further row",
+            "the iterator of this global batch is exhausted",
             where="get_batch_on_this_rank_for_sequence_packing",
-            fix="run as many microbatches as wrap_data_iterator returned, and call it again for the next global batch",
+            fix="run as many microbatches as wrap_data_iterator returned, then call it again for the next global batch",
         )
     needed = (*fields, *_BOUNDS, "max_seqlen")
     if missing := [name for name in needed if row.get(name) is None]:
         raise LoaderError(
             f"a row has no {', '.join(missing)}; it has {', '.join(row)}",
             where="the data iterator",
-            fix="iterate over what wrap_data_iterator returned for this pipeline stage",
+            fix="iterate over the result of wrap_data_iterator for this pipeline stage",
         )
     # Rows of another scheduler may have padding only at their end.
     real, padded = visible_bounds(*(row[name].cpu().reshape(-1) for name in _BOUNDS))
@@ -473,7 +473,7 @@ def _own_slice(
             raise LoaderError(
                 f"a row has {value.shape[0]:,} {name}, and its sequences end at {total:,}",
                 where="the data iterator",
-                fix="give rows whose last cu_seqlens_padded is their length",
+                fix="the last cu_seqlens_padded of a row must be its length",
             )
         values[name] = (value if keep is None else value.index_select(0, keep)).unsqueeze(0)
     values["max_seqlen"] = torch.as_tensor(row["max_seqlen"])

@@ -93,9 +93,9 @@ def get_batch_and_global_seqlens(
     if _ENDED in counts:
         ranks = torch.distributed.get_process_group_ranks(dp_group)
         raise LoaderError(
-            f"the stream of rank {ranks[counts.index(_ENDED)]} has ended, those of other ranks have not",
+            f"the stream of rank {ranks[counts.index(_ENDED)]} has ended before those of other ranks",
             where="the data iterator",
-            fix="give every data-parallel rank the same number of microbatches",
+            fix="provide the same number of microbatches on every data-parallel rank",
         )
     mine = torch.zeros(max(counts), dtype=torch.int64, device=device)
     mine[: len(samples)] = torch.tensor([int(sample["padded_seq_len"]) for sample in samples], dtype=torch.int64)
@@ -117,7 +117,7 @@ def _read_samples(data_iterator: Iterator[Any], num_microbatches: int) -> list[S
         raise LoaderError(
             f"the stream ended after {len(items)} of {num_microbatches} microbatches of a global batch",
             where="the data iterator",
-            fix="end the stream after a whole global batch, or pad it with samples without trained tokens",
+            fix="end the stream after a complete global batch, or pad it with samples without trained tokens",
         )
     samples: list[Sample] = []
     for number, item in enumerate(items):
@@ -125,7 +125,7 @@ def _read_samples(data_iterator: Iterator[Any], num_microbatches: int) -> list[S
             samples.extend(_checked(part, f"microbatch {number} of the global batch"))
     if not samples:
         what = "a global batch has no samples on this rank"
-        raise LoaderError(what, where="the data iterator", fix="yield at least one sample a microbatch")
+        raise LoaderError(what, where="the data iterator", fix="yield at least one sample per microbatch")
     return samples
 
 
@@ -145,13 +145,13 @@ def _checked(item: Any, where: str) -> Iterator[Sample]:
             f"a sample has no {', '.join(missing)}; it has {', '.join(map(str, item)) or 'no entries'}",
             where=where,
             fix="a sample has tokens, labels, loss_mask, position_ids, original_seq_len and padded_seq_len, or "
-            "cu_seqlens for several sequences end to end",
+            "cu_seqlens for several concatenated sequences",
         )
     data = {name: values[name].reshape(-1).to(dtype) for name, dtype in FIELDS.items()}
     sizes = {name: value.shape[0] for name, value in data.items()}
     if len(set(sizes.values())) > 1:
         what = f"a sample has {', '.join(f'{size:,} {name}' for name, size in sizes.items())}"
-        raise LoaderError(what, where=where, fix="give all four the same length")
+        raise LoaderError(what, where=where, fix="use the same length for all four")
     for start, stop, real in _bounds(values, data, where):
         yield {
             **{name: value[start:stop] for name, value in data.items()},
@@ -173,7 +173,7 @@ def _bounds(values: Sample, data: Sample, where: str) -> list[tuple[int, int, in
                 f"cu_seqlens begin {real[:3]} with {len(real)} entries, cu_seqlens_padded {padded[:3]} with "
                 f"{len(padded)}",
                 where=where,
-                fix="both are running sums from 0, with one entry more than there are sequences",
+                fix="both are cumulative lengths that start at 0, with one entry more than the number of sequences",
             )
         spans = zip(padded[:-1], padded[1:], np.diff(real).tolist(), strict=True)
         found = [(start, stop, length) for start, stop, length in spans if stop != start]
@@ -184,8 +184,8 @@ def _bounds(values: Sample, data: Sample, where: str) -> list[tuple[int, int, in
         raise LoaderError(
             f"a sample of {total:,} tokens has a sequence {what}",
             where=where,
-            fix="let lengths rise from 0 to the number of tokens, real ones up to the padded ones; trained tokens "
-            "after the last sequence would be lost",
+            fix="bounds must increase from 0 to the number of tokens, and real lengths must not exceed padded ones; "
+            "trained tokens after the last sequence would be lost",
         )
     return found
 

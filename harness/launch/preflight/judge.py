@@ -18,7 +18,7 @@ _SAME_ENVIRONMENT = "install the same environment on every node, or set cluster.
 # Checks whose facts must be equal on every node, and the fix where they are not.
 _SAME_EVERYWHERE = {
     "versions": _SAME_ENVIRONMENT,
-    "gpus": "drain the node, or leave it out: cluster.exclude",
+    "gpus": "drain the node, or exclude it with cluster.exclude",
     "all-reduce": _SAME_ENVIRONMENT,
     "infiniband": "drain the node: a cable, an adapter or a switch port has failed",
 }
@@ -30,10 +30,10 @@ _NOT_ITS_OWN = ("first node", "own name", "live chunks", "all-reduce")
 # A rank or a link with less than this share of the median of all is faulty, whatever the limits are.
 _LEAST_SHARE = 0.7
 _SLOW_LINK = (
-    "NCCL has lost rails or fell back to TCP: cluster.env.NCCL_DEBUG=INFO prints the network that it takes; "
-    "NCCL_IB_HCA names the rails, NCCL_SOCKET_IFNAME the interface for TCP, NCCL_NET_PLUGIN the plugin of the fabric"
+    "NCCL has lost rails or fell back to TCP: cluster.env.NCCL_DEBUG=INFO prints the network in use; "
+    "NCCL_IB_HCA selects the rails, NCCL_SOCKET_IFNAME the interface for TCP, NCCL_NET_PLUGIN the plugin of the fabric"
 )
-_SLOW_GLOO = "gloo takes the interface that GLOO_SOCKET_IFNAME names, else that of the node's own name"
+_SLOW_GLOO = "gloo uses the interface of GLOO_SOCKET_IFNAME, or by default that of the node's own name"
 
 
 # `srun --label` puts the number of the task before each line.
@@ -61,12 +61,12 @@ _KINDS = (
     (
         "Permission denied",
         "permission",
-        "make it readable and executable there for the user of the job, folders included",
+        "make it and its folders readable and executable there for the user of the job",
     ),
     (
         "bad interpreter",
         "interpreter",
-        "the script names an interpreter that this node does not have: set cluster.python",
+        "the interpreter of the script does not exist on this node: set cluster.python",
     ),
     (
         "No such file or directory",
@@ -77,8 +77,8 @@ _KINDS = (
     ("credential", "launch", _LAUNCH_FIX),
     ("uthentication", "launch", _LAUNCH_FIX),
 )
-_LAUNCH_FIX = "its slurmd does not start steps: `scontrol show node {0}` and its slurmd.log have the cause"
-_ENDED_FIX = "run the command there by hand (`srun --nodelist={0}`), and look at the kernel's log"
+_LAUNCH_FIX = "its slurmd does not start steps: `scontrol show node {0}` and its slurmd.log show the cause"
+_ENDED_FIX = "run the command there by hand (`srun --nodelist={0}`), and check the kernel's log"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from harness.loader.live.position import LivePosition, positions_from_json, posi
 from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer, Waiting
 from harness.loader.plan import RankBatch
 from harness.loader.state import LoaderState
+from harness.printing import count_of
 from harness.schedule import measure_imbalance
 from harness.thd import build_thd_batch, padded_lengths, zero_loss_row
 
@@ -180,8 +181,8 @@ class LiveLoader:
         self._raise_together(offers)
         for offer in offers:
             of = f" of {self._folders[offer.source]}" if len(self._folders) > 1 else ""
-            for index, num_rows, name in offer.opened:
-                self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({num_rows} samples from {name}{of})")
+            for index, rows, name in offer.opened:
+                self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({count_of(rows, 'sample')} from {name}{of})")
         # The steps whose batches were handed out, not the one that is read.
         self._report([replace(one, steps=self.steps) for one in self._after(shares, offers)], offers)
 
@@ -196,8 +197,8 @@ class LiveLoader:
                 self._check_end(source, position, offers, all_ended=all_ended)
         if is_last and self.steps == 0:
             counts = _counts_of(sum(self._left_out, Counter[str]()))
-            what = "the stream ended without a row to train on" + (f"; left out: {counts}" if counts else "")
-            raise LoaderError(what, where="data.live", fix="check the input of its producer, and data.live.pack_size")
+            what = "the stream ended without any trainable row" + (f"; left out: {counts}" if counts else "")
+            raise LoaderError(what, where="data.live", fix="check the input of the producer, and data.live.pack_size")
         return is_last
 
     def _log_wait(self, offers: Sequence[Offer], log_at_s: float) -> tuple[Waiting, float]:
@@ -216,7 +217,7 @@ class LiveLoader:
                 f"data-parallel rank {dp_rank} {waited}",
                 where=waiting.folder,
                 fix="check the producer (`harness live status` shows it), then continue with resume=true; "
-                "data.live.timeout_s is the longest wait",
+                "data.live.timeout_s is the time limit",
             )
         if waiting.waited_s < log_at_s:
             return waiting, log_at_s
@@ -281,24 +282,25 @@ class LiveLoader:
                 raise LoaderError(
                     f"chunks of one folder belong to several streams: {', '.join(streams)}",
                     where=self._folders[source],
-                    fix="let one producer write to a folder, and never copy chunks from another one",
+                    fix="use one producer per folder, and do not copy chunks from another folder",
                 )
 
     def _check_end(self, source: int, after: LivePosition, offers: Sequence[Offer], *, all_ended: bool) -> None:
         expected = {offer.rows_expected for offer in offers if offer.source == source} - {None}
         if expected and after.rows not in expected and not after.lost:
             raise LoaderError(
-                f"the stream ended after {expected.pop():,} rows, and {after.rows:,} were read",
+                f"the stream ended after {expected.pop():,} rows, but {after.rows:,} were read",
                 where=self._folders[source],
-                fix="chunks were changed while they were read, or the run was resumed on other ones",
+                fix="chunks were modified while they were read, or the run was resumed with other chunks",
             )
         counts = _counts_of(self._left_out[source])
         left_out = f"; left out: {counts}" if counts else ""
-        left_out += f"; {after.lost:,} chunks were deleted before all of their rows were trained" if after.lost else ""
+        left_out += f"; chunks deleted before all of their rows were trained: {after.lost:,}" if after.lost else ""
         which = "the stream" if len(self._positions) == 1 else f"the stream of {self._folders[source]}"
-        rest = "" if all_ended else "; the other folders have its share now"
+        rest = "" if all_ended else "; its share now goes to the other folders"
         if self.steps or any(offer.lengths for offer in offers):
-            self._log(f"{which} ended: {after.rows:,} rows in {after.done_below:,} chunks{left_out}{rest}")
+            rows = f"{count_of(after.rows, 'row')} in {count_of(after.done_below, 'chunk')}"
+            self._log(f"{which} ended: {rows}{left_out}{rest}")
 
     def _advance(self, after: list[LivePosition], offers: Sequence[Offer], num_packs: int) -> None:
         """Move to the positions after a step."""

@@ -230,7 +230,7 @@ class BucketFiles:
         return FormatError(
             f"{name} already exists",
             where=self.place,
-            fix="another program writes here; give each its own folder",
+            fix="another program writes to this folder; use a separate folder for each",
         )
 
     def __reduce__(self) -> tuple[object, ...]:

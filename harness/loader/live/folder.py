@@ -165,8 +165,8 @@ class LiveFolder:
             raise FormatError(f"the folder cannot be read: {error.strerror}", where=self.where, fix=_CHECK) from error
         if INDEX_FOLDER in names and find_traces(open_folder(self.where)).index:
             # Chunks of a dataset have the names of live ones, and must not be marked and deleted as such.
-            what = "the folder holds a stored dataset, whole or in part, and no live chunks"
-            raise ConfigError(what, where=self.where, fix="name another folder: `harness live produce` fills it")
+            what = "the folder contains a stored dataset or a part of one, not live chunks"
+            raise ConfigError(what, where=self.where, fix="specify a folder that `harness live produce` writes to")
         of = {None: contents.chunks, READY: contents.ready, COMPLETED: contents.completed}
         for name in names:
             if match := _NAME.fullmatch(name):
@@ -205,7 +205,7 @@ class LiveFolder:
         contents = self.look()
         with os_errors_as(
             FormatError,
-            "trained chunks cannot be marked",
+            "trained chunks cannot be marked as completed",
             where=self.where,
             fix="give the training ranks write access to this folder",
         ):
@@ -221,7 +221,7 @@ class LiveFolder:
         """
         with os_errors_as(
             FormatError,
-            "chunks to read again cannot be kept",
+            "chunks cannot be marked to be kept",
             where=self.where,
             fix="give the training ranks write access to this folder",
         ):
@@ -327,7 +327,7 @@ class LiveChunk:
         assert self._packs is not None
         pack = self._packs.read_row(row)
         if problem := pack.problem():
-            raise FormatError(f"the pack {problem}", where=self.where(row), fix="write it again, whole")
+            raise FormatError(f"the pack {problem}", where=self.where(row), fix="write the complete chunk again")
         return pack
 
     def conversation(self, row: int) -> Conversation | BadRecord | None:
@@ -339,7 +339,7 @@ class LiveChunk:
                 line = self._lines.line(row, MAX_RECORD_BYTES)
             except FormatError as error:
                 what = f"the conversation {error.what}"
-                raise FormatError(what, where=self.where(row), fix="write shorter conversations") from None
+                raise FormatError(what, where=self.where(row), fix="shorten the conversation") from None
             found = SourceChunk(self.place, "line", row + 1, [line], 0, _READER)
         return next(found.parse(), None)
 
@@ -366,7 +366,7 @@ class LiveChunk:
         if _READER.columns_to_read(columns):
             return CHAT
         raise FormatError(
-            "the file has neither conversations of any schema (such as `messages`) nor packs (`input_ids`)",
+            "the file contains neither conversations of a known schema (such as `messages`) nor packs (`input_ids`)",
             where=str(self.path),
             fix=_WRITE_AGAIN,
         )

@@ -131,7 +131,7 @@ def positions_from_json(text: str, num_folders: int) -> list[LivePosition]:
         raise LoaderError(
             f"the checkpoint has positions in {len(parts)} folders of live chunks, and {num_folders} are named",
             where="data.live.blend",
-            fix="name the folders that the run started with, or start a new run",
+            fix="use the folders that the run started with, or start a new run",
         )
     return [LivePosition.from_json(part) for part in parts]
 

@@ -25,6 +25,7 @@ from harness.prep.sources.finding import list_files
 from harness.prep.sources.reading import read_chunks
 from harness.prep.sources.schema import unread_columns
 from harness.prep.tokenize import Encoded
+from harness.printing import count_of
 from harness.records import Pack
 
 STDIN = "-"
@@ -98,7 +99,7 @@ def log_unused_fields(items: Iterable[Item], source: str, log: Callable[[str], N
                 names.update(unread_columns(file, item.reader))
             if new := sorted(names - known):
                 known.update(new)
-                log(f"fields that are not read: {', '.join(new)}")
+                log(f"ignored fields: {', '.join(new)}")
         yield item
 
 
@@ -159,13 +160,13 @@ def produce_chunks(
     """
     if producer.input and not append:
         raise ConfigError(
-            "another input was appended to the first one of the folder",
+            "other input was appended after the first input of the folder",
             where=str(producer.path),
-            fix="pass only what is new, or again the last appended input, with --append",
+            fix="pass only new input, or the last appended input again, with --append",
         )
     if producer.ended and append and not producer.input:
         raise LoaderError(
-            "the stream has ended; no rows can be appended", where=str(producer.path), fix="name a new folder"
+            "the stream has ended; no rows can be added", where=str(producer.path), fix="use a new folder"
         )
     is_new = append and not producer.ended and (producer.input_is_whole or leave_rest)
     done = (None if is_new else producer.position) or {"items": 0}
@@ -194,8 +195,8 @@ class _Usable:
                 self.dropped.append(parsed.dropped_media)
             return True
         if self.on_bad == "refuse":
-            what = f"the conversation cannot be used ({parsed.reason}): {parsed.detail}"
-            raise PrepError(what, where=parsed.where, fix="fix it, or leave such ones out with source.on_bad=skip")
+            what = f"the conversation is invalid ({parsed.reason}): {parsed.detail}"
+            raise PrepError(what, where=parsed.where, fix="fix it, or skip such ones with source.on_bad=skip")
         self.left_out[str(parsed.reason)] += 1
         return False
 
@@ -203,8 +204,8 @@ class _Usable:
         if self.left_out:
             log("left out: " + ", ".join(f"{count:,} {why}" for why, count in sorted(self.left_out.items())))
         if self.dropped:
-            placeholders = sum(self.dropped)
-            log(f"media left out of {len(self.dropped):,} conversations, with {placeholders:,} placeholders")
+            omitted = f"media omitted from {count_of(len(self.dropped), 'conversation')}"
+            log(f"{omitted}, with {count_of(sum(self.dropped), 'placeholder')}")
 
 
 def _add_rows(producer: LiveProducer, rest: Iterator[tuple[Item, dict[str, Any]]], usable: _Usable) -> None:
@@ -222,12 +223,12 @@ def _numbered(
     """Yield items that are not in whole chunks yet, each with the position after it; those of open packs first."""
     if "items" not in done:
         what = "the folder's newest chunk does not record its part of the input"
-        raise ConfigError(what, where=str(producer.path), fix="give only what is new, with --append")
+        raise ConfigError(what, where=str(producer.path), fix="pass only new input, with --append")
     skip = int(done["items"])
     if producer.ended:
-        fix = "the stream has ended: name a new folder"
+        fix = "the stream has ended; use a new folder"
     elif producer.input_is_whole:
-        fix = "pass the first input of the folder, name a new folder, or pass only what is new with --append"
+        fix = "pass the first input of the folder, use a new folder, or pass only new input with --append"
     else:
         fix = "pass the input of the newest chunks again, from its beginning, because it was interrupted; "
         fix += "--append --leave-rest abandons the rest of it for another input"
@@ -239,14 +240,16 @@ def _numbered(
         after = {"items": number + 1, "digest": digest.hexdigest()}
         if number + 1 == skip and done.get("digest") not in (None, after["digest"]):
             raise ConfigError(
-                f"the first {skip:,} items are not those of the folder's chunks", where=item.where, fix=fix
+                f"the input differs from the first {count_of(skip, 'item')} in the folder's chunks",
+                where=item.where,
+                fix=fix,
             )
         if number == skip and not producer.ended:  # only here, so that a refused input is never begun
             producer.begin_input(is_new=is_new)
         if number >= skip or number in again:
             yield item, after
     if number + 1 < skip:
-        what = f"the input has {number + 1:,} items, and the folder's chunks already have {skip:,} of it"
+        what = f"the input has {count_of(number + 1, 'item')}, but the folder's chunks already contain {skip:,}"
         raise ConfigError(what, where=str(producer.path), fix=fix)
 
 

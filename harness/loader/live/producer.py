@@ -240,7 +240,7 @@ class LiveProducer:
             raise LoaderError(
                 "the stream has ended; no rows can be added",
                 where=self._folder.where,
-                fix="name a new folder, or remove END.json if no run has read it",
+                fix="use a new folder, or remove END.json if no run has read it",
             )
 
     def _has_room(self) -> bool:
@@ -262,7 +262,7 @@ class LiveProducer:
                 raise FormatError(
                     f"{name} already exists",
                     where=self._folder.where,
-                    fix="another program writes here; give each its own folder",
+                    fix="another program writes to this folder; use a separate folder for each",
                 )
             self._write_status("working", writing=index)
             path = files.begin_chunk(name)
@@ -328,7 +328,7 @@ class LiveProducer:
             raise FormatError(
                 f"{what}: {reason}",
                 where=self._folder.where,
-                fix="make room or fix the folder, then start again: rows that are in no whole chunk are added again",
+                fix="free disk space or fix the folder, then start again: rows not in a complete chunk are added again",
             ) from error
 
 
@@ -387,9 +387,7 @@ class ChunkRows:
         line = line.strip().replace(b"\n", b" ").replace(b"\r", b" ") + b"\n"
         parsed = parse_line(line, "the row")
         if isinstance(parsed, BadRecord):
-            raise FormatError(
-                f"the row cannot be used ({parsed.reason}): {parsed.detail}", fix="skip it, or fix its source"
-            )
+            raise FormatError(f"the row is invalid ({parsed.reason}): {parsed.detail}", fix="skip it or fix its source")
         self._rows.append(line if self._suffix == JSONL else parsed)
         self.num_bytes += len(line)
         self.sequences += 1

@@ -22,6 +22,7 @@ from harness.prep.chat import BadReason
 from harness.prep.chat.records import BadRecord, Conversation
 from harness.prep.fitting import fit_conversation
 from harness.prep.tokenize import Encoded
+from harness.printing import count_of
 from harness.records import Int64Array, Pack
 from harness.schedule import SequenceCost
 from harness.thd import padded_lengths
@@ -257,7 +258,7 @@ class FolderReader:
         stream = record.stream if record is not None else ""
         if self._stream and stream and stream != self._stream:
             raise LoaderError(
-                f"the chunk belongs to the stream {stream}, and this run was trained on {self._stream}",
+                f"the chunk belongs to the stream {stream}, but this run was trained on {self._stream}",
                 where=chunk.place,
                 fix="name the folder that the run started with, start a new run, or set "
                 "loader.allow_other_data=true to continue after the same chunk numbers of this one",
@@ -265,7 +266,7 @@ class FolderReader:
         self._stream = self._stream or stream
         if chunk.num_rows < self._taken.get(index, 0) or chunk.num_rows >= 1 << _ROW_BITS:
             raise LoaderError(
-                f"the chunk has {chunk.num_rows:,} rows, and {self._taken.get(index, 0):,} of it were read before",
+                f"the chunk has {count_of(chunk.num_rows, 'row')}, but {self._taken.get(index, 0):,} were read before",
                 where=chunk.place,
                 fix=f"chunks must not change, and must have fewer than {1 << _ROW_BITS:,} rows",
             )
@@ -319,18 +320,18 @@ class FolderReader:
         pack = chunk.pack(row)
         lengths = pack.sequence_lengths
         if lengths.min() < 2:
-            what = "the pack has a sequence of a single token; training needs two"
-            raise FormatError(what, where=chunk.where(row), fix="drop such sequences where packs are made")
+            what = "the pack contains a sequence of one token; training requires two"
+            raise FormatError(what, where=chunk.where(row), fix="omit such sequences when packs are made")
         padded = padded_lengths(lengths, self._pad_to_multiple)
         is_whole = not self._plan.is_balanced
         tokens = int(padded.sum() if is_whole else padded.max())
         if tokens > self._plan.max_tokens_per_row:
-            what = "the pack takes" if is_whole else "a sequence of the pack takes"
+            what = "the pack" if is_whole else "a sequence of the pack"
             raise ScheduleError(
-                f"{what} {tokens:,} tokens with its sequences padded to {self._pad_to_multiple}, more than the "
-                f"{self._plan.max_tokens_per_row:,} of a row",
+                f"{what} has {tokens:,} tokens after padding to a multiple of {self._pad_to_multiple}, but a row holds "
+                f"{self._plan.max_tokens_per_row:,}",
                 where=chunk.where(row),
-                fix="raise schedule.max_tokens_per_rank, or make smaller packs",
+                fix="increase schedule.max_tokens_per_rank, or make smaller packs",
             )
         return pack
 
@@ -342,9 +343,9 @@ class FolderReader:
         """Tokenize the conversations of these rows as members of packs; nothing for one that is left out."""
         if self._tokenizer is None:
             raise ConfigError(
-                "the chunk holds conversations, and no tokenizer is named",
+                "the chunk contains conversations, but no tokenizer is set",
                 where=chunk.place,
-                fix="name a tokenizer folder or a hub id: data.live.tokenizer.name",
+                fix="set data.live.tokenizer.name to a tokenizer folder or a hub id",
             )
         parsed = [chunk.conversation(row) for row in rows]
         conversations = [item for item in parsed if isinstance(item, Conversation)]
@@ -365,12 +366,10 @@ class FolderReader:
     def _leave_out(self, record: BadRecord) -> None:
         """Count a bad record, or refuse it."""
         if self._config.on_bad == "refuse":
-            fix = "fix the producer of conversations, or set data.live.on_bad=skip to leave such ones out"
+            fix = "fix the producer of conversations, or skip invalid conversations with data.live.on_bad=skip"
             if record.reason is BadReason.MEDIA:
-                fix += "; source.drop_media=true is a setting of `harness live produce`, whose chunks have text alone"
-            raise FormatError(
-                f"the conversation cannot be used ({record.reason}): {record.detail}", where=record.where, fix=fix
-            )
+                fix += "; `harness live produce` with source.drop_media=true writes chunks with text only"
+            raise FormatError(f"invalid conversation ({record.reason}): {record.detail}", where=record.where, fix=fix)
         self._left_out[str(record.reason)] += 1
 
     def _members_of(
@@ -399,17 +398,17 @@ class FolderReader:
             chunk = open_chunk(self._folder, index, require_ready=self._config.require_ready, settle_s=0.0)
             if chunk is None:
                 raise LoaderError(
-                    f"{chunk_name(index)} is missing, and conversations of it are not trained yet",
+                    f"{chunk_name(index)} is missing, but not all of its conversations were trained",
                     where=self._folder.where,
-                    fix="put it back; a producer deletes only chunks that are marked as completed",
+                    fix="restore it; a producer deletes only chunks that are marked as completed",
                 )
             with closing(chunk):
                 for row in sorted({row for _, row, _ in places}):
                     if chunk.kind != CHAT or row >= chunk.num_rows:
                         raise LoaderError(
-                            f"row {row:,} is not a conversation any more",
+                            f"row {row:,} is no longer a conversation",
                             where=chunk.place,
-                            fix="put the chunk back as it was read, or start a new run",
+                            fix="restore the original chunk, or start a new run",
                         )
                     (found,) = self._members(chunk, index, range(row, row + 1))
                     members |= {member.key: member for member in found}
@@ -433,20 +432,20 @@ class FolderReader:
         contents = self._folder.look()
         if index in contents.chunks:
             if self._config.require_ready and not contents.ready:
-                return "it is there without a ready record; data.live.require_ready=false takes chunks without"
-            return "it is there, but not marked as ready"
+                return "it exists without a ready record; data.live.require_ready=false accepts such chunks"
+            return "it exists, but is not marked as ready"
         for name in (f"chunk_{index}{suffix}" for suffix in SUFFIXES if index < 10_000):
             if self._folder.files.size(name) is not None:
-                return f"{name} is there; names must have five digits"
+                return f"{name} exists, but names must have five digits"
         if later := [other for other in contents.chunks if other > index]:
-            return f"the numbering has a gap: {chunk_name(min(later))} is there"
+            return f"the numbering has a gap: {chunk_name(min(later))} exists"
         if end is not None:
             return f"the numbering has a gap: the stream ended after {end:,} chunks"
         if not self._folder.files.exists():
             return "the folder is missing"
         if contents.next_index or self._folder.seen_s() is not None:
             return ""
-        return f"nothing was ever written to {self._folder.where}: check its name, and that its producer runs"
+        return f"{self._folder.where} is empty: check its name, and that its producer is running"
 
     def _live_pack(self, members: list[Member[Place]]) -> LivePack:
         return LivePack(pack_of(members), np.array([self._id(*member.key) for member in members], np.int64))

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 
 from harness.errors import FormatError
 from harness.loader.live.folder import CONSUMER_FILE, PRODUCER_FILE, LiveFolder, last_seen
+from harness.printing import count_of
 from harness.tables import Table
 
 # Producer and consumer touch their files every second, but a step of training may take longer.
@@ -58,12 +59,12 @@ def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
     """Return the status of a folder; raise FormatError where it holds no stream, unless one `may_begin` in it."""
     folder = LiveFolder(path)
     if not folder.files.exists():
-        raise FormatError("there is no such folder", where=str(path), fix="name the folder of the chunks")
+        raise FormatError("the folder does not exist", where=str(path), fix="specify the folder of the chunks")
     if not may_begin and not folder.has_begun:
         raise FormatError(
-            "the folder holds no live stream: no chunk, no producer, no reader",
+            "the folder contains no live stream: no chunk, no producer, no reader",
             where=str(path),
-            fix="name the folder of the chunks; `harness live produce` begins a stream",
+            fix="specify the folder of the chunks; `harness live produce` starts a stream",
         )
     contents, end = folder.look(), folder.end()
     newest = sorted(contents.ready)[-_RECORDS_FOR_RATE:]
@@ -99,8 +100,8 @@ def render_status(status: LiveStatus) -> RenderableType:
     rates = ""
     if status.rows_per_s is not None and status.chunks_per_min is not None:
         rates = f"{status.rows_per_s:,.1f} rows/s, {status.chunks_per_min:,.1f} chunks/min"
-    made = [f"{status.chunks:,} chunks"]
-    made += [f"{count:,} {of}" for count, of in ((status.rows, "rows"), (status.tokens, "tokens")) if count is not None]
+    counts = {"chunk": status.chunks, "row": status.rows, "token": status.tokens}
+    made = [count_of(count, of) for of, count in counts.items() if count is not None]
     facts = [
         ("producer", f"{_who(status.producer, status.producer_status, status.producer_seen_s)}{doing}"),
         ("made", ", ".join(made + ["ended"] * status.ended)),
@@ -112,7 +113,7 @@ def render_status(status: LiveStatus) -> RenderableType:
     consumer = status.consumer_status
     if not consumer:
         return Table((), facts).to_terminal()
-    read = f"{consumer.get('rows', 0):,} rows read in {consumer.get('steps', 0):,} steps, "
+    read = f"{count_of(consumer.get('rows', 0), 'row')} read in {count_of(consumer.get('steps', 0), 'step')}, "
     speed = f"{consumer.get('packs_per_s', 0.0):,.1f} packs/s, {consumer.get('tokens_per_s', 0.0):,.0f} tokens/s"
     facts.append(("trained", read + speed))
     ranks = []

@@ -377,10 +377,10 @@ def _facts_of(opened: Any) -> list[Any]:
 def _check_size(train: Any, wanted: int, sources: list[CorpusSource]) -> None:
     if train is None or len(train) < wanted:
         raise ConfigError(
-            f"the run trains {wanted:,} samples, and the sources have {0 if train is None else len(train):,}"
-            + (" in one epoch, which is what a blend without weights gives" if len(sources) > 1 else ""),
+            f"the run trains {wanted:,} samples, but the sources contain {0 if train is None else len(train):,}"
+            + (" in one epoch, the limit of a blend without weights" if len(sources) > 1 else ""),
             where="data, trainer.steps, loader.global_batch_size",
-            fix="give the sources of the blend weights, or train fewer steps",
+            fix="set weights for the sources of the blend, or train fewer steps",
         )
 
 
@@ -418,7 +418,7 @@ def _check_split(
         enough = tokens > (sequence_length if num_samples is None else 0)
     if not enough:
         raise ConfigError(
-            f"{split} gets {what} of a source, which is less than one sample",
+            f"{split} gets {what} of a source, less than one sample",
             where=path,
             fix="give it a larger part of data.split, or none (\"data.split='100'\"), or its own sources in "
             "data.blend_per_split",
@@ -428,17 +428,17 @@ def _check_split(
 def _check_pair(prefix: Path) -> None:
     missing = [suffix for suffix in (BIN, IDX) if not with_suffix(prefix, suffix).is_file()]
     if missing:
-        fix = "name X of X.bin and X.idx without their suffix, or the folder of a packed dataset"
+        fix = "specify X of X.bin and X.idx without suffix, or the folder of a packed dataset"
         raise ConfigError(f"{with_suffix(prefix, missing[0]).name} is missing", where=str(prefix), fix=fix)
     index = MappedIndex(with_suffix(prefix, IDX))
     if index.header.num_sequences == 0:
-        raise FormatError("the corpus has no sequences", where=str(prefix), fix="remove it from the sources")
+        raise FormatError("the corpus contains no sequences", where=str(prefix), fix="remove it from the sources")
     end = int(index.pointers[-1]) + int(index.lengths[-1]) * index.header.dtype.itemsize
     size = with_suffix(prefix, BIN).stat().st_size
     if end > size:
         problems = verify_indexed(prefix)
         raise FormatError(
-            problems[0].what if problems else f"the file has {size:,} bytes, and its index needs {end:,}",
+            problems[0].what if problems else f"the file has {size:,} bytes, but its index requires {end:,}",
             where=str(with_suffix(prefix, BIN)),
             fix="copy the pair again; `harness verify` checks all of it",
         )
@@ -446,8 +446,8 @@ def _check_pair(prefix: Path) -> None:
 
 def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
     if remote and config.object_storage_cache_path is None:
-        what = f"{remote[0]} is in object storage, and no folder is set for a local copy of its index"
-        raise ConfigError(what, where="data.object_storage_cache_path", fix="name a folder on this machine")
+        what = f"{remote[0]} is in object storage, but no folder is set for a local copy of its index"
+        raise ConfigError(what, where="data.object_storage_cache_path", fix="set a folder on this machine")
     in_s3 = [path for path in remote if path.startswith("s3://")]
     if in_s3 and find_spec("boto3") is None:
         fix = "pip install 'megatron-sft-harness[s3]'"
@@ -463,9 +463,9 @@ def _check_dtype(dataset: IndexedDataset, path: str, *, has_counts: bool) -> Non
     if has_counts and HEADER.unpack_from(dataset.index.bin_buffer)[2] != DType.code_from_dtype(dataset.index.dtype):
         raise FormatError(
             f"with per_dataset_sequences_path Megatron-Core reads {np.dtype(dataset.index.dtype).name} for this "
-            "vocabulary, and the pair holds another dtype",
+            "vocabulary, but the pair has another dtype",
             where=path + IDX,
-            fix="leave data.per_dataset_sequences_path null, or write the pair again for model.vocab_size",
+            fix="set data.per_dataset_sequences_path=null, or write the pair again for model.vocab_size",
         )
 
 

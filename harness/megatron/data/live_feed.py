@@ -223,7 +223,7 @@ def _check_size(pack_size: int, max_tokens_per_row: int) -> None:
         raise ConfigError(
             f"packs of {pack_size:,} tokens do not fit the {max_tokens_per_row:,} of a row",
             where="data.live.pack_size",
-            fix=f"set it to {max_tokens_per_row:,} or less, or raise schedule.max_tokens_per_rank",
+            fix=f"set it to {max_tokens_per_row:,} or less, or increase schedule.max_tokens_per_rank",
         )
 
 
@@ -238,8 +238,8 @@ def _without_lost(folder: LiveFolder, position: LivePosition) -> LivePosition:
     needed |= set(range(position.done_below, above)) - position.finished
     if lost := needed - set(contents.chunks):
         _log(
-            f"warning: {len(lost):,} chunks were deleted after the checkpoint ({chunk_name(min(lost), '')} to "
-            f"{chunk_name(max(lost), '')}): those of their rows that it does not hold are not trained "
+            f"warning: chunks deleted after the checkpoint: {len(lost):,} ({chunk_name(min(lost), '')} to "
+            f"{chunk_name(max(lost), '')}); their rows that it does not include are not trained "
             "(data.live.completed=read)"
         )
     return position.without(lost)
@@ -252,10 +252,10 @@ def _require_chunks(folder: LiveFolder, position: LivePosition) -> None:
     is_past = max((*contents.ready, *contents.completed), default=-1) > first or (end and end.chunks > first)
     if is_past and first not in contents.chunks:
         raise LoaderError(
-            f"{chunk_name(first, '')} was deleted, and later chunks exist",
+            f"{chunk_name(first, '')} was deleted, but later chunks exist",
             where=folder.where,
             fix="it was trained: continue that run (run_dir=... resume=true), or write the chunks again to another "
-            "folder; a run that marks chunks as soon as they are read continues with data.live.completed=read",
+            "folder; a run that marks chunks when they are read continues with data.live.completed=read",
         )
 
 

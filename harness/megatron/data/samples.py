@@ -262,8 +262,8 @@ class SampleReader:
                 f"sample {index} has {count:,} tokens"
                 + (f" and {wrong[0]} of shape {sample[wrong[0]].shape}" if wrong else ""),
                 where="the corpus",
-                fix=f"samples of {self.sequence_length:,} tokens were requested; the index belongs to other settings: "
-                "remove it from data.path_to_cache",
+                fix=f"samples of {self.sequence_length:,} tokens were requested, but the index was built with other "
+                "settings: remove it from data.path_to_cache",
             )
         sample["lengths"] = entry["lengths"] if "lengths" in entry else self._between_boundaries(sample["tokens"])
         return sample

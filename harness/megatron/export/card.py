@@ -88,7 +88,7 @@ def data_facts(data: TrainedData, tokens: SpecialTokens | None) -> dict[str, str
             f"fingerprint{of}": manifest.fingerprint or "not recorded",
             f"sequences{of}": f"{manifest.num_sequences:,} in {manifest.num_packs:,} packs of up to "
             f"{manifest.pack_size:,} tokens",
-            f"tokens{of}": f"{manifest.num_tokens:,}, of them {manifest.num_trained_tokens:,} trained",
+            f"tokens{of}": f"{manifest.num_tokens:,}, of which {manifest.num_trained_tokens:,} trained",
             f"schema{of}": origin.mask.get("schema") or "not recorded",
             f"mask{of}": _mask(origin.mask),
             f"tokenizer hash{of}": origin.tokenizer_hash or "not recorded",
@@ -138,7 +138,7 @@ def run_facts(document: Mapping[str, Any], settings: Mapping[str, Any], steps: l
     if steps:
         validated = [metrics for metrics in steps if metrics.validation_loss is not None]
         tokens, trained = sum(m.tokens for m in steps), sum(m.trained_tokens for m in steps)
-        facts["tokens"] = f"{tokens:,}, of them {trained:,} trained"
+        facts["tokens"] = f"{tokens:,}, of which {trained:,} trained"
         facts["training loss"] = f"{steps[-1].loss:.4f} at step {steps[-1].step:,}"
         if validated:
             facts["validation loss"] = f"{validated[-1].validation_loss:.4f} at step {validated[-1].step:,}"

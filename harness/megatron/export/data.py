@@ -16,6 +16,7 @@ from harness.loader import JoinedReader, LoaderState, corpus_paths
 from harness.loader.datasets import open_train
 from harness.prep import ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
 from harness.prep.tokenize.recorded import end_tokens
+from harness.printing import count_of
 from harness.storage import join_path
 
 # Beside these, the folder of a tokenizer may hold a whole model.
@@ -77,13 +78,13 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     folders = [source["path"] for source in live.get("blend") or [live] if source.get("path")]
     if folders:
         if moved_to:
-            what = "live chunks are not read by an export"
-            raise ConfigError(what, where="data.paths", fix="omit it; the tokenizer is that of the run")
+            what = "exports do not read live chunks"
+            raise ConfigError(what, where="data.paths", fix="omit it; the tokenizer of the run is used")
         tokenizer = live["tokenizer"]
         found = TrainedData(folders, template=tokenizer.get("chat_template", ""))
         found.tokenizer = tokenizer.get("name") or data.get("tokenizer") or ""
         if not found.tokenizer:
-            found.missing.append(f"tokenizer and chat template: {', '.join(folders)}: chunks of packs record none")
+            found.missing.append(f"tokenizer and chat template: {', '.join(folders)}: chunks of packs do not list them")
             return found
         # `write_tokenizer` reports what is wrong with it; other versions may have other settings.
         with suppress(HarnessError, TypeError):
@@ -94,8 +95,8 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     names = corpus_paths(data) if is_corpus else [source["path"] for source in data.get("blend") or [data]]
     found = TrainedData(names, eod=data.get("eod"))
     if moved_to and len(moved_to) != len(names):
-        what = f"the run has {len(names)} sources of data, and data.paths lists {len(moved_to)}"
-        raise ConfigError(what, where="data.paths", fix=f"list one place for each of {', '.join(names)}")
+        what = f"the run has {count_of(len(names), 'data source')}, but data.paths lists {len(moved_to)}"
+        raise ConfigError(what, where="data.paths", fix=f"list one location for each of {', '.join(names)}")
     places = moved_to or names
     try:
         # A corpus may have packed datasets among its sources.
@@ -103,7 +104,7 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
         if not is_corpus:
             now = (JoinedReader(readers) if data.get("blend") else readers[0]).fingerprint
             if state.fingerprint not in ("", now):
-                what = f"has the fingerprint {now}, and the run was trained on {state.fingerprint}"
+                what = f"has the fingerprint {now}, but the run was trained on {state.fingerprint}"
                 raise ConfigError(what, where=", ".join(places), fix="restore the data that was trained")
     except (HarnessError, OSError) as error:
         if moved_to or is_of_memory(error):
@@ -117,7 +118,7 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     if found.manifests:
         _find_tokenizer(found, next(reader for reader in readers if reader.manifest is not None), settings)
     else:
-        found.missing.append(f"facts of the data, tokenizer and chat template: {', '.join(names)} does not record them")
+        found.missing.append(f"facts of the data, tokenizer and chat template: {', '.join(names)} does not list them")
     return found
 
 
@@ -137,7 +138,7 @@ def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[st
             reasons.append(f"{name}: {error.what}")
             continue
         wrong = [
-            f"{name} has the {what} {now or 'none'}, and the data was made with {then}"
+            f"{name} has the {what} {now or 'none'}, but the data was prepared with {then}"
             for what, now, then in (
                 ("tokenizer", tokens, recorded.tokenizer_hash),
                 ("chat template", template, recorded.chat_template_hash),
@@ -148,7 +149,7 @@ def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[st
             found.tokenizer = name
             return
         reasons += wrong
-    why = "; ".join(reasons) or f"{reader.path} records none that is on this machine"
+    why = "; ".join(reasons) or f"{reader.path} specifies none that is on this machine"
     found.missing.append(f"tokenizer and chat template: {why}")
 
 

@@ -130,19 +130,19 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
         raise ConfigError("the run's config.yaml has no model.vocab_size", where=str(path), fix="resume it once")
     if adapters_only and not (model.lora_rank and model.init_from):
         what = "the run trained all weights" if not model.lora_rank else "the adapters belong to random base weights"
-        raise ConfigError(what, where=str(path), fix="export the whole model: omit --adapter")
+        raise ConfigError(what, where=str(path), fix="export the full model: omit --adapter")
     # Refuses a family that has none.
     is_stacked = bool(model.num_experts) and expert_names(model).are_stacked
     if adapters_only and is_stacked and {"linear_fc1", "linear_fc2"} & set(model.lora_targets):
         raise ConfigError(
-            f"the run has adapters of experts, and PEFT has none for those of the family {model.family}",
+            f"the run has expert adapters, which PEFT does not support for the family {model.family}",
             where=str(path),
-            fix="export the whole model, which has them merged: omit --adapter",
+            fix="export the full model with merged adapters: omit --adapter",
         )
     if adapters_only and keep_mtp:
         raise ConfigError("adapters have no MTP layers", where="--adapter and --mtp", fix="omit one of them")
     if model.mtp_layers and keep_mtp:
-        what = "the run trained its MTP layers, and every export has them"
+        what = "the run trained its MTP layers, which every export contains"
         raise ConfigError(what, where="--mtp", fix="omit --mtp")
     return model.vocab_size
 
@@ -157,7 +157,7 @@ def _load(model: ModelConfig, path: Path, vocab_size: int) -> GPTModel:
     # Megatron and torch raise many kinds, one of which is not an Exception.
     except (Exception, CheckpointException) as error:
         what = f"the checkpoint cannot be read: {reason_of(error)}"
-        raise CheckpointError(what, where=str(path), fix="export an older checkpoint by its folder") from error
+        raise CheckpointError(what, where=str(path), fix="export the folder of an older checkpoint") from error
     put_weights(chunk, state["model"])
     return chunk
 
@@ -171,7 +171,7 @@ def _settings_of(
     ids = _token_ids(tokens, data.eod)
     if "eos_token_id" not in ids:
         of_base = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
-        instead = f"{of_base} of {model.init_from} instead" if of_base else "generation does not end by itself"
+        instead = f"{of_base} of {model.init_from} instead" if of_base else "generation only ends at its length limit"
         data.missing.append(f"end tokens of the data: {instead}")
     generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}
     generation.pop("_from_model_config", None)
@@ -238,7 +238,7 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
     else:
         path, passed_over = find_newest(run / CHECKPOINTS)
         for error in passed_over:
-            print_text(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
+            print_text(f"skipped: {error.what}\n  where: {error.where}", file=sys.stderr)
     if path is None:
         raise CheckpointError(
             "the run has no complete checkpoint", where=str(run / CHECKPOINTS), fix="train it for a few steps first"
@@ -334,7 +334,7 @@ def _mtp_layers(model: ModelConfig, where: Path) -> Iterator[tuple[str, torch.Te
                 yield name, weights.rows(name)
 
     if folder is None or not layers:
-        what = f"the initial weights ({model.init_from or 'random ones'}) have no layers that predict further tokens"
+        what = f"the initial weights ({model.init_from or 'random ones'}) have no MTP layers"
         raise ConfigError(what, where=str(where), fix="omit --mtp")
     return read(folder)
 

@@ -57,10 +57,10 @@ def check_all_reduce(*, timeout_s: float) -> dict[str, Any]:
         node_rates, pair_rates, own = _measure_nodes(numbers, device)
     except RuntimeError as error:
         raise HarnessError(
-            f"{backend} cannot add up over {ranks} ranks: {str(error).splitlines()[0][:300]}",
+            f"{backend} all-reduce over {ranks} ranks failed: {str(error).splitlines()[0][:300]}",
             where=f"MASTER_ADDR {os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}",
-            fix="cluster.env.NCCL_DEBUG=INFO (TORCH_CPP_LOG_LEVEL=INFO for gloo) shows which link; NCCL_SOCKET_IFNAME, "
-            "GLOO_SOCKET_IFNAME and NCCL_IB_HCA name the right ones",
+            fix="cluster.env.NCCL_DEBUG=INFO (TORCH_CPP_LOG_LEVEL=INFO for gloo) shows the link; NCCL_SOCKET_IFNAME, "
+            "GLOO_SOCKET_IFNAME and NCCL_IB_HCA select others",
         ) from None
     if total != expected:
         fix = "replace the broken GPU or link: sums of the same numbers must agree"

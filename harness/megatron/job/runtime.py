@@ -61,7 +61,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "trainer.device is cuda, but PyTorch sees no GPU",
+            "trainer.device is cuda, but PyTorch finds no GPU",
             where=f"host {socket.gethostname()}, torch {torch.__version__}",
             fix="trainer.device=auto, or start on a node with GPUs and a CUDA build of torch",
         )
@@ -225,7 +225,7 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
     """Return the store of the job once every rank has reached it; otherwise every rank names the missing one."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     timeout = timedelta(seconds=timeout_s)
-    fix = "check its log and node: it hangs, was refused or never started. The others wait trainer.startup_timeout_s"
+    fix = "check its log and node: it hangs, failed or never started. Other ranks wait for trainer.startup_timeout_s"
     try:
         store = _open_store(rank, world_size, timeout)
         names = [f"came/{number}" for number in range(world_size)]
@@ -299,7 +299,7 @@ def on_rank_0(function: Callable[[], T]) -> T:
             outcome[1] = ConfigError(
                 f"the folder cannot be used: {error.strerror or error}",
                 where=str(error.filename or "the run's folder"),
-                fix="make room, or name a folder that can be written to",
+                fix="free disk space, or use a writable folder",
             )
     if size > 1:
         with waiting():

@@ -139,11 +139,11 @@ def find_culprit(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> tuple
         rank, beat = silent[0], after[silent[0]]
         others = f" (and {len(silent) - 1} more)" if len(silent) > 1 else ""
         last = f"last seen in step {beat.step}, {beat.activity}"
-        return rank, f"rank {rank}{others} has died or is stopped ({beat}); {last}"
+        return rank, f"rank {rank}{others} has exited or is suspended ({beat}); {last}"
     same = {(beat.step, beat.activity) for beat in after.values()}
     if len(same) == 1 and len(after) > 1:
         step, activity = same.pop()
-        return None, f"all {len(after)} ranks are in step {step}, {activity}, and none makes progress"
+        return None, f"all {len(after)} ranks are in step {step}, {activity}, and none is making progress"
     # The suspects are behind, or busy with work of their own; of these the one without progress for the longest time.
     first_step = min(beat.step for beat in after.values())
     behind = {rank: beat for rank, beat in after.items() if beat.step == first_step}
@@ -260,7 +260,7 @@ class Watchdog:
         step, activity = self.now
         message = f"{signal_name} received before the first step, in step {step}, {activity}"
         if self._leave(Stop(max(0, step - 1), "signal", message)):
-            print_line(f"{message}: there is nothing to save, resume=auto starts again", file=sys.stderr)
+            print_line(f"{message}: there is nothing to save; restart with resume=auto", file=sys.stderr)
         _exit_now(EXIT_STOPPED)
 
     def _publish(self) -> None:
@@ -286,7 +286,7 @@ class Watchdog:
         after = self._beats()
         missing = sorted(set(range(self._world)) - set(after))
         if 0 in missing and not after:
-            return 0, "rank 0 has ended or stopped, and the ranks communicate through it: check its log first"
+            return 0, "rank 0, through which the ranks communicate, has exited or is suspended: check its log first"
         if missing:
             return missing[0], f"rank {missing[0]} never reported"
         return find_culprit(before, after)
@@ -306,8 +306,8 @@ class Watchdog:
         if self._leave(Stop(max(0, self.step - 1), "hang", message, rank=rank)):
             print_text(
                 f"HarnessError: {message}\n  where: {self._folder or f'rank {self._rank}'}\n"
-                "  fix:   check that rank's log and node; resume=auto continues from the newest checkpoint. Raise "
-                f"{self._setting} if it may take longer",
+                "  fix:   check that rank's log and node; resume=auto continues from the newest checkpoint. Increase "
+                f"{self._setting} if this can take longer",
                 file=sys.stderr,
             )
         if rank in (self._rank, None):

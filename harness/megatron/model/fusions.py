@@ -37,18 +37,18 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
     """
     model, is_gpu = model.on(device.type), device.type == "cuda"
     if model.fuse_weight_gradient == "on" and (missing := _why_not_added(device)):
-        what = f"model.fuse_weight_gradient is on, and {missing}"
-        raise ConfigError(what, where="model.fuse_weight_gradient", fix="set it to auto, which does without")
+        what = f"model.fuse_weight_gradient is on, but {missing}"
+        raise ConfigError(what, where="model.fuse_weight_gradient", fix="set it to auto")
     deterministic = torch.are_deterministic_algorithms_enabled()
     if model.fuse_cross_entropy == "on" and deterministic:
         raise ConfigError(
-            "model.fuse_cross_entropy is on, and trainer.deterministic too: the fused loss adds in any order",
+            "model.fuse_cross_entropy is on, but the fused loss is not deterministic and trainer.deterministic is true",
             where="model.fuse_cross_entropy, trainer.deterministic",
             fix="model.fuse_cross_entropy=auto",
         )
     if model.fuse_cross_entropy == "on" and model.dtype != "bfloat16":
         raise ConfigError(
-            "model.fuse_cross_entropy is on, and model.dtype is float32: the fused loss rounds gradients to bfloat16",
+            "model.fuse_cross_entropy is on, but model.dtype is float32: the fused loss rounds gradients to bfloat16",
             where="model.fuse_cross_entropy, model.dtype",
             fix="model.fuse_cross_entropy=auto, or model.dtype=bfloat16",
         )
@@ -70,45 +70,45 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
         if model.dtype == "float32" and parallel.padding_setting is not None:
             why = f"Transformer Engine has no float32 attention with {parallel.padding_setting}"
         found.append(
-            f"model.attention is auto, and {why}: PyTorch's attention launches kernels for every sequence of a row, "
-            "and with context parallelism gathers keys and values"
+            f"model.attention is auto, but {why}: PyTorch's attention launches kernels for every sequence of a row, "
+            "and gathers keys and values with context parallelism"
         )
     if model.has_sinks:
         found.append(
-            f"models of the family {model.family} have sinks: their attention is PyTorch's, which launches kernels for "
-            "every sequence of a row, and with context parallelism gathers keys and values"
+            f"models of the family {model.family} have attention sinks, which require PyTorch's attention: it launches "
+            "kernels for every sequence of a row, and gathers keys and values with context parallelism"
         )
     if (
         model.num_experts
         and model.grouped_gemm == "auto"
         and (reason := model.why_not_grouped or _no_engine(has_engine))
     ):
-        found.append(f"model.grouped_gemm is auto, and {reason}: experts are computed one after another")
+        found.append(f"model.grouped_gemm is auto, but {reason}: experts are computed one after another")
     if parallel.cuda_graphs and parallel.overlap_gradients:
-        found.append("parallel.cuda_graphs is true: gradients are reduced after the last row, not while rows go on")
+        found.append("parallel.cuda_graphs is true: gradients are reduced after the last row, without overlap")
     if parallel.cuda_graphs and not has_engine:
         found.append("parallel.cuda_graphs is true: PyTorch's attention computes the scores of all pairs in a row")
     if model.dtype == "float32":
-        found.append("model.dtype is float32: bfloat16 is half the memory, and a GPU multiplies it many times faster")
+        found.append("model.dtype is float32: bfloat16 takes half the memory and is many times faster on a GPU")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):
-        found.append(f"model.fuse_weight_gradient is auto, and {missing}: weights' gradients take a kernel more each")
+        found.append(f"model.fuse_weight_gradient is auto, but {missing}: each weight gradient takes another kernel")
     if has_engine and not model.has_sinks and torch.are_deterministic_algorithms_enabled():
         heads = model.num_attention_heads // parallel.tensor_parallel_size
         padded = parallel.padding_setting
         found.append(
-            "trainer.deterministic is true: from 2.19 on Transformer Engine has no deterministic fused attention on "
+            "trainer.deterministic is true: since 2.19, Transformer Engine has no deterministic fused attention on "
             f"Hopper for a row in which sequences x {heads} heads x the square of the longest reaches 2^30; "
-            + (f"with {padded} such a row ends the run" if padded else "scores of such a row are kept whole")
-            + ", and model.attention=torch trains it"
+            + (f"with {padded} such a row ends the run" if padded else "all scores of such a row are stored")
+            + "; model.attention=torch supports it"
         )
     is_fused = model.fuse_cross_entropy == "auto" and model.dtype == "bfloat16"
     if is_fused and torch.are_deterministic_algorithms_enabled():
-        found.append("trainer.deterministic is true: the loss is not fused, and keeps the logits twice in float32")
+        found.append("trainer.deterministic is true: the loss is not fused and stores the logits twice in float32")
     return found
 
 
 def _no_engine(has_engine: bool) -> str | None:
-    return None if has_engine else "layers are not Transformer Engine's"
+    return None if has_engine else "the layers do not use Transformer Engine"
 
 
 def _is_on(choice: str, is_gpu: bool) -> bool:

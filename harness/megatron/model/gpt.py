@@ -53,7 +53,7 @@ def use_transformer_engine(choice: str, device: torch.device) -> bool:
         if choice == "auto":
             return False
         raise ConfigError(
-            f"model.attention is {choice}, and Transformer Engine cannot be imported: {error}",
+            f"model.attention is {choice}, but Transformer Engine cannot be imported: {error}",
             where="model.attention",
             fix="install the `gpu` extra, use a container with it, or set model.attention=torch",
         ) from error
@@ -202,7 +202,7 @@ def _division(model: ModelConfig, parallel: ParallelConfig, device: torch.device
 def _dispatcher(parallel: ParallelConfig, device: torch.device) -> str:
     if parallel.expert_dispatcher != "flex":
         return parallel.expert_dispatcher
-    reason = "DeepEP's kernels need GPUs" if device.type != "cuda" else ""
+    reason = "DeepEP's kernels require GPUs" if device.type != "cuda" else ""
     if not reason and find_spec("deep_ep") is None:
         reason = "the package deep_ep, with DeepEP's kernels, is not installed"
     if reason:
@@ -251,7 +251,7 @@ def _fp8(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> 
     there = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if there is not None and there < _FP8_SINCE[model.fp8]:
         raise ConfigError(
-            f"model.fp8 is {model.fp8}, which needs compute capability {'.'.join(map(str, _FP8_SINCE[model.fp8]))}",
+            f"model.fp8 is {model.fp8}, which requires compute capability {'.'.join(map(str, _FP8_SINCE[model.fp8]))}",
             where=f"{torch.cuda.get_device_name(device)}, compute capability {'.'.join(map(str, there))}",
             fix="model.fp8=tensorwise on Ada and Hopper, or off",
         )
@@ -458,7 +458,7 @@ def _has_graphs(device: torch.device) -> bool:
 def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> None:
     """Raise ConfigError where the pass of a row cannot be captured; variables are read when NCCL connects."""
     if not _has_graphs(device):
-        what = f"parallel.cuda_graphs is true, and the run is on a {device.type}"
+        what = f"parallel.cuda_graphs is true, but the device is {device.type}"
         raise ConfigError(what, where="parallel.cuda_graphs", fix="parallel.cuda_graphs=false")
     if engine_layers(model, parallel, device) and compat.engine_compares_bounds():
         raise ConfigError(
@@ -472,8 +472,8 @@ def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.de
     grows = next((name for name in names if "expandable_segments:True" in os.environ.get(name, "")), None)
     if grows is not None and (registers := os.environ.get("NCCL_GRAPH_REGISTER", "1")) != "0":
         raise ConfigError(
-            f"{grows} has expandable_segments:True, and NCCL_GRAPH_REGISTER is {registers}: replayed exchanges would "
-            "use memory that has moved",
+            f"{grows} has expandable_segments:True, and NCCL_GRAPH_REGISTER is {registers}: replayed collectives "
+            "would use memory that was moved",
             where="environment, NCCL_GRAPH_REGISTER",
             fix="NCCL_GRAPH_REGISTER=0",
         )

@@ -284,5 +284,5 @@ def check_same_adapters(model: ModelConfig, before: dict[str, Any], where: str) 
         return
     changed = [f"model.{n} was {then.get(n)} and is {now[n]}" for n in names if then.get(n) != now[n]]
     if changed:
-        fix = "resume with the settings that it was started with, or start a new run"
-        raise ConfigError(f"the run has other adapters: {'; '.join(changed)}", where=where, fix=fix)
+        fix = "resume with the original settings, or start a new run"
+        raise ConfigError(f"the checkpoint has other adapters: {'; '.join(changed)}", where=where, fix=fix)

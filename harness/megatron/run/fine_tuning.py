@@ -103,8 +103,8 @@ def _warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
         return []
     if data.blend is None and size > len(data.train):
         warnings.append(
-            f"loader.global_batch_size is {size:,}, and the dataset has {len(data.train):,} packs: "
-            f"every step trains all {len(data.train):,}, which are one epoch"
+            f"loader.global_batch_size is {size:,}, but the dataset has {count_of(len(data.train), 'pack')}: every "
+            "step trains the whole dataset, one epoch"
         )
     longest = int(data.train.sequence_lengths.max()) - 1
     if config.shares_rows and longest <= config.schedule.max_tokens_per_rank:
@@ -114,8 +114,8 @@ def _warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
         )
     if batches is not None and data.validation is not None and (batches - 1) * size >= len(data.validation):
         warnings.append(
-            f"trainer.eval_batches is {batches:,}, and the validation set has {len(data.validation):,} packs: "
-            "every validation reads all of them"
+            f"trainer.eval_batches is {batches:,}, but the validation set has "
+            f"{count_of(len(data.validation), 'pack')}: every validation reads the whole set"
         )
     return warnings
 
@@ -135,10 +135,10 @@ def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | 
     for reader in (data.train, data.validation, *data.evaluation.values()):
         if reader is not None and reader.pack_size > config.model.max_sequence_length:
             raise ConfigError(
-                f"the dataset's pack_size {reader.pack_size:,} is above the model's max_sequence_length "
+                f"the dataset's pack_size {reader.pack_size:,} exceeds the model's max_sequence_length "
                 f"{config.model.max_sequence_length:,}",
                 where=str(reader.path),
-                fix="raise model.max_sequence_length, or prepare the data with a smaller data.pack_size",
+                fix="increase model.max_sequence_length, or prepare the data with a smaller data.pack_size",
             )
     where = ", ".join(data.train.folders) if isinstance(data, LiveData) else data.train.path
     wanted, stored = config.model.vocab_size, data.vocab_size
@@ -148,20 +148,20 @@ def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | 
         return pretrained.vocab_size
     if wanted is None and isinstance(data, LiveData) and data.tokenizer is None:
         raise ConfigError(
-            "no tokenizer is named, so conversations cannot be read and the vocabulary size is unknown",
+            "no tokenizer is set, so conversations cannot be read and the vocabulary size is unknown",
             where="data.live.tokenizer.name",
-            fix="name the tokenizer of the data there: a folder, such as DIR/tokenizer of a prepared dataset, or a hub "
-            "id. Chunks of packs need none: set model.vocab_size to the size of the tokenizer that made them",
+            fix="set it to the tokenizer of the data: a folder, such as DIR/tokenizer of a prepared dataset, or a hub "
+            "id. For chunks of packs, set model.vocab_size to their tokenizer's vocabulary size instead",
         )
     if wanted is None and stored is None:
         raise ConfigError(
-            "the vocabulary size is unknown: the dataset does not record it",
+            "the vocabulary size is unknown: the dataset does not specify it",
             where="model.vocab_size",
-            fix="set it to the size of the tokenizer that made the dataset",
+            fix="set it to the vocabulary size of the dataset's tokenizer",
         )
     if wanted is not None and stored is not None and wanted < stored:
-        what = f"model.vocab_size is {wanted:,}, and the dataset's tokenizer has {stored:,} tokens"
-        raise ConfigError(what, where=where, fix=f"set model.vocab_size to {stored} or more, or leave it null")
+        what = f"model.vocab_size is {wanted:,}, but the dataset's tokenizer has {stored:,} tokens"
+        raise ConfigError(what, where=where, fix=f"set model.vocab_size to {stored} or more, or omit it")
     return wanted or stored or 0
 
 

@@ -35,8 +35,8 @@ def open_pretraining(config: PretrainConfig, ranks: runtime.Runtime, progress: P
     config.model.vocab_size = vocab_size = pretrained.vocab_size if pretrained else config.model.vocab_size or 0
     data = config.data
     if data.eod is not None and not 0 <= data.eod < vocab_size:
-        fix = "set it to the id of the token that ends a document"
-        raise ConfigError(f"data.eod is {data.eod}, and the model has {vocab_size:,} tokens", where="data.eod", fix=fix)
+        fix = "set it to the id of the end-of-document token"
+        raise ConfigError(f"data.eod is {data.eod}, but the model has {vocab_size:,} tokens", where="data.eod", fix=fix)
     sources = [source.path for some in data.sources().values() for source in some]
     row = int(padded_lengths(np.asarray([data.sequence_length + 1]), config.parallel.pad_to_multiple)[0])
     return Task(
@@ -64,8 +64,8 @@ def _check_samples(config: PretrainConfig) -> None:
     for name, samples in asked.items():
         if samples * _SAMPLE_BYTES > memory_bytes():
             raise ConfigError(
-                f"{name} is {samples:,} samples, whose index needs {samples * _SAMPLE_BYTES / 1e9:,.0f} GB of memory; "
-                f"this machine has {memory_bytes() / 1e9:,.0f} GB",
+                f"{name} is {samples:,} samples, whose index requires {samples * _SAMPLE_BYTES / 1e9:,.0f} GB of "
+                f"memory, but this machine has {memory_bytes() / 1e9:,.0f} GB",
                 where=name,
                 fix="lower it, or use a machine with more memory",
             )

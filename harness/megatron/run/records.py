@@ -138,7 +138,7 @@ class RunRecords:
             return write_slow_nodes(path, stragglers, steps) if path is not None else []
 
         if nodes := runtime.on_rank_0(leave_out):
-            self.leaving = f"{', '.join(nodes)} left out as too slow"
+            self.leaving = f"{', '.join(nodes)} excluded as too slow"
 
     def close(self, status: str) -> None:
         """End the records of a run; `status` is finished or stopped."""
@@ -178,7 +178,7 @@ def _facts(config: RunConfig, ranks: runtime.Runtime) -> dict[str, str]:
     return {
         "model": f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "
         f"vocabulary {model.vocab_size:,}, {model.dtype}"
-        + (f"; {model.mtp_layers} more that predict further tokens" if model.mtp_layers else ""),
+        + (f"; {model.mtp_layers} MTP layers" if model.mtp_layers else ""),
         "ranks": f"{ranks.world_size} on {ranks.device}: tensor {parallel.tensor_parallel_size}, "
         f"pipeline {parallel.pipeline_parallel_size}, context {parallel.context_parallel_size}",
         "versions": f"megatron-core {MEGATRON_VERSION}, torch {torch.__version__}",

@@ -48,12 +48,12 @@ def find_start(config: RunConfig, folder: Path) -> tuple[Path | None, list[Check
 
     def report() -> None:
         for error in passed_over:
-            print_text(f"passed over: {error.what}\n  where: {error.where}", file=sys.stderr)
+            print_text(f"skipped: {error.what}\n  where: {error.where}", file=sys.stderr)
         for note in local.notes if local is not None else ():
-            print_line(f"passed over: {note}", file=sys.stderr)
+            print_line(f"skipped: {note}", file=sys.stderr)
         if record is None and (other := read_local_record(folder)) is not None and other.step:
             what = f"the local checkpoints of run {other.run} up to step {other.step}, of which this folder is a copy"
-            print_line(f"passed over: {what}", file=sys.stderr)
+            print_line(f"skipped: {what}", file=sys.stderr)
         if newest is None and config.resume == "true":
             fix = "resume=auto starts from the first step"
             raise ConfigError("there is no complete checkpoint to resume from", where=str(folder), fix=fix)
@@ -70,7 +70,7 @@ def check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
         before = yaml.safe_load((folder / "config.yaml").read_text())["model"]
         check_same_adapters(config.model, before, str(folder))
     if progress.step > config.trainer.last_step:
-        what = f"{progress.step} steps are done, and trainer.steps is {config.trainer.steps}"
+        what = f"{progress.step} steps are complete, but trainer.steps is {config.trainer.steps}"
         raise ConfigError(what, where=str(newest), fix=f"trainer.steps={progress.step} or more, or start a new run")
     return progress
 
@@ -106,14 +106,14 @@ def report_resume(
     written_by = json.loads((newest / RUN_FILE).read_text()).get("run", identity.run)
     if written_by != identity.run:
         log(
-            f"this folder was copied, moved or restored: its checkpoint is of run {written_by}, and it is run "
-            f"{identity.run} from here on"
+            f"this folder was copied, moved or restored: its checkpoint belongs to run {written_by}, and the "
+            f"resumed run is {identity.run}"
         )
     for note in notes_of_moments(newest, config.optimizer):
         log(note)
     if done >= last:
         log(
-            f"nothing is left to train: the last step, {last:,}, is done; to train more, resume with "
+            f"nothing to train: the last step, {last:,}, is done; to train more, resume with "
             f"a higher number, such as trainer.steps={2 * last}"
         )
     record_resume(folder, identity, done, newest, passed_over)

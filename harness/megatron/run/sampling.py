@@ -128,7 +128,7 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
                 name = str(find_tokenizer_folder(readers[0]))
         if not name:
             raise ConfigError(
-                "sample prompts need the tokenizer of the data, and the data does not name one",
+                "sample prompts require the tokenizer of the data, but the data does not specify one",
                 where="trainer.sample_prompts",
                 fix="set data.tokenizer, or omit the prompts",
             )

@@ -137,9 +137,9 @@ def _explained(config: RunConfig) -> Iterator[None]:
             raise
         what = str(found).partition("\n")[0]
         raise ConfigError(
-            f"memory ran out: {what[what.find(_NO_MEMORY) :] if _NO_MEMORY in what else what or 'of this process'}",
+            f"out of memory: {what[what.find(_NO_MEMORY) :] if _NO_MEMORY in what else what or 'this process'}",
             where="model, or the size of a row",
-            fix="a smaller model or rows, model.recompute=full, or more ranks; `harness plan` has the memory of one",
+            fix="a smaller model or rows, model.recompute=full, or more ranks; see `harness plan`",
         ) from error
 
 
@@ -168,10 +168,10 @@ def _check_memory(config: RunConfig, task: Task, layout: RankLayout, ranks: runt
     there = memory_bytes()
     if needed > there:
         raise ConfigError(
-            f"weights, gradients and optimizer need {needed / 1e9:,.1f} GB of memory, and this machine has "
+            f"weights, gradients and optimizer need {needed / 1e9:,.1f} GB of memory, but this machine has "
             f"{there / 1e9:,.1f} GB",
             where="model, model.vocab_size",
-            fix="a smaller model, or more machines; `harness plan` computes what a rank needs",
+            fix="use a smaller model or more machines; `harness plan` estimates the memory per rank",
         )
 
 
@@ -366,17 +366,17 @@ def _slurm_folder(config: RunConfig) -> Path | None:
 def _check_base_weights(config: RunConfig) -> None:
     if config.model.lora_rank and config.model.init_from is None:
         raise ConfigError(
-            f"model.lora_rank is {config.model.lora_rank}, and model.init_from names no base weights: the adapters "
-            "would be trained on frozen random weights",
+            f"model.lora_rank is {config.model.lora_rank}, but model.init_from is not set: the adapters would be "
+            "trained on frozen random weights",
             where="model.init_from",
-            fix="name the folder or hub id of the base model, or train all weights with model.lora_rank=0",
+            fix="set it to the folder or hub id of the base model, or train all weights with model.lora_rank=0",
         )
 
 
 def _check_validations(config: RunConfig, validation: Mapping[str, Feed]) -> None:
     if config.trainer.early_stop and not (config.trainer.eval_interval and OWN_VALIDATION in validation):
         raise ConfigError(
-            "early_stop needs validations, and there are none before the last step",
+            "early_stop requires validations before the last step",
             where="trainer.early_stop",
-            fix="set trainer.eval_interval, and name a validation set: data.validation_path, or a share in data.split",
+            fix="set trainer.eval_interval, and a validation set: data.validation_path, or a share in data.split",
         )

@@ -184,7 +184,7 @@ def load_checkpoint(path: Path, step: MegatronStep) -> None:
         unread = next((cause for cause in causes if isinstance(cause, OSError)), None)
         if unread is not None:
             what = f"the checkpoint cannot be read: {unread}"
-            raise LoaderError(what, where=str(path), fix="look at the file system of that node") from error
+            raise LoaderError(what, where=str(path), fix="check the file system of that node") from error
         raise CheckpointError(
             f"the checkpoint does not fit this run: {reason_of(error)}",
             where=str(path),
@@ -400,9 +400,9 @@ class CheckpointWriter:
         reason = _reason(why)
         # Megatron's words for a process that left no result.
         reason = reason.replace("results_queue should not be empty", "the process that writes it was killed")
-        fix = "make room or name another disk with runs= or run_dir=; the checkpoints before it are whole"
+        fix = "free disk space or select another disk with runs= or run_dir=; earlier checkpoints are not affected"
         if "process that writes it" in reason:
-            fix = "look for the cause in the system's log (most often memory ran out), then continue with resume=true"
+            fix = "check the system's log for the cause (usually out of memory), then continue with resume=true"
         return CheckpointError(
             f"the checkpoint of step {self._writing.step} cannot be written: {reason}",
             where=str(self._unfinished),

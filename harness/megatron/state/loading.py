@@ -31,7 +31,7 @@ from harness.megatron.state.opcodes import MAX_PICKLE_BYTES, check_archive, chec
 METADATA_FILE, COMMON_FILE = ".metadata", "common.pt"
 # Layers that group experts number those of their experts.
 _EXTRA_STATE = re.compile(r"_extra_state\d*$")
-_FIX = "it was not written by training, or is damaged: do not load it with another tool; use an older checkpoint"
+_FIX = "it is damaged or was not written by a training run: do not load it with another tool; use an older checkpoint"
 # All that `.metadata` consists of, in any supported version of torch; dtypes of torch besides.
 _CLASSES = {
     "torch": ("Size",),
@@ -93,7 +93,7 @@ def put_weights(model: Any, weights: dict[str, Any]) -> None:
     names = model.load_state_dict(weights, strict=False)
     wrong = [name for name in (*names.missing_keys, *names.unexpected_keys) if not _EXTRA_STATE.search(name)]
     if wrong:
-        raise RuntimeError(f"weights that the model or the checkpoint lacks: {', '.join(wrong[:3])}")
+        raise RuntimeError(f"weights missing in the model or the checkpoint: {', '.join(wrong[:3])}")
 
 
 def reason_of(error: BaseException) -> str:
@@ -180,7 +180,7 @@ class _CheckedObjects:
         objects = _load(value, file, self._folder)
         # Transformer Engine unpickles what an extra state holds; in checkpoints of other tools without FP8 it is empty.
         if "_extra_state" in item.dest_index.fqn and not all(map(_is_empty, objects)):
-            raise _refused(file, self._folder, f"{item.dest_index.fqn} holds a pickled state")
+            raise _refused(file, self._folder, f"{item.dest_index.fqn} contains a pickled state")
         value.seek(0)
         self._planner.load_bytes(item, value)
 
@@ -196,10 +196,10 @@ def _check_common(path: Path) -> None:
             _load(common, COMMON_FILE, path)
     elif compat.COMMON_VALUES_HAVE_A_FILE:
         raise CheckpointError(
-            f"the checkpoint has no {COMMON_FILE}: megatron-core 0.17 and later keep its values elsewhere, where "
-            f"{compat.MEGATRON_VERSION} cannot read them",
+            f"the checkpoint has no {COMMON_FILE}: megatron-core 0.17 and later store its values in a form that "
+            f"{compat.MEGATRON_VERSION} cannot read",
             where=str(path),
-            fix="load it with the megatron_core of its run.json; checkpoints of 0.16 load in every version",
+            fix="load it with the version of megatron_core in its run.json; every version loads checkpoints of 0.16",
         )
 
 
@@ -217,5 +217,5 @@ def _refused(name: str, folder: Path, why: object) -> CheckpointError:
     text = " ".join(str(why).split())
     # Torch's message goes on with advice to switch the check off.
     found = text[text.find("Unsupported") :] if "Unsupported" in text else text
-    what = f"the checkpoint's file {name} holds more than tensors and plain values, or is damaged: {found[:160]}"
+    what = f"the checkpoint's file {name} is damaged or contains more than tensors and plain values: {found[:160]}"
     return CheckpointError(what, where=str(folder), fix=_FIX)

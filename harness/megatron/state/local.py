@@ -191,7 +191,7 @@ class LocalStore:
 
     def skip(self, step: int) -> None:
         """Log that no checkpoint of this step is written, because an earlier one still is."""
-        self._log(f"no local checkpoint of step {step}: the one before it is still being written or copied")
+        self._log(f"no local checkpoint of step {step}: the previous one is still being written or copied")
 
     def make_folder(self, step: int) -> Path | None:
         """Return the folder into which this rank writes; None, with a warning, if a node's disk cannot take it."""
@@ -205,7 +205,7 @@ class LocalStore:
                 self._unfinished.mkdir(parents=True)
                 free = shutil.disk_usage(self._unfinished).free
                 if free < (needed := self._needed_bytes + _ROOM_BYTES):
-                    problem = f"{self._folder} has {free:,} bytes free, {needed:,} are needed"
+                    problem = f"{self._folder} has {free:,} bytes free, but requires {needed:,}"
                 self._probe(self._unfinished)
             except OSError as error:
                 problem = _reason(error, self._unfinished)
@@ -407,19 +407,19 @@ class LocalCopies:
     def _missing(self, name: str) -> CheckpointError | None:
         found, step = self._found.get(name), int(name.removeprefix("step-"))
         wrote = f" (written on {', '.join(self._record.hosts)})" if step == self._record.step else ""
-        what, fix = "", "if a node that has them can be in the job, cancel this run and resume it there"
+        what, fix = "", "if a node that has them is available, cancel this run and resume it there"
         if not self._root:
-            what, fix = "trainer.local_checkpoints is not set", "set it as before to use this checkpoint"
+            what, fix = "trainer.local_checkpoints is not set", "set it to the previous folder to use this checkpoint"
         elif found is None:
             what = "no node of this job has any of its files"
         elif not found.files:
             what = "its checksums.json and run.json are damaged, or of another run, on every node that has them"
         elif lost := [file.path for file in found.files if not found.holders.get(file.path)]:
-            what = f"{len(lost)} of {len(found.files)} files are on no node of this job, or cut short: {_few(lost)}"
+            what = f"missing or truncated on all nodes: {len(lost)} of {len(found.files)} files: {_few(lost)}"
         if not what:
             return None
         return CheckpointError(
-            f"the local checkpoint of step {step}{wrote} is not whole: {what}", where=str(self._folder / name), fix=fix
+            f"the local checkpoint of step {step}{wrote} is incomplete: {what}", where=str(self._folder / name), fix=fix
         )
 
     def _make_target(self, name: str, checkpoints: Path) -> Path:
@@ -474,7 +474,7 @@ class LocalCopies:
         return CheckpointError(
             f"a local checkpoint cannot be copied into the run's folder: {why}",
             where=str(self._folder),
-            fix="make room there and resume again; the local files stay",
+            fix="free disk space there and resume again; the local files are kept",
         )
 
     def _finish(
@@ -485,9 +485,9 @@ class LocalCopies:
             shutil.rmtree(target, ignore_errors=True)
             what = "; ".join(problem for path in lost[:3] for problem in problems[path])
             return CheckpointError(
-                f"the local checkpoint of step {int(name[5:])} is not whole: {what}",
+                f"the local checkpoint of step {int(name[5:])} is incomplete: {what}",
                 where=str(self._folder / name),
-                fix="an older one is used; look at the disks of these nodes",
+                fix="an older one is used; check the disks of these nodes",
             )
         try:
             for file, content in self._found[name].manifest.items():

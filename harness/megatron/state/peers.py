@@ -156,7 +156,7 @@ class PeerCopy:
                         piece = min(_PIECE_BYTES, file.num_bytes - at)
                         sent = os.sendfile(connection.fileno(), source.fileno(), at, piece)
                         if sent == 0:
-                            raise OSError(None, f"{file.path} has {at:,} bytes, {file.num_bytes:,} were written")
+                            raise OSError(None, f"{file.path} has {at:,} bytes, expected {file.num_bytes:,}")
                         at += sent
             connection.shutdown(socket.SHUT_WR)
             connection.recv(1)  # returns when the receiver has it all
@@ -225,7 +225,7 @@ class PeerCopy:
                     out.write(piece)
                     left -= len(piece)
             if digest.hexdigest() != file.xxh3:
-                raise OSError(None, f"rank {rank} sent {file.path} with other bytes than it wrote")
+                raise OSError(None, f"rank {rank} sent {file.path} with different content than it wrote")
             copying.rename(path)
         except OSError:
             with suppress(OSError):

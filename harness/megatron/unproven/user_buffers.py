@@ -22,11 +22,11 @@ def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, device: torc
             Transformer Engine cannot have them.
     """
     ranks, here = parallel.tensor_parallel_size, os.environ.get("LOCAL_WORLD_SIZE")
-    reason = "" if _has_user_buffers(device) else f"the run is on a {device.type}"
+    reason = "" if _has_user_buffers(device) else f"the device is {device.type}"
     if here is not None and ranks > int(here):
         reason = f"{ranks} tensor-parallel ranks are on several nodes of {here}, which NVLink does not connect"
     if reason:
-        what = f"parallel.overlap_tensor_parallel is true, and {reason}"
+        what = f"parallel.overlap_tensor_parallel is true, but {reason}"
         raise ConfigError(what, where="parallel.overlap_tensor_parallel", fix="parallel.overlap_tensor_parallel=false")
     from transformer_engine.pytorch.module import base
 
@@ -48,7 +48,7 @@ def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, device: torc
         raise ConfigError(
             f"Transformer Engine has no buffers for exchanges here: {str(error).strip().splitlines()[0]}",
             where="parallel.overlap_tensor_parallel",
-            fix="parallel.overlap_tensor_parallel=false; UB_SKIPMC=1 does without multicast, where that is missing",
+            fix="parallel.overlap_tensor_parallel=false; where multicast is missing, UB_SKIPMC=1 disables its use",
         ) from error
 
 

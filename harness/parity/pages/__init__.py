@@ -72,7 +72,7 @@ def render_all(report: ParityReport, folder: Path) -> None:
 
 def _write_files(files: dict[str, str], folder: Path) -> None:
     with os_errors_as(
-        ConfigError, "the report cannot be written", where=folder, fix="name another folder, such as with out=DIR"
+        ConfigError, "the report cannot be written", where=folder, fix="use another folder, such as out=DIR"
     ):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -24,7 +24,7 @@ def read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     """Return settings of the attention, and the sizes of experts."""
     heads, groups = int(values["num_attention_heads"]), values.get("num_key_value_heads")
     if groups not in (None, heads):
-        raise refuse(f"{groups} key-value heads beside {heads} heads of latent attention are not supported")
+        raise refuse(f"{groups} key-value heads and {heads} heads of latent attention are not supported")
     query = values.get("q_lora_rank")
     return {
         "num_query_groups": heads,

@@ -63,7 +63,7 @@ def load_function(name: str) -> RecordFunction:
         module = importlib.import_module(module_name)
     except Exception as error:  # a module can raise anything
         what = f"the module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
-        fix = "name it as Python imports it, such as chats:to_messages for chats.py in the working folder"
+        fix = "specify an importable module, such as chats:to_messages for chats.py in the working folder"
         raise ConfigError(what, where=SCHEMA, fix=fix) from error
     call: Any = getattr(module, function, None)
     if not callable(call):
@@ -71,6 +71,6 @@ def load_function(name: str) -> RecordFunction:
         raise ConfigError(f"{module_name} has no function {function!r}", where=SCHEMA, fix=f"its functions: {known}")
     file = getattr(module, "__file__", None)
     if not file or not os.path.isfile(file):  # noqa: PTH113 - a text of Python's
-        what = f"{module_name} has no source file, by whose hash a preparation recognizes the function"
-        raise ConfigError(what, where=SCHEMA, fix="write a module of your own that calls the function")
+        what = f"{module_name} has no source file, whose hash identifies the function"
+        raise ConfigError(what, where=SCHEMA, fix="write a module that calls the function")
     return RecordFunction(name, hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16], call)

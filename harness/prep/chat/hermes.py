@@ -41,7 +41,7 @@ def _with_calls(message: Message, what: str) -> Message:
     if not calls:
         return message
     if message.part_weights:
-        raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has weights of parts, and <tool_call> in its text")
+        raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has weights of parts and <tool_call> in its text")
     if message.tool_calls:
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has tool_calls and <tool_call> in its text")
     lifted = tuple(_parse(call, f"<tool_call> {place} of {what}") for place, call in enumerate(calls, start=1))
@@ -79,7 +79,7 @@ def _divide(text: str, tag: str, what: str) -> tuple[str, list[str]]:
     before, *parts = _TAGS[tag].split(text)
     inside, between = parts[::2], parts[1::2]
     if any(mark in rest for mark in (f"<{tag}>", f"</{tag}>") for rest in (before, *inside, *between)):
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has <{tag}> without its end, or inside another")
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has an unclosed or nested <{tag}>")
     if "".join(between).strip():
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has text after <{tag}>")
     return before, inside

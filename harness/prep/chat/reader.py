@@ -85,23 +85,23 @@ class RecordReader:
         if self._is_function:
             object.__setattr__(self, "function_digest", load_function(self.schema).digest)
             if self.columns:
-                fix = f"omit it: {self.schema} gets each record as it is, and reads the fields itself"
-                raise ConfigError("a function needs no names of columns", where="source.columns", fix=fix)
+                fix = f"omit it: {self.schema} receives each record unchanged and reads the fields itself"
+                raise ConfigError("column names cannot be set for a function", where="source.columns", fix=fix)
         elif self.schema:
             require_choice(self.schema, SCHEMAS, setting=SCHEMA)
         known = TURN_FIELDS | {"from", "value"} | self._fields
         for name, column in self.columns.items():
             if (_turn_field(name) or name) not in known:
-                what = f"there is no field {name!r}" + (f" in the schema {self.schema}" if self.schema else "")
+                what = f"field {name!r} does not exist" + (f" in the schema {self.schema}" if self.schema else "")
                 fix = f"source.columns.{column}={name}, or " if column in known else ""
-                fix += f"name one of: {', '.join(sorted(known))}"
+                fix += f"use one of: {', '.join(sorted(known))}"
                 raise ConfigError(what, where="source.columns", fix=fix)
             if not isinstance(column, str) or not column:
-                what = f"the name of the column is {column!r}"
-                raise ConfigError(what, where=f"source.columns.{name}", fix="write the name that the records have")
+                what = f"the column name is {column!r}"
+                raise ConfigError(what, where=f"source.columns.{name}", fix="use the name in the records")
         if media := sorted(MEDIA_FIELDS.intersection(self.ignore_fields)):
-            what = f"{media[0]} cannot be ignored: the text of such records is about what it shows"
-            fix = "leave such records out of the source, or train on their text alone with source.drop_media=true"
+            what = f"{media[0]} cannot be ignored: the text of the records refers to it"
+            fix = "remove such records from the source, or train only on their text with source.drop_media=true"
             raise ConfigError(what, where="source.ignore_fields", fix=fix)
 
     def parse(self, record: object, where: str) -> Conversation | BadRecord:
@@ -187,10 +187,8 @@ class RecordReader:
     def _function(self) -> RecordFunction:
         found = load_function(self.schema)
         if found.digest != self.function_digest:
-            what = f"the source file of {self.schema} is not the one with which the preparation began"
-            raise PrepError(
-                what, where=SCHEMA, fix="start again once it no longer changes, with one copy on all machines"
-            )
+            what = f"the source file of {self.schema} changed after the preparation started"
+            raise PrepError(what, where=SCHEMA, fix="start again with the same, unchanged copy on all machines")
         return found
 
     @property
@@ -324,15 +322,15 @@ def detect_schema(
     if not names:
         return ""
     fields = ", ".join(name.encode(errors="replace").decode() for name in islice(names, 20))
-    fix = f"name one with source.schema={'|'.join(SCHEMAS)}"
+    fix = f"set one with source.schema={'|'.join(SCHEMAS)}"
     if not problem and found:
-        problem = "the first records are of several schemas: " + ", ".join(
+        problem = "the first records use several schemas: " + ", ".join(
             f"{count} {name}" for name, count in found.items()
         )
-        fix += ", or prepare the files of each schema by themselves"
+        fix += ", or prepare the files of each schema separately"
     elif not problem:
-        problem = "no schema of chats fits the first records"
-        fix += ", and the columns of its fields, as in source.columns.messages=chat or"
+        problem = "no schema matches the first records"
+        fix += ", and map its fields with source.columns.messages=chat or"
         fix += " source.columns.prompt=question source.columns.completion=answer"
     raise PrepError(f"{problem}; fields: {fields}", where=where or "source.path", fix=fix)
 
@@ -365,13 +363,13 @@ def _detect(record: Mapping[str, Any]) -> str:
     if len(fitting) == 1 and SCHEMAS[fitting[0]].use != "asked":
         return fitting[0]
     if fitting == ["preference"]:
-        detail = "`chosen` and `rejected` make a preference record; source.schema=preference trains on `chosen`"
+        detail = "`chosen` and `rejected` form a preference record; source.schema=preference trains on `chosen`"
         raise BadRecordError(BadReason.UNKNOWN_SCHEMA, detail)
     if fitting:
-        detail = f"several schemas fit: {', '.join(fitting)}; choose one with source.schema={fitting[0]}"
+        detail = f"several schemas match: {', '.join(fitting)}; choose one with source.schema={fitting[0]}"
         raise BadRecordError(BadReason.UNKNOWN_SCHEMA, detail)
     names = ", ".join(sorted(map(repr, record))[:10]) or "none"
-    detail = f"no schema of chats fits the fields ({names}); set source.schema and source.columns"
+    detail = f"no schema matches the fields ({names}); set source.schema and source.columns"
     raise BadRecordError(BadReason.NO_MESSAGES, detail)
 
 

@@ -102,7 +102,7 @@ def list_of_turns(record: Mapping[str, Any], name: str) -> list[Any]:
     turns = as_list(decoded(record.get(name), f"`{name}`", BadReason.NO_MESSAGES))
     if not isinstance(turns, list) or not turns:
         kind = "an empty list" if turns == [] else "nothing" if turns is None else f"a {type(turns).__name__}"
-        raise BadRecordError(BadReason.NO_MESSAGES, f"`{name}` holds {kind}, expected a list of turns")
+        raise BadRecordError(BadReason.NO_MESSAGES, f"`{name}` contains {kind}, expected a list of turns")
     return turns
 
 
@@ -167,7 +167,7 @@ def parse_turn(turn: object, number: int) -> Message:
     if not isinstance(role, str) or role not in _ROLES:
         detail = f"{what} has role {show(role)}, expected one of {', '.join(ROLES)}"
         if role in _SHAREGPT_ROLES:
-            detail += "; source.schema=sharegpt reads such roles"
+            detail += "; source.schema=sharegpt supports such roles"
         raise BadRecordError(BadReason.UNKNOWN_ROLE, detail)
     what = f"{what} ({role})"
     held = {key: value for key, value in turn.items() if not is_empty(value) and key not in ("role", "content")}
@@ -271,7 +271,7 @@ def _parse_weight(turn: Mapping[str, Any], what: str) -> int | None:
             raise BadRecordError(BadReason.BAD_WEIGHT, detail)
         weights.append(_hundredths(value, what))
     if len(set(map(bool, weights))) > 1:
-        raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} is trained by one of its weights and not by another")
+        raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has contradictory weights")
     return weights[0] if weights else None
 
 
@@ -281,7 +281,7 @@ def _part_weights(content: list[Any], role: str, what: str) -> tuple[tuple[int |
     if all(weight is None for weight in found):
         return (), content
     if role != "assistant":
-        detail = f"a part of {what} has a weight, and only the assistant's turns are trained"
+        detail = f"a part of {what} has a weight, and only assistant turns are trained"
         raise BadRecordError(BadReason.BAD_WEIGHT, detail)
     weights = tuple(
         None if weight is None else _hundredths(weight, f"part {number} of {what}")

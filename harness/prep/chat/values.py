@@ -68,7 +68,7 @@ def check_text(value: object, what: str) -> str:
     if not isinstance(value, str):
         raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {type(value).__name__}, expected text")
     if not value.isascii() and _SURROGATE.search(value):
-        raise BadRecordError(BadReason.NOT_TEXT, f"{what} holds half a surrogate pair")
+        raise BadRecordError(BadReason.NOT_TEXT, f"{what} contains half a surrogate pair")
     return value
 
 
@@ -95,7 +95,7 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice[:100]!r} is given twice in one object")
+        raise ValueError(f"the key {twice[:100]!r} occurs twice in one object")
     return found
 
 
@@ -132,7 +132,7 @@ def _problem_of(value: object, depth: int) -> str:
         inside = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
         return next((problem for item in inside if (problem := _problem_of(item, depth + 1))), "")
     if isinstance(value, float):
-        return "" if math.isfinite(value) else f"the number {value}, which JSON cannot hold"
+        return "" if math.isfinite(value) else f"the number {value}, which JSON does not support"
     if isinstance(value, int):
         return "" if value.bit_length() <= _MAX_BITS else f"an integer of {value.bit_length():,} bits"
     return "" if value is None else f"a value of type {type(value).__name__}"

@@ -16,11 +16,11 @@ class MixedSource(CheckedSettings, section="source.mix[]"):
     """One of several sources.
 
     Attributes:
-        path, split, subset, schema, columns: as in `SourceConfig`.
+        path, split, subset, schema, columns: as in `source`.
         limit: maximum number of records to read; 0 reads all.
-        epochs: how often its conversations are in the training data. Of 2.5, each is there twice, and half of them,
-            chosen by their hash and data.seed, a third time; of 0.1, a tenth is there. Validation and test data have
-            each conversation of their share once.
+        epochs: number of times that its conversations occur in the training data. With 2.5, each occurs twice, and half
+            of them, selected by their hash and data.seed, a third time; with 0.1, a tenth occurs once. Validation and
+            test data contain each conversation of their share once.
     """
 
     path: str = ""
@@ -41,29 +41,29 @@ class SourceConfig(CheckedSettings, section="source"):
     """Source of chat records.
 
     Attributes:
-        kind: `files`, or `pydoc` for the corpus built from the documentation of Python's standard library; empty is
-            `files` if there is a path, else `pydoc`.
-        path: a file, a glob or a folder (searched recursively), on a disk or in a bucket (`s3://BUCKET/chats/*.jsonl`);
-            or a dataset of the Hugging Face hub: `hf://datasets/ORG/NAME`, with a file, folder or glob after it if
-            wanted and `@REVISION` after the name, or `ORG/NAME` where no such local path exists.
-        split: split to read where the source has several, such as `train`; empty reads `train` of a dataset of the hub.
-        subset: subset (configuration) to read of a dataset of the hub that has several.
-        schema: schema of the records (`harness.prep.chat.SCHEMAS`); empty to detect it from the first records. Or a
-            function of your own as `module:function`, found in the working folder or installed: it gets each record as
-            a dict and returns one with `messages`, or None to leave it out.
-        columns: other names of fields, as in `source.columns.messages=chat` for records with a field `chat`.
-        ignore_fields: fields that are left out on purpose although they change what the model would see or write.
-        drop_media: leave images, audio and videos out with their placeholders in the text, and count both, instead of
-            refusing records that have them. The text is then about what the model does not see.
-        tool_calls: `given` takes calls from the fields of the records, `hermes` also from the text: `<tool_call>` of
-            assistant turns become calls, and `<tool_response>` turns of tools, so that the chat template writes both
-            in its own form. A call that cannot be read makes a bad record; the system prompt stays as it is.
-        on_bad: `refuse` stops at bad records and lists them, `skip` leaves them out and counts them.
+        kind: `files`, or `pydoc` for the built-in corpus made from the documentation of Python's standard library.
+            Empty selects `files` if a path is set, and `pydoc` otherwise.
+        path: file, glob or folder (searched recursively), on a disk or in a bucket (`s3://BUCKET/chats/*.jsonl`); or a
+            dataset of the Hugging Face hub: `ORG/NAME` if no such local path exists, or `hf://datasets/ORG/NAME`,
+            optionally followed by `@REVISION` and by a file, folder or glob.
+        split: split to read, such as `train`, if the source has several; empty reads `train` of a hub dataset.
+        subset: subset (configuration) to read, if a hub dataset has several.
+        schema: schema of the records, one of `harness.prep.chat.SCHEMAS`; empty detects it from the first records.
+            Alternatively a function `module:function`, from the working folder or an installed package, that receives
+            each record as a dict and returns one with `messages`, or None to omit the record.
+        columns: names of renamed fields, such as `source.columns.messages=chat` for records with a field `chat`.
+        ignore_fields: fields to ignore, although they affect what the model sees or writes.
+        drop_media: omit and count images, audio and videos, together with their placeholders in the text, instead of
+            refusing the records. The remaining text then refers to content that the model does not see.
+        tool_calls: `given` reads tool calls only from the fields of the records. `hermes` also converts `<tool_call>`
+            in assistant turns to calls and `<tool_response>` turns to tool messages, so that the chat template renders
+            both in its own form. A call that cannot be parsed makes the record invalid; the system prompt is unchanged.
+        on_bad: `refuse` stops at invalid records and lists them; `skip` omits and counts them.
         limit: maximum number of records to read; 0 reads all.
-        mix: several sources, each with a path and a schema of its own. With data.drop_duplicates, a conversation that
-            two of them have belongs to the first.
-        shard_bytes: bytes of the source that are tokenized as one unit, which is also what an interruption can lose;
-            does not change the result.
+        mix: several sources, each with its own path and schema. With data.drop_duplicates, a conversation that occurs
+            in several sources is kept in the first.
+        shard_bytes: number of source bytes that are tokenized as one unit, which is the most work that an interruption
+            loses. Does not affect the result.
     """
 
     kind: str = ""
@@ -89,9 +89,9 @@ class SourceConfig(CheckedSettings, section="source"):
         if self.kind == "pydoc" and self.path:
             what = f"{self.path} would not be read: the source is the built-in corpus"
             raise ConfigError(what, where="source.path", fix="omit source=pydoc, or omit source.path")
-        fix = "name a file, a glob, a folder, a place in a bucket or a dataset of the hub"
+        fix = "specify a file, a glob, a folder, a bucket path or a dataset of the hub"
         if self.kind == "files" and not self.path and not self.mix:
-            raise ConfigError("no path is given", where="source.path", fix=fix)
+            raise ConfigError("no path is set", where="source.path", fix=fix)
         if self.kind != "pydoc" and self.path is not None and not self.path.strip():
             # An unset variable of a shell must not prepare the built-in corpus.
             fix += ", or omit it for the built-in corpus"
@@ -114,8 +114,8 @@ class SourceConfig(CheckedSettings, section="source"):
             raise ConfigError(what, where=f"source.{given[0]}", fix=fix)
         for number, one in enumerate(self.mix):
             if not one.path.strip():
-                fix = "name a file, a glob, a folder, a place in a bucket or a dataset of the hub"
-                raise ConfigError("no path is given", where=f"source.mix[{number}].path", fix=fix)
+                fix = "specify a file, a glob, a folder, a bucket path or a dataset of the hub"
+                raise ConfigError("no path is set", where=f"source.mix[{number}].path", fix=fix)
 
     def resolve(self) -> SourceConfig:
         """Return these settings with their `kind`."""

@@ -57,7 +57,7 @@ class DelimitedReader:
                 yield text.decode(errors="replace")
 
     def _unclosed(self, what: str) -> PrepError:
-        fix = "close the quote that opens in this row, or write the file again"
+        fix = "close the quote in this row, or write the file again"
         return PrepError(what, where=f"{self._place}, {LINE} {self._row_line}", fix=fix)
 
     def _next(self) -> list[str] | Undecodable | None:
@@ -67,8 +67,8 @@ class DelimitedReader:
             row = next(self._rows, None)
         except csv.Error as error:
             if "unexpected end" in str(error):
-                raise self._unclosed("the file ends inside a quoted text") from None
-            return Undecodable(f"the row cannot be divided into columns: {error}", BadReason.BAD_ROW)
+                raise self._unclosed("the file ends within quoted text") from None
+            return Undecodable(f"the row cannot be split into columns: {error}", BadReason.BAD_ROW)
         return Undecodable(self._problem) if self._problem else row
 
     def header(self) -> list[str]:
@@ -82,7 +82,7 @@ class DelimitedReader:
             raise PrepError(f"the header cannot be read: {row.why}", where=where, fix="write the file again, as UTF-8")
         names = [name.strip() or f"Unnamed: {number}" for number, name in enumerate(row or [])]
         if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), "")):
-            what = f"the header is one column, {names[0]!r}, which {other!r} seems to divide"
+            what = f"the header is one column, {names[0]!r}, which {other!r} seems to separate"
             fix = "separate columns with commas in .csv and with tabs in .tsv"
             raise PrepError(what, where=where, fix=fix)
         if twice := [name for name in names if names.count(name) > 1]:
@@ -100,7 +100,7 @@ class DelimitedReader:
         records: list[Any] = []
         while (row := self._next()) is not None:
             if isinstance(row, list) and row and len(row) != len(names):
-                why = f"the row has {len(row)} columns, the header {len(names)}: {', '.join(names)[:200]}"
+                why = f"the row has {len(row)} columns, but the header has {len(names)}: {', '.join(names)[:200]}"
                 row = Undecodable(why, BadReason.BAD_ROW)
             records.append(dict(zip(names, row, strict=True)) if isinstance(row, list) and row else row or b"")
             records += [b""] * (self._line - self._row_line - 1)

@@ -103,7 +103,7 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
     if name is not None:
         found = _find_on_hub(name, source, show)
     elif source.subset:
-        fix = "omit it; a folder or glob names the files to read"
+        fix = "omit it; use a folder or glob to select files"
         raise ConfigError("only datasets of the hub have subsets", where="source.subset", fix=fix)
     else:
         found = _find_objects(path, source) if is_uri(path) else _find_local(path, source)
@@ -112,13 +112,13 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
     for file in found.files:
         _check_suffix(file)
     if found.skipped:
-        show(f"{len(found.skipped):,} other files of the source are left out:")
+        show(f"{len(found.skipped):,} other files of the source are ignored:")
         show("  " + ", ".join(found.skipped[:5]) + (", ..." if len(found.skipped) > 5 else ""))
     return found
 
 
 def _no_files(path: str) -> PrepError:
-    fix = f"name a file, a glob or a folder with files that end in {' '.join(_SUFFIXES)}"
+    fix = f"specify a file, a glob or a folder with files that end in {' '.join(_SUFFIXES)}"
     fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
     return PrepError("there are no chat files", where=path, fix=fix)
 
@@ -167,7 +167,7 @@ def _find_objects(path: str, source: SourceConfig) -> SourceFiles:
 
 def _refuse_split(source: SourceConfig) -> None:
     if source.split:
-        fix = "omit it: the path already names the files; of a folder it chooses among them"
+        fix = "omit it: the path already selects the files"
         raise ConfigError(f"{source.split!r} would not be used", where="source.split", fix=fix)
 
 
@@ -187,8 +187,8 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
             inside = [PurePosixPath(other).relative_to(above) for other in names if _is_below(other, above)]
             splits = sorted({parts.parts[0] for parts in inside if len(parts.parts) > 1})
             if split not in splits:
-                what = f"the folder holds the splits {', '.join(splits)} of a dataset"
-                fix = "name one in source.split, or name its folder: test data must not be trained on"
+                what = f"the folder contains the splits {', '.join(splits)} of a dataset"
+                fix = "set source.split, or specify the folder of one split: test data must not be trained on"
                 raise PrepError(what, where=str(root / str(above)) if above.name else str(root), fix=fix)
             names = [other for other in names if not _is_below(other, above) or _is_below(other, above / split)]
             found = _choose(root, names, replace(source, split=""), stamp)
@@ -214,7 +214,7 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
         data, _ = choose_split(data, split, where=str(root))
         facts = {"split": split}
     elif "train" in named and len(named) > 1:
-        what = f"the folder holds files of the splits {', '.join(sorted(named))}"
+        what = f"the folder contains files of the splits {', '.join(sorted(named))}"
         fix = "set source.split=train; a glob reads every file that it matches"
         raise PrepError(what, where=str(root), fix=fix)
     skipped = tuple(str(root / name) for name in sorted(set(names) - set(data)))

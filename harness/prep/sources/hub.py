@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.prep.sources.splits import choose_named, choose_split, split_of
+from harness.printing import count_of
 from harness.storage import natural_key
 from harness.storage.inputs import glob_pattern, is_glob
 
@@ -31,7 +32,7 @@ _LISTING_S = 120
 # A slow network takes this long for the 10 MB after which a download shows progress.
 _STALL_S = 180
 _FIX_OFFLINE = "download it where there is a network (`hf download NAME --repo-type dataset --local-dir DIR`), "
-_FIX_OFFLINE += "and name the folder in source.path"
+_FIX_OFFLINE += "and set source.path to the folder"
 
 T = TypeVar("T")
 # Files to read, and the subset and split that they are if there are several.
@@ -89,8 +90,8 @@ def parse_name(path: str) -> HubName | None:
     if path.startswith(_SCHEME):
         match = _URI.fullmatch(path)
         if match is None or is_glob(match["name"]):
-            fix = "write hf://datasets/ORG/NAME, with a file, a folder or a glob after it if wanted"
-            raise ConfigError("not the address of a dataset of the hub", where=path, fix=fix)
+            fix = "use hf://datasets/ORG/NAME, optionally followed by a file, a folder or a glob"
+            raise ConfigError("not a dataset address of the hub", where=path, fix=fix)
     else:
         match = _ID.fullmatch(path)
         if match is None or Path(path).exists() or Path(path).parts[0] in (".", "..") or Path(path).parent.exists():
@@ -139,19 +140,20 @@ def fetch(
     )
     if not data:
         what = f"the dataset has no files that end in {' '.join(sorted(suffixes))}"
-        fix = f"try hf://datasets/{place.name}@refs/convert/parquet, which is the hub's own Parquet of it"
+        fix = f"try hf://datasets/{place.name}@refs/convert/parquet, the hub's own Parquet conversion"
         raise PrepError(what, where=str(place), fix=fix)
     wanted = place.inner or split  # an address that no file matches ends with a split
     by_card = partial(_by_card, place, data, _card_configs(info), wanted, subset)
     chosen, named = _by_path(place, data, split) or by_card() or _by_names(place, data, wanted)
     kinds = sorted({PurePosixPath(name).suffix.lower() for name in chosen})
     if len(kinds) > 1:
-        what = f"the files are of several kinds ({' '.join(kinds)}), which may hold the same records twice"
-        fix = f"name those of one kind: hf://datasets/{place.name}/**/*{kinds[0]}"
+        what = f"the files are of several kinds ({' '.join(kinds)}), which may contain the same records twice"
+        fix = f"select one kind: hf://datasets/{place.name}/**/*{kinds[0]}"
         raise PrepError(what, where=str(place), fix=fix)
     total = sum(sizes[name] for name in chosen)
     parts = "".join(f", {key} {named[key]}" for key in ("subset", "split") if key in named)
-    show(f"dataset {place.name} of the hub at {revision[:12]}{parts}: {len(chosen):,} files, {total / 1e6:,.1f} MB")
+    size = f"{count_of(len(chosen), 'file')}, {total / 1e6:,.1f} MB"
+    show(f"dataset {place.name} of the hub at {revision[:12]}{parts}: {size}")
     paths = tuple(_download(api, place, name, revision) for name in chosen)
     facts = {"dataset": place.name, "revision": revision, **named}
     return HubFiles(paths, tuple(chosen), facts, tuple(name for name in data if name not in set(chosen)))
@@ -227,18 +229,18 @@ def _by_card(
     """Choose a subset of the dataset's card and its split; None if the card defines none and none is wanted."""
     where, by_name = str(place), {str(one["config_name"]): one for one in reversed(configs)}
     if not configs and subset:
-        fix = "omit source.subset, or name a folder"
+        fix = "omit source.subset, or specify a folder"
         raise PrepError("the dataset's card defines no subsets", where=where, fix=fix)
     if not configs:
         return None
     names = [str(one["config_name"]) for one in configs]
     if subset and subset not in by_name:
-        what = f"there is no subset {subset!r}, only {', '.join(names)}"
+        what = f"subset {subset!r} does not exist, only {', '.join(names)}"
         raise PrepError(what, where=where, fix="change source.subset")
     defaults = [one for one in configs if one.get("default") or one["config_name"] == "default"]
     if len(configs) > 1 and not defaults and not subset:
         what = f"the dataset has the subsets {', '.join(names)}"
-        raise PrepError(what, where=where, fix=f"name one, such as source.subset={names[0]}")
+        raise PrepError(what, where=where, fix=f"select one, such as source.subset={names[0]}")
     config = by_name[subset] if subset else [*defaults, *configs][0]
     facts = {"subset": str(config["config_name"])} if len(configs) > 1 else {}
     chosen, named = choose_named(_card_splits(config, data), split, where=where)
@@ -281,16 +283,19 @@ def _errors(place: HubName, file: str = "") -> Iterator[None]:
 
         local = "there is no such local path, and " if place.is_id else ""
         if isinstance(error, errors.GatedRepoError):
-            what, fix = "the hub asks for consent to the dataset's terms", "accept them on its page, and set HF_TOKEN"
+            what, fix = "the hub requires consent to the dataset's terms", "accept them on its page, and set HF_TOKEN"
         elif isinstance(error, errors.RevisionNotFoundError):
-            what, fix = f"the dataset has no revision {place.revision!r}", "name a branch, a tag or a commit"
+            what, fix = f"the dataset has no revision {place.revision!r}", "specify a branch, a tag or a commit"
         elif isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
             what = f"{local}the hub has no dataset {place.name}"
-            fix = "check the path; a private dataset needs HF_TOKEN"
+            fix = "check the path; a private dataset requires HF_TOKEN"
         elif isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
             what, fix = "the hub has no such file", "try again: the dataset may have changed"
         elif isinstance(error, OSError) and error.filename and error.errno:
-            what, fix = f"the cache cannot be written: {error.strerror}", "free space, or name another one in HF_HOME"
+            what, fix = (
+                f"the cache cannot be written: {error.strerror}",
+                "free disk space, or set HF_HOME to another folder",
+            )
         else:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             what, fix = f"{local}the hub cannot be reached: {reason[:200]}", _FIX_OFFLINE.replace("NAME", place.name)

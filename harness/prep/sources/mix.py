@@ -64,6 +64,6 @@ def find_sources(source: SourceConfig, show: Show) -> list[PreparedSource]:
         one.name = " ".join(filter(None, words))
     files = Counter(str(file) for one in sources for file in one.found.files)
     if source.mix and (twice := [file for file, count in files.items() if count > 1]):
-        fix = "remove it from one; epochs repeats a source"
+        fix = "remove it from one of them; use epochs to repeat a source"
         raise PrepError("the file belongs to two sources of source.mix", where=twice[0], fix=fix)
     return sources

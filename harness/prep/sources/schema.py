@@ -58,8 +58,8 @@ def find_schema(files: Iterable[Place], source: SourceConfig) -> SourceSchema:
             found.setdefault(schema, place)
         if len(found) > 1:
             (one, one_place), (other, other_place) = found.items()
-            what = f"the files are of two schemas, {one} and {other}"
-            fix = "prepare the files of each schema by themselves, or convert some of them"
+            what = f"the files use two schemas, {one} and {other}"
+            fix = "prepare the files of each schema separately, or convert some of them"
             raise PrepError(what, where=f"{one_place}\n         {other_place}", fix=fix)
         mine = replace(reader, schema=schema)
         for record in records:
@@ -132,7 +132,7 @@ def _detect(records: list[Any], file: Place, reader: RecordReader) -> str:
         only = records[0] if len(records) == 1 and suffix_of(file) in JSON_SUFFIXES else {}
         for name, value in only.items() if isinstance(only, Mapping) else ():
             if isinstance(value, list) and value and isinstance(value[0], Mapping):
-                what = f"the file holds one object with a list in its field {name!r}, expected a list of records"
+                what = f"the file contains one object with a list in its field {name!r}, expected a list of records"
                 fix = f"jq -c '.{name}[]' FILE.json > FILE.jsonl"
                 raise PrepError(what, where=str(file), fix=fix) from None
         raise

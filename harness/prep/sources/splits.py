@@ -72,10 +72,10 @@ def choose_named(splits: Mapping[str, list[str]], split: str, *, where: str) -> 
     if wanted in found:
         return found[wanted], wanted
     if split:
-        what = f"there is no split {split!r}" + (f", only {known}" if known else ": no file is named so")
-        fix = "change source.split, or name the files with a glob"
+        what = f"split {split!r} does not exist" + (f", only {known}" if known else ": no file has this name")
+        fix = "change source.split, or select the files with a glob"
     elif not found:
-        what, fix = "the dataset's card names no files that can be read", "name a file, a folder or a glob of it"
+        what, fix = "the dataset's card lists no supported files", "specify a file, a folder or a glob in it"
     else:
-        what, fix = f"the dataset has several splits: {known}", f"name one, such as source.split={next(iter(found))}"
+        what, fix = f"the dataset has several splits: {known}", f"select one, such as source.split={next(iter(found))}"
     raise PrepError(what, where=where, fix=fix)

@@ -206,7 +206,7 @@ def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str],
             try:
                 for page in read_pages(source, chunk):
                     if page.num_bytes > (_MAX_DICTIONARY_BYTES if page.is_dictionary else _MAX_PAGE_BYTES):
-                        what = f"the column {path} claims a page of {page.num_bytes:,} bytes"
+                        what = f"the column {path} declares a page of {page.num_bytes:,} bytes"
                         raise FormatError(what, fix="write the file again with smaller pages")
                     largest = max(largest, page.num_bytes if page.is_dictionary else 0)
                     values += page.num_values
@@ -229,7 +229,7 @@ def _rows_at_once(place: Path, group: int, path: str, coded: int, rows: int) -> 
                     largest = max(largest, *(decoded_bytes(part.slice(row, 1)) for row in range(part.num_rows)))
             if largest > MAX_RECORD_BYTES:
                 what = f"a row decodes to {largest:,} bytes of {path}, more than {MAX_RECORD_BYTES:,}"
-                raise PrepError(what, where=f"{place}, row group {group}", fix="write shorter conversations")
+                raise PrepError(what, where=f"{place}, row group {group}", fix="shorten the conversation")
             leaf = batch.column(0)
             while children := _children(leaf):
                 leaf = children[0]
@@ -248,7 +248,7 @@ def _pieces(batch: Any, values: Sequence[str], where: str, first: int) -> Iterat
         raise PrepError(
             f"the row decodes to {num_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}",
             where=f"{where}, row {first}",
-            fix="write shorter conversations",
+            fix="shorten the conversation",
         )
     else:
         half = batch.num_rows // 2
@@ -333,7 +333,7 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
         is_number = leaf.logical_type.type == "DECIMAL" and leaf.physical_type == "BYTE_ARRAY"
         if (is_number or leaf.length > _MAX_FIXED_BYTES) and any(_is_in(leaf.path, one) for one in columns):
             what = f"the column {leaf.path} has values of type {leaf.physical_type} ({leaf.length:,} bytes)"
-            raise PrepError(what, where=where, fix="write text, or leave the column out with source.ignore_fields")
+            raise PrepError(what, where=where, fix="write text, or ignore the column with source.ignore_fields")
     for number in groups:
         group = parquet.metadata.row_group(number)
         # Of all columns: the roles of regular conversations, and fields that are null in all, take next to nothing.
@@ -342,7 +342,7 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
         for column in map(group.column, range(group.num_columns)):
             name = column.path_in_schema
             if column.num_values > most and any(_is_in(name, one) for one in columns):
-                what = f"the column {name} claims {column.num_values:,} values; at most {most:,} are plausible"
+                what = f"the column {name} declares {column.num_values:,} values; at most {most:,} are plausible"
                 fix = "write the file again"
                 raise PrepError(f"{what} in {num_bytes:,} bytes", where=f"{where}, row group {number}", fix=fix)
 

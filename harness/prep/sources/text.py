@@ -69,7 +69,7 @@ def find_unit(place: Place, *, is_json: bool) -> str:
         head = stream.read(_HEAD_BYTES)
         for magic, kind in _MAGIC.items():
             if head.startswith(magic):
-                raise PrepError(f"the file is {kind}, its name says text", where=str(place), fix="rename the file")
+                raise PrepError(f"the file is {kind}, but its name indicates text", where=str(place), fix="rename it")
         if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
             fix = "iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
             raise PrepError("the file is UTF-16, expected UTF-8", where=str(place), fix=fix)
@@ -84,14 +84,14 @@ def find_unit(place: Place, *, is_json: bool) -> str:
         if not is_json:
             line = head.partition(b"\n")
             if head.startswith(b"[") and line[1] and not _is_json(line[0]):
-                what = "the file holds one JSON list, its name says one record a line"
-                raise PrepError(what, where=str(place), fix=f"let its name end in .json, or {_TO_LINES}")
+                what = "the file contains one JSON list, but its name indicates one record per line"
+                raise PrepError(what, where=str(place), fix=f"rename it to .json, or {_TO_LINES}")
             return LINE
         if head.startswith(b"["):
             return ITEM
         line = head.partition(b"\n")
         if head.startswith(b"{") and line[1] and not _is_json(line[0]) and line[0].rstrip()[-1:] in (b"{", b"[", b","):
-            what = "the file holds one JSON object over several lines, expected a list of records or a record a line"
+            what = "the file contains one JSON object over several lines, expected a list or one record per line"
             fix = "if the records are a list in it, such as `data`: jq -c '.data[]' FILE.json > FILE.jsonl"
             raise PrepError(what, where=str(place), fix=fix)
         return LINE
@@ -119,7 +119,7 @@ def read_lines(place: Place, stream: BinaryIO, first: int, end: int | None) -> I
             if len(rest) == MAX_RECORD_BYTES and rest[-1:] != b"\n":
                 number = first + data.count(b"\n")
                 what = f"the line is longer than {MAX_RECORD_BYTES >> 20} MiB"
-                fix = "write one record a line; a JSON list belongs in a file whose name ends in .json"
+                fix = "write one record per line; a JSON list requires a file name that ends in .json"
                 raise PrepError(what, where=f"{place}, {LINE} {number}", fix=fix)
         if left is not None:
             left = max(0, left - len(data))  # of a file that changed, a line may end elsewhere
@@ -175,7 +175,7 @@ class _ItemScanner:
             if self._window.startswith(BOM.decode("latin-1")):
                 self._at = len(BOM)
             if self._next() != "[":
-                raise self._broken("no list begins here")
+                raise self._broken("no list starts here")
             self._at += 1
             if self._next() == "]":
                 self._at += 1
@@ -250,5 +250,5 @@ class _ItemScanner:
         place = self._base + self._at if place is None else place
         cut = self._is_whole and place >= self._base + len(self._window) - _MARGIN
         what = f"the JSON list is {'cut short' if cut else 'broken'} in item {self._number:,}, byte {place:,}: {why}"
-        fix = "write the file again; in JSONL, one record a line, a broken record can be skipped"
+        fix = "write the file again; in JSONL (one record per line), a broken record can be skipped"
         return PrepError(what, where=f"{self._place}, {ITEM} {self._number}", fix=fix)

@@ -34,7 +34,7 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     except ImportError as error:
         raise ConfigError(
-            "training a tokenizer needs the `tokenizers` library", where=sys.executable, fix=INSTALL_FIX
+            "training a tokenizer requires the `tokenizers` library", where=sys.executable, fix=INSTALL_FIX
         ) from error
     template = load_template(chat_template)
     tokens = template_tokens(chat_template) or spelled_tokens(template, end_of_text=END_OF_TEXT)

@@ -204,8 +204,8 @@ class RenderedChat:
             except BadRecordError as refused:
                 if turn:
                     raise
-                detail = "turn 1 is the assistant's, and the chat template has no prompt without a turn before it"
-                detail += "; a weight of 0 leaves the turn untrained"
+                detail = "turn 1 is an assistant turn, but the chat template has no prompt without an earlier turn"
+                detail += "; with a weight of 0, the turn is not trained"
                 raise BadRecordError(BadReason.NOT_AS_SERVED, detail) from refused
         return self._prompts[turn]
 

@@ -24,30 +24,29 @@ class TokenizerConfig(CheckedSettings, section="tokenizer"):
     """Tokenizer, chat template and mask rule.
 
     Attributes:
-        kind: `bpe` trains a byte-level BPE on the source if no name is given, `huggingface` requires a name.
-        name: a Hugging Face tokenizer folder or hub id.
-        vocab_size: number of tokens of a trained tokenizer; not used with `name`.
-        chat_template: a Jinja file, or the name of a built-in template, that replaces the tokenizer's own template. A
-            trained tokenizer gets the special tokens of the template.
-        mask: rule for trained tokens. `auto` chooses by the template, and reports its choice: marks where the template
-            has them, an audited rule where it is a known one, else the text that the model has to generate after the
-            prompt of each turn. `generation`: tokens that the template writes inside `{% generation %}`;
-            `assistant_turns`: tokens that each assistant turn adds to the conversation before it; `all`: every token.
-        history: for templates that write earlier turns without their reasoning. `as_served` makes a sequence of its
-            own for each assistant turn that a server would render differently, with only that turn trained; `kept`
-            makes one sequence of a conversation, in which every turn is written as it is generated, with its
-            reasoning: by the template's switch for it if there is one. Later turns are then trained after text that a
-            server would leave out, which `--preview` shows.
-        train_on: `all_assistant` turns, only the `last_turn`, the messages that the record has `marked` with a
-            weight, or all assistant turns `weighted`: the loss of each token counts by the `weight` of its message, or
-            of its part of the content, a number from 0 to 1 with at most two decimals; without one it counts by 1.
+        kind: `bpe` trains a byte-level BPE on the source if `name` is empty; `huggingface` requires `name`.
+        name: folder or hub id of a Hugging Face tokenizer.
+        vocab_size: vocabulary size of a trained tokenizer; ignored if `name` is set.
+        chat_template: Jinja file or name of a built-in template that replaces the tokenizer's own template. Special
+            tokens of the template are added to a trained tokenizer.
+        mask: rule that selects trained tokens. `auto` selects and reports a rule by template: generation marks if the
+            template has them, an audited rule for a known template, and otherwise the text that follows the generation
+            prompt of each turn. `generation`: tokens inside `{% generation %}`; `assistant_turns`: tokens that each
+            assistant turn appends to the conversation; `all`: every token.
+        history: handling of templates that omit reasoning from earlier turns. `as_served` creates a separate sequence
+            for each assistant turn whose context a server would render differently, and trains only that turn. `kept`
+            creates one sequence per conversation with the reasoning of every turn, using the template's own switch if
+            it has one; later turns are then trained after text that a server would omit (see `--preview`).
+        train_on: turns to train: `all_assistant`, only the `last_turn`, only messages `marked` with a weight in the
+            record, or `weighted`: all assistant turns, with the loss of each token scaled by the `weight` of its
+            message or content part, a number from 0 to 1 with at most two decimals (default: 1).
         train_reasoning: train the reasoning of trained turns.
         train_tool_calls: train the tool calls of trained turns.
-        train_end_of_turn: train the token that ends a turn, from which the model learns to stop.
-        end_of_last_turn: special token, such as `<|endoftext|>`, that is added to a trained turn, and trained, where
-            the chat template writes no end; empty refuses such a conversation. GLM-4.5 has its own without this.
-        control_tokens: `refuse` conversations whose text spells a special token of the tokenizer, or `allow` them:
-            such text then becomes the token itself, so a user who writes the end of a turn has ended the turn.
+        train_end_of_turn: train the token that ends a turn, which teaches the model to stop.
+        end_of_last_turn: special token, such as `<|endoftext|>`, to append to a trained turn and train if the chat
+            template writes no end of turn. Empty refuses such conversations, except for GLM-4.5.
+        control_tokens: `refuse` conversations whose text contains a special token of the tokenizer, or `allow` them,
+            and encode it as that token: a user message that contains the end-of-turn token then ends the turn.
     """
 
     kind: str = one_of("bpe", ("bpe", "huggingface"))
@@ -66,7 +65,7 @@ class TokenizerConfig(CheckedSettings, section="tokenizer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind == "huggingface" and not self.name:
-            raise ConfigError("no tokenizer is named", where="tokenizer.name", fix="name a tokenizer folder or hub id")
+            raise ConfigError("no tokenizer is set", where="tokenizer.name", fix="set a tokenizer folder or hub id")
         if self.mask in ("assistant_turns", "all"):
             defaults = TokenizerConfig()
             names = ["train_reasoning", "train_tool_calls", "train_end_of_turn", "history"]
@@ -74,7 +73,7 @@ class TokenizerConfig(CheckedSettings, section="tokenizer"):
             unused = [name for name in names if getattr(self, name) != getattr(defaults, name)]
             if unused:
                 raise ConfigError(
-                    f"tokenizer.{unused[0]}={getattr(self, unused[0])} does nothing with tokenizer.mask={self.mask}",
+                    f"tokenizer.{unused[0]}={getattr(self, unused[0])} has no effect with tokenizer.mask={self.mask}",
                     where=f"tokenizer.{unused[0]}",
                     fix="set tokenizer.mask=auto, or omit the other setting",
                 )
@@ -83,6 +82,6 @@ class TokenizerConfig(CheckedSettings, section="tokenizer"):
 def refuse_weighted(config: TokenizerConfig, where: str) -> None:
     """Raise ConfigError for settings, of the user or of the dataset of a tokenizer, that give weights to tokens."""
     if config.train_on == "weighted":
-        what = "train_on is weighted, and live data has no weights of tokens"
-        fix = "use stored data, or name a tokenizer folder that is not that of a dataset with weights"
+        what = "train_on is weighted, but live data does not support token weights"
+        fix = "use stored data, or the tokenizer folder of a dataset without weights"
         raise ConfigError(what, where=where, fix=fix)

@@ -107,7 +107,7 @@ class KnownForms:
                 return BadRecordError(
                     BadReason.NOT_WRITTEN,
                     f"the chat template does not read `{name}` of chat_template_kwargs; "
-                    "source.ignore_fields=[chat_template_kwargs] leaves it out",
+                    "source.ignore_fields=[chat_template_kwargs] ignores it",
                 )
         first: BadRecordError | None = None
         probe, words = with_unique_words(conversation, self._template.tags)
@@ -138,7 +138,7 @@ class KnownForms:
                 if text.count("None") > empty.count("None"):
                     raise ValueError("it writes None for a turn without content")
             if "{'type': 'text'" in text:
-                raise ValueError("it writes a list of text parts as Python spells it")
+                raise ValueError("it writes a list of text parts in Python notation")
             written, answers = _words_in(text), dict[int, set[str]]()
             for number, word, name in words:
                 if word in written:
@@ -165,9 +165,9 @@ def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
         missing: that part, in words.
         ignorable: fields of records that hold it, if the conversation is still one without.
     """
-    detail = f"the chat template does not write {missing}; name one that does with tokenizer.chat_template"
+    detail = f"the chat template does not write {missing}; set one that does with tokenizer.chat_template"
     if ignorable:
-        detail += f", or leave it out with source.ignore_fields=[{','.join(ignorable)}]"
+        detail += f", or ignore it with source.ignore_fields=[{','.join(ignorable)}]"
     return BadRecordError(BadReason.NOT_WRITTEN, detail)
 
 

@@ -37,7 +37,9 @@ def load_tokenizer(name: str) -> Any:
         with _without_advice():
             from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError(f"tokenizing needs `transformers`: {error}", where=sys.executable, fix=INSTALL_FIX) from error
+        raise ConfigError(
+            f"tokenizing requires `transformers`: {error}", where=sys.executable, fix=INSTALL_FIX
+        ) from error
     folder = Path(name).expanduser()
     source = str(folder) if folder.is_dir() else _hub_source(name, folder)
     try:
@@ -56,10 +58,10 @@ def load_tokenizer(name: str) -> Any:
 def _hub_source(name: str, folder: Path) -> str:
     """Return a hub id, or its folder in the hub's cache where the hub does not answer; refuse any other name."""
     if folder.exists():
-        what = "the tokenizer's name is that of a file, not of a folder"
+        what = "the tokenizer's name is a file, not a folder"
         raise ConfigError(what, where=name, fix=f"set tokenizer.name={folder.parent}")
     if not _HUB_ID.fullmatch(name) or name.endswith(".json"):
-        raise ConfigError("there is no such tokenizer folder", where=name, fix=_fix(folder))
+        raise ConfigError("the tokenizer folder does not exist", where=name, fix=_fix(folder))
     from huggingface_hub import HfApi, constants, errors, try_to_load_from_cache
 
     files = [file for file in (try_to_load_from_cache(name, file) for file in _FILES) if isinstance(file, str)]
@@ -67,15 +69,15 @@ def _hub_source(name: str, folder: Path) -> str:
     if constants.HF_HUB_OFFLINE:
         if cached:
             return cached
-        what = "there is no such tokenizer folder, and HF_HUB_OFFLINE forbids to look for a hub id"
+        what = "the tokenizer folder does not exist, and HF_HUB_OFFLINE disables hub ids"
         raise ConfigError(what, where=name, fix=_fix(folder))
     # Read by huggingface_hub when it is first imported, which may have been before it was set.
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     try:
         api.model_info(name, timeout=_ANSWER_S)
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        what = "there is no such tokenizer folder, and the hub has no model of this name"
-        fix = f"{_fix(folder)}; a private one needs HF_TOKEN"
+        what = "the tokenizer folder does not exist, and the hub has no model of this name"
+        fix = f"{_fix(folder)}; a private one requires HF_TOKEN"
         raise ConfigError(what, where=name, fix=fix) from error
     except errors.HfHubHTTPError as error:
         # A mirror may serve files without describing repositories; one that fails is not asked again.
@@ -91,8 +93,8 @@ def _hub_source(name: str, folder: Path) -> str:
 
 
 def _unreachable(name: str, folder: Path, error: Exception) -> ConfigError:
-    what = f"there is no such tokenizer folder, and the hub cannot be reached: {_reason(error)[:200]}"
-    fix = f"{_fix(folder)}; for a hub id, `hf download {name}` where there is a network, and name the folder"
+    what = f"the tokenizer folder does not exist, and the hub cannot be reached: {_reason(error)[:200]}"
+    fix = f"{_fix(folder)}; for a hub id, `hf download {name}` where there is a network, and use that folder"
     return ConfigError(what, where=name, fix=fix)
 
 

@@ -102,7 +102,7 @@ class Masker:
             return "marks", "the chat template marks what the model writes with {% generation %}"
         if mask == "generation":
             what = "the chat template has no {% generation %} that marks the assistant's tokens"
-            fix = "set tokenizer.mask=auto, or name a template with the tag with tokenizer.chat_template"
+            fix = "set tokenizer.mask=auto, or set tokenizer.chat_template to a template with the tag"
             raise ConfigError(what, where=where, fix=fix)
         if self._stock is not None and self._stock.has_own_spans:
             return "stock", f"the chat template is the published one of {self._stock.name}"
@@ -125,7 +125,7 @@ class Masker:
         if self.rule == "all":
             if (untrained := _first_untrained(conversation)) is not None:
                 detail = f"turn {untrained + 1} is not to be trained (a weight of 0, or a part of a prompt), and "
-                detail += "tokenizer.mask=all trains every token; tokenizer.mask=auto leaves it out"
+                detail += "tokenizer.mask=all trains every token; use tokenizer.mask=auto"
                 raise BadRecordError(BadReason.BAD_WEIGHT, detail)
             self._check_written(chat, known)
             last, spans = len(chat.messages) - 1, [(0, len(chat.whole))]
@@ -133,7 +133,7 @@ class Masker:
             return [Rendered(chat.served(last), spans)]
         trained = self._trained_turns(conversation)
         if not trained:
-            raise BadRecordError(BadReason.NOTHING_TRAINED, "no turn of it is marked as trained")
+            raise BadRecordError(BadReason.NOTHING_TRAINED, "no turn is marked as trained")
         if self.rule == "assistant_turns":
             spans, last = [self._added_span(chat, turn) for turn in trained], len(chat.messages) - 1
             if trained[-1] == last:
@@ -158,7 +158,7 @@ class Masker:
         if self._config.train_on == "marked":
             weights = [conversation.messages[number].weight for number in turns]
             if all(weight is None for weight in weights):
-                detail = "no assistant turn has a weight, and tokenizer.train_on=marked trains those that have"
+                detail = "no assistant turn has a weight, which tokenizer.train_on=marked requires"
                 raise BadRecordError(BadReason.NOTHING_TRAINED, detail)
             return [number for number, weight in zip(turns, weights, strict=True) if weight]
         if self._config.train_on == "last_turn":
@@ -234,7 +234,7 @@ class Masker:
                 raise BadRecordError(
                     BadReason.NOT_AS_SERVED,
                     f"turn {turn + 1} does not begin with the chat template's generation prompt (which ends in "
-                    f"{shown!r}), so a model that is served with it would not generate this text",
+                    f"{shown!r}), so a served model would not generate this text",
                 )
             text = chat.served(turn)
         end = len(text.rstrip())
@@ -364,10 +364,8 @@ class Masker:
         if following or not token:
             written = self._special.match(following)
             example = written.group() if written else self._template.end_of_sequence
-            detail = f"turn {turn + 1} is trained without a token that ends it, so the model would not learn to stop; "
-            detail += (
-                f"name one with tokenizer.end_of_last_turn{f', for example {example}' if example else ''}, or set "
-            )
+            detail = f"turn {turn + 1} is trained without an end token, so the model would not learn to stop; "
+            detail += f"set tokenizer.end_of_last_turn{f', for example {example}' if example else ''}, or set "
             raise BadRecordError(BadReason.NO_END, f"{detail}tokenizer.train_end_of_turn=false")
         chat.added_ends[turn] = token
         return [*others, (start, len(chat.served(turn)))]

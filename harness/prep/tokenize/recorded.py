@@ -58,7 +58,7 @@ def _token_id(tokenizer: Any, text: str) -> int:
     known = tokenizer.get_added_vocab().get(text, ids[0] if len(ids) == 1 else None)
     if known is None:
         what = f"the end token {text!r} is {len(ids)} tokens of this tokenizer"
-        raise ConfigError(what, where=str(tokenizer.name_or_path), fix="name the tokenizer that made the dataset")
+        raise ConfigError(what, where=str(tokenizer.name_or_path), fix="use the tokenizer of the dataset")
     return int(known)
 
 
@@ -119,6 +119,6 @@ def _settings(mask: Mapping[str, str], dataset: Path) -> dict[str, Any]:
         settings |= {f"train_{part}": part not in untrained for part in _PARTS}
         TokenizerConfig(**settings)
     except (ValueError, TypeError, HarnessError) as error:
-        what = f"the dataset records a mask that is not known: {error}"
-        raise FormatError(what, where=str(dataset), fix="use the program's version that wrote it") from None
+        what = f"the dataset uses an unknown mask: {error}"
+        raise FormatError(what, where=str(dataset), fix="use the version of the program that wrote it") from None
     return settings

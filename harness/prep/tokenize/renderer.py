@@ -36,7 +36,7 @@ CPU_S = 10.0
 # Of address space, above that of the interpreter.
 MEMORY_BYTES = 2 << 30
 _ANSWER = "qzjxkw"
-_FIX = "name another template with tokenizer.chat_template, or leave the conversation out"
+_FIX = "set another template with tokenizer.chat_template, or remove the conversation"
 _SERVE = "from harness.prep.tokenize.renderer import serve; serve()"
 # The process ends with its standard input, not by signals to everything in the job.
 _NOT_FOR_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -160,7 +160,7 @@ class _Process:
         if code == OUT_OF_CHARACTERS:
             raise _StoppedError(f"writes more than {MAX_CHARACTERS:,} characters")
         if code == OUT_OF_MEMORY:
-            raise _StoppedError(f"needs more than {self.memory_bytes / 2**30:g} GiB of memory")
+            raise _StoppedError(f"requires more than {self.memory_bytes / 2**30:g} GiB of memory")
         raise _StoppedError(f"ended the process that renders it ({f'signal {-code}' if code < 0 else f'code {code}'})")
 
 

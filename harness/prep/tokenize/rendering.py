@@ -187,7 +187,7 @@ class Template:
         finally:
             self._environment.marked = None
         if any(not text.startswith(mark, start) for start, mark in marked):
-            raise jinja2.TemplateError("it marks text with {% generation %} inside a block whose text it moves")
+            raise jinja2.TemplateError("it marks text with {% generation %} inside a block whose text is moved")
         return text, [(start, start + len(mark)) for start, mark in marked]
 
     def render(

@@ -81,14 +81,14 @@ class ChatTokenizer:
         try:
             self.chat_template: str = self.hf.get_chat_template(None, None)
         except ValueError as error:
-            fix = "name a template with tokenizer.chat_template"
+            fix = "set a template with tokenizer.chat_template"
             raise ConfigError("the tokenizer has no chat template", where=self.name, fix=fix) from error
         special_tokens = {token.content for token in self.hf.added_tokens_decoder.values() if token.special}
         # Longest first, so that an error names the token that would be made.
         special = sorted(special_tokens | set(self.hf.all_special_tokens), key=lambda token: (-len(token), token))
         if config.end_of_last_turn not in ("", *special):
-            what = f"{config.end_of_last_turn!r} is no special token of the tokenizer"
-            fix = f"name one of {', '.join(special[:8])}"
+            what = f"{config.end_of_last_turn!r} is not a special token of the tokenizer"
+            fix = f"use one of {', '.join(special[:8])}"
             raise ConfigError(what, where="tokenizer.end_of_last_turn", fix=fix)
         refuse = config.control_tokens == "refuse" and special
         self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
@@ -104,8 +104,8 @@ class ChatTokenizer:
         needed = (*tokens.ends, *tokens.marks) if tokens else ()
         missing = [token for token in needed if len(self._backend.encode(token, add_special_tokens=False)) != 1]
         if missing:
-            what = f"the chat template {template!r} writes {missing[0]}, which is no token of the tokenizer"
-            fix = "set tokenizer.chat_template to the template of the tokenizer's own family, or leave it empty"
+            what = f"the chat template {template!r} writes {missing[0]}, which is not a token of the tokenizer"
+            fix = "set tokenizer.chat_template to the template of the tokenizer's own family, or to an empty value"
             raise ConfigError(what, where=self.name, fix=fix)
 
     @property
@@ -128,7 +128,7 @@ class ChatTokenizer:
         weights = {"weights": "hundredths"} if config.train_on == "weighted" else {}
         if schema == "text":
             ends = [self.hf.eos_token] if self.hf.eos_token else []
-            why = "the records are plain text, which is trained as a whole"
+            why = "the records are plain text, which is trained completely"
             ends_of_text = json.dumps(ends, ensure_ascii=False)
             return {"rule": "text", "why": why, "end_tokens": ends_of_text, "schema": schema, **weights}
         parts = {
@@ -232,7 +232,7 @@ class ChatTokenizer:
             if mask.any():
                 made.append(Encoded(SequenceView(ids, mask), sequence.text, sequence.spans))
         if not made:
-            detail = "the chat template writes no assistant token that can be trained"
+            detail = "the chat template writes no trainable assistant token"
             return BadRecord(conversation.where, BadReason.NOTHING_TRAINED, detail)
         return made
 

@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 NO_DATASET, NO_RUN = "a run's folder, not a dataset", "a folder of 2 runs, not a run itself"
 A_DATASET = "a folder of 1 dataset, not a dataset itself"
-EITHER, SFT = "name one of them: runs/first, runs/second", "did you mean sft data.path=data/mine? one of "
+EITHER, SFT = "specify one of them: runs/first, runs/second", "did you mean sft data.path=data/mine? one of "
 PACK = "`harness prepare source.path=chats.jsonl data.path=data/chats` packs"
 PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs its conversations"
 
@@ -40,9 +40,9 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
     [
         ("inspect runs/first", NO_DATASET, "`harness status runs/first` shows the run, `harness compare runs/first"),
         ("inspect runs", "a folder of 2 runs, not a dataset", "`harness status runs/first` shows one of them"),
-        ("inspect data", A_DATASET, "name one of them: data/mine"),
+        ("inspect data", A_DATASET, "specify one of them: data/mine"),
         ("inspect chats.csv", "a .csv file, not a dataset", PACK_TABLE),
-        ("diff data/mine data/mine", A_DATASET, "name one of them: data/mine/train"),
+        ("diff data/mine data/mine", A_DATASET, "specify one of them: data/mine/train"),
         ("diff runs/first runs/second", "both are runs, not datasets", "harness compare runs/first runs/second"),
         ("diff data/mine/train runs/second", NO_DATASET, "`harness status runs/second` shows the run, `harness compar"),
         ("convert data/mine out", "FORMAT is missing", "harness convert data/mine out FORMAT (FORMAT: one of npy"),
@@ -61,7 +61,7 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         ("prepare chats.jsonl", "'chats.jsonl' is not a setting", "settings are key=value, such as source.path=chats"),
         ("train sft data.path=chats.jsonl", "the line has no input_ids", PACK),
         ("train sft data.path=chats.csv", "a .csv file, not a dataset", PACK_TABLE),
-        ("train sft data.path=data/mine run_dir=runs/first", "it has a run of 3 steps", "resume=true continues it; "),
+        ("train sft data.path=data/mine run_dir=runs/first", "it has a run of 3 steps", "continue it with resume=true"),
         (f"train {'x' * 300}", "there is no recipe 'xxx", "one of sft, pretrain"),
         (f"train sft {'x' * 300}", "xxx' is not a setting", "settings are key=value"),
         (f"plan {'x' * 300}", "there is no experiment 'xxx", "one of "),

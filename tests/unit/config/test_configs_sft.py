@@ -56,13 +56,13 @@ def test_a_run_has_60_steps_and_on_live_data_as_many_as_the_stream():
         ("schedule.name=best", "'best' is not known"),
         ("optimizer.decay=exponential", "'exponential' is not known"),
         ("name=${nope}", "the reference ${nope} names no setting"),
-        ("trainer.local_checkpoints=scratch", "'scratch' is not a folder of its own"),
+        ("trainer.local_checkpoints=scratch", "'scratch' is not an absolute path"),
         ("trainer.trackers=[wandbb]", "trackers are wandbb"),
         ("trainer.trackers=[wandb,wandb]", "trackers are wandb, wandb"),
         ("optimizer.min_lr=1e-6", "unknown setting 'optimizer.min_lr'"),
         ("optimizer.min_lr_ratio=1.1", "min_lr_ratio is 1.1"),
         ("optimizer.warmup_ratio=2", "warmup_ratio is 2"),
-        ("model.hidden_size=12", "a head of 3 numbers cannot be rotated"),
+        ("model.hidden_size=12", "the head size 3 is not an even number"),
     ],
 )
 def test_a_mistake_in_a_setting_is_refused_before_anything_starts(override, message):

@@ -52,7 +52,7 @@ def test_settings_and_flags_are_separated(tmp_path):
     [
         ("--confg", "unknown flag --confg"),
         ("--config-dir", "--config-dir has no value"),
-        ("--config-dir=nowhere", "there is no such folder"),
+        ("--config-dir=nowhere", "the folder does not exist"),
         ("--config-path=x", "--config-path would replace every file"),
         ("--resolve", "unknown flag --resolve"),
         ("--preview", "--preview has no value"),
@@ -140,7 +140,7 @@ def test_a_mistake_in_a_file_is_reported_with_the_file_and_the_setting(own):
         ("loader: {persistent_workers: 2}", "2 is not of type bool"),
         ("name: no", "no is read as False"),
         ("trainer: {sample_prompts: [1e3]}", "1e3 is read as 1000.0"),
-        ("trainer: {sample_prompts: [[a]]}", "trainer.sample_prompts has an item that is no scalar"),
+        ("trainer: {sample_prompts: [[a]]}", "trainer.sample_prompts is not a scalar"),
         ("data: {evaluation: {new: 007}}", "007 is read as 7"),
         ("data: {evaluation: {new: [a]}}", "data.evaluation.new is a list"),
         ("data: {blend: [{path: 012}]}", "012 is read as 10"),

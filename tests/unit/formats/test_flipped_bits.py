@@ -175,7 +175,7 @@ def test_a_manifest_from_before_there_were_checksums_opens_and_verify_says_so(tm
     assert (reader.manifest.checksum, reader.manifest.provenance) == ("", PROVENANCE)
     result = CliRunner().invoke(app, ["verify", str(path)])
     assert result.exit_code == 0
-    assert "the manifest has no checksum of its own: it was written by an earlier version" in result.stdout
+    assert "the manifest has no checksum, because it was written by an earlier version" in result.stdout
 
 
 @pytest.mark.parametrize("key", [b"harness.manifest", b"harness.index"])

@@ -145,9 +145,7 @@ def test_the_dataset_of_a_prepared_folder_that_lost_its_manifest_is_not_passed_o
     result = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert result.exit_code == 1
     assert "the dataset is incomplete: manifest.json missing" in result.stdout
-    assert (
-        "fix:   copy the dataset again; if all its shards are whole: harness verify --repair-manifest" in result.stdout
-    )
+    assert "if all its shards are complete: harness verify --repair-manifest" in result.stdout
 
 
 def test_verify_lists_all_that_is_wrong_with_an_incomplete_dataset(tmp_path: Path) -> None:
@@ -177,7 +175,7 @@ def test_the_chunks_of_a_dataset_are_not_taken_for_live_ones(tmp_path: Path, is_
     path = write(tmp_path / "data", "jsonl")
     if not is_whole:
         (path / MANIFEST).unlink()
-    with pytest.raises(ConfigError, match="the folder holds a stored dataset, whole or in part"):
+    with pytest.raises(ConfigError, match="the folder contains a stored dataset or a part of one"):
         LiveFolder(path).look()
     shutil.rmtree(path / "index")
     assert sorted(LiveFolder(path).look().chunks) == [0, 1, 2, 3]

@@ -38,16 +38,16 @@ def test_a_missing_dataset_suggests_the_nearest_name(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_manifest_lists_its_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    assert "interrupted write or no dataset (found 1 files: notes.txt)" in error_of(tmp_path).what
+    assert "interrupted write or no dataset (found notes.txt)" in error_of(tmp_path).what
     (tmp_path / "empty").mkdir()
-    assert "found 0 files: nothing" in error_of(tmp_path / "empty").what
+    assert "found nothing" in error_of(tmp_path / "empty").what
 
 
 def test_files_that_all_hold_no_packs_are_refused(tmp_path: Path) -> None:
     for count in (1, 2):
         (tmp_path / f"{count}.jsonl").touch()
-        assert error_of(tmp_path).what == ("the file holds no packs" if count == 1 else "the 2 files hold no packs")
-    assert error_of(tmp_path / "*.jsonl").what == "the 2 files hold no packs"
+        assert error_of(tmp_path).what == f"the {'file contains' if count == 1 else '2 files contain'} no packs"
+    assert error_of(tmp_path / "*.jsonl").what == "the 2 files contain no packs"
 
 
 def test_a_folder_of_datasets_suggests_one_of_them(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_folder_of_datasets_suggests_one_of_them(tmp_path: Path) -> None:
         write(tmp_path / name)
     error = error_of(tmp_path)
     assert error.what == "a folder of 2 datasets, not a dataset itself"
-    assert error.fix == f"name one of them: {tmp_path / 'train'}, {tmp_path / 'validation'}"
+    assert error.fix == f"specify one of them: {tmp_path / 'train'}, {tmp_path / 'validation'}"
 
 
 def test_an_unknown_suffix_names_the_known_ones(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def _set(*keys: Any) -> Callable[[Any], None]:
     [
         (_set("version", 1), "has version 1; this program reads version 2"),
         (_set("format", "tar"), "unknown format, 'tar'"),
-        (_set("pack_size", "4"), "pack_size is '4', and not of type int"),
+        (_set("pack_size", "4"), "pack_size is '4', not of type int"),
         (_set("pack_size", True), "pack_size is 'True'"),
         (_set("pack_size", 2), "counts 5 tokens in 2 packs of at most 2"),
         (_set("num_packs", 3), "has num_packs 3, but its shards contain 2"),
@@ -127,7 +127,7 @@ def _set(*keys: Any) -> Callable[[Any], None]:
             _set("index", 2, "path", "index/pack_cheCksums.npy"),
             "the manifest lists 3 index files, expected index/pack_checksums.npy",
         ),
-        (_set("provenance", 5), "the file holds '5', and no settings"),
+        (_set("provenance", 5), "the file contains '5' instead of settings"),
         (_set("provenance", "counts", {"a": "b"}), "counts[] is 'b'"),
         (_set("provenance", "seed", "x"), "seed is 'x'"),
     ],

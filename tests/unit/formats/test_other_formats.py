@@ -154,8 +154,8 @@ DOCUMENTS = np.arange(4, dtype="<i8").tobytes()
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        (b"", "has 0 bytes, an index begins with a header of 34"),
-        (_index(3, 4, magic=b"MMIDIDX\0X") + LENGTHS + POINTERS + DOCUMENTS, "a Megatron index begins with"),
+        (b"", "has 0 bytes, less than the header of 34"),
+        (_index(3, 4, magic=b"MMIDIDX\0X") + LENGTHS + POINTERS + DOCUMENTS, "the magic bytes of a Megatron index"),
         (_index(3, 4, version=2) + LENGTHS + POINTERS + DOCUMENTS, "version 2"),
         (_index(3, 4, code=8) + LENGTHS + POINTERS + DOCUMENTS, "holds uint16 tokens, expected int32"),
         (_index(2**32, 2**32 + 1) + LENGTHS + POINTERS + DOCUMENTS, "counts of 4,294,967,296 sequences"),

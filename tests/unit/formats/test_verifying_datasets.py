@@ -40,7 +40,7 @@ def test_all_problems_are_reported_and_not_only_the_first(tmp_path: Path) -> Non
     whats = [problem.what for problem in verify_dataset(path)]
     assert "a file of shard 1 is missing: No such file or directory" in whats
     assert "a file of shard 2 has 137 bytes, the manifest says 136" in whats
-    assert "1 shards are not in the manifest, such as shard_000009" in whats
+    assert "shards not in the manifest: 1, such as shard_000009" in whats
     assert "pack 0 does not match its checksum" in whats
     assert len(whats) == 7  # and the hash of input_ids.npy, and that shards 1 and 2 cannot be read
 

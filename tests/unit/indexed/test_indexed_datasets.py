@@ -158,32 +158,32 @@ def _set(at: int, kind: str, value: object, suffix: str = ".idx") -> Callable[[P
 DAMAGES = {
     "no bin": (lambda prefix: Path(f"{prefix}.bin").unlink(), "x.bin is missing"),
     "no idx": (lambda prefix: Path(f"{prefix}.idx").unlink(), "x.idx is missing"),
-    "empty idx": (_cut(".idx", 114), "has 0 bytes, an index begins with a header of 34"),
+    "empty idx": (_cut(".idx", 114), "has 0 bytes, less than the header of 34"),
     "magic": (_set(0, "c", b"X"), "begins with b'XMIDIDX"),
-    "version": (_set(9, "Q", 2), "has version 2, Megatron reads version 1"),
+    "version": (_set(9, "Q", 2), "has version 2, but Megatron reads version 1"),
     "dtype code": (_set(17, "B", 9), "has the dtype code 9, known codes are 1 to 8"),
-    "dtype of another size": (_set(17, "B", 8), "is 12, the lengths before it make 6"),
+    "dtype of another size": (_set(17, "B", 8), "is 12, expected 6 from the lengths before it"),
     "dtype of no tokens": (_set(17, "B", 7), "declares tokens as float32, which cannot hold token ids"),
-    "sequence count": (_set(18, "Q", 5), "its counts of 5 sequences and 4 document bounds need 126"),
+    "sequence count": (_set(18, "Q", 5), "its counts of 5 sequences and 4 document bounds require 126"),
     "counts that make the same size": (
         lambda prefix: (_set(18, "Q", 2)(prefix), _set(26, "Q", 7)(prefix)),
         "the pointer of sequence 0 is",
     ),
     "huge count": (_set(18, "Q", 2**62), "its counts of 4,611,686,018,427,387,904 sequences"),
-    "idx cut short": (_cut(".idx", 8), "has 106 bytes, its counts of 4 sequences and 4 document bounds need 114"),
+    "idx cut short": (_cut(".idx", 8), "has 106 bytes, its counts of 4 sequences and 4 document bounds require 114"),
     "idx too long": (_cut(".idx", -3), "has 117 bytes"),
     "length of zero": (_set(38, "i", 0), "sequence 1 has the length 0"),
     "negative length": (_set(38, "i", -1), "sequence 1 has the length -1"),
-    "another length": (_set(38, "i", 2), "the pointer of sequence 2 is 16, the lengths before it make 20"),
-    "last length": (_set(46, "i", 3), "is too short: 32 bytes, the lengths of the index make 36"),
-    "first pointer": (_set(50, "q", 4), "the pointer of sequence 0 is 4, the lengths before it make 0"),
-    "falling pointer": (_set(66, "q", 4), "the pointer of sequence 2 is 4 and falls, the lengths before it make 16"),
+    "another length": (_set(38, "i", 2), "the pointer of sequence 2 is 16, expected 20 from the lengths before it"),
+    "last length": (_set(46, "i", 3), "is too short: 32 bytes, expected 36 from the lengths in the index"),
+    "first pointer": (_set(50, "q", 4), "the pointer of sequence 0 is 4, expected 0 from the lengths before it"),
+    "falling pointer": (_set(66, "q", 4), "the pointer of sequence 2 is 4 and falls, expected 16 from the lengths"),
     "pointer past the end": (_set(74, "q", 2**40), "the pointer of sequence 3 is 1,099,511,627,776"),
-    "bin cut short": (_cut(".bin", 1), "is too short: 31 bytes, the lengths of the index make 32"),
-    "bin too long": (_cut(".bin", -4), "is too long: 36 bytes, the lengths of the index make 32"),
+    "bin cut short": (_cut(".bin", 1), "is too short: 31 bytes, expected 32 from the lengths in the index"),
+    "bin too long": (_cut(".bin", -4), "is too long: 36 bytes, expected 32 from the lengths in the index"),
     "first document": (_set(82, "q", 1), "the first document begins at sequence 1, expected 0"),
     "falling documents": (_set(90, "q", 4), "document bound 2 is 3, below the one before it"),
-    "last document": (_set(106, "q", 5), "the last document ends at sequence 5, there are 4"),
+    "last document": (_set(106, "q", 5), "the last document ends at sequence 5 of 4"),
     "negative token": (_set(19, "B", 255, ".bin"), "sequence 2 has the negative token -16,777,207 at position 0"),
     "token out of the vocabulary": (
         _set(22, "B", 1, ".bin"),
@@ -289,7 +289,7 @@ def test_damaged_pairs_packed_pairs_and_the_destination_itself_are_not_merged(tm
         merge_indexed([str(tmp_path / "a")], f"{tmp_path}/a.bin")
     with open_writer(tmp_path / "packs", format="binidx", pack_size=4) as writer:
         writer.append(Pack([1, 2], [1, 0], [0]))
-    with pytest.raises(FormatError, match="holds packs"):
+    with pytest.raises(FormatError, match="contains packs"):
         merge_indexed([str(tmp_path / "packs" / "shard_000000")], str(tmp_path / "ab"))
     assert not (tmp_path / "ab.bin").exists()
 

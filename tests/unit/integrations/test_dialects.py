@@ -63,7 +63,7 @@ def test_padding_comes_back_from_the_megatron_dialect_and_is_refused_by_the_othe
     padded = row_of(([5, 6, 7, 8], [0, 1, 1, 0]), ([3, 2, 9], [1, 0, 0]), pad_to_multiple=4)
 
     assert same(MegatronRow.of(padded).tensors().thd(), padded)
-    with pytest.raises(ScheduleError, match="3 tokens of padding"):
+    with pytest.raises(ScheduleError, match="3 padding tokens"):
         HuggingFaceRow.of(padded)
 
 
@@ -75,7 +75,7 @@ def test_a_key_of_the_other_dialect_is_an_error_that_names_both(kind: type[Row],
 
     for read in (row.__getitem__, row.get, row.pop):
         with pytest.raises(
-            DialectError, match=rf"'{key}' is a key of the .* dialect, and this row is in the {row.dialect}"
+            DialectError, match=rf"'{key}' is a key of the .* dialect, but this row uses the {row.dialect}"
         ):
             read(key)
     with pytest.raises(DialectError):

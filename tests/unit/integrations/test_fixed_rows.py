@@ -67,7 +67,7 @@ def test_a_position_is_taken_between_steps_and_loaded_on_other_ranks(reader: Pac
     position = rows.state_dict()
     next(rows)
 
-    with pytest.raises(LoaderError, match="inside a step: 1 of its 4 rows were read"):
+    with pytest.raises(LoaderError, match="within a step: 1 of its 4 rows were read"):
         rows.state_dict()
     rows.load_state_dict(position)  # the rows left of a step are read again
     assert first_tokens(rows, 1) == [40]
@@ -104,5 +104,5 @@ def test_a_row_length_that_the_layout_cannot_cut_is_refused(reader: PackReader) 
 
 @pytest.mark.parametrize("schedule", ["dp_balanced", "cost_balanced"])
 def test_balanced_schedules_are_refused_by_name(schedule: str) -> None:
-    with pytest.raises(ConfigError, match=f"Megatron-Bridge fixes the number of microbatches.*{schedule} needs"):
+    with pytest.raises(ConfigError, match=f"Megatron-Bridge fixes the number of microbatches.*{schedule} varies"):
         require_as_packed(schedule, trainer="Megatron-Bridge", setting="dataset.schedule")

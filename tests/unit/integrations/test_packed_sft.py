@@ -91,12 +91,12 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         # Names of other datasets are refused before the missing path, whose name they may be.
         with pytest.raises(ConfigError, match="no argument chat, file_path") as error:
             create(file_path=path, chat=True)
-        assert error.value.fix == "the dataset's place is `path`"
+        assert error.value.fix == "pass the location of the dataset as `path`"
         with pytest.raises(ConfigError, match="above the seq_length of 4"):
             create(path, None, 4)
         with pytest.raises(ConfigError, match="and 5 were given"):
             create(path, None, 8, 16, True)
-        with pytest.raises(ConfigError, match="no dataset is named"):
+        with pytest.raises(ConfigError, match="no dataset is specified"):
             create()
     with pytest.raises(ConfigError, match="'pickle' is not known"):
         open_packed_writer(tmp_path / "out", packed_storage="pickle", pack_size=8)
@@ -107,5 +107,5 @@ def test_a_tokenizer_without_the_datasets_tokens_is_refused(tmp_path):
 
     with open_writer(tmp_path / "data", pack_size=8, provenance=Provenance(counts={"vocab_size": 300})) as writer:
         writer.append(PACKS[0])
-    with pytest.raises(ConfigError, match="the tokenizer has 5 tokens, and the dataset was made with 300"):
+    with pytest.raises(ConfigError, match="the tokenizer has 5 tokens, but the dataset was prepared with 300"):
         create_sft_dataset(tmp_path / "data", SmallTokenizer())

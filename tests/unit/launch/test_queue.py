@@ -59,7 +59,7 @@ def queued(run_dir: Path) -> list[str]:
         ("(QOSMaxGRESPerUser)", "a limit of its QOS on GPUs of one user is reached"),
         ("(QOSMaxNodePerJobLimit)", "never starts"),
         ("(AssocGrpCPUMinutesLimit)", "a limit of its account on cores"),
-        ("(launch failed requeued held)", "a node could not start it"),
+        ("(launch failed requeued held)", "a node failed to start it"),
         ("(SomethingNew)", ""),
     ],
 )

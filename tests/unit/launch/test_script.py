@@ -106,7 +106,7 @@ def test_time_limits_are_read_as_sbatch_reads_them(text, seconds):
         ("cluster.sbatch=[-t1]", "'-t1' is not an option"),
         ("cluster.mounts=[/a:/b]", "cluster.mounts is /a:/b, and cluster.image is empty"),
         ("cluster.container_name=true", "container_name is true, and cluster.image is empty"),
-        ("cluster.local_dir=scratch", "'scratch' is not a folder of its own"),
+        ("cluster.local_dir=scratch", "'scratch' is not an absolute path"),
         ("cluster.mpi='pmix; rm'", "sbatch would misread"),
         ("+cluster.env.A-B=1", "'A-B' is not a variable name"),
     ],

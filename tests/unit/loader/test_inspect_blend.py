@@ -48,7 +48,7 @@ def test_shares_draws_and_the_end_of_a_run(monkeypatch, capsys, tmp_path, source
     ]
     assert [source["token_share"] for source in summary["sources"]] == pytest.approx([0.6, 0.4])
     _, out, _ = inspect(monkeypatch, capsys, tmp_path, {**settings, "trainer": {"steps": 6}})
-    assert "used up after 17 packs: too few for the run" in out
+    assert "exhausted after 17 packs: too few for the run" in out
     assert all(path in out for path in sources)
 
 
@@ -66,7 +66,7 @@ def test_without_weights_an_epoch_is_shown(monkeypatch, capsys, tmp_path, source
         ({"data": {"path": "x"}}, "configures no blend"),
         ({"blend": [{"wieght": 1}]}, "there is no setting 'wieght'"),
         ({"blend": [{"path": "x", "weight": -1.0}]}, "weight is -1.0"),
-        (["a"], "holds no settings"),
+        (["a"], "contains no settings"),
         ({"blend": [{"path": "x", "weight": "abc"}]}, "weight is 'abc'"),
         ({"blend": [{"path": "x", "epochs": 1.5}]}, "epochs is '1.5'"),
         ({"blend": [{"path": 3}]}, "path is '3'"),

@@ -105,8 +105,8 @@ def test_a_pack_over_a_row_is_divided_and_a_sequence_over_a_row_is_named(tmp_pat
     starts = np.cumsum(lengths) - lengths
     write_stream(tmp_path / "long", [Pack(np.arange(400), np.zeros(400), starts)] * 2, [1, 1])
     assert len(train(tmp_path / "long", dp_size=2, size=2, schedule="dp_balanced").steps) == 1
-    with pytest.raises(ScheduleError, match="the pack takes 396 tokens"):
+    with pytest.raises(ScheduleError, match="the pack has 396 tokens"):
         train(tmp_path / "long", dp_size=2, size=2)
     write_stream(tmp_path / "longer", [Pack(np.arange(400), np.zeros(400), [0])] * 2, [1, 1])
-    with pytest.raises(ScheduleError, match="a sequence of the pack takes 399 tokens"):
+    with pytest.raises(ScheduleError, match="a sequence of the pack has 399 tokens"):
         train(tmp_path / "longer", dp_size=2, size=2, schedule="dp_balanced")

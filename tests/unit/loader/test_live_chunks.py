@@ -21,6 +21,7 @@ from harness.loader.live.position import LivePosition
 from harness.loader.live.rank import FolderReader, Offer
 from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.prep.tokenize.bpe import train_bpe
+from harness.printing import count_of
 
 SIZES = [5, 1, 7, 3, 4, 2, 6, 3]
 
@@ -84,7 +85,7 @@ def test_every_pack_is_trained_once_the_uneven_last_ones_too(packs: Path, dp_siz
 
 def test_the_log_names_every_chunk_and_the_rank_that_loads_it(packs: Path) -> None:
     assert sorted(train(packs, dp_size=3).loaded) == sorted(
-        f"Rank {chunk % 3}: Loaded chunk {chunk} ({size} samples from chunk_0000{chunk}.jsonl)"
+        f"Rank {chunk % 3}: Loaded chunk {chunk} ({count_of(size, 'sample')} from chunk_0000{chunk}.jsonl)"
         for chunk, size in enumerate(SIZES)
     )
 
@@ -215,7 +216,7 @@ def test_a_gap_in_the_numbering_is_named(tmp_path: Path) -> None:
     write_stream(tmp_path, some_packs(6), [2, 2, 2])
     for left in tmp_path.glob("chunk_00001*"):
         left.unlink()
-    with pytest.raises(LoaderError, match=r"chunk_00001.*the numbering has a gap: chunk_00002.jsonl is there"):
+    with pytest.raises(LoaderError, match=r"chunk_00001.*the numbering has a gap: chunk_00002.jsonl exists"):
         train(tmp_path, dp_size=2, size=2, timeout_s=0.5)
     for left in tmp_path.glob("chunk_00002*"):
         left.unlink()
@@ -243,7 +244,7 @@ def test_chunks_of_other_producers_need_no_record(tmp_path: Path, tokenizer: Cha
     for index in range(3):
         lines = [json.dumps(chat) for chat in some_chats(6, seed=index)]
         (tmp_path / f"chunk_{index:05d}.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(LoaderError, match=r"without a ready record; data.live.require_ready=false takes"):
+    with pytest.raises(LoaderError, match=r"without a ready record; data.live.require_ready=false accepts"):
         train(tmp_path, tokenizer=tokenizer, timeout_s=0.2)
     # Their stream has no end: they are trained until the steps are done, or the wait for more is too long.
     trained = Trained()
@@ -279,14 +280,14 @@ def test_a_chunk_that_is_written_in_place_is_not_read_before_it_is_whole(
 
 def test_a_misnamed_chunk_is_pointed_at(tmp_path: Path) -> None:
     (tmp_path / "chunk_0.jsonl").write_text("{}\n")
-    with pytest.raises(LoaderError, match=r"chunk_0.jsonl is there; names must have five digits"):
+    with pytest.raises(LoaderError, match=r"chunk_0.jsonl exists, but names must have five digits"):
         train(tmp_path, timeout_s=0.2)
 
 
 def test_a_run_does_not_resume_on_another_stream(packs: Path, tmp_path: Path) -> None:
     state = train(packs, steps=2).state()
     write_stream(tmp_path, some_packs(sum(SIZES), seed=1), SIZES)
-    with pytest.raises(LoaderError, match=f"and this run was trained on {state.fingerprint}"):
+    with pytest.raises(LoaderError, match=f"but this run was trained on {state.fingerprint}"):
         train(tmp_path, state=state)
 
 
@@ -294,14 +295,14 @@ def test_a_stream_that_lost_rows_is_not_accepted_as_whole(packs: Path) -> None:
     state = train(packs, steps=2).state()
     values = json.loads(state.live)
     short = {**values, "rows": values["rows"] - 1}
-    with pytest.raises(LoaderError, match="the stream ended after 31 rows, and 30 were read"):
+    with pytest.raises(LoaderError, match="the stream ended after 31 rows, but 30 were read"):
         train(packs, state=type(state)(**{**json.loads(state.to_json()), "live": json.dumps(short)}))
 
 
 def test_a_stream_without_rows_is_an_error(tmp_path: Path) -> None:
     with LiveProducer(tmp_path) as producer:
         producer.end()
-    with pytest.raises(LoaderError, match="the stream ended without a row"):
+    with pytest.raises(LoaderError, match="the stream ended without any trainable row"):
         train(tmp_path, dp_size=2)
 
 
@@ -310,16 +311,16 @@ def test_bad_conversations_are_refused_or_left_out_and_counted(tmp_path: Path, t
     (tmp_path / "chunk_00000.jsonl").write_text("\n".join([good[0], "{}", "", *good[1:]]) + "\n")
     with LiveProducer(tmp_path) as producer:
         producer.end()
-    with pytest.raises(FormatError, match=r"cannot be used \(no_messages\)") as caught:
+    with pytest.raises(FormatError, match=r"invalid conversation \(no_messages\)") as caught:
         train(tmp_path, tokenizer=tokenizer, require_ready=False)
     assert caught.value.where.endswith("chunk_00000.jsonl, line 2")
     trained = train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", size=1)
     assert trained_tokens(trained).total() == 3
-    assert trained.log == ["the stream ended: 5 rows in 1 chunks; left out: 1 no_messages"]
+    assert trained.log == ["the stream ended: 5 rows in 1 chunk; left out: 1 no_messages"]
     (tmp_path / "chunk_00000.jsonl").write_text(json.dumps({**some_chats(1)[0], "images": ["a.png"]}) + "\n")
-    with pytest.raises(FormatError, match=r"cannot be used \(media\)") as caught:
+    with pytest.raises(FormatError, match=r"invalid conversation \(media\)") as caught:
         train(tmp_path, tokenizer=tokenizer, require_ready=False)
-    assert "a setting of `harness live produce`" in caught.value.fix
+    assert "`harness live produce` with source.drop_media=true" in caught.value.fix
 
 
 def test_conversations_left_out_after_the_last_step_are_counted_and_logged(
@@ -329,7 +330,7 @@ def test_conversations_left_out_after_the_last_step_are_counted_and_logged(
     (tmp_path / "chunk_00001.jsonl").write_text('{"messages": []}\n')
     with LiveProducer(tmp_path) as producer:
         producer.end()
-    with pytest.raises(LoaderError, match="without a row to train on; left out: 4 no_messages"):
+    with pytest.raises(LoaderError, match="without any trainable row; left out: 4 no_messages"):
         train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", dp_size=2)
 
 

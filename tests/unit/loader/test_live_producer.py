@@ -112,7 +112,7 @@ def test_a_parquet_chunk_of_another_program_may_have_any_schema(tmp_path: Path) 
     chunk = LiveChunk(tmp_path / chunk_name(0, ".parquet"), None)
     assert (chunk.kind, [message.text for message in chunk.conversation(0).messages]) == ("chat", ["Hi", "Hello"])
     pq.write_table(pa.table({"id": [1]}), tmp_path / chunk_name(1, ".parquet"))
-    with pytest.raises(FormatError, match="neither conversations of any schema"):
+    with pytest.raises(FormatError, match="neither conversations of a known schema"):
         LiveChunk(tmp_path / chunk_name(1, ".parquet"), None)
 
 
@@ -145,7 +145,7 @@ def test_media_that_are_left_out_are_counted_and_logged(tmp_path: Path, is_packe
     with LiveProducer(tmp_path / "live", kind="packs" if is_packed else "chat") as producer:
         produce_chunks(producer, given, packing=packing, on_bad="skip", log=log.append)
         producer.end()
-    assert log == ["left out: 1 no_messages", "media left out of 2 conversations, with 4 placeholders"]
+    assert log == ["left out: 1 no_messages", "media omitted from 2 conversations, with 4 placeholders"]
 
 
 def test_rows_of_parquet_become_records_without_fields_that_only_other_rows_have(tmp_path: Path) -> None:
@@ -227,9 +227,9 @@ def test_another_input_is_refused_and_new_rows_can_be_appended(tmp_path: Path) -
     with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
         produce_chunks(producer, items(4))
     changed = [Item(b'{"messages": []}', "changed"), *items(5)[1:]]
-    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="the first 4 items are not those"):
+    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="differs from the first 4 items"):
         produce_chunks(producer, changed)
-    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="has 3 items, and the folder"):
+    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="has 3 items, but the folder"):
         produce_chunks(producer, items(3))
     with LiveProducer(tmp_path) as producer:
         produce_chunks(producer, items(2), append=True)
@@ -260,7 +260,7 @@ def test_an_input_that_is_appended_is_added_once_whenever_its_producer_is_killed
 def test_after_an_interrupted_input_another_is_appended_only_on_request(tmp_path: Path) -> None:
     killed(tmp_path, items(5))
     other = items(9)[5:]
-    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="first 3 items are not") as caught:
+    with LiveProducer(tmp_path) as producer, pytest.raises(ConfigError, match="the first 3 items") as caught:
         produce_chunks(producer, other, append=True)
     assert "--leave-rest" in caught.value.fix
     killed(tmp_path, items(5), append=True)  # the same stream continues
@@ -277,13 +277,13 @@ def test_an_input_with_more_or_other_rows_than_a_stream_that_has_ended_is_refuse
         produce_chunks(producer, items(4))
     for given, error, match in (
         (items(5), LoaderError, "the stream has ended"),
-        (items(3), ConfigError, "has 3 items, and the folder"),
-        ([Item(b'{"messages": []}', "changed"), *items(4)[1:]], ConfigError, "the first 4 items are not those"),
+        (items(3), ConfigError, "has 3 items, but the folder"),
+        ([Item(b'{"messages": []}', "changed"), *items(4)[1:]], ConfigError, "differs from the first 4 items"),
     ):
         with LiveProducer(tmp_path) as producer, pytest.raises(error, match=match) as caught:
             produce_chunks(producer, given)
-        assert "name a new folder" in caught.value.fix
-    with LiveProducer(tmp_path) as producer, pytest.raises(LoaderError, match="no rows can be appended"):
+        assert "use a new folder" in caught.value.fix
+    with LiveProducer(tmp_path) as producer, pytest.raises(LoaderError, match="no rows can be added"):
         produce_chunks(producer, items(4), append=True)
     assert rows_of(tmp_path) == some_chats(4)
 
@@ -436,7 +436,7 @@ def test_fields_that_are_not_read_are_logged_once(tmp_path: Path, suffix: str) -
     else:
         source.write_text("".join(json.dumps(record) + "\n" for record in records))
     items = list(log_unused_fields(read_conversations(str(source)), str(source), lines.append))
-    assert (len(items), lines) == (3, ["fields that are not read: id, score"])
+    assert (len(items), lines) == (3, ["ignored fields: id, score"])
 
 
 def test_a_producer_shows_that_it_is_alive_while_it_waits_for_input(tmp_path: Path) -> None:

@@ -37,10 +37,10 @@ def test_a_reader_may_wait_for_the_first_chunk(tmp_path):
 
 def test_the_status_of_a_folder_without_a_stream_is_an_error(tmp_path, harness):
     code, _, err = harness("live", "status", tmp_path / "elsewhere")
-    assert (code, "there is no such folder" in err) == (2, True)
+    assert (code, "the folder does not exist" in err) == (2, True)
     (tmp_path / "notes.txt").write_text("not a chunk")
     code, _, err = harness("live", "status", tmp_path)
-    assert (code, "holds no live stream" in err) == (2, True)
+    assert (code, "contains no live stream" in err) == (2, True)
 
 
 def test_an_input_without_rows_does_not_end_a_stream_silently(tmp_path, harness):
@@ -158,7 +158,7 @@ def test_calls_in_texts_are_lifted_on_the_way_into_a_stream(tmp_path, harness, f
 def test_weights_of_tokens_are_refused_on_the_way_into_a_stream(tmp_path, harness):
     settings = ("tokenizer.name=any", "tokenizer.train_on=weighted")
     code, _, err = harness("live", "produce", tmp_path, tmp_path / "live", *settings)
-    assert (code, "live data has no weights of tokens" in err) == (2, True)
+    assert (code, "live data does not support token weights" in err) == (2, True)
 
 
 @pytest.mark.parametrize("source", ["chats.jsonl", "chats", "-"])

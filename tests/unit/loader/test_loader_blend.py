@@ -169,9 +169,9 @@ def test_weights_with_epochs_end_where_a_source_is_used_up():
     steps = list(made.steps(config(5), epoch=0, packs_consumed=0))
     assert [(step.start, step.stop) for step in steps] == [(0, 5), (5, 10), (10, 15), (15, 17)]
     error = made.used_up()
-    assert error.what == "the 2 epochs of 4 packs of source 1 are used up after 17 packs of the blend"
+    assert error.what == "source 1 (2 epochs of 4 packs) is exhausted after 17 packs of the blend"
     made.check_lasts(17)
-    with pytest.raises(ConfigError, match="trains 18 packs, but the 2 epochs of 4 packs of source 1"):
+    with pytest.raises(ConfigError, match=r"trains 18 packs, but source 1 \(2 epochs of 4 packs\)"):
         made.check_lasts(18)
 
 
@@ -183,7 +183,7 @@ def test_a_weight_that_is_none_is_refused(weight):
 
 
 def test_an_empty_source_and_no_epochs_are_refused():
-    with pytest.raises(ConfigError, match="has no packs"):
+    with pytest.raises(ConfigError, match="contains no packs"):
         blend([3, 0], [1, 1])
     with pytest.raises(ConfigError, match="epochs is 0"):
         blend([3, 3], [1, 1], [1, 0])

@@ -74,10 +74,10 @@ def test_a_blend_joins_sets_of_any_format_and_their_validation_sets(tmp_path):
 def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):
     write(tmp_path / "a")
     write(tmp_path / "b", tokenizer_hash="b" * 16)
-    with pytest.raises(ConfigError, match=r"one tokenizer: .*a has a{16}, .*b has b{16}"):
+    with pytest.raises(ConfigError, match=r"same tokenizer: .*a has a{16}, .*b has b{16}"):
         open_datasets(blend((str(tmp_path / "a"),), (str(tmp_path / "b"),)))
     write_packs(tmp_path / "c", [Pack([1, 2, 3], [1, 1, 0], [0])], pack_size=8)
-    with pytest.raises(ConfigError, match=r"one pack_size: .*a has 4, .*c has 8"):
+    with pytest.raises(ConfigError, match=r"same pack_size: .*a has 4, .*c has 8"):
         open_datasets(blend((str(tmp_path / "a"),), (str(tmp_path / "c"),)))
 
 
@@ -86,7 +86,7 @@ def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):
     [
         (("b", 0.0), "weight is 0.0"),
         (("b", float("nan")), "weight is nan"),
-        (("b", None), "some sources have a weight and some have none"),
+        (("b", None), "only some of the sources have a weight"),
         (("b", 1.0, 0), "epochs is 0"),
         (("", 1.0), "the source has no path"),
     ],
@@ -109,7 +109,7 @@ def test_an_epoch_of_a_blend_is_that_of_its_definition_and_refused_where_there_i
     # With weights, one epoch ends where the passes over a source are used up.
     limited = open_datasets(blend((a, 1.0), (b, 1.0, 2)))
     assert limited.check_epochs(1) == 9
-    with pytest.raises(ConfigError, match="is one epoch, which ends with the epochs of a source, and the run is 2"):
+    with pytest.raises(ConfigError, match="has one epoch, until a source is exhausted, but the run has 2"):
         limited.check_epochs(2)
-    with pytest.raises(ConfigError, match="a blend with weights has no end, and the run is 1 epoch long"):
+    with pytest.raises(ConfigError, match="a weighted blend is endless, but the run has 1 epoch"):
         open_datasets(blend((a, 1.0), (b, 1.0))).check_epochs(1)

@@ -161,7 +161,7 @@ def test_steps_go_on_from_any_position() -> None:
 
 
 def test_a_dataset_that_never_fills_a_dropped_batch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="3 packs never fill a global batch of 4"):
+    with pytest.raises(ConfigError, match="3 packs cannot fill a global batch of 4"):
         next(Blend.of_one(3).steps(config(4, drop_last=True), epoch=0, packs_consumed=0))
 
 

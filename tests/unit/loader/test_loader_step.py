@@ -209,7 +209,7 @@ def test_a_pack_that_is_not_what_the_index_says_is_refused() -> None:
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(LoaderError, match="rank 2 does not exist among 2"):
+    with pytest.raises(LoaderError, match="rank 2 is out of range for size 2"):
         RankLayout(dp_rank=2, dp_size=2)
 
 
@@ -263,5 +263,5 @@ def test_a_loader_takes_a_data_parallel_rank_instead_of_a_layout():
         layout = RankLayout(dp_rank=rank, dp_size=2)
         with Loader(data, config, schedule=ScheduleConfig(), layout=layout, num_steps=3) as by_layout:
             assert digests == [batch.digest() for batch in by_layout]
-    with pytest.raises(ConfigError, match="beside a layout"):
+    with pytest.raises(ConfigError, match="together with a layout"):
         Loader(data, config, layout=RankLayout(), dp_rank=1, dp_size=2)

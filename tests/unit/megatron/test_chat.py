@@ -66,7 +66,7 @@ def test_old_turns_are_dropped_and_a_message_that_never_fits_is_refused(model: P
     for _ in range(9):
         chat.answer("the lazy dog")
     assert 2 <= len(chat._messages) < 18
-    with pytest.raises(ConfigError, match="tokens, and there is room for 120"):
+    with pytest.raises(ConfigError, match="tokens, but there is room for 120"):
         chat.answer("box " * 190)
     with pytest.raises(ConfigError, match="do not fit into 128 positions"):
         Chat(model, max_tokens=128)

@@ -74,7 +74,7 @@ def test_an_older_checkpoint_is_not_exported_with_damaged_settings(tmp_path: Pat
     [
         (lambda path: (path / "weights").unlink(), "the checkpoint's file weights is missing, 100 were written"),
         (lambda path: (path / "weights").write_bytes(b"x"), "the checkpoint's file weights has 1 bytes, 100 were"),
-        (lambda path: (path / "checksums.json").unlink(), "the checkpoint has no checksums.json, as those of early"),
+        (lambda path: (path / "checksums.json").unlink(), "the checkpoint has no checksums.json, so its files"),
         (lambda path: (path / "run.json").unlink(), "run.json cannot be read"),
         (lambda path: (path / "run.json").write_bytes(b"\xff"), "run.json cannot be read"),
         *(
@@ -121,7 +121,7 @@ def test_a_failed_load_is_a_lost_rank_an_unreadable_file_or_another_model(
 def test_a_checkpoint_of_a_newer_version_is_refused_and_no_older_one_used(tmp_path: Path) -> None:
     checkpoint(tmp_path, 5)
     rewrite(checkpoint(tmp_path, 10), '{"format": 2, "step": {"of": 10}}')
-    with pytest.raises(ConfigError, match=r"run\.json has format 2, and this version reads formats up to 1"):
+    with pytest.raises(ConfigError, match=r"run\.json has format 2, but this version supports formats up to 1"):
         find_newest(tmp_path)
 
 

@@ -69,7 +69,7 @@ def test_a_ranks_part_of_a_row_has_whole_blocks(recipe, parallel, multiple) -> N
 def test_runs_that_cannot_multiply_in_8_bits_are_refused_by_their_settings(changes, where) -> None:
     model = replace(HALF, fp8="tensorwise", **changes.get("model", {}))
     config = SftConfig(model=model, trainer=TrainerConfig(**changes.get("trainer", {})))
-    with pytest.raises(ConfigError, match="products in 8 bits") as refused:
+    with pytest.raises(ConfigError, match="FP8 requires a GPU") as refused:
         config.check(1)
     assert where in refused.value.where
     SftConfig(model=replace(HALF, fp8="tensorwise")).check(1)
@@ -81,7 +81,7 @@ def test_sizes_that_are_no_whole_blocks_are_refused_with_their_numbers() -> None
     with pytest.raises(ConfigError, match="blocks are 128 wide, and the inputs of linear_qkv on a rank are 192"):
         replace(model, fp8="blockwise").check(ParallelConfig())
     config = SftConfig(model=replace(HALF, fp8="blockwise"), schedule=ScheduleConfig(max_tokens_per_rank=4000))
-    with pytest.raises(ConfigError, match="padded to a multiple of 128 tokens, and the largest row has 4,000"):
+    with pytest.raises(ConfigError, match="pads rows to a multiple of 128 tokens, but the largest row has 4,000"):
         config.check_layout(1)
 
 

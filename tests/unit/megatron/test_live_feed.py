@@ -71,8 +71,8 @@ def test_after_a_crash_a_run_that_marks_early_trains_what_is_left_and_says_what_
         batches = list(live)
     assert [row for batch in batches for row in rows_of(batch)] == list(range(12, 24))
     printed = capsys.readouterr().out
-    assert "2 chunks were deleted after the checkpoint (chunk_00001 to chunk_00002)" in printed
-    assert "2 chunks were deleted before all of their rows were trained" in printed
+    assert "chunks deleted after the checkpoint: 2 (chunk_00001 to chunk_00002)" in printed
+    assert "chunks deleted before all of their rows were trained: 2" in printed
 
 
 def test_a_run_that_keeps_chunks_until_they_are_saved_refuses_a_gap(job, folder) -> None:

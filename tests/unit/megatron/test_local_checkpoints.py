@@ -109,7 +109,7 @@ def test_other_bytes_than_were_written_are_no_copy_and_the_rank_is_named(peers: 
     for rank in range(3):
         peers.start(rank)
     assert [bool(problems) for problems in peers.problems()] == [False, False, True]
-    assert "rank 1 sent __1_0 with other bytes than it wrote" in peers.copies[2].problems[0]
+    assert "rank 1 sent __1_0 with different content than it wrote" in peers.copies[2].problems[0]
     assert not (peers.folders[2] / "__1_0").exists()
 
 
@@ -121,7 +121,7 @@ def test_a_full_disk_and_a_file_cut_short_are_named_and_end_the_copy(peers: Peer
     problems = peers.problems()
     assert "the connection of a peer ended early" in problems[0][0]
     assert any("No space left on device" in problem for problem in problems[2])
-    assert any("__2_0 has 5 bytes, 5,242,882 were written" in problem for problem in problems[2])
+    assert any("__2_0 has 5 bytes, expected 5,242,882" in problem for problem in problems[2])
     assert not list(peers.folders[0].glob("*.copying"))
 
 
@@ -200,12 +200,12 @@ def test_a_local_checkpoint_is_used_where_it_is_the_newest_whole_one(tmp_path: P
     assert {path.name: path.read_bytes() for path in newest.iterdir()} == content
     no_manifest = "its checksums.json and run.json are damaged, or of another run, on every node that has them"
     assert [error.what for error in passed_over] == [
-        f"the local checkpoint of step 60 is not whole: {no_manifest}",
-        f"the local checkpoint of step 50 is not whole: {no_manifest}",
-        f"the local checkpoint of step 9 (written on gpu03, gpu04) is not whole: {no_manifest}",
-        f"the local checkpoint of step 8 is not whole: __0_0 on {socket.gethostname()} "
+        f"the local checkpoint of step 60 is incomplete: {no_manifest}",
+        f"the local checkpoint of step 50 is incomplete: {no_manifest}",
+        f"the local checkpoint of step 9 (written on gpu03, gpu04) is incomplete: {no_manifest}",
+        f"the local checkpoint of step 8 is incomplete: __0_0 on {socket.gethostname()} "
         + passed_over[3].what.partition(socket.gethostname() + " ")[2],
-        "the local checkpoint of step 7 is not whole: 1 of 2 files are on no node of this job, or cut short: __1_0",
+        "the local checkpoint of step 7 is incomplete: missing or truncated on all nodes: 1 of 2 files: __1_0",
     ]
     assert "has the hash " in passed_over[3].what
     assert sorted(path.name for path in shared.iterdir()) == [older.name, newest.name]
@@ -215,7 +215,7 @@ def test_a_local_checkpoint_is_used_where_it_is_the_newest_whole_one(tmp_path: P
     newest, passed_over = find_newest(shared, LocalCopies(record.root, record))
     assert newest == older
     assert [error.what for error in passed_over] == [
-        "the local checkpoint of step 9 (written on gpu03, gpu04) is not whole: no node of this job has any of its "
+        "the local checkpoint of step 9 (written on gpu03, gpu04) is incomplete: no node of this job has any of its "
         "files"
     ]
     assert "trainer.local_checkpoints is not set" in find_newest(shared, LocalCopies("", record))[1][0].what

@@ -105,9 +105,9 @@ def test_each_layer_counts_by_the_coefficient_divided_by_the_number_of_layers() 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"family": "qwen3_moe", "qk_norm": None}, "family qwen3_moe have no layers that predict further tokens"),
-        ({"lora_rank": 4}, "adapters do not train"),
-        ({"tie_embeddings": True}, "share both the input embedding and the output layer"),
+        ({"family": "qwen3_moe", "qk_norm": None}, "family qwen3_moe have no MTP layers"),
+        ({"lora_rank": 4}, "LoRA does not support MTP"),
+        ({"tie_embeddings": True}, "MTP layers do not support tied embeddings"),
     ],
 )
 def test_models_that_cannot_predict_further_tokens_are_refused(settings, reason) -> None:

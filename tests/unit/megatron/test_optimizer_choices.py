@@ -160,6 +160,6 @@ def test_moments_that_bfloat16_would_freeze_or_megatron_ignore_are_refused(setti
 
 
 def test_a_machine_without_transformer_engine_refuses_moments_in_bfloat16_by_name(make) -> None:
-    with pytest.raises(ConfigError, match="moments_dtype is bfloat16, and Adam is torch's") as refused:
+    with pytest.raises(ConfigError, match="moments_dtype is bfloat16, but Adam of torch") as refused:
         make(moments_dtype="bfloat16")
     assert refused.value.where == "optimizer.moments_dtype"

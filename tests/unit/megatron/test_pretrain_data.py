@@ -99,17 +99,17 @@ def test_counts_for_another_vocabulary_are_refused_and_not_misread(tmp_path: Pat
     ("changes", "what"),
     [
         ({"path": "nowhere"}, "nowhere.bin is missing"),
-        ({"path": ""}, "no source is named"),
+        ({"path": ""}, "no source is specified"),
         ({"split": "0,1"}, "split is"),
-        ({"window_blocks": 8}, "window_blocks is 8, and nothing is shuffled in blocks"),
-        ({"reset_attention_mask": True}, "requires the token that ends"),
-        ({"defer_npy_index_mmap": True}, "folder of the built indices"),
-        ({"blend": [CorpusSource("a", 1.0), CorpusSource("b")]}, "some have none"),
+        ({"window_blocks": 8}, "window_blocks is 8, but block_documents is not set"),
+        ({"reset_attention_mask": True}, "requires the id of the end-of-document"),
+        ({"defer_npy_index_mmap": True}, "a folder of built indices"),
+        ({"blend": [CorpusSource("a", 1.0), CorpusSource("b")]}, "have a weight"),
         ({"blend": [CorpusSource("a", -1.0)]}, "weight is -1.0"),
-        ({"blend_per_split": SplitSources(valid=[CorpusSource("a")])}, "no source is for training"),
+        ({"blend_per_split": SplitSources(valid=[CorpusSource("a")])}, "there is no training source"),
         ({"split": "999,1,0"}, "valid gets 0 of 200 documents"),
         ({"path_to_cache": "/proc/nowhere"}, "built indices cannot be written"),
-        ({"blend": [CorpusSource("a")], "per_split_data_args_path": "x"}, "both name the sources"),
+        ({"blend": [CorpusSource("a")], "per_split_data_args_path": "x"}, "both set the sources"),
         ({"per_split_data_args_path": "nowhere.json"}, "cannot be read"),
         ({"path": "s3://bucket/x"}, "is in object storage"),
     ],
@@ -265,7 +265,7 @@ def test_the_bench_of_many_sources_gives_its_figures(tmp_path: Path) -> None:
     ],
 )
 def test_more_samples_than_memory_can_index_are_refused_by_name(config, name):
-    with pytest.raises(ConfigError, match="samples, whose index needs") as error:
+    with pytest.raises(ConfigError, match="samples, whose index requires") as error:
         _check_samples(config)
     assert error.value.where.startswith(name)
     _check_samples(PretrainConfig())

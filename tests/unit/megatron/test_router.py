@@ -79,7 +79,7 @@ def test_a_router_moves_unless_it_is_frozen(settings, moving) -> None:
 
 def test_a_dispatcher_without_its_kernels_is_refused() -> None:
     layout = ParallelConfig(expert_parallel_size=2, expert_dispatcher="flex")
-    with pytest.raises(ConfigError, match="DeepEP's kernels need GPUs"):
+    with pytest.raises(ConfigError, match="DeepEP's kernels require GPUs"):
         transformer_config(ModelConfig(**SIZES), layout, CPU)
     if find_spec("deep_ep") is None:
         with pytest.raises(ConfigError, match="deep_ep, with DeepEP's kernels, is not installed"):
@@ -94,7 +94,7 @@ def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_t
     assert not groups(grouped_gemm="off")
     with pytest.raises(ConfigError, match="grouped_gemm is on, and layers are PyTorch's"):
         groups(grouped_gemm="on")
-    for settings, reason in (({"lora_rank": 2}, "stands beside the matrices of one"), ({"attention": "torch"}, "only")):
+    for settings, reason in (({"lora_rank": 2}, "experts have LoRA adapters"), ({"attention": "torch"}, "require")):
         with pytest.raises(ConfigError, match=reason):
             ModelConfig(**SIZES, **settings, grouped_gemm="on")
     model = ModelConfig(**SIZES, dtype="bfloat16", fuse_weight_gradient="off")
@@ -102,9 +102,9 @@ def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_t
     assert slow_parts(model, ONE, gpu, has_engine=True) == []
     assert slow_parts(replace(model, grouped_gemm="off"), ONE, gpu, has_engine=True) == []
     (slow,) = slow_parts(replace(model, lora_rank=2), ONE, gpu, has_engine=True)
-    assert slow.startswith("model.grouped_gemm is auto, and an adapter")
+    assert slow.startswith("model.grouped_gemm is auto, but experts have LoRA")
     assert slow.endswith("experts are computed one after another")
-    assert "layers are not Transformer Engine's" in slow_parts(model, ONE, gpu, has_engine=False)[1]
+    assert "layers do not use Transformer Engine" in slow_parts(model, ONE, gpu, has_engine=False)[1]
 
 
 @pytest.mark.parametrize("average", ["token", "conversation"])

@@ -35,7 +35,7 @@ def test_a_job_ends_cleanly_after_an_error_and_another_can_start() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sees no GPU"):
+    with pytest.raises(ConfigError, match="finds no GPU"):
         runtime.choose_device("cuda")
 
 

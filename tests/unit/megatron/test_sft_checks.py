@@ -53,7 +53,7 @@ def test_the_vocabulary_comes_from_the_dataset_or_from_the_settings(data):
     assert check(config(vocab_size=50), data(vocab_size=None)) == 50
     with pytest.raises(ConfigError, match="the vocabulary size is unknown"):
         check(config(), data(vocab_size=None))
-    with pytest.raises(ConfigError, match=r"model.vocab_size is 50, and the dataset's tokenizer has 90"):
+    with pytest.raises(ConfigError, match=r"model.vocab_size is 50, but the dataset's tokenizer has 90"):
         check(config(vocab_size=50), data())
 
 
@@ -69,10 +69,10 @@ def test_batches_larger_than_the_data_are_warned_of(tmp_path):
     assert open_fine_tuning(made, ranks).warnings == []
     made.trainer.eval_batches = 3
     [warning] = open_fine_tuning(made, ranks).warnings
-    assert warning.startswith("trainer.eval_batches is 3, and the validation set has 3 packs")
+    assert warning.startswith("trainer.eval_batches is 3, but the validation set has 3 packs")
     made.loader.global_batch_size, made.trainer.eval_batches = 4, None
     [warning] = open_fine_tuning(made, ranks).warnings
-    assert warning.startswith("loader.global_batch_size is 4, and the dataset has 3 packs")
+    assert warning.startswith("loader.global_batch_size is 4, but the dataset has 3 packs")
 
 
 def test_the_most_sequences_of_a_row_are_known_for_graphs_before_the_first_step(tmp_path):
@@ -94,12 +94,12 @@ def test_the_most_sequences_of_a_row_are_known_for_graphs_before_the_first_step(
 
 
 def test_a_pack_size_above_the_limit_of_the_model_is_refused(data):
-    with pytest.raises(ConfigError, match="pack_size 128 is above the model"):
+    with pytest.raises(ConfigError, match="pack_size 128 exceeds the model"):
         check(config(max_sequence_length=100), data(pack_size=128))
     further = DataConfig(path=str(data().train.path), evaluation={"large": str(data(pack_size=128).train.path)})
-    with pytest.raises(ConfigError, match="pack_size 128 is above the model"):
+    with pytest.raises(ConfigError, match="pack_size 128 exceeds the model"):
         check(config(max_sequence_length=100), open_datasets(further))
-    with pytest.raises(ConfigError, match="'a set' cannot name a validation set"):
+    with pytest.raises(ConfigError, match="'a set' is not a valid name for a validation set"):
         DataConfig(evaluation={"a set": "x"})
 
 
@@ -120,7 +120,7 @@ def test_a_token_beyond_the_vocabulary_is_refused_and_not_trained(tmp_path, data
 
 
 def test_adapters_of_random_weights_are_refused(tmp_path, data):
-    with pytest.raises(ConfigError, match=r"model\.lora_rank is 4, and model\.init_from names no base weights"):
+    with pytest.raises(ConfigError, match=r"model\.lora_rank is 4, but model\.init_from is not set"):
         run(tmp_path, data(vocab_size=96), lora_rank=4)
 
 
@@ -133,9 +133,9 @@ def test_a_finished_run_that_is_resumed_names_how_to_train_more_and_what_its_rec
     capsys.readouterr()
     run(tmp_path, made, resume="true")
     printed = capsys.readouterr().out
-    assert "nothing is left to train: the last step, 1, is done" in printed
+    assert "nothing to train: the last step, 1, is done" in printed
     assert "trainer.steps=2" in printed
-    assert "warning: metrics.jsonl lacks 1 of the steps that were trained, 1 to 1: " in printed
+    assert "warning: metrics.jsonl has no records of 1 of the trained steps 1 to 1: " in printed
     assert (folder / "config.before-1.yaml").read_bytes() == b"model: \xff"
 
 
@@ -212,7 +212,7 @@ def test_a_job_whose_settings_are_refused_is_not_started_again_even_if_its_launc
         main(made)
     decision = decide(folder, exit_code=1)
     assert not decision.requeue
-    assert "another attempt would fail in the same way" in decision.message
+    assert "a restart would fail in the same way" in decision.message
 
 
 def live_config(tmp_path, **data):
@@ -266,11 +266,11 @@ def test_live_chunks_are_refused_with_settings_that_they_do_not_support(tmp_path
     with pytest.raises(ConfigError, match="live chunks cannot be blended"):
         DataConfig(live=LiveConfig(path="somewhere"), blend=[BlendSource("a", 1.0)])
     write_stream(tmp_path / "live", some_chats(3), [3])
-    with pytest.raises(ConfigError, match="the chunk holds conversations, and no tokenizer is named"):
+    with pytest.raises(ConfigError, match="the chunk contains conversations, but no tokenizer is set"):
         main(live_config(tmp_path))
     made = live_config(tmp_path / "second")
     made.model.vocab_size = None
-    with pytest.raises(ConfigError, match="no tokenizer is named") as caught:
+    with pytest.raises(ConfigError, match="no tokenizer is set") as caught:
         main(made)
     assert caught.value.where == "data.live.tokenizer.name"
     for name, live in (("window_sequences", {"window_sequences": 8}), ("blend", {"blend": [LiveSource("some")]})):
@@ -336,7 +336,7 @@ def test_memory_that_runs_out_is_one_clear_error(monkeypatch):
         raise RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.\nmore")
 
     monkeypatch.setattr(runtime, "start", fail)
-    with pytest.raises(ConfigError, match="memory ran out: can't allocate memory: you tried to allocate 8 bytes"):
+    with pytest.raises(ConfigError, match="out of memory: can't allocate memory: you tried to allocate 8 bytes"):
         training.run_training(SftConfig(), None)
 
     def hide(*_, **__):
@@ -346,7 +346,7 @@ def test_memory_that_runs_out_is_one_clear_error(monkeypatch):
             raise ValueError("cannot close a file that is being written")
 
     monkeypatch.setattr(runtime, "start", hide)
-    with pytest.raises(ConfigError, match="memory ran out: of this process"):
+    with pytest.raises(ConfigError, match="out of memory: this process"):
         training.run_training(SftConfig(), None)
     monkeypatch.setattr(runtime, "start", lambda *_, **__: 1 + "")
     with pytest.raises(TypeError):

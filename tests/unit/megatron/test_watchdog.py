@@ -27,12 +27,12 @@ ME = "(host node1, process 4711)"
     ("beats", "silent", "culprit", "sentence"),
     [
         # A silent rank, even if another reads data; the first of several.
-        ([TRAINING, READING, BEHIND], {2}, 2, "rank 2 has died or is stopped (host node2, process 4711); last seen in"),
-        ([TRAINING] * 3, {1, 2}, 1, f"rank 1 (and 1 more) has died or is stopped {ME}; last seen in step 37, training"),
+        ([TRAINING, READING, BEHIND], {2}, 2, "rank 2 has exited or is suspended (host node2, process 4711);"),
+        ([TRAINING] * 3, {1, 2}, 1, f"rank 1 (and 1 more) has exited or is suspended {ME}; last seen in step 37"),
         # One with work of its own holds up those that train, and one that is a step behind all others.
         ([TRAINING, READING, TRAINING], (), 1, f"rank 1 {ME} has been in step 37, reading data, for 62 s"),
         ([TRAINING, TRAINING, BEHIND], (), 2, "rank 2 (host node2, process 4711) has been in step 36, training, for"),
-        ([TRAINING] * 2, (), None, "all 2 ranks are in step 37, training, and none makes progress"),
+        ([TRAINING] * 2, (), None, "all 2 ranks are in step 37, training, and none is making"),
         ([OPENING, replace(OPENING, idle_s=61.2)], (), None, "all 2 ranks are in step 37, opening the data, and none"),
         ([TRAINING], (), 0, f"rank 0 {ME} has been in step 37, training, for 61 s"),
     ],
@@ -72,7 +72,7 @@ def test_a_signal_ends_a_startup_that_lasts_longer_than_its_grace(ended, capsys)
         assert event.wait(timeout=300)
     assert codes == [75]
     assert left == [Stop(7, "signal", "SIGTERM received before the first step, in step 8, loading the checkpoint")]
-    assert "resume=auto starts again" in capsys.readouterr().err
+    assert "restart with resume=auto" in capsys.readouterr().err
 
 
 def test_the_first_rank_in_the_store_reports_an_end(ended, capsys) -> None:
@@ -101,7 +101,7 @@ def test_a_startup_without_progress_ends_and_names_the_setting_to_raise(ended, c
         assert event.wait(timeout=300)
     assert codes[0] == 70
     assert (left[0].reason, left[0].rank) == ("hang", 0)
-    assert "Raise trainer.startup_timeout_s" in capfd.readouterr().err
+    assert "Increase trainer.startup_timeout_s" in capfd.readouterr().err
 
 
 def test_a_hang_in_training_leaves_the_stacks_of_the_rank_in_the_runs_folder(ended, tmp_path, monkeypatch) -> None:

@@ -107,10 +107,10 @@ def test_a_step_that_differs_is_named_with_its_numbers(changed, message) -> None
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ([], "0 of 3 steps were made, step 1 is missing"),
-        (EXPECTED[:2], "2 of 3 steps were made, step 3 is missing"),
-        ([EXPECTED[0], EXPECTED[2]], "2 of 3 steps were made, step 2 is missing"),
-        ([*EXPECTED, step(4)], "4 of 3 steps were made, step 4 is extra"),
+        ([], "0 of 3 steps were completed, step 1 is missing"),
+        (EXPECTED[:2], "2 of 3 steps were completed, step 3 is missing"),
+        ([EXPECTED[0], EXPECTED[2]], "2 of 3 steps were completed, step 2 is missing"),
+        ([*EXPECTED, step(4)], "4 of 3 steps were completed, step 4 is extra"),
     ],
 )
 def test_a_run_that_did_not_make_every_step_does_not_agree(found, message) -> None:

@@ -41,11 +41,11 @@ def test_the_default_compares_every_format_with_legacy_npy() -> None:
     ("overrides", "what"),
     [
         (["check=format"], "check 'format' is unknown"),
-        (["check=versions"], "no other version's interpreter is named"),
+        (["check=versions"], "no interpreter of another version is specified"),
         (["versions=[python]"], "'python' is not NAME=PATH"),
         (["device=auto"], "'auto' is not known"),
-        (['sft_more=["data.path=x"]'], "data.path=x would be the data of every cell"),
-        (['sft=["data=train_blend"]'], "data=train_blend would be the data of every cell"),
+        (['sft_more=["data.path=x"]'], "data.path=x would replace the data of every cell"),
+        (['sft=["data=train_blend"]'], "data=train_blend would replace the data of every cell"),
     ],
 )
 def test_a_meaningless_matrix_is_refused(overrides, what) -> None:
@@ -71,7 +71,7 @@ def test_cells_use_the_named_datasets_and_versions(tmp_path) -> None:
 
     _, left_out = plan(config("check=all", "max_ranks=2"), source, tmp_path, "cpu")
     assert [(cell.name, cell.status) for cell in left_out] == [("versions", "skipped")]
-    with pytest.raises(ConfigError, match="there is no format 'csv'"):
+    with pytest.raises(ConfigError, match="format 'csv' does not exist"):
         plan(config('formats=["1 format=npy", "1 format=csv"]'), source, tmp_path, "cpu")
 
 

@@ -121,7 +121,7 @@ def test_kernels_of_a_gpu_have_the_buffers_of_their_sources() -> None:
 
 
 def test_a_dispatcher_that_needs_other_ranks_of_experts_is_refused_and_passed_over_by_a_search() -> None:
-    with pytest.raises(ConfigError, match=r"DeepEP divides experts over 2, 4, 8, .* and here they are on 256"):
+    with pytest.raises(ConfigError, match=r"DeepEP supports experts on 2, 4, 8, .* but the layout has 256"):
         ParallelConfig(expert_parallel_size=256, expert_dispatcher="flex")
     config = compose_config("sft", SftConfig, ["experiment=qwen3_30b_a3b_1node", "parallel.expert_dispatcher=flex"])
     packs = AssumedPacks(1000, pack_size=8192, sequence_tokens=1024)

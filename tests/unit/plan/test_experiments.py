@@ -53,7 +53,7 @@ def test_the_table_of_dispatchers_has_the_buffers_of_the_plan(name: str) -> None
     for dispatcher, quoted in zip(("alltoall", "allgather", "flex"), row.split("|")[3:6], strict=True):
         overrides = [f"experiment={name}", f"parallel.expert_dispatcher={dispatcher}", "parallel.static_rows=true"]
         if quoted.strip() == "-":
-            with pytest.raises(ConfigError, match="here they are on 256"):
+            with pytest.raises(ConfigError, match="but the layout has 256"):
                 compose_config("sft", SftConfig, overrides)
             continue
         planned = plan_run(compose_config("sft", SftConfig, overrides))
@@ -69,5 +69,5 @@ def test_an_experiment_trains_on_its_number_of_ranks_only(name: str, tmp_path) -
     ranks = config.parallel.ranks
     config.check(ranks)
     assert check(config, data) == config.model.vocab_size
-    with pytest.raises(ConfigError, match=f"planned for {ranks} ranks, and there are 16"):
+    with pytest.raises(ConfigError, match=f"planned for {ranks} ranks, but the job has 16"):
         config.check(16)

@@ -25,14 +25,14 @@ OVERLAPS = {
             {"virtual_pipeline_parallel_size": 2},
             "virtual_pipeline_parallel_size is 2, and parallel.pipeline_parallel_size is 1",
         ),
-        ({"sequence_parallel": True}, "has one rank"),
+        ({"sequence_parallel": True}, "has only one rank"),
         ({"expert_dispatcher": "deepep"}, "expert_dispatcher"),
         (
             {"expert_dispatcher": "allgather", "expert_parallel_size": 2},
-            "2 ranks that share experts gather rows of one",
+            "2 ranks share experts, and allgather requires rows of equal length",
         ),
-        ({"expert_dispatcher": "flex"}, "no rank holds experts for the tokens of other ranks"),
-        ({"cuda_graphs": True}, "static_rows is false: rows that differ in length have no graph"),
+        ({"expert_dispatcher": "flex"}, "flex dispatch requires experts on several ranks"),
+        ({"cuda_graphs": True}, "static_rows is false: CUDA graphs require rows of constant length"),
         (
             {"cuda_graphs": True, "static_rows": True, "pipeline_parallel_size": 2},
             "and parallel.pipeline_parallel_size is 2",
@@ -41,9 +41,9 @@ OVERLAPS = {
             {"cuda_graphs": True, "static_rows": True, "context_parallel_size": 2},
             "and parallel.context_parallel_size is 2",
         ),
-        ({"overlap_tensor_parallel": True, "static_rows": True}, "sequence_parallel is false: it divides the gathers"),
-        ({**OVERLAPS, "static_rows": False}, "static_rows is false: it needs buffers of one row's shape"),
-        ({**OVERLAPS, "cuda_graphs": True}, "cuda_graphs is true: it has streams of its own"),
+        ({"overlap_tensor_parallel": True, "static_rows": True}, "sequence_parallel is false: it overlaps the"),
+        ({**OVERLAPS, "static_rows": False}, "static_rows is false: its buffers require rows of constant"),
+        ({**OVERLAPS, "cuda_graphs": True}, "cuda_graphs is true: CUDA graphs do not support its streams"),
     ],
 )
 def test_parallel_sizes_that_contradict_each_other_are_refused(settings, message) -> None:
@@ -54,8 +54,8 @@ def test_parallel_sizes_that_contradict_each_other_are_refused(settings, message
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "qwen3_moe", "num_experts": 4, "expert_ffn_hidden_size": 32}, "num_experts is 4: what an expert"),
-        ({"fp8": "tensorwise"}, "fp8 is tensorwise: nothing"),
+        ({"family": "qwen3_moe", "num_experts": 4, "expert_ffn_hidden_size": 32}, "num_experts is 4: CUDA graphs"),
+        ({"fp8": "tensorwise"}, "fp8 is tensorwise: CUDA graphs do not support FP8"),
     ],
 )
 def test_models_that_no_graph_is_captured_of_are_refused(changes, message) -> None:
@@ -68,13 +68,13 @@ def test_models_that_no_graph_is_captured_of_are_refused(changes, message) -> No
 @pytest.mark.parametrize(
     ("model", "trainer", "message"),
     [
-        ({"lora_rank": 4}, {}, "lora_rank is 4: adapters read"),
-        ({"family": "qwen3_moe", "num_experts": 4, "expert_ffn_hidden_size": 64}, {}, "no buffers for experts"),
-        ({"fp8": "mxfp8"}, {}, "fp8 is mxfp8: only products"),
-        ({"attention": "torch"}, {}, "attention is torch: the buffers"),
+        ({"lora_rank": 4}, {}, "lora_rank is 4: LoRA adapters"),
+        ({"family": "qwen3_moe", "num_experts": 4, "expert_ffn_hidden_size": 64}, {}, "support it for experts"),
+        ({"fp8": "mxfp8"}, {}, "fp8 is mxfp8: only bfloat16"),
+        ({"attention": "torch"}, {}, "attention is torch: it requires Transformer"),
         ({"dtype": "float32"}, {}, r"model\.dtype is float32"),
         ({}, {"device": "cpu"}, r"trainer\.device is cpu"),
-        ({}, {"sample_prompts": ["Hi"]}, "may be longer than a row"),
+        ({}, {"sample_prompts": ["Hi"]}, "can be longer than a row"),
     ],
 )
 def test_runs_whose_exchanges_cannot_overlap_with_products_are_refused(model, trainer, message) -> None:
@@ -99,8 +99,8 @@ def test_ranks_that_cannot_hold_whole_models_are_refused_with_the_arithmetic() -
 @pytest.mark.parametrize(
     ("parallel", "ranks", "packs", "tokens", "message"),
     [
-        ({}, 8, 4, 4096, r"8 data-parallel ranks \(8 ranks / 1 .*\) cannot each train a part of 4 packs"),
-        ({"tensor_parallel_size": 2}, 8, 3, 4096, r"4 data-parallel ranks \(8 ranks / 2 .* part of 3 packs"),
+        ({}, 8, 4, 4096, r"batch of 4 packs is too small for 8 data-parallel ranks \(8 ranks / 1 .*\)"),
+        ({"tensor_parallel_size": 2}, 8, 3, 4096, r"of 3 packs is too small for 4 .* ranks \(8 ranks / 2 "),
         (
             {"context_parallel_size": 4},
             4,
@@ -213,7 +213,7 @@ LATENT = {"family": "deepseek_v3", "kv_lora_rank": 8, "num_attention_heads": 4, 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"experts_per_token": 5}, "cannot be sent to 5 of 4 experts"),
+        ({"experts_per_token": 5}, "cannot be routed to 5 of 4 experts"),
         ({"dense_layers": 4}, "4 of 4 layers are dense"),
         ({"router_groups": 2}, "one of them is set"),
         ({"router_groups": 3, "router_top_groups": 1}, "cannot come evenly from 1 of 3 groups of 4 experts"),
@@ -227,22 +227,22 @@ LATENT = {"family": "deepseek_v3", "kv_lora_rank": 8, "num_attention_heads": 4, 
             {**LATENT, "expert_ffn_hidden_size": 48, "shared_ffn_hidden_size": 64},
             "64 is not a multiple of expert_ffn",
         ),
-        ({"expert_bias": True}, "sigmoid router only"),
+        ({"expert_bias": True}, "only with a sigmoid router"),
         ({"experts_per_token": 1}, "would always be 1"),
         ({"router_score": "relu"}, "'relu' is not known"),
-        ({"family": "deepseek_v3"}, "deepseek_v3 have latent attention, and kv_lora_rank is 0"),
-        ({"kv_lora_rank": 8}, "llama have no latent attention, and kv_lora_rank is 8"),
-        ({**LATENT, "num_query_groups": 2}, "every head has its own keys and values"),
-        ({**LATENT, "qk_rope_head_dim": 5}, "5 numbers of a head cannot be rotated in pairs"),
-        ({**LATENT, "rope_scaling": "llama3"}, "rope_scaling is llama3: .* no such scaling for latent attention"),
+        ({"family": "deepseek_v3"}, "deepseek_v3 have latent attention, but kv_lora_rank is 0"),
+        ({"kv_lora_rank": 8}, "llama have no latent attention, but kv_lora_rank is 8"),
+        ({**LATENT, "num_query_groups": 2}, "as many query groups as attention heads"),
+        ({**LATENT, "qk_rope_head_dim": 5}, "the size 5 of the rotary embedding is odd"),
+        ({**LATENT, "rope_scaling": "llama3"}, "rope_scaling is llama3: .* not support this scaling with latent"),
         ({**LATENT, "rope_mscale": 0.7}, "rope_mscale is 0.7, and model.rope_mscale_all_dim is 0"),
-        ({"qk_norm": True}, "family llama have no norms of queries and keys, and qk_norm is set"),
-        ({"family": "glm4_moe"}, "some models of the family glm4_moe have norms"),
-        ({"family": "glm4_moe", "qk_norm": False, "rope_scaling": "yarn"}, "yarn turns whole heads"),
+        ({"qk_norm": True}, "family llama have no query and key norms, but qk_norm is set"),
+        ({"family": "glm4_moe"}, "some models of the family glm4_moe have query"),
+        ({"family": "glm4_moe", "qk_norm": False, "rope_scaling": "yarn"}, "yarn does not support the partial"),
         ({"family": "mixtral", "dense_layers": 1}, "family mixtral have experts in every layer"),
         ({"num_experts": 0, "aux_loss": 0.1, "grouped_gemm": "on"}, "aux_loss, grouped_gemm would have no effect"),
-        ({"sliding_window": 8}, "family llama have no layers with a window, and sliding_window is 8"),
-        ({"family": "gpt_oss"}, "family gpt_oss have layers with a window, and sliding_window is None"),
+        ({"sliding_window": 8}, "family llama have no sliding windows, but sliding_window is 8"),
+        ({"family": "gpt_oss"}, "family gpt_oss have sliding windows, but sliding_window is null"),
     ],
 )
 def test_experts_that_cannot_exist_are_refused(settings, message) -> None:

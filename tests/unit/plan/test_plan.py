@@ -332,18 +332,18 @@ def test_data_that_does_not_exist_yet_is_planned_by_its_packs() -> None:
         (["trainer.steps=1", "optimizer.warmup_steps=0"], []),
         (
             ["trainer.steps=10", "optimizer.warmup_steps=100"],
-            ["optimizer.warmup_steps is 100, and trainer.steps 10: the warm-up ends at step 9"],
+            ["optimizer.warmup_steps is 100 and trainer.steps is 10: the warm-up ends at step 9"],
         ),
         (
             ["optimizer.decay_steps=7", "optimizer.warmup_steps=7"],
-            ["optimizer.warmup_steps is 7, and optimizer.decay_steps 7: the warm-up ends at step 6"],
+            ["optimizer.warmup_steps is 7 and optimizer.decay_steps is 7: the warm-up ends at step 6"],
         ),
         (["trainer.steps=60", "trainer.local_checkpoints=/scratch", "trainer.local_checkpoint_interval=5"], []),
         (
             ["trainer.steps=60", "trainer.local_checkpoints=/scratch", "trainer.local_checkpoint_interval=40"],
             [
-                "trainer.local_checkpoint_interval is 40, and trainer.checkpoint_interval 20: no local checkpoint is "
-                "written, as there is one in the run's folder at each of these steps"
+                "trainer.local_checkpoint_interval is 40 and trainer.checkpoint_interval is 20: no local checkpoint is "
+                "written, because each of these steps has a checkpoint in the run's folder"
             ],
         ),
     ],
@@ -359,9 +359,9 @@ def test_a_warm_up_longer_than_the_run_and_local_checkpoints_that_never_come_are
         (["optimizer.decay_steps=100"], []),
         (["optimizer.decay=constant"], []),
         (["trainer.steps=10", "optimizer.warmup_steps=2"], []),
-        (["optimizer.decay_steps=100", "trainer.checkpoint_interval=0"], ["no chunk is freed"]),
+        (["optimizer.decay_steps=100", "trainer.checkpoint_interval=0"], ["no chunk is released"]),
         (["optimizer.decay_steps=100", "trainer.checkpoint_interval=0", "data.live.completed=read"], []),
-        (["optimizer.decay_steps=100", "data.path=data/mine"], ["data.path=data/mine is not read"]),
+        (["optimizer.decay_steps=100", "data.path=data/mine"], ["data.path=data/mine is ignored"]),
     ],
 )
 def test_a_live_run_warns_of_a_rate_and_of_chunks_that_stay_and_of_data_that_is_not_read(overrides, words):

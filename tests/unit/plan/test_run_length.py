@@ -82,7 +82,7 @@ def test_steps_and_epochs_together_are_refused_unless_one_is_null() -> None:
 
 
 def test_epochs_of_data_that_has_none_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.epochs is 2, and only packed datasets have epochs"):
+    with pytest.raises(ConfigError, match=r"trainer\.epochs is 2, but only packed datasets support epochs"):
         compose_config("sft", SftConfig, ["data=live", "schedule=as_packed", "trainer.epochs=2"])
-    with pytest.raises(ConfigError, match=r"trainer\.epochs is 2, and only packed datasets have epochs"):
+    with pytest.raises(ConfigError, match=r"trainer\.epochs is 2, but only packed datasets support epochs"):
         PretrainConfig(data=CorpusConfig(), trainer=TrainerConfig(epochs=2))

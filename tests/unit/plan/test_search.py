@@ -145,7 +145,7 @@ def test_a_run_that_does_not_fit_is_offered_the_fewest_savings_with_which_it_doe
 
 
 def test_ranks_that_hold_no_whole_copy_and_data_that_is_not_there_are_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="cannot each train a part of 16 packs"):
+    with pytest.raises(ConfigError, match="batch of 16 packs is too small for 24"):
         search("model=tiny", "parallel.ranks=24", "model.vocab_size=300")
     settings = compose_config("sft", SftConfig, ["model.vocab_size=300", f"data.path={tmp_path / 'nowhere'}"])
     with pytest.raises(ConfigError, match="which is unknown: there is no dataset"):

@@ -60,14 +60,14 @@ def test_turns_may_be_stored_as_one_list_a_field():
     assert messages == (PLAIN[0], Message("assistant", "Hello", weight=100))
     for uneven in ({"role": ["user"], "content": []}, {"role": "user", "content": "Hi"}, {}):
         reason, detail = refusal({"messages": uneven})
-        assert (reason, detail) == (BadReason.NO_MESSAGES, "`messages` holds a dict, expected a list of turns")
+        assert (reason, detail) == (BadReason.NO_MESSAGES, "`messages` contains a dict, expected a list of turns")
 
 
 def test_two_lists_of_turns_are_a_question_to_the_user():
     record = {"messages": [ASK, ANSWER], "conversation": [ASK, ANSWER]}
     assert refusal(record) == (
         BadReason.UNKNOWN_SCHEMA,
-        "`messages` and `conversation` hold turns; to leave one out: source.ignore_fields=[conversation]",
+        "`messages` and `conversation` contain turns; to leave one out: source.ignore_fields=[conversation]",
     )
     assert turns_of(record, ignore_fields=["conversation"]) == PLAIN
 
@@ -445,8 +445,8 @@ def test_detection_uses_the_columns_and_stops_after_a_hundred_records():
 @pytest.mark.parametrize(
     ("records", "what", "fix"),
     [
-        ([{"q": "Hi", "a": "Hello"}], "no schema of chats fits the first records; fields: q, a", "source.columns"),
-        ([{"text": "x"}, {"messages": [ASK]}], "several schemas: 1 text, 1 messages", "by themselves"),
+        ([{"q": "Hi", "a": "Hello"}], "no schema matches the first records; fields: q, a", "source.columns"),
+        ([{"text": "x"}, {"messages": [ASK]}], "several schemas: 1 text, 1 messages", "separately"),
         ([{"prompt": "Hi", "chosen": "a", "rejected": "b"}], "source.schema=preference", "source.schema="),
         ([{"messages": [ASK], "prompt": "a", "completion": "b"}], "messages, prompt_completion", "source.schema="),
         ([{"messages": [ASK], "chosen": [ASK], "rejected": [ASK]}], "messages, preference", "source.schema="),
@@ -540,7 +540,7 @@ REFUSED = {
         (with_tools([TOOL, {"type": "web_search"}]), "tool 2 is of type 'web_search'"),
         (with_tools([{"type": "function", "function": {"name": 7}}]), "tool 1 has no name"),
         (with_tools([{**FUNCTION, "strict": float("nan")}]), "in tool 1 there is the number nan"),
-        (with_tools([{"name": "f", "parameters": {"city": "string"}}]), "no type of 'city' is given"),
+        (with_tools([{"name": "f", "parameters": {"city": "string"}}]), "'city' has no type"),
         (
             with_arguments(nested(70)),
             "arguments of call 1 of the tool_calls of turn 2 (assistant) there is a value more",
@@ -590,12 +590,12 @@ REFUSED = {
         (answer_with(weight=1.5), "has the weight 1.5"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "weight": 1}]}, ANSWER]},
-            "a part of turn 1 (user) has a weight, and only the assistant's turns are trained",
+            "a part of turn 1 (user) has a weight, and only assistant turns are trained",
         ),
         (answer_with(weight="1"), "has the weight '1'"),
         (answer_with(weight=float("nan")), "has the weight nan"),
         (answer_with(train=1), "has the train 1, expected true or false"),
-        (answer_with(weight=1, train=False), "by one of its weights and not by another"),
+        (answer_with(weight=1, train=False), "has contradictory weights"),
         ({"prompt": [ASK, {**ANSWER, "weight": 1}, ASK], "completion": "Yes"}, "a turn of the prompt"),
     ],
     "unknown_role": [
@@ -613,15 +613,15 @@ REFUSED = {
     ],
     "bad_turn": [
         (with_turn("hi"), "turn 1 is a str"),
-        (of_alpaca(history=[["Hi"]]), "`history` is not a list of pairs"),
-        ({"prompt": "Hi", "completion": [ANSWER], "thinking": "I greet."}, "`thinking` stands beside a completion"),
-        ({"prompt": "Bye", "chosen": [ASK, ANSWER], "rejected": "no"}, "`chosen` begins with a prompt of its own"),
+        (of_alpaca(history=[["Hi"]]), "`history` is not a list of question"),
+        ({"prompt": "Hi", "completion": [ANSWER], "thinking": "I greet."}, "`thinking` is set in addition to"),
+        ({"prompt": "Bye", "chosen": [ASK, ANSWER], "rejected": "no"}, "`chosen` begins with a prompt that differs"),
     ],
     "no_messages": [
-        ({"turns": "hi"}, "no schema of chats fits the fields ('turns')"),
+        ({"turns": "hi"}, "no schema matches the fields ('turns')"),
         ({"messages": []}, "an empty list"),
         ({"messages": "hi"}, "a str"),
-        ({"chosen": "Human: Hi", "rejected": "no"}, "`chosen` is a text, and there is no `prompt` that it answers"),
+        ({"chosen": "Human: Hi", "rejected": "no"}, "`chosen` is a text, but there is no `prompt`"),
     ],
     "not_an_object": [([1, 2], "a JSON list"), (None, "a JSON NoneType")],
     "no_assistant_turn": [({"messages": [ASK]}, "none of the 1 turns")],
@@ -641,7 +641,7 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_its_reason_and_place
     [
         (b"not json", BadReason.NOT_JSON, "Expecting value"),
         (b"[" * 100_000, BadReason.NOT_JSON, "nested too deeply"),
-        (b'{"messages": [{"role": "user", "role": "b"}]}', BadReason.NOT_JSON, "the key 'role' is given twice"),
+        (b'{"messages": [{"role": "user", "role": "b"}]}', BadReason.NOT_JSON, "the key 'role' occurs twice"),
         (b'{"messages": "\xff"}', BadReason.NOT_UTF8, "byte 14"),
     ],
 )
@@ -654,18 +654,18 @@ def test_a_line_that_is_no_json_is_refused(line, reason, words):
 def test_a_refusal_names_the_column_that_a_field_was_read_from():
     reason, detail = refusal({"chat": []}, columns={"messages": "chat"})
     assert reason == BadReason.NO_MESSAGES
-    assert detail == "`messages` holds an empty list, expected a list of turns (`messages` is the column `chat`)"
+    assert detail == "`messages` contains an empty list, expected a list of turns (`messages` is the column `chat`)"
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"schema": "chatml"}, "'chatml' is not known"),
-        ({"columns": {"dialog": "chat"}}, "there is no field 'dialog'"),
-        ({"columns": {"messages.speaker": "who"}}, "there is no field 'messages.speaker'"),
-        ({"columns": {"messages": ""}}, "the name of the column is ''"),
-        ({"columns": {"chat": "messages"}}, "source.columns.messages=chat, or name one of: "),
-        ({"schema": "alpaca", "columns": {"messages": "chat"}}, "no field 'messages' in the schema alpaca"),
+        ({"columns": {"dialog": "chat"}}, "field 'dialog' does not exist"),
+        ({"columns": {"messages.speaker": "who"}}, "field 'messages.speaker' does not exist"),
+        ({"columns": {"messages": ""}}, "the column name is ''"),
+        ({"columns": {"chat": "messages"}}, "source.columns.messages=chat, or use one of: "),
+        ({"schema": "alpaca", "columns": {"messages": "chat"}}, "field 'messages' does not exist in the schema alpaca"),
     ],
 )
 def test_settings_that_name_nothing_are_refused(settings, words):

@@ -75,7 +75,7 @@ def test_a_preparation_counts_conversations_and_placeholders(tmp_path):
     source = SourceConfig(path=str(tmp_path / "chats.jsonl"), drop_media=True)
     report = prepare(source, None, tmp_path / "data", pack_size=256, validation_fraction=0.0)
     assert (report.records, report.media, report.placeholders) == (12, 8, 8)
-    assert "| 8 | conversations are trained on their text alone |" in (tmp_path / "data" / "report.md").read_text()
+    assert "| 8 | conversations are trained only on their text |" in (tmp_path / "data" / "report.md").read_text()
     counts = open_dataset(tmp_path / "data" / "train").manifest.provenance.counts
     assert (counts["media"], counts["placeholders"]) == (8, 8)
 

@@ -123,7 +123,7 @@ def test_an_end_outside_the_marks_is_refused_or_trained_by_its_name(tmp_path: Pa
 
 def test_the_named_end_is_a_special_token(tmp_path: Path) -> None:
     name = str(tokenizer_for(WORDS, tmp_path / "tokenizer"))
-    with pytest.raises(ConfigError, match="is no special token") as error:
+    with pytest.raises(ConfigError, match="is not a special token") as error:
         ChatTokenizer(TokenizerConfig(name=name, end_of_last_turn="<|stop|>"))
     assert "</s>" in error.value.fix
 

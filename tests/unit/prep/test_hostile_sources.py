@@ -60,7 +60,7 @@ def test_a_parquet_of_500_bytes_with_a_conversation_of_millions_of_turns_is_refu
     pq.write_table(table, tmp_path / "chats.parquet", write_statistics=False, store_schema=False)
     assert (tmp_path / "chats.parquet").stat().st_size < 700
     chats, live, packs = whats_of(tmp_path / "chats.parquet")
-    assert chats.startswith("the column messages.list.element.role claims 8,388,608 values; at most 4,194,304")
+    assert chats.startswith("the column messages.list.element.role declares 8,388,608 values; at most 4,194,304")
     assert live == chats
     assert packs.startswith("has no column input_ids")
 
@@ -136,7 +136,7 @@ def test_pages_that_expand_are_refused_by_their_headers(tmp_path: Path, monkeypa
     for use_dictionary, size in ((False, 9 << 20), (True, 5 << 20)):
         table = pa.table({"messages": ["x" * size]})
         pq.write_table(table, path, use_dictionary=use_dictionary, dictionary_pagesize_limit=1 << 30, **options)
-        with pytest.raises(PrepError, match=f"the column messages claims a page of {f'{size:,}'[:5]}"):
+        with pytest.raises(PrepError, match=f"the column messages declares a page of {f'{size:,}'[:5]}"):
             list(read_chunks([path]))
 
 

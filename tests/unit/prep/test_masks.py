@@ -644,7 +644,7 @@ def test_facts_record_the_rule_its_reason_and_the_tokens_that_end_a_turn(tokeniz
     [("all", "train_on", "last_turn"), ("all", "history", "kept"), ("assistant_turns", "train_reasoning", False)],
 )
 def test_a_setting_that_a_rule_does_not_use_is_refused(mask: str, setting: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"tokenizer.{setting}={value} does nothing") as caught:
+    with pytest.raises(ConfigError, match=f"tokenizer.{setting}={value} has no effect") as caught:
         TokenizerConfig(mask=mask, **{setting: value})
     assert caught.value.where == f"tokenizer.{setting}"
 
@@ -665,4 +665,4 @@ def test_marks_inside_text_that_moves_are_refused(tokenizer: Any) -> None:
     bad = refused(tokenizer(moved + "{% for m in messages %}{{ say(m) }}{% endfor %}"), chat("Hi", "Hello"))
 
     assert bad.reason == BadReason.TEMPLATE_FAILED
-    assert "inside a block whose text it moves" in bad.detail
+    assert "inside a block whose text is moved" in bad.detail

@@ -96,7 +96,7 @@ def test_a_plan_names_the_setting_that_is_wrong(changes, where):
         ({"packed_storage": "pickle"}, "data.packed_storage", "'pickle'"),
         ({"algorithm": "best"}, "data.algorithm", "'best'"),
         ({"pack_size": 1}, "data.pack_size", "1"),
-        ({"path": ""}, "data.path", "no folder"),
+        ({"path": ""}, "data.path", "no output folder"),
         ({"validation_fraction": 0.5, "test_fraction": 0.5}, "data.validation_fraction and data.test_fraction", "left"),
     ],
 )
@@ -180,11 +180,11 @@ def test_a_million_sequences_are_planned_by_their_distinct_lengths_and_fill_the_
 @pytest.mark.parametrize(
     ("lengths", "words", "fix"),
     [
-        ([5, 11, 12], "2 of 3 sequences are longer than pack_size 10; sequence 1 has 11", "raise data.pack_size"),
-        ([5, 1], "1 of 2 sequences have fewer than 2 tokens; sequence 1 has 1", "leave them out"),
-        ([5, -3], "sequence 1 has -3", "leave them out"),
-        ([5.0], "float64", "give one number of tokens"),
-        ([[5]], "2 dimensions", "give one number of tokens"),
+        ([5, 11, 12], "2 of 3 sequences are longer than pack_size 10; sequence 1 has 11", "increase data.pack_size"),
+        ([5, 1], "1 of 2 sequences have fewer than 2 tokens; sequence 1 has 1", "omit them"),
+        ([5, -3], "sequence 1 has -3", "omit them"),
+        ([5.0], "float64", "pass one number of tokens"),
+        ([[5]], "2 dimensions", "pass one number of tokens"),
     ],
 )
 def test_invalid_lengths_are_reported_by_number(lengths, words, fix):

@@ -70,13 +70,13 @@ def test_a_tokenizer_is_named_by_its_folder(chats: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        (("chats", None), {}, "no folder is named"),
+        (("chats", None), {}, "no output folder is set"),
         (("chats", None, "out"), {"pack_sise": 8}, "there is no setting 'pack_sise'"),
         (("chats", None, "out"), {"path": "other"}, "multiple values|there is no setting"),
-        (("", None, "out"), {}, "the path is empty|no path is given"),
-        (("chats", "", "out"), {}, "no tokenizer is named"),
-        ((PrepareConfig(), None, "out"), {}, "path is given beside a PrepareConfig"),
-        ((PrepareConfig(),), {"pack_size": 64}, "pack_size is given beside a PrepareConfig"),
+        (("", None, "out"), {}, "the path is empty|no path is set"),
+        (("chats", "", "out"), {}, "no tokenizer is set"),
+        ((PrepareConfig(), None, "out"), {}, "path was passed together with a PrepareConfig"),
+        ((PrepareConfig(),), {"pack_size": 64}, "pack_size was passed together with a PrepareConfig"),
     ],
 )
 def test_arguments_that_make_no_preparation_are_refused(arguments, settings, message) -> None:

@@ -63,7 +63,7 @@ def test_trained_text_is_in_brackets_where_there_are_no_colors(source):
     assert "schema     messages, detected" in page
     assert "not read   id" in page
     assert "mask       marks, because" in page
-    assert "trained for this preview on the first records" in page
+    assert "trained on the first records for this preview" in page
 
 
 def test_trained_text_is_in_color_on_a_terminal(source):
@@ -95,7 +95,7 @@ def test_a_conversation_that_makes_several_sequences_shows_each(tmp_path):
     kept = shown(str(source), tokenizer=TokenizerConfig(name=str(tmp_path / "tokenizer"), history="kept"))
     words = " ".join(kept.split())
     assert "4 turns, 1 sequence" in words
-    assert "in 2 sequences; the last turn is trained after lines that a server would not send: +<think> +think" in words
+    assert "in 2 sequences; the last turn is trained after lines that a server would omit: +<think> +think" in words
 
 
 def test_chats_have_no_packs_and_a_dataset_takes_no_settings_of_a_preparation(source, monkeypatch, capsys):

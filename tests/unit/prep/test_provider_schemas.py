@@ -182,7 +182,7 @@ def test_a_failed_tool_and_hidden_reasoning_are_refused_unless_ignored():
         ({"contents": [{"role": "model", "parts": [{"functionCall": {"name": "f", "x": 1}}]}]}, "'x'"),
         ({"input": [{"type": ["a"]}]}, "['a']"),
         ({"input": [{"type": "message", "role": "user", "content": "a", "x": 1}]}, "ignore_fields=[x]"),
-        ({**RESPONSES, "status": "incomplete"}, "cut short"),
+        ({**RESPONSES, "status": "incomplete"}, "is 'incomplete'"),
         ({"input": [3, {"role": "user"}]}, "no schema"),
         ({"conversation": [{"input": "a", "output": "b"}, {"input": "c"}]}, "pair 2 is not a question"),
         ({"conversation": [{"input": "a", "output": ""}]}, "pair 1: `output` is empty"),
@@ -234,7 +234,7 @@ def test_a_line_of_a_batch_is_its_request_with_the_answer():
         ({"error": {"code": "x"}}, "the request failed"),
         ({"response": {"status_code": 429}}, "status 429"),
         ({"response": {"body": {"choices": [CHOICE, CHOICE]}}}, "2 choices"),
-        ({"response": {"body": {"choices": [{**CHOICE, "finish_reason": "length"}]}}}, "cut short"),
+        ({"response": {"body": {"choices": [{**CHOICE, "finish_reason": "length"}]}}}, "is incomplete"),
     ],
 )
 def test_a_line_of_a_batch_without_one_whole_answer_is_refused(more, words):

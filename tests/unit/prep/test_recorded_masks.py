@@ -91,5 +91,5 @@ def test_other_settings_tokenizers_and_datasets_without_a_record_change_nothing(
 @pytest.mark.parametrize("changes", [{"train_on": "everything"}, {"untrained": "reasoning"}, {"untrained": "7"}])
 def test_a_record_that_is_not_known_is_refused(data: Path, changes: dict[str, str]) -> None:
     record(data, TokenizerConfig(), **changes)
-    with pytest.raises(FormatError, match="a mask that is not known"):
+    with pytest.raises(FormatError, match="uses an unknown mask"):
         as_prepared(TokenizerConfig(name=str(data / "tokenizer")))

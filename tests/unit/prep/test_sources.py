@@ -100,14 +100,14 @@ def test_a_folder_of_several_splits_is_refused_until_one_is_named(tmp_path, name
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(GOOD))
-    with pytest.raises(PrepError, match="holds files of the splits") as error:
+    with pytest.raises(PrepError, match="contains files of the splits") as error:
         list_files(str(tmp_path))
     assert "source.split=train" in error.value.fix
     found = find_files(SourceConfig(path=str(tmp_path), split="train"))
     assert found.files == (tmp_path / names[0],)
     assert (found.skipped, found.facts) == ((str(tmp_path / names[1]),), {"split": "train"})
     assert len(list_files(str(tmp_path / "**/*.jsonl"))) == 2
-    with pytest.raises(PrepError, match="no split 'other'"):
+    with pytest.raises(PrepError, match="split 'other' does not exist"):
         find_files(SourceConfig(path=str(tmp_path), split="other"))
 
 
@@ -200,4 +200,4 @@ def test_suffixes_ignore_case_and_skipped_files_are_listed(tmp_path):
     lines = []
     found = find_files(SourceConfig(path=str(tmp_path)), show=lines.append)
     assert found.skipped == (str(tmp_path / "_d.jsonl"), str(tmp_path / "c.json"))
-    assert lines[0] == "2 other files of the source are left out:"
+    assert lines[0] == "2 other files of the source are ignored:"

@@ -86,14 +86,14 @@ def test_rows_of_other_widths_and_with_broken_text_are_bad_with_their_lines(tmp_
         ("line 6", BadReason.NOT_UTF8),
         ("line 7", BadReason.BAD_ROW),
     ]
-    assert "3 columns, the header 2: question, answer" in bad[1].detail
+    assert "3 columns, but the header has 2: question, answer" in bad[1].detail
 
 
 @pytest.mark.parametrize(
     ("content", "words", "fix"),
     [
-        ('prompt,completion\nA,B\nC,"D\nE,F\n', "ends inside a quoted text", "close the quote"),
-        ("prompt;completion\nA;B\n", "';' seems to divide", "commas in .csv"),
+        ('prompt,completion\nA,B\nC,"D\nE,F\n', "ends within quoted text", "close the quote"),
+        ("prompt;completion\nA;B\n", "';' seems to separate", "commas in .csv"),
         ("prompt,prompt\nA,B\n", "several columns have the name 'prompt'", "rename"),
     ],
 )

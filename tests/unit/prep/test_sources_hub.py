@@ -100,7 +100,7 @@ def test_a_dataset_is_downloaded_once_and_its_commit_recorded(server, path):
     lines = []
     found = find_files(SourceConfig(path=path), show=lines.append)
     assert found.facts == {"dataset": "org/plain", "revision": server.commit("org/plain")}
-    assert lines[0].startswith(f"dataset org/plain of the hub at {server.commit('org/plain')[:12]}: 1 files")
+    assert lines[0].startswith(f"dataset org/plain of the hub at {server.commit('org/plain')[:12]}: 1 file")
     assert questions(path) == ["a", "b"]
     assert server.downloaded() == ["chats.jsonl"]
     assert found.digest == find_files(SourceConfig(path=path)).digest
@@ -149,10 +149,10 @@ def test_splits_subsets_and_files_are_chosen_by_setting_or_path(server, path, se
     [
         ("org/named", {}, "several splits: train_gen, train_sft", "source.split=train_gen"),
         ("org/card", {}, "has the subsets all, short", "source.subset=all"),
-        ("org/card", {"subset": "long"}, "no subset 'long', only all, short", "source.subset"),
-        ("org/card", {"subset": "short", "split": "test"}, "no split 'test', only train", "source.split"),
-        ("org/splits", {"split": "dev"}, "no split 'dev', only test, train", "source.split"),
-        ("org/held", {}, "no split 'train', only test", "source.split"),
+        ("org/card", {"subset": "long"}, "subset 'long' does not exist, only all, short", "source.subset"),
+        ("org/card", {"subset": "short", "split": "test"}, "split 'test' does not exist, only train", "source.split"),
+        ("org/splits", {"split": "dev"}, "split 'dev' does not exist, only test, train", "source.split"),
+        ("org/held", {}, "split 'train' does not exist, only test", "source.split"),
         ("org/splits", {"subset": "x"}, "defines no subsets", "source.subset"),
         ("hf://datasets/org/splits/data/*.jsonl", {}, r"no file of the dataset matches data/\*.jsonl", "address"),
         ("org/twice", {}, r"several kinds \(.jsonl .parquet\)", "hf://datasets/org/twice/**/*.jsonl"),
@@ -216,5 +216,5 @@ def test_local_paths_are_never_looked_up_on_the_hub(server, tmp_path):
 
 @pytest.mark.parametrize("path", ["hf://org/plain", "hf://datasets/", "hf://models/org/name", "hf://datasets/*/x"])
 def test_other_addresses_are_refused(path):
-    with pytest.raises(ConfigError, match="not the address of a dataset of the hub"):
+    with pytest.raises(ConfigError, match="not a dataset address of the hub"):
         find_files(SourceConfig(path=path))

@@ -124,7 +124,7 @@ def test_long_integers_do_not_end_the_reading(tmp_path):
     ("name", "content", "words", "fix"),
     [
         ("a.json", json.dumps({"data": [chat("Hi")]}, indent=1), "one JSON object over several lines", "jq -c"),
-        ("a.jsonl", json.dumps([chat("Hi")], indent=1), "one JSON list, its name says one record a line", ".json"),
+        ("a.jsonl", json.dumps([chat("Hi")], indent=1), "but its name indicates one record per line", ".json"),
         ("a.jsonl", "PAR1" + "x" * 99, "the file is Parquet", "rename"),
         ("a.jsonl", gzip.compress(b"{}", mtime=0).decode("latin-1"), "the file is gzip", "rename"),
         ("a.json", "\xff\xfe{\0}\0", "UTF-16", "iconv"),

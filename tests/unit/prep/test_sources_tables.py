@@ -196,7 +196,7 @@ def test_a_split_of_a_saved_dataset_is_chosen_by_setting(tmp_path):
     save_to_disk(tmp_path / "train", pa.table({"messages": [TURNS] * 2}))
     save_to_disk(tmp_path / "test", pa.table({"messages": [TURNS] * 5}))
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(PrepError, match="holds the splits test, train") as error:
+    with pytest.raises(PrepError, match="contains the splits test, train") as error:
         list_files(str(tmp_path))
     assert "source.split" in error.value.fix
     assert len(read_all(tmp_path, split="train")) == 2

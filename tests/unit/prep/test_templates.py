@@ -64,7 +64,7 @@ def test_special_tokens_of_a_template_are_single_tokens_of_the_tokenizer_trained
 
 
 def test_a_name_that_is_nothing_is_refused_with_the_nearest_one():
-    with pytest.raises(ConfigError, match="there is no chat template 'lama3'") as caught:
+    with pytest.raises(ConfigError, match="chat template 'lama3' is neither") as caught:
         load_template("lama3")
     assert "did you mean llama3?" in caught.value.fix
     assert "chatml, llama3" in caught.value.fix
@@ -82,7 +82,7 @@ def test_a_path_names_a_file_and_a_folder_is_none(tmp_path):
 
 def test_a_tokenizer_without_the_end_of_a_templates_turns_is_refused(tmp_path):
     train_bpe(TEXTS, tmp_path, vocab_size=300, chat_template="llama3")
-    with pytest.raises(ConfigError, match=r"'chatml' writes <\|im_end\|>, which is no token") as caught:
+    with pytest.raises(ConfigError, match=r"'chatml' writes <\|im_end\|>, which is not a token") as caught:
         ChatTokenizer(TokenizerConfig(name=str(tmp_path), chat_template="chatml"))
     assert caught.value.where == str(tmp_path)
 

@@ -143,7 +143,7 @@ def test_a_template_that_rewrites_earlier_turns_cannot_be_masked_by_turns(folder
         (
             "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}",
             "nothing_trained",
-            "no assistant token",
+            "no trainable assistant token",
         ),
         ("{% generation %}x<|im_end|>{% endgeneration %}", "not_written", "turn 1 (user): 'Hi'"),
     ],

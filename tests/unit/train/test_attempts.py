@@ -55,7 +55,7 @@ def test_a_run_that_was_asked_to_stop_continues_however_often(tmp_path: Path) ->
         write_stop(tmp_path, Stop(40, "signal", "SIGUSR2"))
         decision = decide(tmp_path, exit_code=75, max_same=2)
         assert decision.requeue
-        assert decision.message == "asked to stop after step 40: SIGUSR2; it continues from its checkpoint"
+        assert decision.message == "stopped by request after step 40: SIGUSR2; it will continue from its checkpoint"
     assert len((tmp_path / ATTEMPTS_FILE).read_text().splitlines()) == 9
 
 
@@ -65,7 +65,8 @@ def test_a_stop_that_no_rank_could_record_is_recognized_by_its_exit_code(tmp_pat
         decision = decide(tmp_path, exit_code=75, max_same=2)
         assert decision.requeue
     assert (
-        decision.message == "asked to stop after step 2: a signal reached the ranks; it continues from its checkpoint"
+        decision.message
+        == "stopped by request after step 2: the ranks received a signal; it will continue from its checkpoint"
     )
 
 
@@ -86,7 +87,7 @@ def test_the_same_failure_at_the_same_step_is_tried_so_often(tmp_path: Path, end
         answers.append(decide(tmp_path, exit_code=1, max_same=most))
     assert [answer.requeue for answer in answers] == requeued
     if not requeued[-1]:
-        assert answers[-1].message.endswith(f"that was {most} times in the same way at the same step")
+        assert answers[-1].message.endswith(f"{most} identical failures at the same step")
 
 
 def test_a_killed_run_is_judged_by_its_exit_code_and_its_last_whole_step(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_attempts_say_how_the_run_starts_again_and_what_the_resume_lost(tmp_path
     assert [line.again for line in lines] == ["in the job", "through Slurm", None]
     assert [(line.lost_s or 0) >= 40 for line in lines] == [True, True, False]
     assert replace(lines[0], lost_s=40.4).describe() == (
-        "ended after step 7: hang: rank 1 (job 12), started again in the job, 40 s lost"
+        "ended after step 7: hang: rank 1 (job 12), restarted in the job, 40 s lost"
     )
 
 
@@ -199,7 +200,7 @@ def test_the_end_of_a_job_that_could_not_report_is_recorded_by_its_successor(tmp
     assert noted(tmp_path) == [("lost", 2), ("signal", 2)]
     for job in range(15, 23):
         note_lost(tmp_path, job=str(job), restarts=0, predecessor=str(job - 1))
-    with pytest.raises(HarnessError, match="the last 10 attempts got no further than step 2"):
+    with pytest.raises(HarnessError, match="the last 10 attempts made no progress beyond step 2"):
         note_lost(tmp_path, job="23", restarts=0, predecessor="22")
 
 
@@ -208,7 +209,7 @@ def test_a_job_whose_nodes_die_again_and_again_stops(tmp_path: Path, monkeypatch
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for restarts in range(11):
         note_lost(tmp_path, job="12", restarts=restarts)
-    with pytest.raises(HarnessError, match="the last 10 attempts got no further than step 1"):
+    with pytest.raises(HarnessError, match="the last 10 attempts made no progress beyond step 1"):
         note_lost(tmp_path, job="12", restarts=11)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     note_lost(tmp_path, job="12", restarts=12)

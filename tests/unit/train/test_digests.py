@@ -94,8 +94,8 @@ def test_pipeline_stages_digest_the_fields_they_read_and_a_rank_with_other_rows_
     results = merge_ranks(1, original, [rows(original), rows(odd, process=1)]).disagreements
     last = len(original.rows) - 1
     assert results == [
-        f"process 1, microbatch {last}, data-parallel rank 0: other tokens of sequence "
-        f"{original.sequence_ids[-1][0]} than on the other ranks"
+        f"process 1, microbatch {last}, data-parallel rank 0: tokens of sequence "
+        f"{original.sequence_ids[-1][0]} differs from other ranks"
     ]
     short = merge_ranks(
         1, original, [rows(original), RankRows(1, rows(original).rank, ("position_ids",), rows(original).rows[1:])]
@@ -136,5 +136,5 @@ def test_a_line_changed_by_hand_and_a_run_without_digests_are_refused(data, tmp_
     writer.close()
     path = tmp_path / DIGESTS_FILE
     path.write_text(path.read_text().replace('"packs": [', '"packs": [1, '))
-    with pytest.raises(FormatError, match="line 1 is not a step's digests: the digest of step 1 is not that"):
+    with pytest.raises(FormatError, match="line 1 is not a step's digests: the digest of step 1 does not match"):
         read_digests(tmp_path)

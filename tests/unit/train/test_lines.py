@@ -53,7 +53,7 @@ def test_a_line_that_does_not_fit_is_refused_by_name_and_leaves_no_half(full: Li
 def test_a_damaged_line_is_named_and_stays(tmp_path: Path, damaged: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + damaged + b"\n")
-    with pytest.raises(FormatError, match="line 2 is not one of a step") as refused:
+    with pytest.raises(FormatError, match="line 2 is not a record of a step") as refused:
         keep_lines_before(path, 2)
     assert refused.value.where == str(path)
     assert path.read_bytes() == b'{"step": 1}\n' + damaged + b"\n"
@@ -89,5 +89,5 @@ def test_steps_without_a_line_are_named_and_those_after_the_checkpoint_are_not_m
     path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 4, 5, 7)))
     kept = keep_lines_before(path, 7)
     assert kept == [1, 4, 5]
-    assert "metrics.jsonl lacks 3 of the steps that were trained, 2 to 6: " in describe_hole(path, kept, 1, 7)
+    assert "metrics.jsonl has no records of 3 of the trained steps 2 to 6: " in describe_hole(path, kept, 1, 7)
     assert describe_hole(path, kept, 4, 6) == describe_hole(path, [], 1, 1) == ""

@@ -59,9 +59,9 @@ def test_the_load_of_experts_is_drawn_and_reported_in_training_of_each_source_an
     assert found == {**of_step, "validation/expert_load": 1.375, "validation/code/expert_load": 3.0}
 
     report = write_report(tmp_path, steps, {}).read_text()
-    row = "| busiest expert over the mean | 1.500 at step 1, 1.250 at step 2, 1.750 in the worst layer |"
+    row = "| busiest expert, relative to the mean | 1.500 at step 1, 1.250 at step 2, 1.750 in the worst layer |"
     assert row in report
-    assert "| the same of sources, step 2 | data/code 1.750, data/chats 1.125 |" in report
+    assert "| the same by source, step 2 | data/code 1.750, data/chats 1.125 |" in report
     assert "| the same of validation sets, step 2 | validation 1.375, code 3.000 |" in report
     plot_experts(steps, tmp_path / "experts.png")
     assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")

@@ -136,5 +136,5 @@ def test_a_log_on_a_full_disk_is_reported_once_and_the_run_continues() -> None:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             text=True,
         )
-    assert ended.stderr == "standard output takes no more lines (No space left on device); training continues\n"
+    assert ended.stderr == "standard output cannot be written (No space left on device); training continues\n"
     assert ended.returncode == 0

@@ -79,7 +79,7 @@ def test_a_record_of_local_checkpoints_that_cannot_be_read_now_is_not_to_be_remo
 
 @pytest.mark.parametrize("name", ["a/b", "x[1]", "", "../up", "-x"])
 def test_a_name_that_cannot_name_a_folder_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="cannot name a run's folder"):
+    with pytest.raises(ConfigError, match="is not a valid name for a run's folder"):
         choose_run_folder(None, runs=str(tmp_path), name=name, resume="false")
 
 
@@ -92,7 +92,7 @@ def test_earlier_settings_are_kept_if_they_differ(tmp_path):
     assert (folder / "config.before-1.yaml").read_text() == "steps: 1\n"
     assert (folder / "config.yaml").read_text() == "steps: 2\n"
     taken = open_run_folder(folder, settings="steps: 1\n", resumes=False)
-    with pytest.raises(ConfigError, match="another run has just taken"):
+    with pytest.raises(ConfigError, match="another run has just started"):
         taken.__enter__()
 
 

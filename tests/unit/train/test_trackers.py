@@ -140,8 +140,8 @@ def test_the_end_of_a_run_arrives_while_its_workers_still_live(run, package):
 def test_a_service_that_fails_is_reported_once_and_the_run_continues(run, package):
     package("raise OSError(28, 'No space left on device')\n")
     (line,) = write(run, [metrics(1, 3.0), metrics(2, 2.5)])
-    assert line.startswith("wandb gets no metrics of this run (OSError: [Errno 28] No space left on device); training")
-    assert line.count("wandb gets no metrics") == 1
+    assert line.startswith("wandb receives no metrics of this run (OSError: [Errno 28] No space left on device); ")
+    assert line.count("wandb receives no metrics") == 1
     assert "No space left" in (run / "wandb" / "log.txt").read_text()
     assert len(lines(run / "metrics.jsonl")) == 2
 
@@ -150,13 +150,13 @@ def test_a_service_that_hangs_delays_the_end_of_a_run_no_longer_than_its_limit(r
     package("import time\ntime.sleep(300)\n")
     monkeypatch.setitem(metrics_module.PATIENCE_S, "finished", 0.5)
     # The package would sleep for 300 seconds, the limit of this test: ending at all shows that nothing waits for it.
-    assert write(run, [metrics(1, 3.0)]) == ["wandb did not accept the end of this run in time; its log.txt has more"]
+    assert write(run, [metrics(1, 3.0)]) == ["wandb did not finish in time; see its log.txt"]
 
 
 def test_a_tensorboard_that_cannot_be_written_is_reported_once(run):
     (run / "tensorboard").write_text("no folder")
     (line,) = write(run, [metrics(1, 3.0), metrics(2, 2.5)], trackers=["tensorboard"])
-    assert line.startswith("tensorboard gets no more metrics of this run")
+    assert line.startswith("tensorboard receives no more metrics of this run")
     assert len(lines(run / "metrics.jsonl")) == 2
 
 

@@ -62,7 +62,7 @@ def test_checksums_that_are_lost_or_never_were_are_named_until_the_files_are_acc
     del document["checksums"]
     (older / "run.json").write_text(json.dumps(document))
     assert found(run) == [
-        "the checkpoint has no checksums.json, as those of early versions: its files cannot be checked",
+        "the checkpoint has no checksums.json, so its files cannot be checked (early versions wrote none)",
         "the checkpoint's checksums.json is missing",
     ]
     accepted = CliRunner().invoke(app, ["verify", str(older), "--write-checksums"])
@@ -110,12 +110,12 @@ def test_damage_of_a_local_checkpoint_is_named_if_it_is_on_the_disk_of_this_node
         ([line(1), line(2, evaluation_losses={"a": None}), line(3), line(4)], "step 2 has no finite evaluation_losses"),
         (
             [line(1), line(2, loss=[]), line(3), line(4)],
-            "not the metrics of a step: loss is '[]', and not of type float",
+            "not a record of a step's metrics: loss is '[]', not of type float",
         ),
-        ([line(1), "{\n", line(3), line(4)], "not the metrics of a step: "),
-        ([line(1), "[]\n", line(3), line(4)], "not the metrics of a step: "),
-        ([line(1), line(2), line(3), line(4), '{"step": 5'], "the last line is cut short"),
-        ([line(1), line(2), line(3)], "the metrics end at step 3, and there is a checkpoint of step 4"),
+        ([line(1), "{\n", line(3), line(4)], "not a record of a step's metrics: "),
+        ([line(1), "[]\n", line(3), line(4)], "not a record of a step's metrics: "),
+        ([line(1), line(2), line(3), line(4), '{"step": 5'], "the last line is incomplete"),
+        ([line(1), line(2), line(3)], "the metrics end at step 3, but there is a checkpoint of step 4"),
     ],
 )
 def test_metrics_are_steps_without_gaps_and_numbers_that_are_finite(run: Path, lines: list[str], message: str) -> None:
@@ -140,7 +140,7 @@ def test_metrics_are_steps_without_gaps_and_numbers_that_are_finite(run: Path, l
             "the run's settings are damaged, or of another version: data",
         ),
         (YAML.replace("parallel:", "parallel: 5\n#", 1), "the run's settings cannot be read"),
-        (YAML.replace("num_layers: 4", "num_layers: 5"), "the run's settings are not those that step-00000004 was"),
+        (YAML.replace("num_layers: 4", "num_layers: 5"), "the run's settings differ from those of step-00000004"),
     ],
 )
 def test_settings_are_there_and_readable(run: Path, text: str | None, message: str) -> None:
@@ -188,12 +188,12 @@ def test_digests_and_samples_of_a_whole_run_have_no_problems(run: Path) -> None:
     ("lines", "message"),
     [
         ([digests(1), digests(2), digests(4)], "digests of step 2 are followed by those of step 4"),
-        ([digests(1), digests(2), digests(3)], "the digests end at step 3, and the metrics at step 4"),
-        ([digests(3), digests(4), digests(5)], "there are digests of step 5, and no metrics"),
-        ([digests(3), digests(4, digest="0" * 32)], "not the digests of a step: the digest of step 4"),
-        ([digests(3), digests(4)[:-9]], "not the digests of a step: "),
-        ([digests(3), digests(4, tokens=2)], "step 4 has tokens 2 in its digests and 3 in the metrics"),
-        ([digests(3), digests(4, epoch=1)], "step 4 has epoch 1 in its digests and 0 in the metrics"),
+        ([digests(1), digests(2), digests(3)], "the digests end at step 3, but the metrics at step 4"),
+        ([digests(3), digests(4), digests(5)], "there are digests but no metrics of step 5"),
+        ([digests(3), digests(4, digest="0" * 32)], "not a record of a step's digests: the digest of step 4"),
+        ([digests(3), digests(4)[:-9]], "not a record of a step's digests: "),
+        ([digests(3), digests(4, tokens=2)], "step 4 has tokens 2 in its digests but 3 in the metrics"),
+        ([digests(3), digests(4, epoch=1)], "step 4 has epoch 1 in its digests but 0 in the metrics"),
         ([digests(3), digests(4, disagreements=["rank 1 differs"])], "step 4: rank 1 differs"),
     ],
 )
@@ -207,10 +207,10 @@ def test_digests_are_of_consecutive_steps_and_agree_with_the_metrics(run: Path, 
     ("lines", "message"),
     [
         ([answer(4), answer(2)], "an answer after step 4 is followed by one after step 2"),
-        ([answer(5)], "there is an answer after step 5, and no metrics"),
-        ([answer(2, tokens=["a"])], "not an answer to a sample prompt: tokens[] is 'a'"),
-        ([answer(2, answer=None)], "not an answer to a sample prompt: "),
-        ([answer(2)[:-4]], "not an answer to a sample prompt: "),
+        ([answer(5)], "there is an answer but no metrics after step 5"),
+        ([answer(2, tokens=["a"])], "not a record of a sample answer: tokens[] is 'a'"),
+        ([answer(2, answer=None)], "not a record of a sample answer: "),
+        ([answer(2)[:-4]], "not a record of a sample answer: "),
     ],
 )
 def test_answers_to_sample_prompts_are_in_order_and_of_steps_that_were_trained(
@@ -243,7 +243,7 @@ def test_a_checkpoint_without_its_run_file_is_a_problem(run: Path) -> None:
 
 def test_a_renamed_checkpoint_is_a_problem(run: Path) -> None:
     (run / "checkpoints/step-00000002").rename(run / "checkpoints/step-00000003")
-    assert found(run) == ["the folder is named step-00000003 and holds step 2"]
+    assert found(run) == ["the folder step-00000003 contains step 2"]
 
 
 def test_the_path_decides_what_is_checked(run: Path) -> None:

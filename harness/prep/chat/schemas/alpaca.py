@@ -24,7 +24,7 @@ def _history(value: object) -> list[dict[str, str]]:
     if is_empty(pairs):
         return []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise BadRecordError(BadReason.BAD_TURN, "`history` is not a list of pairs of a question and its answer")
+        raise BadRecordError(BadReason.BAD_TURN, "`history` is not a list of question and answer pairs")
     return [
         {"role": role, "content": text}
         for pair in pairs

@@ -34,7 +34,7 @@ def unwrapped(record: Mapping[str, Any]) -> Mapping[str, Any]:
         number = len(choices) if isinstance(choices, list) else 0
         raise BadRecordError(BadReason.BAD_TURN, f"the `response` has {number} choices, expected one answer")
     if choices[0].get("finish_reason") in ("length", "content_filter"):
-        detail = f"the answer is cut short: its finish_reason is {choices[0]['finish_reason']!r}"
+        detail = f"the answer is incomplete: its finish_reason is {choices[0]['finish_reason']!r}"
         raise BadRecordError(BadReason.UNWANTED, detail)
     turns = body.get("messages")
     return {**body, "messages": [*(turns if isinstance(turns, list) else []), choices[0].get("message")]}

@@ -23,7 +23,7 @@ def list_field(record: Mapping[str, Any]) -> str:
     """Return the name under which a record holds its turns."""
     held = [name for name in LIST_FIELDS if not is_empty(record.get(name))]
     if len(held) > 1:
-        detail = f"`{held[0]}` and `{held[1]}` hold turns; to leave one out: source.ignore_fields=[{held[1]}]"
+        detail = f"`{held[0]}` and `{held[1]}` contain turns; to leave one out: source.ignore_fields=[{held[1]}]"
         raise BadRecordError(BadReason.UNKNOWN_SCHEMA, detail)
     return held[0] if held else next((name for name in LIST_FIELDS if name in record), LIST_FIELDS[0])
 

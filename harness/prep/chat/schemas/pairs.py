@@ -20,8 +20,8 @@ _CONTEXT = ("context", "input", "passage", "choices", "options")
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
     if _is_pair(record):
         if held := [name for name in _CONTEXT if not is_empty(record.get(name))]:
-            fix = f"join it with the question before, or leave it out: source.ignore_fields=[{held[0]}]"
-            raise BadRecordError(BadReason.UNKNOWN_FIELD, f"the record has `{held[0]}` beside a question; {fix}")
+            fix = f"merge it into the question, or ignore it: source.ignore_fields=[{held[0]}]"
+            raise BadRecordError(BadReason.UNKNOWN_FIELD, f"the record has `{held[0]}` as well as a question; {fix}")
         return chat(record, _turns(record, ""), where)
     turns = []
     for number, pair in enumerate(list_of_turns(record, list_field(record)), start=1):
@@ -32,9 +32,7 @@ def _parse(record: Mapping[str, Any], where: str) -> Conversation:
 def _turns(pair: Any, what: str) -> list[dict[str, Any]]:
     names = pair_fields(pair) if isinstance(pair, Mapping) else None
     if names is None:
-        raise BadRecordError(
-            BadReason.BAD_TURN, f"{what} is not a question and its answer, such as `input` and `output`"
-        )
+        raise BadRecordError(BadReason.BAD_TURN, f"{what} is not a question-answer pair, such as `input` and `output`")
     if not what:
         return [{"role": "user", "content": text_field(pair, names[0])}, answer_turn(pair, names[1])]
     refuse_others(pair, frozenset((*names, *ANSWER_FIELDS)), what, can_be_ignored=True)

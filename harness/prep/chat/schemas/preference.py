@@ -13,13 +13,13 @@ from harness.prep.chat.values import BadRecordError, is_empty
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
     if is_empty(record.get("prompt")):
         if isinstance(record.get("chosen"), str) and not record["chosen"].lstrip().startswith("["):
-            raise BadRecordError(BadReason.NO_MESSAGES, "`chosen` is a text, and there is no `prompt` that it answers")
+            raise BadRecordError(BadReason.NO_MESSAGES, "`chosen` is a text, but there is no `prompt`")
         return chat(record, list_of_turns(record, "chosen"), where)
     prompt, chosen = turns_or_text(record, "prompt", "user"), turns_or_text(record, "chosen", "assistant")
     if _begins_with(chosen, prompt):
         return train_only_answer(chat(record, chosen, where), len(chosen) - len(prompt))
     if isinstance(chosen[0], Mapping) and chosen[0].get("role") in ("system", "developer", "user"):
-        detail = "`chosen` begins with a prompt of its own, which is not `prompt`"
+        detail = "`chosen` begins with a prompt that differs from `prompt`"
         raise BadRecordError(BadReason.BAD_TURN, detail)
     return train_only_answer(chat(record, prompt + chosen, where), len(chosen))
 

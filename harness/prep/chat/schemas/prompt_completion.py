@@ -15,16 +15,12 @@ from harness.prep.chat.values import BadRecordError, is_empty
 
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
     if record.get("label") is False or str(record.get("label")).lower() == "false":  # tables of text spell it
-        raise BadRecordError(
-            BadReason.UNWANTED, "`label` is false: the completion is one that the model should not write"
-        )
+        raise BadRecordError(BadReason.UNWANTED, "`label` is false: the completion is a negative example")
     prompt, completion = turns_or_text(record, "prompt", "user"), turns_or_text(record, "completion", "assistant")
     if isinstance(record["completion"], str):
         completion = [answer_turn(record, "completion")]
     elif held := [name for name in ANSWER_FIELDS if not is_empty(record.get(name))]:
-        raise BadRecordError(
-            BadReason.BAD_TURN, f"`{held[0]}` stands beside a completion of turns, which have their own"
-        )
+        raise BadRecordError(BadReason.BAD_TURN, f"`{held[0]}` is set in addition to a completion with turns")
     return train_only_answer(chat(record, prompt + completion, where), len(completion))
 
 

@@ -25,7 +25,7 @@ _KNOWN = {kind: frozenset(("type", "id", "status", *read)) for kind, read in _RE
 
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
     if record.get("status") == "incomplete":
-        raise BadRecordError(BadReason.UNWANTED, "`status` is 'incomplete': the answer is cut short")
+        raise BadRecordError(BadReason.UNWANTED, "`status` is 'incomplete'")
     turns: list[dict[str, Any]] = []
     for name, role in (("instructions", "system"), ("input", "user"), ("output", "assistant")):
         items = [] if is_empty(record.get(name)) else turns_or_text(record, name, role)

@@ -115,9 +115,9 @@ def load_template(name: str) -> str:
         near = nearest_name(name, _BUILT_IN)
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError(
-            f"there is no chat template {name!r}: no built-in template has this name, and there is no such file",
+            f"chat template {name!r} is neither a built-in template nor a file",
             where="tokenizer.chat_template",
-            fix=f"{hint}name a Jinja file, or one of {', '.join(_BUILT_IN)}",
+            fix=f"{hint}use a Jinja file, or one of {', '.join(_BUILT_IN)}",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         what, fix = f"the template cannot be read: {error}", "check tokenizer.chat_template"
