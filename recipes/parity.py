@@ -83,8 +83,9 @@ class ParityConfig:
         kinds: named settings of `recipes.sft`, separated by spaces, for cases of `experts` with `kind=NAME`.
         families: model families of the `reference` check; empty for all.
         formats, workers, schedules, layouts, context, experts, isolation, reference: cases of the check as `"ranks
-            setting=value ..."`, starting with the reference. `format=NAME` and `version=NAME` select a dataset and an interpreter.
-            `experts` has one reference per kind; each case of `reference` is compared with a plain transformers model.
+            setting=value ..."`, starting with the reference. `format=NAME` and `version=NAME` select a dataset and an
+            interpreter. `experts` has one reference per kind; each case of `reference` is compared with a plain
+            transformers model.
     """
 
     check: str = "formats"
