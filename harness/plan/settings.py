@@ -152,6 +152,9 @@ class TrainerConfig(CheckedSettings, section="trainer"):
             indices, loading weights.
         drift_interval: steps between comparisons of the parameters that several ranks hold copies of, which end a run
             whose ranks have drifted apart; the last step is compared too. 0 for none.
+        collect_interval: steps, and batches of validations, between collections of Python's garbage on all ranks at
+            once. The first takes about 0.1 s, later ones 1 ms. 0 for Python's own times, which differ between ranks, so
+            that all wait for each of them.
         record_digests: write digests of every step's data into the run's folder (`harness.train.digests`).
         record_batches: write the data itself too, for small runs: 28 bytes per token before compression.
         trackers: services that show the curves, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always
@@ -182,6 +185,7 @@ class TrainerConfig(CheckedSettings, section="trainer"):
     timeout_s: float = bounded(600.0, above=0, highest=LONGEST_S)
     startup_timeout_s: float = bounded(1800.0, above=0, highest=LONGEST_S)
     drift_interval: int = bounded(20)
+    collect_interval: int = bounded(100)
     record_digests: bool = False
     record_batches: bool = False
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
