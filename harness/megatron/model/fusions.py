@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,7 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
         found.append("parallel.cuda_graphs is true: gradients are reduced after the last row, not while rows go on")
     if parallel.cuda_graphs and not has_engine:
         found.append("parallel.cuda_graphs is true: PyTorch's attention computes the scores of all pairs in a row")
+    found += _wrong_connections(parallel, device)
     if model.dtype == "float32":
         found.append("model.dtype is float32: bfloat16 is half the memory, and a GPU multiplies it many times faster")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):
@@ -105,6 +107,19 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
     if is_fused and torch.are_deterministic_algorithms_enabled():
         found.append("trainer.deterministic is true: the loss is not fused, and keeps the logits twice in float32")
     return found
+
+
+def _wrong_connections(parallel: ParallelConfig, device: torch.device) -> list[str]:
+    value, best = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), parallel.device_connections
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (10, 0):
+        best = 32
+    if value is not None and (value == "1") == (best == 1):
+        return []
+    why = "delays exchanges until the products that they overlap end"
+    if best > 1:
+        why = "lets no exchange pass the kernels that were launched before it"
+    given = "is not set, which" if value is None else f"is {value}, which"
+    return [f"CUDA_DEVICE_MAX_CONNECTIONS {given} {why}: unset it before the job starts, or set it to {best}"]
 
 
 def _no_engine(has_engine: bool) -> str | None:
