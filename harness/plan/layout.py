@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than
 from harness.errors import ConfigError
@@ -44,7 +44,9 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             tokens, in rows of one length: static_rows) or `flex` (the kernels of DeepEP, on GPUs that have it).
         sequence_parallel: split norms and dropout over the tensor-parallel group.
         distributed_optimizer: split optimizer state over data-parallel ranks.
-        static_rows: pad every row to the largest size, so that shapes never change and pipeline stages exchange none.
+        static_rows: pad every row to the largest size, so that shapes never change; pipeline stages of rows that differ
+            exchange their shapes, for which Megatron-Core stops the GPU at every send and receive. null for true on
+            GPUs with pipeline_parallel_size above 1, else false.
         cuda_graphs: on GPUs with static_rows, capture the forward and backward pass of a row once and replay it for
             every row, so that the host launches one graph instead of thousands of kernels. Gradients are then reduced
             after the last row, whatever overlap_gradients is, and the memory of a row's pass stays reserved. For dense
@@ -70,7 +72,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     expert_dispatcher: str = one_of("alltoall", ("alltoall", "allgather", "flex"))
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
-    static_rows: bool = False
+    static_rows: bool | None = None
     cuda_graphs: bool = False
     gradient_dtype: str = one_of("float32", DTYPE_BYTES)
     overlap_gradients: bool = True
@@ -90,7 +92,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             "parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false",
         ),
         Rule(
-            {"parallel.cuda_graphs": True, "parallel.static_rows": False},
+            {"parallel.cuda_graphs": True, "parallel.static_rows": other_than(True)},
             "rows that differ in length have no graph",
             "parallel.cuda_graphs=false, or parallel.static_rows=true",
         ),
@@ -110,10 +112,13 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             "it divides the gathers and scatters of sequence parallelism",
             "parallel.overlap_tensor_parallel=false, or parallel.sequence_parallel=true",
         ),
-        Rule(
-            {"parallel.overlap_tensor_parallel": True, "parallel.static_rows": False},
-            "it needs buffers of one row's shape",
-            "parallel.overlap_tensor_parallel=false, or parallel.static_rows=true",
+        *(
+            Rule(
+                {"parallel.overlap_tensor_parallel": True, "parallel.static_rows": value, **on_one_stage},
+                "it needs buffers of one row's shape",
+                "parallel.overlap_tensor_parallel=false, or parallel.static_rows=true",
+            )
+            for value, on_one_stage in ((False, {}), (None, {"parallel.pipeline_parallel_size": 1}))
         ),
         Rule(
             {"parallel.overlap_tensor_parallel": True, "parallel.cuda_graphs": True},
@@ -125,7 +130,9 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     def __post_init__(self) -> None:
         super().__post_init__()
         shared = self.expert_parallel_size * self.expert_tensor_parallel_size
-        if self.expert_dispatcher == "allgather" and shared > 1 and not self.static_rows:
+        # On a GPU; on a CPU `on` comes here again.
+        is_static = self.pipeline_parallel_size > 1 if self.static_rows is None else self.static_rows
+        if self.expert_dispatcher == "allgather" and shared > 1 and not is_static:
             raise ConfigError(
                 f"{shared} ranks that share experts gather rows of one length only",
                 where="parallel.expert_dispatcher, parallel.static_rows",
@@ -141,6 +148,12 @@ class ParallelConfig(CheckedSettings, section="parallel"):
                 where="parallel.expert_dispatcher, parallel.expert_parallel_size",
                 fix=f"parallel.expert_dispatcher=alltoall, or experts on {ranks} ranks",
             )
+
+    def on(self, device: str) -> ParallelConfig:
+        """Return the layout with what null of static_rows is on a device, `cpu` or `cuda`."""
+        if self.static_rows is not None:
+            return self
+        return replace(self, static_rows=device == "cuda" and self.pipeline_parallel_size > 1)
 
     @property
     def model_ranks(self) -> int:

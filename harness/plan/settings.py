@@ -342,7 +342,11 @@ class RunConfig(CheckedSettings, ABC):
 
     def on(self, device: str) -> Self:
         """Return these settings with what `auto` is on a device, `cpu` or `cuda`."""
-        return replace(self, model=self.model.on(device))
+        return replace(self, model=self.model.on(device), parallel=self.parallel.on(device))
+
+    def planned(self) -> Self:
+        """Return these settings on the device that they name, a GPU for `auto`."""
+        return self.on("cpu" if self.trainer.device == "cpu" else "cuda")
 
     def warnings(self) -> list[str]:
         """Return what the run will do otherwise than its settings say, each by the name of the setting."""
@@ -367,8 +371,7 @@ class RunConfig(CheckedSettings, ABC):
 
     def check_dtypes(self) -> None:
         """Raise ConfigError for layers of Transformer Engine, or gradients, of a dtype or device that they lack."""
-        # Before a job starts, its device is not known: `auto` is one that is there.
-        config = self.on("cpu" if self.trainer.device == "cpu" else "cuda")
+        config = self.planned()
         check_rules(config, RunConfig.job_rules)
         pads = config.parallel.padding_setting
         if config.model.names_engine and config.model.dtype == "float32" and pads is not None:
@@ -537,6 +540,13 @@ class PretrainConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(self.loader, "loader", "seed", lowest=0, highest=2**32 - 1)  # what Megatron's shuffle takes
+
+    def on(self, device: str) -> Self:
+        parallel = self.parallel
+        if self.data.reset_attention_mask and parallel.static_rows is None:
+            # Rows of padded documents have no largest size.
+            parallel = replace(parallel, static_rows=False)
+        return super(PretrainConfig, replace(self, parallel=parallel)).on(device)
 
     @property
     def max_tokens_per_rank(self) -> int:
