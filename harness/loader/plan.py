@@ -18,7 +18,7 @@ from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
 from harness.schedule import Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import check_lengths
-from harness.thd import ThdBatch, padded_lengths, thd_from_arrays, thd_from_model_tokens, zero_loss_row
+from harness.thd import ThdBatch, padded_lengths, rows_from_arrays, rows_from_model_tokens
 
 
 class PackSource(Protocol):
@@ -219,16 +219,8 @@ def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_p
         before: any state of the run; the position of the step replaces its own.
         num_packs: packs of one epoch; None for a stream without end.
     """
-    build = thd_from_arrays if "input_ids" in raw.tokens else thd_from_model_tokens
-    rows, start = [], 0
-    for lengths in raw.row_lengths:
-        stop = start + int(lengths.sum())
-        tokens = {name: values[start:stop] for name, values in raw.tokens.items()}
-        if lengths.shape[0]:
-            rows.append(build(**tokens, lengths=lengths, pad_to_multiple=layout.pad_to_multiple))
-        else:
-            rows.append(zero_loss_row(layout.pad_to_multiple))
-        start = stop
+    build = rows_from_arrays if "input_ids" in raw.tokens else rows_from_model_tokens
+    rows = build(**raw.tokens, row_lengths=raw.row_lengths, pad_to_multiple=layout.pad_to_multiple)
     position = replace(before, epoch=raw.step.epoch, packs_consumed=raw.step.start)
     return RankBatch(
         epoch=raw.step.epoch,

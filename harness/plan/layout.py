@@ -180,14 +180,11 @@ class ParallelConfig(CheckedSettings, section="parallel"):
 
     @property
     def device_connections(self) -> int:
-        """Queues between a process and a GPU up to Hopper (CUDA_DEVICE_MAX_CONNECTIONS): 1, or 32, the most.
+        """CUDA_DEVICE_MAX_CONNECTIONS on GPUs up to Hopper: 1, or 32, the most.
 
-        With 1, kernels start in the order of their launch, so that an exchange of tensor- or context-parallel ranks
-        starts before the product that it overlaps. Other layouts overlap exchanges of data-parallel ranks, experts and
-        stages, which one queue would hold up.
-
-        Source: Megatron-Core's `tensor_parallel/layers.py`, which warns without 1, and Megatron-Bridge's
-        `perf_recipes/environment.py`, which takes CUDA's 8 instead of 32 where experts do not use DeepEP.
+        With 1, kernels start in the order of their launch: an exchange of tensor- or context-parallel ranks before the
+        product that it overlaps. Sources: Megatron-Core's `tensor_parallel/layers.py`, which warns without 1, and
+        Megatron-Bridge's `perf_recipes/environment.py`, which has CUDA's 8 instead of 32 unless experts use DeepEP.
         """
         return 1 if self.tensor_parallel_size > 1 or self.context_parallel_size > 1 else 32
 

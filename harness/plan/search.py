@@ -171,10 +171,8 @@ def search_layouts(
     for parallel, recompute, tokens in _choices(base, ranks, inputs.pack_size):
         try:
             schedule = replace(base.schedule, max_tokens_per_rank=tokens)
-            run = replace(
-                base, model=replace(model, recompute=recompute), parallel=parallel, schedule=schedule
-            ).planned()
-            run.check(ranks)
+            run = replace(base, model=replace(model, recompute=recompute), parallel=parallel, schedule=schedule)
+            (run := run.planned()).check(ranks)
         except ConfigError as error:
             refused.append(error)
             continue

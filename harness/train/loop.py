@@ -197,8 +197,7 @@ def train(
 def _collected_by_hand(interval: int) -> Iterator[Callable[[], None]]:
     """Collect garbage at every `interval`-th call of the function that this yields, and at no other time.
 
-    Left alone, the collector stops each rank at another time, and all ranks wait for each that it stops. With an
-    interval of 0 it is left alone.
+    Left alone, as with an interval of 0, the collector stops each rank at another time, and all ranks wait each time.
     """
     calls, was_enabled = 0, gc.isenabled()
 
@@ -208,8 +207,8 @@ def _collected_by_hand(interval: int) -> Iterator[Callable[[], None]]:
         if interval and calls % interval == 0:
             gc.collect()
             if calls == interval:
-                # What is alive now stays to the end: model, optimizer, and packages that the first steps imported.
-                # Later collections then take 1 ms instead of 60 to 90.
+                # Model, optimizer, and packages that the first steps imported, stay. Later collections, which leave
+                # them out, take 1 ms instead of 60 to 90.
                 gc.freeze()
 
     if interval:

@@ -115,11 +115,9 @@ def _wrong_connections(parallel: ParallelConfig, device: torch.device) -> list[s
         best = 32
     if value is not None and (value == "1") == (best == 1):
         return []
-    why = "delays exchanges until the products that they overlap end"
-    if best > 1:
-        why = "lets no exchange pass the kernels that were launched before it"
-    given = "is not set, which" if value is None else f"is {value}, which"
-    return [f"CUDA_DEVICE_MAX_CONNECTIONS {given} {why}: unset it before the job starts, or set it to {best}"]
+    given = "not set" if value is None else value
+    why = "delays exchanges until the products that they overlap end" if best == 1 else "queues exchanges after kernels"
+    return [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}, which {why}: set it to {best} before the job starts"]
 
 
 def _no_engine(has_engine: bool) -> str | None:
