@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
 from harness.schedule import Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import check_lengths
 from harness.thd import ThdBatch, padded_lengths, rows_from_arrays, rows_from_model_tokens
+
+# Of rows that are laid out together: twice the speed of one row of 4,096 alone, while all of a step leave the cache.
+_TOKENS_AT_ONCE = 32_768
 
 
 class PackSource(Protocol):
@@ -220,7 +224,12 @@ def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_p
         num_packs: packs of one epoch; None for a stream without end.
     """
     build = rows_from_arrays if "input_ids" in raw.tokens else rows_from_model_tokens
-    rows = build(**raw.tokens, row_lengths=raw.row_lengths, pad_to_multiple=layout.pad_to_multiple)
+    ends = np.cumsum([0, *(lengths.sum() for lengths in raw.row_lengths)])
+    cuts = [0, *np.flatnonzero(np.diff(ends[1:] // _TOKENS_AT_ONCE)) + 1, len(raw.row_lengths)]
+    rows: list[ThdBatch] = []
+    for first, last in itertools.pairwise(cuts):
+        tokens = {name: values[ends[first] : ends[last]] for name, values in raw.tokens.items()}
+        rows += build(**tokens, row_lengths=raw.row_lengths[first:last], pad_to_multiple=layout.pad_to_multiple)
     position = replace(before, epoch=raw.step.epoch, packs_consumed=raw.step.start)
     return RankBatch(
         epoch=raw.step.epoch,
