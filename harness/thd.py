@@ -113,19 +113,12 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int =
     if not sequences:
         what = "a row cannot be built from no sequences"
         raise ScheduleError(what, where="the row", fix="use zero_loss_row for a row without sequences")
-    return thd_from_arrays(
+    return rows_from_arrays(
         np.concatenate([sequence.input_ids for sequence in sequences]),
         np.concatenate([sequence.loss_mask for sequence in sequences]),
-        np.fromiter((len(sequence) for sequence in sequences), dtype=np.int64, count=len(sequences)),
+        [np.fromiter((len(sequence) for sequence in sequences), dtype=np.int64, count=len(sequences))],
         pad_to_multiple=pad_to_multiple,
-    )
-
-
-def thd_from_arrays(
-    input_ids: Int32Array, loss_mask: UInt8Array, lengths: Int64Array, *, pad_to_multiple: int = 1
-) -> ThdBatch:
-    """Do the same as `build_thd_batch` for sequences that already lie end to end: the one row of `rows_from_arrays`."""
-    return rows_from_arrays(input_ids, loss_mask, [lengths], pad_to_multiple=pad_to_multiple)[0]
+    )[0]
 
 
 def rows_from_arrays(
@@ -142,15 +135,14 @@ def rows_from_arrays(
     Raises:
         ScheduleError: a sequence of a single token, or lengths that do not match the arrays.
     """
-    for stored in row_lengths:
-        if stored.min(initial=2) < 2:
-            at = int(np.argmin(stored))
-            raise ScheduleError(
-                f"sequence {at} of the row has {stored[at]} stored token(s); training needs a token and the one after "
-                "it",
-                where="the row",
-                fix="prepare the dataset again; sequences of one token are refused there",
-            )
+    short = next((stored for stored in row_lengths if stored.min(initial=2) < 2), None)
+    if short is not None:
+        at = int(np.argmin(short))
+        raise ScheduleError(
+            f"sequence {at} of the row has {short[at]} stored token(s); training needs a token and the one after it",
+            where="the row",
+            fix="prepare the dataset again; sequences of one token are refused there",
+        )
     ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *row_lengths]))
     if not input_ids.shape[0] == loss_mask.shape[0] == ends[-1]:
         raise ScheduleError(

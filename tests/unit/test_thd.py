@@ -20,7 +20,6 @@ from harness.thd import (
     rows_from_arrays,
     rows_from_model_tokens,
     static_row,
-    thd_from_arrays,
     tokens_ahead,
     visible_bounds,
     zero_loss_row,
@@ -110,7 +109,7 @@ def test_no_sequences_are_refused() -> None:
 
 def test_arrays_that_do_not_fit_their_lengths_are_refused() -> None:
     with pytest.raises(ScheduleError, match="4 tokens, 4 loss_mask entries and sequences of 5 tokens"):
-        thd_from_arrays(np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.uint8), np.asarray([2, 3]))
+        rows_from_arrays(np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.uint8), [np.asarray([2, 3])])
 
 
 @pytest.mark.parametrize("pad_to_multiple", [1, 8])
