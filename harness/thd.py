@@ -120,96 +120,103 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int =
     if not sequences:
         what = "a row cannot be built from no sequences"
         raise ScheduleError(what, where="the row", fix="use zero_loss_row for a row without sequences")
-    return thd_from_arrays(
+    return rows_from_arrays(
         np.concatenate([sequence.input_ids for sequence in sequences]),
         np.concatenate([sequence.loss_mask for sequence in sequences]),
-        np.fromiter((len(sequence) for sequence in sequences), dtype=np.int64, count=len(sequences)),
+        [np.fromiter((len(sequence) for sequence in sequences), dtype=np.int64, count=len(sequences))],
         pad_to_multiple=pad_to_multiple,
-    )
+    )[0]
 
 
-def thd_from_arrays(
-    input_ids: Int32Array, loss_mask: UInt8Array, lengths: Int64Array, *, pad_to_multiple: int = 1
-) -> ThdBatch:
-    """Do the same as `build_thd_batch` for sequences that already lie end to end.
+def rows_from_arrays(
+    input_ids: Int32Array, loss_mask: UInt8Array, row_lengths: Sequence[Int64Array], *, pad_to_multiple: int = 1
+) -> list[ThdBatch]:
+    """Lay out several rows whose sequences already lie end to end; one without sequences becomes a `zero_loss_row`.
 
     Args:
         input_ids: int32 [n].
         loss_mask: uint8 [n], label-aligned inside each sequence.
-        lengths: int64 [S], stored tokens of each sequence, at least 2; their sum is n.
+        row_lengths: of each row int64 [S], stored tokens of each sequence, at least 2; the sum of all is n.
         pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
 
     Raises:
         ScheduleError: a sequence of a single token, or lengths that do not match the arrays.
     """
-    stored = lengths
-    if stored.min() < 2:
-        at = int(np.argmin(stored))
+    short = next((stored for stored in row_lengths if stored.min(initial=2) < 2), None)
+    if short is not None:
+        at = int(np.argmin(short))
         raise ScheduleError(
-            f"sequence {at} of the row has {stored[at]} stored token(s); training needs a token and the one after it",
+            f"sequence {at} of the row has {short[at]} stored token(s); training needs a token and the one after it",
             where="the row",
             fix="prepare the dataset again; sequences of one token are refused there",
         )
-    if not input_ids.shape[0] == loss_mask.shape[0] == stored.sum():
+    ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *row_lengths]))
+    if not input_ids.shape[0] == loss_mask.shape[0] == ends[-1]:
         raise ScheduleError(
             f"a row has {input_ids.shape[0]:,} tokens, {loss_mask.shape[0]:,} loss_mask entries "
-            f"and sequences of {int(stored.sum()):,} tokens together",
+            f"and sequences of {ends[-1]:,} tokens together",
             where="the row",
             fix="give the tokens and the mask of exactly these sequences",
         )
-    # Every stored token except the last of its sequence is an input, every one except the first is a label.
-    is_input = np.ones(input_ids.shape[0], dtype=np.bool_)
-    is_input[np.cumsum(stored) - 1] = False
-    is_label = np.ones_like(is_input)
-    is_label[np.cumsum(stored) - stored] = False
-    return thd_from_model_tokens(
-        input_ids[is_input], input_ids[is_label], loss_mask[is_input], stored - 1, pad_to_multiple=pad_to_multiple
-    )
+    # The label of a token is the stored token after it; the last stored token of a sequence is a label alone.
+    wide: npt.NDArray[Any] = input_ids.astype(np.int64)
+    values = {"tokens": wide, "labels": wide[1:], "loss_mask": loss_mask}
+    return _lay_out(values, [stored - 1 for stored in row_lengths], ends[:-1], pad_to_multiple)
 
 
-def thd_from_model_tokens(
-    tokens: npt.NDArray[Any],
-    labels: npt.NDArray[Any],
-    loss_mask: npt.NDArray[Any],
-    lengths: Int64Array,
-    *,
-    position_ids: npt.NDArray[Any] | None = None,
-    pad_to_multiple: int = 1,
-) -> ThdBatch:
-    """Lay out a row of sequences whose tokens already have their labels.
+def rows_from_model_tokens(
+    row_lengths: Sequence[Int64Array], *, pad_to_multiple: int = 1, **values: npt.NDArray[Any]
+) -> list[ThdBatch]:
+    """Do the same as `rows_from_arrays` for sequences whose tokens already have their labels.
 
     Args:
-        tokens, labels, loss_mask: [n] integers (loss_mask also floats), sequences end to end.
-        lengths: int64 [S], each at least 1; their sum is n.
-        position_ids: [n] integers; None to count from 0 in every sequence. Padding always counts from 0.
-        pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
+        row_lengths: of each row int64 [S], each at least 1; the sum of all is n.
+        values: tokens, labels and loss_mask, [n] integers (loss_mask also floats), and optionally position_ids, which
+            count from 0 in every sequence without them; those of padding always do.
     """
-    padded = padded_lengths(lengths + 1, pad_to_multiple)
-    ends = np.cumsum(padded)
-    total = int(ends[-1])
-    counted = np.arange(total, dtype=np.int64)
-    counted -= np.repeat(ends - padded, padded)
-    is_padded = total > lengths.sum()
-    cu_seqlens, cu_seqlens_padded = visible_bounds([0, *np.cumsum(lengths)], [0, *ends])
-    real = counted < np.repeat(lengths, padded) if is_padded else np.ones(total, dtype=np.bool_)
+    starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *row_lengths]))[:-1]
+    return _lay_out(values, row_lengths, starts, pad_to_multiple)
 
-    def laid_out(values: npt.NDArray[Any], dtype: type[np.generic], into: npt.NDArray[Any] | None = None) -> Any:
-        if not is_padded:
-            return values.astype(dtype)
-        row = np.zeros(total, dtype=dtype) if into is None else into
-        row[real] = values
+
+def _lay_out(
+    values: dict[str, npt.NDArray[Any]], row_lengths: Sequence[Int64Array], starts: Int64Array, pad_to_multiple: int
+) -> list[ThdBatch]:
+    """Lay out sequences of these model tokens, which begin at `starts` in the arrays: all at once, which costs less."""
+    lengths = np.concatenate([np.zeros(0, np.int64), *row_lengths])
+    padded = padded_lengths(lengths + 1, pad_to_multiple)
+    real_ends, ends = np.append(0, np.cumsum(lengths)), np.append(0, np.cumsum(padded))
+    counted = np.arange(ends[-1], dtype=np.int64)
+    counted -= np.repeat(ends[:-1], padded)
+    is_padded = ends[-1] > real_ends[-1]
+    padding = counted >= np.repeat(lengths, padded) if is_padded else np.zeros(ends[-1], dtype=np.bool_)
+    # Gathering by place is faster than selecting by a mask. Places of padding are past a sequence, or past them all.
+    places = counted + np.repeat(starts, padded)
+
+    def laid_out(name: str, dtype: type[np.generic], at_padding: Any = 0) -> Any:
+        row = values[name].astype(dtype, copy=False).take(places, mode="clip")
+        if is_padded:
+            np.copyto(row, at_padding, where=padding)
         return row
 
-    return ThdBatch(
-        tokens=laid_out(tokens, np.int64),
-        labels=laid_out(labels, np.int64),
-        position_ids=counted if position_ids is None else laid_out(position_ids, np.int64, counted),
-        loss_mask=laid_out(loss_mask, np.float32),
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_padded=cu_seqlens_padded,
-        max_seqlen=int(padded.max()),
-        padding_mask=~real,
-    )
+    fields = {
+        "tokens": laid_out("tokens", np.int64),
+        "labels": laid_out("labels", np.int64),
+        "position_ids": laid_out("position_ids", np.int64, counted) if "position_ids" in values else counted,
+        "loss_mask": laid_out("loss_mask", np.float32),
+        "padding_mask": padding,
+    }
+    rows, last = [], 0
+    for one in row_lengths:
+        first, last = last, last + one.shape[0]
+        if first == last:
+            rows.append(zero_loss_row(pad_to_multiple))
+            continue
+        begin, end = int(ends[first]), int(ends[last])
+        real, bounds = visible_bounds(real_ends[first : last + 1] - real_ends[first], ends[first : last + 1] - begin)
+        parts = {name: field[begin:end] for name, field in fields.items()}
+        longest = int(padded[first:last].max())
+        rows.append(ThdBatch(**parts, cu_seqlens=real, cu_seqlens_padded=bounds, max_seqlen=longest))
+    return rows
 
 
 def loss_weights(row: ThdBatch, average: str = "token") -> tuple[Float32Array, int]:
@@ -273,16 +280,22 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
     cu_seqlens, cu_seqlens_padded = visible_bounds(
         np.append(row.cu_seqlens, row.cu_seqlens[-1]), np.append(row.cu_seqlens_padded, total)
     )
+
+    def extended(values: npt.NDArray[Any], by: Any) -> Any:
+        longer = np.empty(total, values.dtype)
+        longer[: len(row)], longer[len(row) :] = values, by
+        return longer
+
     return replace(
         row,
-        tokens=np.pad(row.tokens, (0, missing)),
-        labels=np.pad(row.labels, (0, missing)),
-        position_ids=np.concatenate([row.position_ids, np.arange(missing, dtype=np.int64)]),
-        loss_mask=np.pad(row.loss_mask, (0, missing)),
+        tokens=extended(row.tokens, 0),
+        labels=extended(row.labels, 0),
+        position_ids=extended(row.position_ids, np.arange(missing)),
+        loss_mask=extended(row.loss_mask, 0),
         cu_seqlens=cu_seqlens,
         cu_seqlens_padded=cu_seqlens_padded,
         max_seqlen=max(row.max_seqlen, missing),
-        padding_mask=np.pad(row.padding_mask, (0, missing), constant_values=True),
+        padding_mask=extended(row.padding_mask, True),
     )
 
 

@@ -15,7 +15,7 @@ from harness.plan import PretrainConfig
 
 def main(config: PretrainConfig) -> int:
     """Train; return the exit code, 75 if a signal ended the run before its last step."""
-    prepare_process()
+    prepare_process(config.parallel)
     from harness.megatron.run.pretraining import open_pretraining
     from harness.megatron.run.training import run_training
 

@@ -63,8 +63,9 @@ def load(place: str, *, uses_megatron: bool = False) -> Callable[..., Any]:
     try:
         if uses_megatron:
             from harness.megatron import prepare_process
+            from harness.plan import ParallelConfig
 
-            prepare_process()
+            prepare_process(ParallelConfig())
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "megatron"):

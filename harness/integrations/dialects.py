@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from harness.errors import ConfigError, HarnessError, ScheduleError
 from harness.settings import nearest_name
-from harness.thd import ThdBatch, thd_from_model_tokens
+from harness.thd import ThdBatch, rows_from_model_tokens
 
 IGNORED = -100
 
@@ -228,13 +228,14 @@ class HuggingFaceRow(Row):
         is_last, is_first = np.zeros(input_ids.shape[0], np.bool_), np.zeros(input_ids.shape[0], np.bool_)
         is_last[bounds[1:] - 1] = True
         is_first[bounds[:-1]] = True
-        return thd_from_model_tokens(
-            input_ids[~is_last],
-            input_ids[~is_first],
-            labels[~is_first] != IGNORED,
-            np.diff(bounds) - 1,
+        (row,) = rows_from_model_tokens(
+            [np.diff(bounds) - 1],
+            tokens=input_ids[~is_last],
+            labels=input_ids[~is_first],
+            loss_mask=labels[~is_first] != IGNORED,
             position_ids=_array(self["position_ids"])[0][~is_last],
         )
+        return row
 
 
 DIALECTS: Mapping[str, type[Row]] = MappingProxyType({kind.dialect: kind for kind in (MegatronRow, HuggingFaceRow)})

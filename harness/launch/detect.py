@@ -96,7 +96,10 @@ cpu_bind: cores
 exclusive: true
 memory: "0"
 env:
-  CUDA_DEVICE_MAX_CONNECTIONS: "1"
+  TORCH_NCCL_HIGH_PRIORITY: "1"
+  NCCL_NVLS_ENABLE: "0"
+  NVTE_FWD_LAYERNORM_SM_MARGIN: "16"
+  NVTE_BWD_LAYERNORM_SM_MARGIN: "16"
   TORCH_NCCL_ASYNC_ERROR_HANDLING: "1"
   # A login node does not show the fabric. On a node, `ibdev2netdev` lists the rails, `ip -br addr` the
   # interface of node names. For InfiniBand or RoCE: `defaults: [h100_ib, _self_]` or `[roce, _self_]`.

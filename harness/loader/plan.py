@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -18,14 +19,10 @@ from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
 from harness.schedule import DYNAMIC, Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import check_lengths
-from harness.thd import (
-    ThdBatch,
-    padded_lengths,
-    shared_multiple,
-    thd_from_arrays,
-    thd_from_model_tokens,
-    zero_loss_row,
-)
+from harness.thd import ThdBatch, padded_lengths, rows_from_arrays, rows_from_model_tokens, shared_multiple
+
+# Of rows that are laid out together: twice the speed of one row of 4,096 alone, while all of a step leave the cache.
+_TOKENS_AT_ONCE = 32_768
 
 
 class PackSource(Protocol):
@@ -243,17 +240,18 @@ def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_p
         before: any state of the run; the position of the step replaces its own.
         num_packs: packs of one epoch; None for a stream without end.
     """
-    build = thd_from_arrays if "input_ids" in raw.tokens else thd_from_model_tokens
-    rows, start = [], 0
-    for lengths, ranks in zip(raw.row_lengths, raw.shared_by or [1] * len(raw.row_lengths), strict=True):
-        stop = start + int(lengths.sum())
-        tokens = {name: values[start:stop] for name, values in raw.tokens.items()}
-        if lengths.shape[0]:
-            multiple = shared_multiple(layout.pad_to_multiple, ranks)
-            rows.append(replace(build(**tokens, lengths=lengths, pad_to_multiple=multiple), shared_by=ranks))
-        else:
-            rows.append(zero_loss_row(layout.pad_to_multiple))
-        start = stop
+    build = rows_from_arrays if "input_ids" in raw.tokens else rows_from_model_tokens
+    ends = np.cumsum([0, *(lengths.sum() for lengths in raw.row_lengths)])
+    shared_by = np.asarray(raw.shared_by or [1] * len(raw.row_lengths))
+    is_next = (np.diff(ends[1:] // _TOKENS_AT_ONCE) != 0) | (np.diff(shared_by) != 0)
+    cuts = [0, *np.flatnonzero(is_next) + 1, len(raw.row_lengths)]
+    rows: list[ThdBatch] = []
+    for first, last in itertools.pairwise(cuts):
+        tokens = {name: values[ends[first] : ends[last]] for name, values in raw.tokens.items()}
+        ranks = int(shared_by[first])
+        multiple = shared_multiple(layout.pad_to_multiple, ranks)
+        made = build(**tokens, row_lengths=raw.row_lengths[first:last], pad_to_multiple=multiple)
+        rows += made if ranks == 1 else [replace(row, shared_by=ranks) for row in made]
     position = replace(before, epoch=raw.step.epoch, packs_consumed=raw.step.start)
     return RankBatch(
         epoch=raw.step.epoch,

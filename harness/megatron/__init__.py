@@ -11,20 +11,29 @@ Importing these modules changes nothing in the process. A program calls `prepare
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import warnings
 from contextlib import nullcontext
 from unittest import mock
 
+from harness.plan import ParallelConfig
+
 __all__ = ["prepare_process"]
 
 
-def prepare_process() -> None:
+def prepare_process(parallel: ParallelConfig | None = None) -> None:
     """Silence Megatron-Core's warnings about optional packages, and import it without loading the compiler on a CPU.
 
     Call it first in a program that trains, exports or measures, before other modules of `harness.megatron` are
     imported. Where Megatron-Core is imported already, it only sets the warning filters.
+
+    Args:
+        parallel: the layout of a run, which CUDA_DEVICE_MAX_CONNECTIONS is set for unless it is set already.
     """
+    if parallel is not None:
+        # The driver reads it once, at the first call of CUDA, which an import may make.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(parallel.device_connections))
     # On import it warns a dozen times about optional packages (Apex, flash-attention) that nothing here needs.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.core")

@@ -119,6 +119,8 @@ def to_device(
 ) -> RowTensors:
     """Copy this rank's context-parallel slice of a row to `device`; a GPU's copies do not wait.
 
+    The device widens ids and weights and computes positions, so that 10 bytes a token are copied.
+
     Args:
         cp_size, cp_rank: context-parallel ranks of the row, and this one of them.
         cp_group: theirs, where rows differ in it; this rank's own for a row that it has whole.
@@ -127,46 +129,82 @@ def to_device(
         loss_average: one of `LOSS_AVERAGES`.
     """
     weights, divisor = loss_weights(row, loss_average)
-    # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
-    positions = np.arange(len(row), dtype=np.int64) - np.repeat(
-        row.cu_seqlens_padded[:-1], np.diff(row.cu_seqlens_padded)
-    )
-    fields: list[npt.NDArray[Any]] = [row.tokens, row.labels, row.position_ids, weights, row.padding_mask, positions]
-    for distance in range(1, mtp_layers + 1):
-        # Moved before they are cut, so that no rank needs a token of another.
-        ahead = tokens_ahead(replace(row, loss_mask=weights), distance)
-        fields += [ahead.tokens, ahead.labels, ahead.loss_mask, ahead.padding_mask]
-    if row.sources is not None:
-        sizes = np.diff(row.cu_seqlens_padded)
-        fields.append(np.repeat(np.pad(row.sources, (0, len(sizes) - len(row.sources))), sizes))
+    weighed = replace(row, loss_mask=weights)
+    keep: Any = slice(None)
     if cp_size > 1:
         keep = context_parallel_indices(row.cu_seqlens_padded, cp_size=cp_size, cp_rank=cp_rank)
-        fields = [field[keep] for field in fields]
-    tokens, labels, position_ids, loss_mask, padding_mask, counted, *further = (
-        _copied(np.ascontiguousarray(field), device).unsqueeze(0) for field in fields
+    # Moved before they are cut, so that no rank needs a token of another.
+    own, *ahead = (
+        _copy_tokens(tokens_ahead(weighed, distance) if distance else weighed, keep, device)
+        for distance in range(mtp_layers + 1)
     )
-    sources = None if row.sources is None else further.pop()
     # Kernels take a slower path with padded bounds, so these are passed only if they differ.
     is_padded = is_static or not np.array_equal(row.cu_seqlens, row.cu_seqlens_padded)
+    cu_seqlens = _copied(row.cu_seqlens, device)
+    cu_seqlens_padded = _copied(row.cu_seqlens_padded, device) if is_padded else None
+    # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
+    bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    owners, positions = _find_places(bounds, len(row), cp_size=cp_size, cp_rank=cp_rank)
+    position_ids, sources = positions, None
+    if not _count_from_bounds(row):
+        position_ids = _copied(row.position_ids[keep].astype(np.int32), device).long()
+    if row.sources is not None:
+        missing = len(row.cu_seqlens) - 1 - len(row.sources)
+        sources = _copied(np.pad(row.sources, (0, missing)), device)[owners].unsqueeze(0)
     return RowTensors(
-        tokens,
-        labels,
-        position_ids,
-        loss_mask,
-        padding_mask,
+        own.tokens,
+        own.labels,
+        position_ids.unsqueeze(0),
+        own.loss_mask,
+        own.padding_mask,
         # Its context-parallel ranks sum the losses of their slices, and count the whole row once.
         _copied(np.asarray(divisor if cp_rank == 0 else 0, np.int32), device),
         packed_seq_params(
-            cu_seqlens=_copied(row.cu_seqlens, device),
-            cu_seqlens_padded=_copied(row.cu_seqlens_padded, device) if is_padded else None,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_padded=cu_seqlens_padded,
             max_seqlen=row.max_seqlen,
-            positions=counted[0],
-            ahead=tuple(AheadTensors(*further[at : at + 4]) for at in range(0, len(further), 4)),
+            positions=positions,
+            ahead=tuple(ahead),
             is_static=is_static,
             cp_group=cp_group,
         ),
         sources,
     )
+
+
+def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> AheadTensors:
+    def copied(values: npt.NDArray[Any]) -> torch.Tensor:
+        return _copied(np.ascontiguousarray(values[keep]), device).unsqueeze(0)
+
+    narrow = row.loss_mask.astype(np.uint8)  # exact unless conversations share their weight
+    return AheadTensors(
+        tokens=copied(row.tokens.astype(np.int32)).long(),
+        labels=copied(row.labels.astype(np.int32)).long(),
+        loss_mask=copied(narrow if np.array_equal(narrow, row.loss_mask) else row.loss_mask).float(),
+        padding_mask=copied(row.padding_mask),
+    )
+
+
+def _count_from_bounds(row: ThdBatch) -> bool:
+    """Return True if positions are counted from 0 in every sequence, as `_find_places` counts them."""
+    starts = row.cu_seqlens_padded[:-1][np.diff(row.cu_seqlens_padded) > 0]
+    jumps = np.count_nonzero(np.diff(row.position_ids) != 1)
+    return not row.position_ids[starts].any() and int(jumps) == len(starts) - 1
+
+
+def _find_places(bounds: torch.Tensor, total: int, *, cp_size: int, cp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sequence of each token of a rank's slice and its position there, [T / cp], without a wait of the host.
+
+    `bounds` are int32 [S + 1], of padded sequences, and `total` is T.
+    """
+    held = bounds if cp_size == 1 else bounds // cp_size
+    owners = torch.repeat_interleave(held.diff(), output_size=total // cp_size)
+    positions = torch.arange(total // cp_size, device=bounds.device) - held[owners]
+    if cp_size > 1:
+        # Of the 2 * cp_size chunks of a sequence, a rank holds those of `context_parallel_indices`.
+        chunk = (held.diff() // 2)[owners]
+        positions += torch.where(positions < chunk, cp_rank, 2 * cp_size - 2 - cp_rank) * chunk
+    return owners, positions
 
 
 def _copied(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

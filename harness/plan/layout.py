@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than
 from harness.errors import ConfigError
@@ -45,8 +45,9 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             rank receives all tokens in rows of equal length) or `flex` (DeepEP's kernels, on GPUs that have it).
         sequence_parallel: also split norms and dropout over the tensor-parallel group.
         distributed_optimizer: shard the optimizer state over data-parallel ranks.
-        static_rows: pad every row to the maximum size, so that shapes are constant and pipeline stages do not exchange
-            them.
+        static_rows: pad every row to the maximum size, so that shapes are constant. Otherwise pipeline stages exchange
+            shapes, and Megatron-Core stops the GPU at every send and receive. Null selects true on GPUs with several
+            pipeline stages, otherwise false.
         cuda_graphs: capture the forward and backward pass of a row once and replay it for every row, which reduces
             launch overhead. Gradients are reduced after the last row, regardless of overlap_gradients, and the memory
             of one pass stays reserved. Requires GPUs, static_rows, a dense model, one pipeline stage and no CP.
@@ -71,7 +72,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     expert_dispatcher: str = one_of("alltoall", ("alltoall", "allgather", "flex"))
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
-    static_rows: bool = False
+    static_rows: bool | None = None
     cuda_graphs: bool = False
     gradient_dtype: str = one_of("float32", DTYPE_BYTES)
     overlap_gradients: bool = True
@@ -91,7 +92,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             "parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false",
         ),
         Rule(
-            {"parallel.cuda_graphs": True, "parallel.static_rows": False},
+            {"parallel.cuda_graphs": True, "parallel.static_rows": other_than(True)},
             "CUDA graphs require rows of constant length",
             "parallel.cuda_graphs=false, or parallel.static_rows=true",
         ),
@@ -110,10 +111,13 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             "it overlaps the communication of sequence parallelism",
             "parallel.overlap_tensor_parallel=false, or parallel.sequence_parallel=true",
         ),
-        Rule(
-            {"parallel.overlap_tensor_parallel": True, "parallel.static_rows": False},
-            "its buffers require rows of constant shape",
-            "parallel.overlap_tensor_parallel=false, or parallel.static_rows=true",
+        *(
+            Rule(
+                {"parallel.overlap_tensor_parallel": True, "parallel.static_rows": value, **on_one_stage},
+                "its buffers require rows of constant shape",
+                "parallel.overlap_tensor_parallel=false, or parallel.static_rows=true",
+            )
+            for value, on_one_stage in ((False, {}), (None, {"parallel.pipeline_parallel_size": 1}))
         ),
         Rule(
             {"parallel.overlap_tensor_parallel": True, "parallel.cuda_graphs": True},
@@ -125,7 +129,9 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     def __post_init__(self) -> None:
         super().__post_init__()
         shared = self.expert_parallel_size * self.expert_tensor_parallel_size
-        if self.expert_dispatcher == "allgather" and shared > 1 and not self.static_rows:
+        # On a GPU; on a CPU `on` comes here again.
+        is_static = self.pipeline_parallel_size > 1 if self.static_rows is None else self.static_rows
+        if self.expert_dispatcher == "allgather" and shared > 1 and not is_static:
             raise ConfigError(
                 f"{shared} ranks share experts, and allgather requires rows of equal length",
                 where="parallel.expert_dispatcher, parallel.static_rows",
@@ -141,6 +147,12 @@ class ParallelConfig(CheckedSettings, section="parallel"):
                 where="parallel.expert_dispatcher, parallel.expert_parallel_size",
                 fix=f"parallel.expert_dispatcher=alltoall, or experts on {ranks} ranks",
             )
+
+    def on(self, device: str) -> ParallelConfig:
+        """Return the layout with what null of static_rows is on a device, `cpu` or `cuda`."""
+        if self.static_rows is not None:
+            return self
+        return replace(self, static_rows=device == "cuda" and self.pipeline_parallel_size > 1)
 
     @property
     def model_ranks(self) -> int:
@@ -164,6 +176,16 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         if self.static_rows:
             return "parallel.static_rows"
         return "parallel.sequence_parallel" if self.pad_to_multiple > 1 else None
+
+    @property
+    def device_connections(self) -> int:
+        """CUDA_DEVICE_MAX_CONNECTIONS on GPUs up to Hopper: 1, or 32, the most.
+
+        With 1, kernels start in the order of their launch: an exchange of tensor- or context-parallel ranks before the
+        product that it overlaps. Sources: Megatron-Core's `tensor_parallel/layers.py`, which warns without 1, and
+        Megatron-Bridge's `perf_recipes/environment.py`, which has CUDA's 8 instead of 32 unless experts use DeepEP.
+        """
+        return 1 if self.tensor_parallel_size > 1 or self.context_parallel_size > 1 else 32
 
     @property
     def group_size(self) -> int:

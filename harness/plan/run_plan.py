@@ -167,6 +167,8 @@ class RunPlan:
             return
         yield "epoch", f"{count_of(self.work.steps, 'step')} of {self.work.tokens:,.0f} tokens"
         yield "microbatches", f"{self.work.microbatches:,} per rank and step"
+        if self.work.padding:
+            yield "padding", f"{self.work.padding:.1%} of the rows, which have one length: parallel.static_rows"
         yield "work", f"{self.work.model_flops / 1e12:,.3g} TFLOPs per step"
         yield "MFU", f"{self.mfu:.1%}, {'an estimate' if self.parts else 'as given'}"
         yield "step", f"{self.step_s:,.3g} s, {self.work.tokens / self.step_s / self.ranks:,.0f} tokens/s per rank"
@@ -228,7 +230,7 @@ def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
         what = f"the vocabulary size is unknown: {why or 'the dataset does not record it'}"
         raise ConfigError(what, where="model.vocab_size", fix="set it to the size of the tokenizer")
     config = replace(config, model=replace(model, vocab_size=vocab_size))
-    config = config.on("cpu" if config.trainer.device == "cpu" else "cuda")
+    config = config.planned()
     if packs is not None:
         return Inputs(config, packs.lengths, packs.packs, packs.pack_size, notes=tuple(notes))
     if data is not None:
@@ -274,7 +276,7 @@ def plan_run(
             max_tokens_per_row=parallel.max_tokens_per_row(config.max_tokens_per_rank),
             group_size=parallel.group_size,
         )
-        work = replace(work, microbatches=plan_microbatches(inputs, ranks, work.tokens))
+        work = plan_rows(work, inputs, ranks)
         _check_longest(inputs.config, inputs.lengths, ranks)
     planned = plan_layout(inputs, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
     return replace(planned, context=_context_sizes(inputs, ranks))
@@ -298,7 +300,8 @@ def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
     """Return the memory of the fullest rank without a look at the data; None on a CPU."""
     if config.trainer.device == "cpu":
         return None
-    model, dp_size = config.model.on("cuda"), config.parallel.dp_size(ranks)
+    config = config.planned()
+    model, dp_size = config.model, config.parallel.dp_size(ranks)
     samples_a_row = config.data.micro_batch_size if isinstance(config, PretrainConfig) else 1
     return plan_memory(
         model,
@@ -312,15 +315,17 @@ def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
     )
 
 
-def plan_microbatches(inputs: Inputs, ranks: int, tokens: float) -> int:
-    """Return the microbatches of a step of so many tokens: by what rows hold, or by packs where each is a row."""
+def plan_rows(work: Work, inputs: Inputs, ranks: int) -> Work:
+    """Return the work with its microbatches, by what rows hold or by packs where each is a row, and its padding."""
     config, parallel = inputs.config, inputs.config.parallel
-    dp_size = parallel.dp_size(ranks)
+    dp_size, row = parallel.dp_size(ranks), parallel.max_tokens_per_row(config.max_tokens_per_rank)
     if config.schedule.name == "as_packed":
         packs = min(config.loader.global_batch_size, inputs.num_packs)
-        return count_microbatches(packs, dp_size, parallel.group_size)
-    row = parallel.max_tokens_per_row(config.max_tokens_per_rank)
-    return count_microbatches(tokens, dp_size * row, parallel.group_size)
+        microbatches = count_microbatches(packs, dp_size, parallel.group_size)
+    else:
+        microbatches = count_microbatches(work.tokens, dp_size * row, parallel.group_size)
+    padding = 1 - work.tokens / (microbatches * dp_size * row) if parallel.static_rows else 0.0
+    return replace(work, microbatches=microbatches, padding=max(0.0, padding))
 
 
 def _check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:

@@ -27,7 +27,7 @@ from harness.plan.run_plan import (
     memory_without_data,
     open_inputs,
     plan_layout,
-    plan_microbatches,
+    plan_rows,
 )
 from harness.plan.settings import RunConfig, SftConfig
 from harness.plan.work import Machine, plan_work
@@ -158,7 +158,7 @@ def search_layouts(
             where="data.path",
             fix="assume data with packs=100000 data.pack_size=8192 sequence_tokens=1024",
         )
-    base, model = inputs.config, inputs.config.model
+    base, model = replace(inputs.config, parallel=config.parallel), inputs.config.model
     whole = plan_work(
         model,
         inputs.lengths,
@@ -172,12 +172,12 @@ def search_layouts(
         try:
             schedule = replace(base.schedule, max_tokens_per_rank=tokens)
             run = replace(base, model=replace(model, recompute=recompute), parallel=parallel, schedule=schedule)
-            run.check(ranks)
+            (run := run.planned()).check(ranks)
         except ConfigError as error:
             refused.append(error)
             continue
         one = replace(inputs, config=run)
-        work = replace(whole, microbatches=plan_microbatches(one, ranks, whole.tokens))
+        work = plan_rows(whole, one, ranks)
         planned = plan_layout(one, ranks=ranks, machine=machine, work=work, expert_load=expert_load)
         found.append(Candidate(parallel, recompute, tokens, planned))
     if not found:

@@ -22,7 +22,7 @@ from harness.records import Int64Array
 _MATMUL_PASSES = {"none": 3.0, "selective": 3.0, "full": 4.0}
 _ATTENTION_PASSES = {"none": 3.0, "selective": 4.0, "full": 4.0}
 # Kernels of a microbatch as `harness bench kernels` counts them: of a dense layer, and outside layers.
-_LAYER_KERNELS, _OTHER_KERNELS = 93, 87
+_LAYER_KERNELS, _OTHER_KERNELS = 93, 95
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class Work:
         steps: optimizer steps.
         microbatches: per rank and step, on average.
         tokens: model tokens of a step, on average.
-        linear_flops, attention_flops: of a step's forward pass, all ranks together.
+        linear_flops, attention_flops: of a step's forward pass, all ranks together, without padding.
+        padding: share of the tokens of all rows that is padding of `parallel.static_rows`.
     """
 
     steps: int
@@ -98,6 +99,7 @@ class Work:
     tokens: float
     linear_flops: float
     attention_flops: float
+    padding: float = 0.0
 
     @property
     def model_flops(self) -> float:
@@ -183,7 +185,8 @@ class _RankStep:
     @property
     def tokens(self) -> float:
         parallel = self.parallel
-        return self.work.tokens / (parallel.dp_size(self.ranks) * parallel.context_parallel_size)
+        tokens = self.work.tokens / (1 - self.work.padding)
+        return tokens / (parallel.dp_size(self.ranks) * parallel.context_parallel_size)
 
     @property
     def hidden_bytes(self) -> float:
@@ -191,7 +194,7 @@ class _RankStep:
 
     @property
     def matmul_s(self) -> float:
-        share = self.machine.peak_flops * self.ranks
+        share = self.machine.peak_flops * self.ranks * (1 - self.work.padding)
         return _MATMUL_PASSES[self.model.recompute] * self.work.linear_flops / (share * self.machine.matmul_share)
 
     @property

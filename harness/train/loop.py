@@ -5,9 +5,11 @@ It knows nothing of Megatron-Core: the step, the checkpoint and everything else 
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -177,17 +179,46 @@ def train(
     Raises:
         HarnessError: the loss of a step is not finite; nothing is saved from that step on.
     """
-    loop = _Loop(step, config, hooks, validation, list(validated))
-    for number in range(first_step, config.last_step + 1):
-        batch = loop.read(number, batches)
-        if batch is None:
-            return loop.reason
-        if number == 1 and config.eval_interval:
-            loop.validate_first()
-        result = step.train(batch)
-        if loop.complete(number, batch, result):
-            return loop.reason
+    with _collected_by_hand(config.collect_interval) as collect:
+        loop = _Loop(step, config, hooks, validation, list(validated), collect)
+        for number in range(first_step, config.last_step + 1):
+            batch = loop.read(number, batches)
+            if batch is None:
+                return loop.reason
+            if number == 1 and config.eval_interval:
+                loop.validate_first()
+            result = step.train(batch)
+            if loop.complete(number, batch, result):
+                return loop.reason
+            collect()
     return None
+
+
+@contextmanager
+def _collected_by_hand(interval: int) -> Iterator[Callable[[], None]]:
+    """Collect garbage at every `interval`-th call of the function that this yields, and at no other time.
+
+    Left alone, as with an interval of 0, the collector stops each rank at another time, and all ranks wait each time.
+    """
+    calls, was_enabled = 0, gc.isenabled()
+
+    def collect() -> None:
+        nonlocal calls
+        calls += 1
+        if interval and calls % interval == 0:
+            gc.collect()
+            if calls == interval:
+                gc.freeze()  # later collections leave out what stays, and take 1 ms instead of 60 to 90
+
+    if interval:
+        gc.disable()
+    try:
+        yield collect
+    finally:
+        if interval and calls >= interval:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass
@@ -199,6 +230,7 @@ class _Loop:
     hooks: Hooks
     validation: Mapping[str, Callable[[], Iterable[RankBatch]]]
     losses: list[float]
+    collect: Callable[[], None]
     unsaved: LoaderState | None = None
     reason: str | None = None
     _initial: dict[str, Evaluation] = field(default_factory=dict)
@@ -270,6 +302,7 @@ class _Loop:
             for batch in batches:
                 self.hooks.at(number, "validating")
                 yield batch
+                self.collect()
 
         return {name: self.step.evaluate(watched(open_batches())) for name, open_batches in self.validation.items()}
 

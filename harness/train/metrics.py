@@ -40,7 +40,7 @@ class StepMetrics:
         tokens: model tokens of the global batch, without padding.
         trained_tokens: tokens with a loss.
         tokens_per_s: tokens / step_s, of the whole job.
-        fill: share of the rows that holds tokens.
+        fill: share of the largest rows that holds tokens; with `parallel.static_rows` the rest is padding.
         num_microbatches: of each rank.
         step_s: wall time of the step, with the wait for data, without validation and checkpoint.
         data_wait_s: wait for the loader on rank 0.

@@ -27,3 +27,15 @@ def test_fused_operations_and_deterministic_kernels_give_the_same_losses_and_bfl
     rounded = run("rounded", *half, "parallel.gradient_dtype=bfloat16", key="grad_norm")
     assert rounded == pytest.approx(plain, rel=5e-2)
     assert rounded != plain
+
+
+def test_the_log_has_the_padding_of_rows_of_one_length(dataset, tmp_path, capsys):
+    for value, is_padded in (("true", True), ("null", False)):
+        folder = tmp_path / value
+        run_here(sft, SftConfig, overrides_of(dataset, folder, "trainer.steps=2", f"parallel.static_rows={value}"))
+        printed, padding = "".join(capsys.readouterr()), 1 - read_metrics(folder)[0]["fill"]
+        line = f"rows are padded to 256 tokens (parallel.static_rows): {padding:.1%} of this step's are padding"
+        assert printed.count(line) == is_padded
+        assert 0 < padding < 1
+        # What null stands for on this device.
+        assert f"static_rows: {str(is_padded).lower()}" in (folder / "config.yaml").read_text()

@@ -328,6 +328,7 @@ class Run:
     def train(self, data: Path, layout: RankLayout, device: torch.device) -> dict[str, tuple[float, str]]:
         """Train two steps; return `worst`, in which there is nothing for the reference itself."""
         config, reader = self.settings, open_dataset(data)
+        row = config.parallel.max_tokens_per_row(config.max_tokens_per_rank)
         made: dict[str, Any] = {"steps": [], "gradients": []}
 
         def fill(chunks: Sequence[Any]) -> None:
@@ -348,6 +349,7 @@ class Run:
             device=device,
             vocab_size=config.model.vocab_size,
             optimizer=config.optimizer,
+            pad_rows_to=row if config.parallel.static_rows else None,
             fill=torch.no_grad()(fill),
             loss_average=config.trainer.loss_average,
         )

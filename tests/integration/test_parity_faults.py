@@ -24,7 +24,7 @@ from harness.parity.locate import recorded_run
 from harness.parity.result import Check, Difference
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
-from harness.thd import thd_from_arrays
+from harness.thd import rows_from_arrays
 from harness.train.digests import BATCHES, DIGESTS_FILE, DigestWriter, merge_ranks, rank_rows
 from harness.train.metrics import METRICS_FILE
 
@@ -333,7 +333,7 @@ def test_a_sequence_cut_short_in_the_loader_is_named(reference, copy, data) -> N
         ).astype(np.int32)
         kept = lengths.copy()
         kept[-1] -= 3
-        short = thd_from_arrays(stored[:-3], np.zeros(stored.shape[0] - 3, np.uint8), kept)
+        (short,) = rows_from_arrays(stored[:-3], np.zeros(stored.shape[0] - 3, np.uint8), [kept])
         return replace(batch, rows=[short, *batch.rows[1:]])
 
     trained(copy, data / "train", edited_rows(1, cut))

@@ -245,7 +245,7 @@ def _read_trainer(job: ProbeJob, trainer_class: Any, arguments: Any, **more: Any
 def read_torchtitan(job: ProbeJob) -> tuple[Steps, Position]:
     """Read with torchtitan's dataloader component; its rows are padded, and have no labels where nothing is trained."""
     from harness.integrations.torchtitan import HarnessDataLoader
-    from harness.thd import thd_from_model_tokens
+    from harness.thd import rows_from_model_tokens
 
     def unpadded(tokens: Any, positions: Any, labels: Any) -> ThdBatch:
         bounds = np.append(np.flatnonzero(positions == 0), tokens.shape[0])
@@ -253,9 +253,14 @@ def read_torchtitan(job: ProbeJob) -> tuple[Steps, Position]:
         while len(bounds) > 2 and not tokens[bounds[-2] :].any() and (labels[bounds[-2] :] < 0).all():
             bounds = bounds[:-1]
         stop = int(bounds[-1])
-        return thd_from_model_tokens(
-            tokens[:stop], labels[:stop], labels[:stop] >= 0, np.diff(bounds), position_ids=positions[:stop]
+        (row,) = rows_from_model_tokens(
+            [np.diff(bounds)],
+            tokens=tokens[:stop],
+            labels=labels[:stop],
+            loss_mask=labels[:stop] >= 0,
+            position_ids=positions[:stop],
         )
+        return row
 
     loader = HarnessDataLoader(
         HarnessDataLoader.Config(dataset_path=job.dataset, **job.loader),

@@ -18,7 +18,7 @@ from harness.formats import open_dataset
 from harness.formats.foreign.exporting import export_to_bridge
 from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.schedule import ScheduleConfig
-from harness.thd import ThdBatch, pad_row, thd_from_arrays
+from harness.thd import ThdBatch, build_thd_batch, pad_row
 from tests.benchmarks.integrations import collate_for_bridge
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -187,7 +187,7 @@ def test_bridges_own_reader_reads_the_files_of_a_conversion(bridge: Trainer, dat
         assert sample["input_ids"] == pack.input_ids.tolist()
         assert sample["loss_mask"] == pack.loss_mask.tolist()
         assert sample["seq_boundaries"] == [*pack.seq_start_id.tolist(), len(pack)]
-        row = thd_from_arrays(pack.input_ids, pack.loss_mask, pack.sequence_lengths.astype(np.int64))
+        row = build_thd_batch(pack.sequences())
         real = len(row)
         assert sample["tokens"][:real] == row.tokens.tolist()
         assert sample["labels"][:real] == row.labels.tolist()

@@ -102,10 +102,12 @@ def layouts_of(kind: str) -> Iterator[Layout]:
         dimensions = {
             **{f"{name}_parallel_size": sizes for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")},
             "virtual_pipeline_parallel_size": (None, 2, 4),
-            **dict.fromkeys(("sequence_parallel", "distributed_optimizer"), (False, True)),
+            **dict.fromkeys(("sequence_parallel", "distributed_optimizer", "static_rows"), (False, True)),
         }
         for values in itertools.product(*dimensions.values()):
             parallel, run, refused = dict(zip(dimensions, values, strict=True)), None, None
+            if parallel["static_rows"] and parallel["pipeline_parallel_size"] == 1:
+                continue  # a GPU has them for stages alone
             try:
                 run = replace(config, parallel=ParallelConfig(**parallel))
                 if "shared" in kind.split():

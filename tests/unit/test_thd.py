@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -17,9 +17,9 @@ from harness.thd import (
     pad_row,
     padded_lengths,
     padding_multiple,
+    rows_from_arrays,
+    rows_from_model_tokens,
     static_row,
-    thd_from_arrays,
-    thd_from_model_tokens,
     tokens_ahead,
     visible_bounds,
     zero_loss_row,
@@ -109,7 +109,7 @@ def test_no_sequences_are_refused() -> None:
 
 def test_arrays_that_do_not_fit_their_lengths_are_refused() -> None:
     with pytest.raises(ScheduleError, match="4 tokens, 4 loss_mask entries and sequences of 5 tokens"):
-        thd_from_arrays(np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.uint8), np.asarray([2, 3]))
+        rows_from_arrays(np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.uint8), [np.asarray([2, 3])])
 
 
 @pytest.mark.parametrize("pad_to_multiple", [1, 8])
@@ -152,12 +152,36 @@ def test_without_parallelism_nothing_is_padded() -> None:
 
 
 @pytest.mark.parametrize("pad_to_multiple", [1, 4])
+def test_rows_laid_out_together_are_those_laid_out_alone(pad_to_multiple: int) -> None:
+    numbers = np.random.default_rng(0)
+    sequences = [
+        [view(numbers.integers(1, 99, n).tolist(), numbers.integers(0, 2, n).tolist()) for n in row]
+        for row in ([2, 9, 4], [], [5], [2, 2, 17, 3])
+    ]
+    together = rows_from_arrays(
+        np.concatenate([one.input_ids for row in sequences for one in row]),
+        np.concatenate([one.loss_mask for row in sequences for one in row]),
+        [np.asarray([len(one) for one in row], dtype=np.int64) for row in sequences],
+        pad_to_multiple=pad_to_multiple,
+    )
+    for made, row in zip(together, sequences, strict=True):
+        alone = build_thd_batch(row, pad_to_multiple=pad_to_multiple) if row else zero_loss_row(pad_to_multiple)
+        for field in fields(ThdBatch):
+            one, other = getattr(made, field.name), getattr(alone, field.name)
+            assert np.array_equal(one, other), field.name
+            assert getattr(one, "dtype", None) == getattr(other, "dtype", None), field.name
+    lengths = [np.asarray([2, 2]), np.asarray([3, 1])]
+    with pytest.raises(ScheduleError, match=r"sequence 1 of the row has 1 stored token\(s\)"):
+        rows_from_arrays(np.zeros(8, np.int32), np.zeros(8, np.uint8), lengths)
+
+
+@pytest.mark.parametrize("pad_to_multiple", [1, 4])
 def test_positions_may_begin_anywhere_but_those_of_padding_count_from_0(pad_to_multiple: int) -> None:
-    row = thd_from_model_tokens(
-        np.asarray([11, 12, 13, 21, 22], dtype=np.int32),
-        np.asarray([12, 13, 14, 22, 23], dtype=np.int32),
-        np.asarray([0.0, 0.5, 1.0, 1.0, 0.0]),
-        np.asarray([3, 2]),
+    (row,) = rows_from_model_tokens(
+        [np.asarray([3, 2])],
+        tokens=np.asarray([11, 12, 13, 21, 22], dtype=np.int32),
+        labels=np.asarray([12, 13, 14, 22, 23], dtype=np.int32),
+        loss_mask=np.asarray([0.0, 0.5, 1.0, 1.0, 0.0]),
         position_ids=np.asarray([7, 8, 9, 5, 6], dtype=np.int32),
         pad_to_multiple=pad_to_multiple,
     )

@@ -47,10 +47,11 @@ def measure_layouts(sizes: Sizes, workspace: Workspace, word: str) -> BenchRepor
     allow_deterministic()
     report, ranks = BenchReport("gpu"), int(word)
     names = _TINY_LAYOUTS.get(ranks, LAYOUTS[ranks]) if sizes.is_tiny else LAYOUTS[ranks]
-    presets = {name: compose_config("sft", SftConfig, [f"parallel={name}"]).parallel for name in names}
+    device = runtime.choose_device(sizes.device).type
+    presets = {name: compose_config("sft", SftConfig, [f"parallel={name}"]).parallel.on(device) for name in names}
     # Rows that never change in shape are padded at their end.
     presets["static rows"] = ParallelConfig(static_rows=True)
-    if runtime.choose_device(sizes.device).type == "cuda":
+    if device == "cuda":
         presets["CUDA graphs"] = ParallelConfig(static_rows=True, cuda_graphs=True)
     for has_experts in sorted({preset.expert_parallel_size > 1 for preset in presets.values()}):
         chosen = {name: one for name, one in presets.items() if (one.expert_parallel_size > 1) == has_experts}
@@ -90,7 +91,7 @@ def _compare(
         title = f"{job.world_size} ranks, {name}"
         nearness = _NEARNESS[model.dtype]
         report.add(Figure(f"{title}: losses differ from one rank's", differs, "", at_most=nearness))
-        if not parallel.static_rows and not has_experts:
+        if (not parallel.static_rows or parallel.pipeline_parallel_size > 1) and not has_experts:
             parallel_state.destroy_model_parallel()
             findings = IsolationCheck.of_job(SftConfig(model=model, parallel=parallel), job).run()
             report.add(Figure(f"{title}: isolation findings", len(findings), "findings", at_most=0))

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from harness.errors import HarnessError, LoaderError
 from harness.records import Pack
-from harness.thd import thd_from_arrays, visible_bounds, zero_loss_row
+from harness.thd import build_thd_batch, visible_bounds, zero_loss_row
 
 Sample = dict[str, torch.Tensor]
 Row = dict[str, torch.Tensor]
@@ -42,9 +42,7 @@ def samples_of_pack(pack: Pack, *, pad_to_multiple: int = 1) -> list[Sample]:
     Args:
         pad_to_multiple: of the layout (`harness.thd.padding_multiple`).
     """
-    row = thd_from_arrays(
-        pack.input_ids, pack.loss_mask, pack.sequence_lengths.astype(np.int64), pad_to_multiple=pad_to_multiple
-    )
+    row = build_thd_batch(pack.sequences(), pad_to_multiple=pad_to_multiple)
     real, bounds = np.diff(row.cu_seqlens), row.cu_seqlens_padded
     return [
         {

@@ -20,7 +20,7 @@ from harness.loader.plan import RawBatch
 from harness.loader.workers import BatchStream
 from harness.records import Int64Array, Schedule
 from harness.schedule import Imbalance, SequenceCost, measure_imbalance
-from harness.thd import padded_lengths, thd_from_arrays
+from harness.thd import build_thd_batch, padded_lengths
 
 
 def missing_index(error: FileNotFoundError) -> LoaderError:
@@ -68,7 +68,7 @@ class PackDataset(MegatronDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         pack = self.dataset[self.pack_of(index)]
-        row = thd_from_arrays(pack.input_ids, pack.loss_mask, pack.sequence_lengths.astype(np.int64))
+        row = build_thd_batch(pack.sequences())
         return {
             "tokens": row.tokens,
             "labels": row.labels,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,7 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
         found.append("parallel.cuda_graphs is true: gradients are reduced after the last row, without overlap")
     if parallel.cuda_graphs and not has_engine:
         found.append("parallel.cuda_graphs is true: PyTorch's attention computes the scores of all pairs in a row")
+    found += _wrong_connections(parallel, device)
     if model.dtype == "float32":
         found.append("model.dtype is float32: bfloat16 takes half the memory and is many times faster on a GPU")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):
@@ -105,6 +107,17 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
     if is_fused and torch.are_deterministic_algorithms_enabled():
         found.append("trainer.deterministic is true: the loss is not fused and stores the logits twice in float32")
     return found
+
+
+def _wrong_connections(parallel: ParallelConfig, device: torch.device) -> list[str]:
+    value, best = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), parallel.device_connections
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (10, 0):
+        best = 32
+    if value is not None and (value == "1") == (best == 1):
+        return []
+    given = "not set" if value is None else value
+    why = "delays exchanges until the products that they overlap end" if best == 1 else "queues exchanges after kernels"
+    return [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}, which {why}: set it to {best} before the job starts"]
 
 
 def _no_engine(has_engine: bool) -> str | None:

@@ -73,12 +73,12 @@ def test_a_cloud_is_known_by_its_firmware(tmp_path, files, site):
         ("hopper", "azure_ndv5", ("NCCL_TOPO_FILE", "/opt/microsoft/ndv5-topo.xml")),
         ("hopper", "oci_h100", ("NCCL_IB_TC", "41")),
         ("rdma", "", ("NCCL_IB_TC", "104")),
-        ("mixed", "azure_ndv5", ("NCCL_MNNVL_ENABLE", "2")),  # its GPUs are not those of that file
+        ("mixed", "azure_ndv5", ("CUDA_DEVICE_MAX_CONNECTIONS", "32")),  # its GPUs are not those of that file
         ("cpu", "aws_p5", ("OMP_NUM_THREADS", "1")),
         ("hopper", "gcp_a3ultra", ("NCCL_NET", "gIB")),
         ("a3mega", "gcp_a3ultra", ("NCCL_NET", "FasTrak")),
         ("a3", "gcp_a3ultra", ("NCCL_NET", "GPUDirectTCPX_v7")),
-        ("hopper", "", ("CUDA_DEVICE_MAX_CONNECTIONS", "1")),
+        ("hopper", "", ("NVTE_FWD_LAYERNORM_SM_MARGIN", "16")),
     ],
 )
 def test_the_fabric_is_that_of_the_site_and_the_nodes_are_those_of_the_partition(tmp_path, partition, site, variable):

@@ -105,7 +105,9 @@ def test_the_ranks_together_train_the_whole_batch_once(name: str, dp_size: int, 
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_rows_hold_the_sequences_that_they_name(name: str) -> None:
+@pytest.mark.parametrize("laid_out_at_once", [1, 40, 32_768])
+def test_rows_hold_the_sequences_that_they_name(name: str, laid_out_at_once: int, monkeypatch) -> None:
+    monkeypatch.setattr("harness.loader.plan._TOKENS_AT_ONCE", laid_out_at_once)
     data = source()
     views = [view for stored in data.packs for view in stored.sequences()]
     made = batch(data, BatchRange(0, 0, 3, 9), name, dp_rank=1, dp_size=2, pad_to_multiple=2)

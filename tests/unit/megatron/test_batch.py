@@ -8,13 +8,21 @@ import numpy as np
 import pytest
 import torch
 
+from harness.bench.kernels import _Waits
 from harness.megatron.batch import RowsAhead, padding_argument, run_row, sum_loss, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
 from harness.plan import ModelConfig, ParallelConfig
 from harness.records import SequenceView
-from harness.thd import build_thd_batch, context_parallel_indices, tokens_ahead
+from harness.thd import (
+    build_thd_batch,
+    context_parallel_indices,
+    loss_weights,
+    static_row,
+    tokens_ahead,
+    zero_loss_row,
+)
 
 
 def row(length: int):
@@ -63,6 +71,45 @@ def test_the_ranks_of_a_row_hold_each_of_its_tokens_with_all_that_belongs_to_it(
         assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == whole.cu_seqlens.tolist()
         assert params.cu_seqlens_q_padded.tolist() == whole.cu_seqlens_padded.tolist()
         assert (params.max_seqlen_q, params.is_static) == (8, is_static)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["padded", "static", "other positions", "nobody's", "shared weights", "one"])
+def test_a_row_is_on_the_device_what_its_arrays_are(cp_size, kind) -> None:
+    numbers = np.random.default_rng(0)
+    lengths = [1] if kind == "one" else [5, 1, 40, 8, 3, 16]
+    drawn = ((numbers.integers(0, 2**31 - 1, n + 1), numbers.integers(0, 101, n + 1)) for n in lengths)
+    views = [SequenceView(ids.astype(np.int32), weights.astype(np.uint8)) for ids, weights in drawn]
+    multiple = 2 * cp_size if cp_size > 1 else 1
+    whole = zero_loss_row(multiple) if kind == "nobody's" else build_thd_batch(views, pad_to_multiple=multiple)
+    if kind == "static":
+        whole = static_row(whole, total=128, num_sequences=9)
+    if kind == "other positions":
+        whole = replace(whole, position_ids=whole.position_ids[::-1].copy())
+    average = "conversation" if kind == "shared weights" else "token"
+    weights, divisor = loss_weights(whole, average)
+    counted = np.arange(len(whole)) - np.repeat(whole.cu_seqlens_padded[:-1], np.diff(whole.cu_seqlens_padded))
+    for rank in range(cp_size):
+        keep = context_parallel_indices(whole.cu_seqlens_padded, cp_size=cp_size, cp_rank=rank)
+        with _Waits() as waits:
+            made = to_device(whole, torch.device("cpu"), cp_size=cp_size, cp_rank=rank, loss_average=average)
+        for tensor, values in (
+            (made.tokens, whole.tokens),
+            (made.labels, whole.labels),
+            (made.position_ids, whole.position_ids),
+            (made.padding_mask, whole.padding_mask),
+            (made.loss_mask, weights),
+            (made.packed_seq_params.positions, counted.astype(np.int64)),
+        ):
+            expected = torch.from_numpy(values[keep])
+            assert tensor.dtype == expected.dtype
+            assert torch.equal(tensor.reshape(-1), expected)
+        assert made.divisor.item() == (divisor if rank == 0 else 0)
+        # Ids of four bytes, and a byte each of the mask of padding and of weights; the rest is a few bytes a sequence.
+        a_token = 10 + 3 * (kind == "shared weights") + 4 * (kind == "other positions" and len(whole) > 1)
+        few = sum(bounds.nbytes for bounds in (whole.cu_seqlens, whole.cu_seqlens_padded)) + 4
+        assert a_token * len(keep) < waits.copied_bytes <= a_token * len(keep) + few
+        assert waits.ours == waits.others == 0
 
 
 def test_every_tensor_of_a_row_is_on_the_device_that_is_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -45,7 +46,8 @@ def test_a_fusion_that_cannot_be_had_is_refused_by_name() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_run_on_a_gpu_is_told_what_is_slow_and_why() -> None:
+def test_a_run_on_a_gpu_is_told_what_is_slow_and_why(monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert slow_parts(ModelConfig(), ParallelConfig(), CPU, has_engine=False) == []
     whole = ModelConfig(dtype="float32")
     attention, dtype, gradient = slow_parts(whole, ParallelConfig(), GPU, has_engine=False)
@@ -58,11 +60,35 @@ def test_a_run_on_a_gpu_is_told_what_is_slow_and_why() -> None:
     assert slow_parts(quick, ParallelConfig(), GPU, has_engine=True) == []
     graphs = ParallelConfig(static_rows=True, cuda_graphs=True)
     assert "reduced after the last row" in slow_parts(quick, graphs, GPU, has_engine=True)[0]
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with start("cpu", deterministic=True):
         attention, _ = slow_parts(quick, ParallelConfig(context_parallel_size=2), GPU, has_engine=True)
         assert "with parallel.context_parallel_size such a row ends the run" in attention
     # Whether or not it is installed here.
     assert not engine_layers(whole, ParallelConfig(static_rows=True), GPU)
+
+
+@pytest.mark.parametrize(
+    ("value", "parallel", "message"),
+    [
+        ("1", {}, "is 1, which queues exchanges after kernels: set it to 32"),
+        ("8", {}, ""),
+        (None, {}, "is not set, which queues exchanges after kernels"),
+        ("1", {"tensor_parallel_size": 2}, ""),
+        ("8", {"tensor_parallel_size": 2}, "is 8, which delays exchanges until the products that they overlap end"),
+        (None, {"context_parallel_size": 2}, "is not set, which delays exchanges .* set it to 1"),
+        ("32", {"pipeline_parallel_size": 2, "expert_parallel_size": 2}, ""),
+    ],
+)
+def test_connections_to_the_gpu_that_do_not_fit_the_layout_are_named(monkeypatch, value, parallel, message) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    quick = ModelConfig(dtype="bfloat16", fuse_weight_gradient="off")
+    found = "\n".join(slow_parts(quick, ParallelConfig(**parallel), GPU, has_engine=True))
+    assert bool(found) == bool(message)
+    assert re.search(message, found), found
+    assert slow_parts(quick, ParallelConfig(**parallel), CPU, has_engine=True) == []
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,25 @@ assert torch.compile is compile
 """
 
 
+RECIPES = """
+import os, sys
+from harness.errors import ConfigError
+from harness.plan import ParallelConfig, PretrainConfig, SftConfig
+import harness.recipes.sft, harness.recipes.pretrain
+
+name = "CUDA_DEVICE_MAX_CONNECTIONS"
+assert "torch" not in sys.modules
+for recipe, config in ((harness.recipes.sft, SftConfig), (harness.recipes.pretrain, PretrainConfig)):
+    for parallel, given, value in (({}, None, "32"), ({"tensor_parallel_size": 2}, None, "1"), ({}, "8", "8")):
+        os.environ.pop(name, None) if given is None else os.environ.update({name: given})
+        try:
+            recipe.main(config(parallel=ParallelConfig(**parallel, ranks=2)))
+        except ConfigError as error:  # there is one rank
+            assert "planned for 2 ranks" in str(error), error
+        assert os.environ[name] == value, (parallel, os.environ[name])
+"""
+
+
 def run(program: str) -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -60,3 +79,7 @@ def test_importing_every_module_leaves_filters_garbage_collection_and_the_compil
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a PyTorch for GPUs keeps its compiler")
 def test_a_prepared_process_starts_without_the_compiler_and_is_as_before_a_second_time() -> None:
     run(PREPARE)
+
+
+def test_a_recipe_sets_the_connections_to_the_gpu_for_its_layout_unless_they_are_set(tmp_path) -> None:
+    run(f"import os; os.chdir({str(tmp_path)!r})\n{RECIPES}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from harness.errors import ConfigError
+from harness.loader import CorpusConfig
 from harness.plan.layout import ParallelConfig, padded_vocab_size
 from harness.plan.model import ModelConfig, sequence_cost
-from harness.plan.settings import SftConfig, TrainerConfig
+from harness.plan.settings import PretrainConfig, SftConfig, TrainerConfig
 
 OVERLAPS = {
     "tensor_parallel_size": 2,
@@ -15,6 +16,8 @@ OVERLAPS = {
     "static_rows": True,
     "overlap_tensor_parallel": True,
 }
+STAGES = {"pipeline_parallel_size": 2}
+ALLGATHER = {"expert_dispatcher": "allgather", "expert_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +35,7 @@ OVERLAPS = {
             "2 ranks share experts, and allgather requires rows of equal length",
         ),
         ({"expert_dispatcher": "flex"}, "flex dispatch requires experts on several ranks"),
-        ({"cuda_graphs": True}, "static_rows is false: CUDA graphs require rows of constant length"),
+        ({"cuda_graphs": True}, "static_rows is null: CUDA graphs require rows of constant length"),
         (
             {"cuda_graphs": True, "static_rows": True, "pipeline_parallel_size": 2},
             "and parallel.pipeline_parallel_size is 2",
@@ -43,12 +46,45 @@ OVERLAPS = {
         ),
         ({"overlap_tensor_parallel": True, "static_rows": True}, "sequence_parallel is false: it overlaps the"),
         ({**OVERLAPS, "static_rows": False}, "static_rows is false: its buffers require rows of constant"),
+        (
+            {**OVERLAPS, "static_rows": None},
+            "static_rows is null, and parallel.pipeline_parallel_size is 1: its buffers",
+        ),
+        ({**STAGES, **ALLGATHER, "static_rows": False}, "allgather requires rows of equal length"),
         ({**OVERLAPS, "cuda_graphs": True}, "cuda_graphs is true: CUDA graphs do not support its streams"),
     ],
 )
 def test_parallel_sizes_that_contradict_each_other_are_refused(settings, message) -> None:
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpu"),
+    [
+        ({}, False),
+        (STAGES, True),
+        ({**STAGES, "static_rows": False}, False),
+        ({"static_rows": True}, True),
+        ({**STAGES, **OVERLAPS, "static_rows": None}, True),
+        ({**STAGES, **ALLGATHER}, True),
+    ],
+)
+def test_rows_have_one_length_by_default_where_stages_of_a_gpu_pass_them_on(settings, on_gpu) -> None:
+    run = SftConfig(parallel=ParallelConfig(**settings))
+    assert run.planned().parallel.static_rows is run.on("cuda").parallel.static_rows is on_gpu
+    assert run.on("cuda").on("cpu") == run.on("cuda")  # what a run records is not chosen again
+    if settings.get("static_rows") is not None or not on_gpu:
+        assert run.on("cpu").parallel.static_rows is bool(settings.get("static_rows"))
+    corpus = PretrainConfig(parallel=ParallelConfig(**STAGES), data=CorpusConfig(reset_attention_mask=True, eod=0))
+    assert corpus.on("cuda").parallel.static_rows is False
+
+
+def test_rows_of_one_length_that_only_a_gpu_has_by_default_are_refused_on_a_cpu() -> None:
+    run = SftConfig(parallel=ParallelConfig(**STAGES, **ALLGATHER))
+    assert SftConfig(parallel=ParallelConfig(**STAGES)).on("cpu").parallel.static_rows is False
+    with pytest.raises(ConfigError, match="gather rows of one length only"):
+        run.on("cpu")
 
 
 @pytest.mark.parametrize(

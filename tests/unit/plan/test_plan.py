@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -247,6 +248,23 @@ def test_products_in_8_bits_keep_two_copies_of_the_layers_weights() -> None:
     half = count_weights(config.model, config.parallel, stage=0, vocab_size=128256)
     assert planned.memory.fp8 == 2 * (half - 128256 * 4096)
     assert planned.without_engine is None
+
+
+@pytest.mark.parametrize(("schedule", "rows"), [("as_packed", 64), ("dp_balanced", 48)])
+def test_a_plan_shows_the_padding_of_rows_that_have_one_length_by_default(schedule, rows) -> None:
+    settings = compose_config("sft", SftConfig, ["experiment=llama3_70b_4nodes", f"schedule={schedule}"])
+    settings.schedule.max_tokens_per_rank, settings.loader.global_batch_size = 8192, 64
+    assert settings.parallel.static_rows is None
+    packs = AssumedPacks(1024, pack_size=8192, sequence_tokens=6000)
+    planned, console = plan_run(settings, packs=packs), Console(width=120, record=True, file=io.StringIO())
+    assert planned.work.microbatches == rows
+    assert planned.work.padding == pytest.approx(1 - 64 * 5999 / (rows * 8192))
+    console.print(planned.render(gpu_bytes=None))
+    assert f"{planned.work.padding:.1%} of the rows, which have one length" in console.export_text()
+    settings.parallel.static_rows = False
+    shorter = plan_run(settings, packs=packs)
+    assert shorter.work == replace(planned.work, padding=0.0)
+    assert shorter.parts["matrix products"] < planned.parts["matrix products"]
 
 
 def test_a_checkpoint_is_written_once_and_a_rank_writes_its_share() -> None:

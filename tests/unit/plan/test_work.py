@@ -32,10 +32,15 @@ MACHINE = Machine(
 
 
 def seconds(
-    parallel: ParallelConfig | None = None, *, ranks: int = 1, model: ModelConfig = MODEL, machine: Machine = MACHINE
+    parallel: ParallelConfig | None = None,
+    *,
+    ranks: int = 1,
+    model: ModelConfig = MODEL,
+    machine: Machine = MACHINE,
+    work: Work = WORK,
 ) -> dict[str, float]:
     return estimate_step(
-        model, parallel or ParallelConfig(), WORK, ranks=ranks, weights=1000, layer_bytes=100.0, machine=machine
+        model, parallel or ParallelConfig(), work, ranks=ranks, weights=1000, layer_bytes=100.0, machine=machine
     )
 
 
@@ -66,6 +71,13 @@ def test_more_work_more_messages_and_slower_hosts_take_longer() -> None:
         seconds(one, ranks=2, machine=replace(MACHINE, message_s=1.0)) for one in (replace(pp, static_rows=True), pp)
     ]
     assert longer("pipeline", *waits)
+    # Rows that are padded to one length have more tokens to multiply, move and send, and as many to attend to.
+    padded = seconds(pp, ranks=2, work=replace(WORK, padding=0.5))
+    whole = seconds(pp, ranks=2)
+    assert padded["matrix products"] == 2 * whole["matrix products"]
+    assert padded["memory"] == 2 * whole["memory"]
+    assert padded["attention"] == whole["attention"]
+    assert longer("pipeline", whole, padded)
     split = ParallelConfig(distributed_optimizer=True)
     assert longer("data", seconds(split, ranks=4), seconds(replace(split, overlap_weights=False), ranks=4))
     assert longer("launches", alone, seconds(machine=replace(MACHINE, launch_s=1.0)))

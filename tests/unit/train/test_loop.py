@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -152,3 +156,95 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved():
     with pytest.raises(HarnessError, match="the loss of step 2 is nan") as error:
         run(TrainerConfig(steps=4, checkpoint_interval=1), LinearLoss(nan_at=2))
     assert "optimizer.lr" in error.value.fix
+
+
+class Node:
+    """An object that refers to itself."""
+
+    itself: Node
+
+
+class Cycles(LinearLoss):
+    """Leaves reference cycles at each batch, far more than the collector lets pass on its own."""
+
+    per_batch = 5000
+
+    def __init__(self, *, nan_at: int = 0) -> None:
+        super().__init__(nan_at=nan_at)
+        self.alive: weakref.WeakSet = weakref.WeakSet()
+        self.most = 0
+
+    def make(self) -> None:
+        for _ in range(self.per_batch):
+            node = Node()
+            node.itself = node
+            self.alive.add(node)
+        self.most = max(self.most, len(self.alive))
+
+    def train(self, batch) -> StepResult:
+        self.make()
+        return super().train(batch)
+
+    def evaluate(self, batches) -> Evaluation:
+        return Evaluation(float(sum(1 for _ in batches if not self.make())), 5)
+
+
+@pytest.fixture
+def collections() -> Iterator[Callable[[], int]]:
+    """Return a function that counts the collections so far; the collector is afterwards as the tests need it."""
+    seen = []
+
+    def count(phase, info) -> None:
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(count)
+    yield lambda: len(seen)
+    gc.callbacks.remove(count)
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+def test_garbage_is_collected_at_the_interval_and_at_no_other_time(collections):
+    step, at, heap = Cycles(), [], [[] for _ in range(10_000)]
+    hooks = Noted()
+    hooks.at = lambda number, activity: at.append((number, collections(), len(gc.get_objects())))
+    config = TrainerConfig(steps=9, eval_interval=0, collect_interval=4)
+    train(itertools.islice(batches(), 9), step, config, hooks, validation={})
+    counts = {number: count - at[0][1] for number, count, _ in at}
+    assert counts == {1: 0, 2: 0, 3: 0, 4: 0, 5: 1, 6: 1, 7: 1, 8: 1, 9: 2}
+    # No later collection searches the objects that the first one leaves.
+    assert [objects < len(heap) for number, _, objects in at if number in (1, 5)] == [False, False, True, True]
+    assert step.most == 4 * Cycles.per_batch
+
+
+def test_batches_of_a_validation_count_toward_the_interval(collections):
+    step = Cycles()
+    config = TrainerConfig(steps=1, eval_interval=0, collect_interval=2)
+    run(config, step, validation={"validation": lambda: range(10)})
+    # The step before it counts once all of its validations are done.
+    assert step.most == 3 * Cycles.per_batch
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("nan_at", [0, 5])
+def test_the_collector_is_as_before_after_the_last_step_and_after_an_error(collections, is_enabled, nan_at):
+    step, kept = Cycles(nan_at=nan_at), Node()
+    kept.itself, of_kept = kept, weakref.ref(kept)
+    if not is_enabled:
+        gc.disable()
+    with pytest.raises(HarnessError) if nan_at else nullcontext():
+        run(TrainerConfig(steps=6, eval_interval=0, collect_interval=3), step, validation={})
+    assert gc.isenabled() == is_enabled
+    del kept
+    gc.collect()
+    assert not step.alive
+    assert of_kept() is None  # it was alive at the collection of step 3, after which others leave such objects out
+
+
+def test_an_interval_of_zero_leaves_the_collector_alone(collections):
+    before, step = collections(), Cycles()
+    run(TrainerConfig(steps=3, eval_interval=0, collect_interval=0), step, validation={})
+    assert collections() > before + 3
