@@ -34,7 +34,7 @@ def test_chats_that_a_rank_holds_need_no_context_parallelism() -> None:
         (["parallel=cp2"], "context_parallel_size is 2: this schedule decides for each row"),
         (["data.live.path=chunks"], "sequences that are still being made"),
         (["schedule.max_tokens_per_rank=4095"], "4,095, and ranks that share a sequence"),
-        (["model.dtype=float32", "model.attention=transformer_engine"], "no float32 attention for rows"),
+        (["model.dtype=float32", "model.attention=transformer_engine"], "does not support float32 attention"),
     ],
 )
 def test_settings_that_rows_of_several_ranks_do_not_have_are_refused(settings: list[str], message: str) -> None:

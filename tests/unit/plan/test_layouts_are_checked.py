@@ -83,7 +83,7 @@ def test_rows_have_one_length_by_default_where_stages_of_a_gpu_pass_them_on(sett
 def test_rows_of_one_length_that_only_a_gpu_has_by_default_are_refused_on_a_cpu() -> None:
     run = SftConfig(parallel=ParallelConfig(**STAGES, **ALLGATHER))
     assert SftConfig(parallel=ParallelConfig(**STAGES)).on("cpu").parallel.static_rows is False
-    with pytest.raises(ConfigError, match="gather rows of one length only"):
+    with pytest.raises(ConfigError, match="allgather requires rows of equal length"):
         run.on("cpu")
 
 

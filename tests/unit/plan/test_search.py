@@ -99,7 +99,9 @@ def test_a_search_lists_only_layouts_that_are_trained_in_the_tests(kind) -> None
         config = changed(config_of(kind), [f"parallel.ranks={ranks}"])
         packs = AssumedPacks(1000, 256, sequence_tokens=64)
         for one in search_layouts(config, machine=Machine(), packs=packs, gpu_bytes=None).fitting:
-            assert (ranks, {name: getattr(one.parallel, name) for name in trained[0][1]}) in trained
+            for device in ("cpu", "cuda"):
+                parallel = one.parallel.on(device)
+                assert (ranks, {name: getattr(parallel, name) for name in trained[0][1]}) in trained
 
 
 def test_ranks_that_leave_a_part_of_a_node_empty_are_refused_with_the_arithmetic() -> None:
