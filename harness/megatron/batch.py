@@ -145,12 +145,9 @@ def to_device(
     # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
     bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     owners, positions = _find_places(bounds, len(row), cp_size=cp_size, cp_rank=cp_rank)
-    position_ids, sources = positions, None
+    position_ids = positions
     if not _count_from_bounds(row):
         position_ids = _copied(row.position_ids[keep].astype(np.int32), device).long()
-    if row.sources is not None:
-        missing = len(row.cu_seqlens) - 1 - len(row.sources)
-        sources = _copied(np.pad(row.sources, (0, missing)), device)[owners].unsqueeze(0)
     return RowTensors(
         own.tokens,
         own.labels,
@@ -168,8 +165,15 @@ def to_device(
             is_static=is_static,
             cp_group=cp_group,
         ),
-        sources,
+        _sources_of(row, owners, device),
     )
+
+
+def _sources_of(row: ThdBatch, owners: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    if row.sources is None:
+        return None
+    missing = len(row.cu_seqlens) - 1 - len(row.sources)
+    return _copied(np.pad(row.sources, (0, missing)), device)[owners].unsqueeze(0)
 
 
 def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> AheadTensors:
