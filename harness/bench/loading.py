@@ -1,4 +1,4 @@
-"""`harness bench loader`: THD batches a second, shares of a step's time, and the wait for the first batch."""
+"""`harness bench loader`: THD batches a second, shares of a step, bytes read by many ranks, and the first batch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, PackReader, load_format, open_dataset
 from harness.loader import BatchRange, Blend, Loader, LoaderConfig, LoaderState, RankLayout, build_batch
 from harness.loader.plan import BatchReader
+from harness.printing import count_of
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 
@@ -23,6 +24,9 @@ _TARGETS = {"memmap": 30.0, "parquet": 15.0}
 # Text is slow to read, and a pickled file is held whole by every worker.
 _FEW_PACKS = {"jsonl": 1000, "npy": 1000}
 _FIRST_BATCH_WORKERS = 4
+# Bytes read over bytes stored that are allowed, by schedule; and ranks and workers of each that read.
+_BYTES_AT_MOST = {"as_packed": 1.2, "dp_balanced": 2.0, "cost_balanced": 2.0}
+_RANKS, _WORKERS = (1, 64, 512), (1, 4)
 _STAGES = ("plan", "read packs", "join", "between processes", "build rows")
 
 
@@ -39,6 +43,9 @@ def bench_loader(sizes: Sizes, workspace: Workspace, progress: Progress) -> Benc
     for name, path in paths.items():
         progress(f"stages of a step, {name}")
         _measure_stages(sizes, name, path, report)
+    if "parquet" in paths:
+        progress("bytes read by one of many ranks, parquet")
+        _measure_bytes(sizes, paths["parquet"], report)
     # Not for npy: it unpickles the sixteen whole files of a first batch, which took 40 s.
     for name in (name for name in paths if name != "npy" and sizes.large_packs):
         progress(f"the first batch of {sizes.large_packs:,} packs, {name}")
@@ -142,6 +149,52 @@ def _measure_stages(sizes: Sizes, name: str, path: Path, report: BenchReport) ->
     total = sum(seconds.values())
     for stage in _STAGES:
         report.add(Figure(f"{name}, share of {stage}", 100 * seconds[stage] / total, "%"))
+
+
+def _measure_bytes(sizes: Sizes, path: Path, report: BenchReport) -> None:
+    """Count the bytes that ranks read from shards, over the stored bytes of the tokens that they train."""
+    reader = open_dataset(path)
+    per_token = sum(Path(str(place)).stat().st_size for place in reader.files()) / reader.sequence_lengths.sum()
+    spent: dict[int, float] = {}
+    for name, at_most in _BYTES_AT_MOST.items():
+        for num_ranks, workers in itertools.product(_RANKS, _WORKERS):
+            read, tokens, seconds = _read_as_ranks(sizes, path, name, num_ranks, workers)
+            title = f"parquet, {name}, bytes read to stored, {num_ranks} ranks with {count_of(workers, 'worker')}"
+            report.add(Figure(title, read / (tokens * per_token), "x", at_most=at_most))
+            if name == "as_packed":
+                spent[num_ranks] = min(seconds / tokens, spent.get(num_ranks, 1.0))
+    for num_ranks, seconds in spent.items():
+        report.add(Figure(f"parquet, reading packs on {num_ranks} ranks", 1e9 * seconds, "ns/token"))
+    first, *_, last = (f"parquet, reading packs on {num_ranks} ranks" for num_ranks in spent)
+    report.add_ratio("parquet, reading packs on many ranks to one", last, first)
+
+
+def _read_as_ranks(sizes: Sizes, path: Path, name: str, num_ranks: int, workers: int) -> tuple[int, int, float]:
+    """Return bytes read, own tokens, and seconds of reading packs, of a few ranks whose workers take turns."""
+    config = LoaderConfig(global_batch_size=max(sizes.global_batch, num_ranks))
+    schedule = ScheduleConfig(name=name, max_tokens_per_rank=sizes.max_tokens_per_rank)
+    num_bytes, tokens, seconds = 0, 0, 0.0
+    for rank in range(0, num_ranks, max(1, num_ranks // 4)):
+        sources = [_TimedSource(open_dataset(path)) for _ in range(workers)]
+        layout = RankLayout(dp_rank=rank, dp_size=num_ranks)
+        readers = [BatchReader(source, config, schedule=schedule, layout=layout) for source in sources]
+        steps = Blend.of_one(len(sources[0])).steps(config, epoch=0, packs_consumed=0)
+        before = _bytes_read()
+        for reader, step in zip(itertools.cycle(readers), itertools.islice(steps, _count_steps(config)), strict=False):
+            tokens += reader.read(step).tokens["input_ids"].shape[0]
+        num_bytes += _bytes_read() - before
+        seconds += sum(source.seconds for source in sources)
+    return num_bytes, tokens, seconds
+
+
+def _count_steps(config: LoaderConfig) -> int:
+    # Two windows of the shuffle, within which ranks meet the same parts of a file again.
+    return max(1, 2 * config.block_packs * config.window_blocks // config.global_batch_size)
+
+
+def _bytes_read() -> int:
+    """Return the bytes that this process has read from files; mapped ones do not count."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def wait_for_first_batch(path: str, global_batch: str, max_tokens_per_rank: str) -> dict[str, float]:
