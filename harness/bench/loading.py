@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from harness.bench.apart import measure_apart
@@ -100,10 +101,10 @@ def _stream(name: str, path: Path, workers: int, sizes: Sizes) -> Side:
 
 
 class _TimedSource:
-    """A dataset that adds up the seconds that reading its packs takes."""
+    """A dataset that adds up the seconds that reading its packs takes, by a clock."""
 
-    def __init__(self, reader: PackReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: PackReader, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._reader, self._clock = reader, clock
         self.pack_offsets, self.sequence_lengths = reader.pack_offsets, reader.sequence_lengths
         self.fingerprint = reader.fingerprint
         self.seconds = 0.0
@@ -112,9 +113,9 @@ class _TimedSource:
         return len(self._reader)
 
     def read(self, indices: list[int]) -> list[Pack]:
-        start = time.perf_counter()
+        start = self._clock()
         packs = self._reader.read(indices)
-        self.seconds += time.perf_counter() - start
+        self.seconds += self._clock() - start
         return packs
 
 
@@ -154,15 +155,16 @@ def _measure_stages(sizes: Sizes, name: str, path: Path, report: BenchReport) ->
 def _measure_bytes(sizes: Sizes, path: Path, report: BenchReport) -> None:
     """Count the bytes that ranks read from shards, over the stored bytes of the tokens that they train."""
     reader = open_dataset(path)
-    per_token = sum(Path(str(place)).stat().st_size for place in reader.files()) / reader.sequence_lengths.sum()
+    per_token = sum(Path(str(place)).stat().st_size for place in reader.files()) / int(reader.sequence_lengths.sum())
+    reader.read([0])  # which also loads libraries
     spent: dict[int, float] = {}
     for name, at_most in _BYTES_AT_MOST.items():
         for num_ranks, workers in itertools.product(_RANKS, _WORKERS):
             read, tokens, seconds = _read_as_ranks(sizes, path, name, num_ranks, workers)
-            title = f"parquet, {name}, bytes read to stored, {num_ranks} ranks with {count_of(workers, 'worker')}"
-            report.add(Figure(title, read / (tokens * per_token), "x", at_most=at_most))
+            title = f"parquet, {name}, bytes read, {count_of(num_ranks, 'rank')}, {count_of(workers, 'worker')}"
+            report.add(Figure(title, read / (max(1, tokens) * per_token), "x", at_most=at_most))
             if name == "as_packed":
-                spent[num_ranks] = min(seconds / tokens, spent.get(num_ranks, 1.0))
+                spent[num_ranks] = min(seconds / max(1, tokens), spent.get(num_ranks, 1.0))
     for num_ranks, seconds in spent.items():
         report.add(Figure(f"parquet, reading packs on {num_ranks} ranks", 1e9 * seconds, "ns/token"))
     first, *_, last = (f"parquet, reading packs on {num_ranks} ranks" for num_ranks in spent)
@@ -175,7 +177,7 @@ def _read_as_ranks(sizes: Sizes, path: Path, name: str, num_ranks: int, workers:
     schedule = ScheduleConfig(name=name, max_tokens_per_rank=sizes.max_tokens_per_rank)
     num_bytes, tokens, seconds = 0, 0, 0.0
     for rank in range(0, num_ranks, max(1, num_ranks // 4)):
-        sources = [_TimedSource(open_dataset(path)) for _ in range(workers)]
+        sources = [_TimedSource(open_dataset(path), time.process_time) for _ in range(workers)]
         layout = RankLayout(dp_rank=rank, dp_size=num_ranks)
         readers = [BatchReader(source, config, schedule=schedule, layout=layout) for source in sources]
         steps = Blend.of_one(len(sources[0])).steps(config, epoch=0, packs_consumed=0)

@@ -18,7 +18,7 @@ from harness.storage.uris import ObjectPath, Place, is_uri
 # Of an object, read ahead: each request costs tens of milliseconds.
 _REQUEST_BYTES = 4 << 20
 # Ranges this near to each other are read at once, up to a size that memory is no question of.
-_GAP_BYTES, _SPAN_BYTES = 1 << 10, 8 << 20
+_GAP_BYTES, _SPAN_BYTES = 256, 8 << 20
 # Requests for ranges of one object that are in flight at a time.
 _REQUESTS = 16
 

@@ -213,11 +213,11 @@ class Long(int):
     """A number of 64 bits; others have 32."""
 
 
-_KINDS: dict[type, int] = {Long: _I64, int: _I32, bytes: _BINARY, list: _LIST, dict: _STRUCT, bool: _TRUE}
+_KINDS: dict[type, int] = {Long: _I64, int: _I32, bytes: _BINARY, list: _LIST, dict: _STRUCT}
 
 
 def encode_struct(fields: Mapping[int, Any]) -> bytes:
-    """Serialize values by field number, in rising order, in Thrift's compact protocol. Of booleans, only True."""
+    """Serialize values by field number, in rising order, in Thrift's compact protocol."""
     out, last = bytearray(), 0
     for number, value in fields.items():
         kind, delta = _KINDS[type(value)], number - last
@@ -236,7 +236,12 @@ def _encode_value(value: Any) -> bytes:
         inner = _KINDS[type(value[0])]
         head = bytes([len(value) << 4 | inner]) if len(value) < 15 else bytes([0xF0 | inner])
         return head + b"".join([encode_varint(len(value)) * (len(value) > 14), *map(_encode_value, value)])
-    return b"" if value is True else encode_varint(2 * value if value >= 0 else -2 * value - 1)
+    return encode_number(value)
+
+
+def encode_number(value: int) -> bytes:
+    """Serialize a number of 32 or 64 bits."""
+    return encode_varint(2 * value if value >= 0 else -2 * value - 1)
 
 
 def encode_varint(value: int) -> bytes:

@@ -16,8 +16,8 @@ from small_packs import write_packs
 from harness.errors import FormatError
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.formats.layouts.parquet import SCHEMA, ParquetShard
-from harness.formats.layouts.parquet_packs import decode_pack, find_table
-from harness.formats.layouts.parquet_pages import Chunk, check_extent, check_pages, encode_struct
+from harness.formats.layouts.parquet_packs import _HEADER, decode_pack, find_table
+from harness.formats.layouts.parquet_pages import Chunk, check_extent, check_pages, encode_number
 from harness.records import Pack
 from harness.storage.inputs import LocalSource
 
@@ -236,8 +236,7 @@ def test_pages_that_cannot_be_are_refused(tmp_path: Path, numbers: tuple[int, ..
 
 
 def page_header(pages: int, *, checksum: int = 0, num_values: int = 9, levels: int = 3) -> bytes:
-    page = {1: num_values, 2: 0, 3: 1, 4: 9, 5: levels, 6: levels, 7: True}
-    return encode_struct({1: 3, 2: 1 << 30, 3: pages, 4: checksum, 8: page})
+    return _HEADER % tuple(map(encode_number, (1 << 30, pages, checksum, num_values, 9, levels, levels)))
 
 
 def test_a_page_that_claims_too_many_values_or_holds_no_data_is_refused() -> None:
