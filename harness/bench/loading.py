@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Case, Figure, Progress, Side
@@ -101,10 +102,10 @@ def _stream(name: str, path: Path, workers: int, sizes: Sizes) -> Side:
 
 
 class _TimedSource:
-    """A dataset that adds up the seconds that reading its packs takes, by a clock."""
+    """A dataset that adds up the seconds that reading its packs takes."""
 
-    def __init__(self, reader: PackReader, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._reader, self._clock = reader, clock
+    def __init__(self, reader: PackReader) -> None:
+        self._reader = reader
         self.pack_offsets, self.sequence_lengths = reader.pack_offsets, reader.sequence_lengths
         self.fingerprint = reader.fingerprint
         self.seconds = 0.0
@@ -113,9 +114,9 @@ class _TimedSource:
         return len(self._reader)
 
     def read(self, indices: list[int]) -> list[Pack]:
-        start = self._clock()
+        start = time.perf_counter()
         packs = self._reader.read(indices)
-        self.seconds += self._clock() - start
+        self.seconds += time.perf_counter() - start
         return packs
 
 
@@ -156,42 +157,38 @@ def _measure_bytes(sizes: Sizes, path: Path, report: BenchReport) -> None:
     """Count the bytes that ranks read from shards, over the stored bytes of the tokens that they train."""
     reader = open_dataset(path)
     per_token = sum(Path(str(place)).stat().st_size for place in reader.files()) / int(reader.sequence_lengths.sum())
-    reader.read([0])  # which also loads libraries
-    spent: dict[int, float] = {}
-    for name, at_most in _BYTES_AT_MOST.items():
-        for num_ranks, workers in itertools.product(_RANKS, _WORKERS):
-            read, tokens, seconds = _read_as_ranks(sizes, path, name, num_ranks, workers)
-            title = f"parquet, {name}, bytes read, {count_of(num_ranks, 'rank')}, {count_of(workers, 'worker')}"
-            report.add(Figure(title, read / (max(1, tokens) * per_token), "x", at_most=at_most))
-            if name == "as_packed":
-                spent[num_ranks] = min(seconds / max(1, tokens), spent.get(num_ranks, 1.0))
-    for num_ranks, seconds in spent.items():
-        report.add(Figure(f"parquet, reading packs on {num_ranks} ranks", 1e9 * seconds, "ns/token"))
-    first, *_, last = (f"parquet, reading packs on {num_ranks} ranks" for num_ranks in spent)
-    report.add_ratio("parquet, reading packs on many ranks to one", last, first)
+    ids = np.random.default_rng(0).permutation(len(reader))[:512]
+    for count in (64, 1):
+        reader.read(ids[:count])  # which also loads libraries
+        start = time.process_time()
+        tokens = sum(len(pack) for at in range(0, len(ids), count) for pack in reader.read(ids[at : at + count]))
+        report.add(
+            Figure(f"parquet, packs {count} by {count}", 1e9 * (time.process_time() - start) / tokens, "ns/token")
+        )
+    report.add_ratio("parquet, packs 1 by 1 to 64 by 64", "parquet, packs 1 by 1", "parquet, packs 64 by 64")
+    for (name, at_most), ranks, workers in itertools.product(_BYTES_AT_MOST.items(), _RANKS, _WORKERS):
+        num_bytes, tokens = _read_as_ranks(sizes, path, name, ranks, workers)
+        title = f"parquet, {name}, bytes read, {count_of(ranks, 'rank')}, {count_of(workers, 'worker')}"
+        report.add(Figure(title, num_bytes / (tokens * per_token), "x", at_most=at_most))
 
 
-def _read_as_ranks(sizes: Sizes, path: Path, name: str, num_ranks: int, workers: int) -> tuple[int, int, float]:
-    """Return bytes read, own tokens, and seconds of reading packs, of a few ranks whose workers take turns."""
-    config = LoaderConfig(global_batch_size=max(sizes.global_batch, num_ranks))
+def _read_as_ranks(sizes: Sizes, path: Path, name: str, ranks: int, workers: int) -> tuple[int, int]:
+    """Return the bytes that some of the ranks read, whose workers take turns, and the tokens that they train."""
+    config = LoaderConfig(global_batch_size=max(sizes.global_batch, ranks))
     schedule = ScheduleConfig(name=name, max_tokens_per_rank=sizes.max_tokens_per_rank)
-    num_bytes, tokens, seconds = 0, 0, 0.0
-    for rank in range(0, num_ranks, max(1, num_ranks // 4)):
-        sources = [_TimedSource(open_dataset(path), time.process_time) for _ in range(workers)]
-        layout = RankLayout(dp_rank=rank, dp_size=num_ranks)
+    # Two windows of the shuffle, within which a rank meets the same parts of a file again.
+    num_steps = max(1, 2 * config.block_packs * config.window_blocks // config.global_batch_size)
+    num_bytes, tokens = 0, 1  # not 0, in a dataset with too few packs for these ranks
+    for rank in range(0, ranks, max(1, ranks // 4)):
+        layout = RankLayout(dp_rank=rank, dp_size=ranks)
+        sources = [open_dataset(path) for _ in range(workers)]
         readers = [BatchReader(source, config, schedule=schedule, layout=layout) for source in sources]
         steps = Blend.of_one(len(sources[0])).steps(config, epoch=0, packs_consumed=0)
         before = _bytes_read()
-        for reader, step in zip(itertools.cycle(readers), itertools.islice(steps, _count_steps(config)), strict=False):
+        for reader, step in zip(itertools.cycle(readers), itertools.islice(steps, num_steps), strict=False):
             tokens += reader.read(step).tokens["input_ids"].shape[0]
         num_bytes += _bytes_read() - before
-        seconds += sum(source.seconds for source in sources)
-    return num_bytes, tokens, seconds
-
-
-def _count_steps(config: LoaderConfig) -> int:
-    # Two windows of the shuffle, within which ranks meet the same parts of a file again.
-    return max(1, 2 * config.block_packs * config.window_blocks // config.global_batch_size)
+    return num_bytes, tokens
 
 
 def _bytes_read() -> int:

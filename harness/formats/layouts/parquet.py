@@ -86,36 +86,35 @@ class ParquetShard(ShardReader):
     Args:
         place: of the file.
         pack_size: tokens that no pack exceeds, which bounds the memory that a file can claim.
-        check_pages: compare the checksums of pages; only a benchmark has a reason not to.
     """
 
-    def __init__(self, place: Place, pack_size: int | None = None, *, check_pages: bool = True) -> None:
+    def __init__(self, place: Place, pack_size: int | None = None) -> None:
         self._place = place
         self._pack_size = pack_size
         self._source: ByteSource | None = None
         self._cache: OrderedDict[int, list[_Column]] = OrderedDict()
         self._cached_bytes = 0
         self._file: Any = None
-        self._check_pages = check_pages
         with self._explained("the footer"):
             self._source = open_source(place)
             self._table = find_table(self._source)
         if self._table is None:
             self._open_footer()
-        else:
+        else:  # which is all that reading packs takes
             self.num_packs = self._table.num_packs
 
     def _open_footer(self) -> None:
-        """Parse the footer, which the packs of a file with a table of pages do not need."""
-        source = self._source
-        if self._file is not None or source is None:
+        """Parse the footer, once."""
+        assert self._source is not None
+        if self._file is not None:
             return
+        source = self._source
         with self._explained("the footer"):
             source.fetch(max(0, source.num_bytes - _TAIL_BYTES), source.num_bytes)
             self._groups = read_row_groups(source)
             self._file = pq.ParquetFile(
                 source.for_arrow(),
-                page_checksum_verification=self._check_pages,
+                page_checksum_verification=True,
                 pre_buffer=False,
                 thrift_string_size_limit=_MAX_FOOTER_STRING,
                 thrift_container_size_limit=_MAX_FOOTER_LIST,
@@ -127,10 +126,9 @@ class ParquetShard(ShardReader):
             source.release()
             counts = np.array([group.num_rows for group in self._groups], np.int64)
             self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-            if self._table is not None and self._starts[-1] != self.num_packs:
-                what = f"the footer is damaged: it has {self._starts[-1]:,} rows, and the table of pages"
-                raise FormatError(f"{what} {self.num_packs:,}")
             self.num_packs = int(self._starts[-1])
+            if self._table is not None and self._table.num_packs != self.num_packs:
+                raise FormatError(f"the footer is damaged: its table of pages lists {self._table.num_packs:,} packs")
 
     def read(self, rows: Sequence[int]) -> list[Pack]:
         return self._read_groups(rows) if self._table is None else self._read_pages(rows, self._table)
@@ -140,7 +138,7 @@ class ParquetShard(ShardReader):
         packs: list[Pack] = []
         try:
             for pages in read_pack_pages(self._source, table, rows, self._pack_size):
-                packs.append(decode_pack(pages, self._pack_size, check_pages=self._check_pages))
+                packs.append(decode_pack(pages, self._pack_size))
         except _UNREADABLE as error:
             # Of the first row if pages cannot be read, because they are read together.
             raise self._explain(error, self.where(rows[len(packs)])) from None

@@ -243,11 +243,12 @@ def test_a_page_that_claims_too_many_values_or_holds_no_data_is_refused() -> Non
     body = bytes(40)
     pages = [memoryview(page_header(40, checksum=zlib.crc32(body), num_values=1 << 30) + body)] * 3
     with pytest.raises(FormatError, match="claim 1,073,741,824 ids"):
-        decode_pack(pages, 50, check_pages=True)
+        decode_pack(pages, 50)
     with pytest.raises(FormatError, match="does not match its checksum"):
-        decode_pack([memoryview(page_header(40) + body)] * 3, 50, check_pages=True)
+        decode_pack([memoryview(page_header(40) + body)] * 3, 50)
+    pages = [memoryview(page_header(40, checksum=zlib.crc32(body)) + body)] * 3
     with pytest.raises(OSError, match="ZSTD"):
-        decode_pack([memoryview(page_header(40) + body)] * 3, 50, check_pages=False)
+        decode_pack(pages, 50)
 
 
 def test_packs_of_many_row_groups_are_read_in_any_order(tmp_path: Path) -> None:
