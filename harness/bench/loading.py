@@ -162,9 +162,8 @@ def _measure_bytes(sizes: Sizes, path: Path, report: BenchReport) -> None:
         reader.read(ids[:count])  # which also loads libraries
         start = time.process_time()
         tokens = sum(len(pack) for at in range(0, len(ids), count) for pack in reader.read(ids[at : at + count]))
-        report.add(
-            Figure(f"parquet, packs {count} by {count}", 1e9 * (time.process_time() - start) / tokens, "ns/token")
-        )
+        seconds = time.process_time() - start
+        report.add(Figure(f"parquet, packs {count} by {count}", 1e9 * seconds / tokens, "ns/token"))
     report.add_ratio("parquet, packs 1 by 1 to 64 by 64", "parquet, packs 1 by 1", "parquet, packs 64 by 64")
     for (name, at_most), ranks, workers in itertools.product(_BYTES_AT_MOST.items(), _RANKS, _WORKERS):
         num_bytes, tokens = _read_as_ranks(sizes, path, name, ranks, workers)
