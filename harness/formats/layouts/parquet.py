@@ -1,8 +1,7 @@
-"""`parquet`: lists of tokens, masks and starts, zstd, page checksums, small row groups.
+"""`parquet`: lists of tokens, masks and starts, zstd, page checksums. A file on its own holds its manifest and index.
 
-A row group is decoded at once and a few are kept, because the loader's order stays within few groups at a time. Token
-ids and masks are stored as BYTE_STREAM_SPLIT: measured on 4,096-token packs against plain zstd, a quarter smaller, half
-again as fast to read and twice as fast to write. A file on its own holds its manifest and index in its metadata.
+`parquet_packs` writes files and reads single packs of them. Files of other tools and earlier versions are read by row
+groups: one is decoded at once and a few are kept, because the loader's order stays within few groups at a time.
 
 `parquet_pages` refuses files that claim more memory than they can hold data for.
 """

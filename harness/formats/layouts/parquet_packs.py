@@ -175,7 +175,7 @@ def find_table(source: ByteSource) -> PageTable | None:
     table = PageTable(*_ENTRY.unpack(numbers))
     num_entries = table.num_packs - (-table.num_packs // max(1, table.rows_per_group))
     footer_start = source.num_bytes - 8 - int.from_bytes(tail[-8:-4], "little")
-    is_whole = digest == xxhash.xxh3_64_intdigest(numbers) and table.rows_per_group > 0 <= table.num_packs
+    is_whole = digest == xxhash.xxh3_64_intdigest(numbers) and table.num_packs >= 0 and table.rows_per_group > 0
     if not is_whole or table.start + _ENTRY.size * num_entries != footer_start:
         raise FormatError("the footer is damaged: the table of pages is not where it says", fix="copy the file again")
     return table

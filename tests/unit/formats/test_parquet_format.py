@@ -251,6 +251,16 @@ def test_a_page_that_claims_too_many_values_or_holds_no_data_is_refused() -> Non
         decode_pack(pages, 50)
 
 
+def test_a_pack_that_no_page_can_contain_is_refused_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.formats.layouts.parquet_packs._MAX_TOKENS", 4)
+    with open_writer(tmp_path / "data", pack_size=8) as writer:
+        writer.append(PACKS[1])
+        with pytest.raises(FormatError, match="pack 1 has 5 tokens, but a page of Parquet contains at most 4"):
+            writer.append(PACKS[0])
+
+
 def test_packs_of_many_row_groups_are_read_in_any_order(tmp_path: Path) -> None:
     with open_writer(tmp_path / "data", pack_size=8, rows_per_group=3, packs_per_shard=10) as writer:
         for number in range(25):
