@@ -1,4 +1,4 @@
-"""`harness bench loader`: THD batches a second, shares of a step's time, and the wait for the first batch."""
+"""`harness bench loader`: THD batches a second, shares of a step, bytes read by many ranks, and the first batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import pickle
 import time
 from pathlib import Path
 
+import numpy as np
+
 from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Case, Figure, Progress, Side
 from harness.bench.sizes import Sizes
@@ -14,6 +16,7 @@ from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, PackReader, load_format, open_dataset
 from harness.loader import BatchRange, Blend, Loader, LoaderConfig, LoaderState, RankLayout, build_batch
 from harness.loader.plan import BatchReader
+from harness.printing import count_of
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 
@@ -23,6 +26,9 @@ _TARGETS = {"memmap": 30.0, "parquet": 15.0}
 # Text is slow to read, and a pickled file is held whole by every worker.
 _FEW_PACKS = {"jsonl": 1000, "npy": 1000}
 _FIRST_BATCH_WORKERS = 4
+# Bytes read over bytes stored that are allowed, by schedule; and ranks and workers of each that read.
+_BYTES_AT_MOST = {"as_packed": 1.2, "dp_balanced": 2.0, "cost_balanced": 2.0}
+_RANKS, _WORKERS = (1, 64, 512), (1, 4)
 _STAGES = ("plan", "read packs", "join", "between processes", "build rows")
 
 
@@ -39,6 +45,9 @@ def bench_loader(sizes: Sizes, workspace: Workspace, progress: Progress) -> Benc
     for name, path in paths.items():
         progress(f"stages of a step, {name}")
         _measure_stages(sizes, name, path, report)
+    if "parquet" in paths:
+        progress("bytes read by one of many ranks, parquet")
+        _measure_bytes(sizes, paths["parquet"], report)
     # Not for npy: it unpickles the sixteen whole files of a first batch, which took 40 s.
     for name in (name for name in paths if name != "npy" and sizes.large_packs):
         progress(f"the first batch of {sizes.large_packs:,} packs, {name}")
@@ -142,6 +151,48 @@ def _measure_stages(sizes: Sizes, name: str, path: Path, report: BenchReport) ->
     total = sum(seconds.values())
     for stage in _STAGES:
         report.add(Figure(f"{name}, share of {stage}", 100 * seconds[stage] / total, "%"))
+
+
+def _measure_bytes(sizes: Sizes, path: Path, report: BenchReport) -> None:
+    """Count the bytes that ranks read from shards, over the stored bytes of the tokens that they train."""
+    reader = open_dataset(path)
+    per_token = sum(Path(str(place)).stat().st_size for place in reader.files()) / int(reader.sequence_lengths.sum())
+    ids = np.random.default_rng(0).permutation(len(reader))[:512]
+    for count in (64, 1):
+        reader.read(ids[:count])  # which also loads libraries
+        start = time.process_time()
+        tokens = sum(len(pack) for at in range(0, len(ids), count) for pack in reader.read(ids[at : at + count]))
+        seconds = time.process_time() - start
+        report.add(Figure(f"parquet, packs {count} by {count}", 1e9 * seconds / tokens, "ns/token"))
+    report.add_ratio("parquet, packs 1 by 1 to 64 by 64", "parquet, packs 1 by 1", "parquet, packs 64 by 64")
+    for (name, at_most), ranks, workers in itertools.product(_BYTES_AT_MOST.items(), _RANKS, _WORKERS):
+        num_bytes, tokens = _read_as_ranks(sizes, path, name, ranks, workers)
+        title = f"parquet, {name}, bytes read, {count_of(ranks, 'rank')}, {count_of(workers, 'worker')}"
+        report.add(Figure(title, num_bytes / (tokens * per_token), "x", at_most=at_most))
+
+
+def _read_as_ranks(sizes: Sizes, path: Path, name: str, ranks: int, workers: int) -> tuple[int, int]:
+    """Return the bytes that some of the ranks read, whose workers take turns, and the tokens that they train."""
+    config = LoaderConfig(global_batch_size=max(sizes.global_batch, ranks))
+    schedule = ScheduleConfig(name=name, max_tokens_per_rank=sizes.max_tokens_per_rank)
+    # Two windows of the shuffle, within which a rank meets the same parts of a file again.
+    num_steps = max(1, 2 * config.block_packs * config.window_blocks // config.global_batch_size)
+    num_bytes, tokens = 0, 1  # not 0, in a dataset with too few packs for these ranks
+    for rank in range(0, ranks, max(1, ranks // 4)):
+        layout = RankLayout(dp_rank=rank, dp_size=ranks)
+        sources = [open_dataset(path) for _ in range(workers)]
+        readers = [BatchReader(source, config, schedule=schedule, layout=layout) for source in sources]
+        steps = Blend.of_one(len(sources[0])).steps(config, epoch=0, packs_consumed=0)
+        before = _bytes_read()
+        for reader, step in zip(itertools.cycle(readers), itertools.islice(steps, num_steps), strict=False):
+            tokens += reader.read(step).tokens["input_ids"].shape[0]
+        num_bytes += _bytes_read() - before
+    return num_bytes, tokens
+
+
+def _bytes_read() -> int:
+    """Return the bytes that this process has read from files; mapped ones do not count."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def wait_for_first_batch(path: str, global_batch: str, max_tokens_per_rank: str) -> dict[str, float]:

@@ -96,7 +96,7 @@ class ShardOptions:
 
     Attributes:
         pack_size: tokens that no pack exceeds.
-        rows_per_group: packs of one Parquet row group; other formats have no groups.
+        rows_per_group: packs of one Parquet row group, which other tools decode at once; other formats have none.
     """
 
     pack_size: int

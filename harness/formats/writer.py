@@ -63,7 +63,7 @@ def open_writer(
         pack_size: tokens that no pack may exceed.
         provenance: stored in the manifest.
         packs_per_shard: the format's default if None. A single file has no shards.
-        rows_per_group: packs in a Parquet row group, the unit that is decoded at once; other formats have none.
+        rows_per_group: packs in a Parquet row group, which other tools decode at once; other formats have none.
         overwrite: replace an existing dataset, which is deleted when the block is entered.
         resume_key: names the content. An interrupted write with the same key and settings continues after its last
             whole shard, in object storage too and from any machine: append from pack `writer.num_packs` on. Not for

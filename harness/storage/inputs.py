@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,8 +17,10 @@ from harness.storage.uris import ObjectPath, Place, is_uri
 
 # Of an object, read ahead: each request costs tens of milliseconds.
 _REQUEST_BYTES = 4 << 20
-# The first request reads this much of the end of a remote file: most footers fit.
-_TAIL_BYTES = 1 << 16
+# Ranges this near to each other are read at once, up to a size that memory is no question of.
+_GAP_BYTES, _SPAN_BYTES = 256, 8 << 20
+# Requests for ranges of one object that are in flight at a time.
+_REQUESTS = 16
 
 
 def parse_place(path: str) -> Place:
@@ -98,6 +102,10 @@ class LocalSource:
     def release(self) -> None:
         """Drop the bytes of `fetch`."""
 
+    def read_many(self, ranges: Iterable[tuple[int, int]]) -> list[bytes]:
+        """Read several ranges from start to end."""
+        return [self.read_at(start, end - start) for start, end in ranges]
+
     def for_arrow(self) -> Any:
         """Return the argument for `pyarrow.parquet.ParquetFile`."""
         return self._path
@@ -123,7 +131,6 @@ class RemoteSource(io.RawIOBase):
         self.num_bytes = self._store.find_stamp(place).num_bytes
         self._position = 0
         self._window_start, self._window = 0, b""
-        self.fetch(max(0, self.num_bytes - _TAIL_BYTES), self.num_bytes)
 
     def read_at(self, start: int, num_bytes: int) -> bytes:
         num_bytes = max(0, min(num_bytes, self.num_bytes - start))
@@ -142,6 +149,10 @@ class RemoteSource(io.RawIOBase):
 
     def release(self) -> None:
         self._window = b""
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        with ThreadPoolExecutor(min(_REQUESTS, len(ranges)) or 1) as pool:
+            return list(pool.map(lambda one: self.read_at(one[0], one[1] - one[0]), ranges))
 
     def for_arrow(self) -> Any:
         return self
@@ -177,3 +188,29 @@ ByteSource = LocalSource | RemoteSource
 def open_source(place: Path | ObjectPath) -> ByteSource:
     """Open a file for ranged reads; raises OSError or FormatError."""
     return RemoteSource(place) if isinstance(place, ObjectPath) else LocalSource(place)
+
+
+def read_ranges(source: ByteSource, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+    """Read ranges of bytes from start to end, and return them in the given order; neighbors take one request.
+
+    Raises:
+        FormatError: the file ends before.
+        OSError: it cannot be read.
+    """
+    spans: list[tuple[int, int]] = []
+    span_of = [0] * len(ranges)
+    for position in sorted(range(len(ranges)), key=ranges.__getitem__):
+        start, end = ranges[position]
+        if spans and start - spans[-1][1] <= _GAP_BYTES and end - spans[-1][0] <= _SPAN_BYTES:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((start, end))
+        span_of[position] = len(spans) - 1
+    blocks = source.read_many(spans)
+    for block, (start, end) in zip(blocks, spans, strict=True):
+        if len(block) != end - start:
+            raise FormatError(f"the file ends at byte {start + len(block):,}, before byte {end:,}")
+    return [
+        memoryview(blocks[span])[start - spans[span][0] : end - spans[span][0]]
+        for span, (start, end) in zip(span_of, ranges, strict=True)
+    ]

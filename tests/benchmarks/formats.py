@@ -163,19 +163,10 @@ def open_arrow(path: Path, packs: Iterable[Pack]) -> Any | None:
 
 
 class UncheckedReader(PackReader):
-    """Reads without comparing checksums, neither of packs nor of Parquet's pages. Never train from it."""
+    """Reads without comparing the checksums of packs. Never train from it."""
 
     def _check_pack(self, handle: ShardReader, row: int, pack: Pack, pack_id: int) -> None:
         return None
-
-    def _open(self, shard: int) -> ShardReader:
-        handle = super()._open(shard)
-        if self.format != "parquet":
-            return handle
-        handle.close()
-        parquet_shard: Any = type(handle)
-        unchecked: ShardReader = parquet_shard(self.files()[shard], self.pack_size, check_pages=False)
-        return unchecked
 
 
 def open_unchecked(path: Path) -> PackReader:

@@ -1,8 +1,7 @@
-"""`parquet`: lists of tokens, masks and starts, zstd, page checksums, small row groups.
+"""`parquet`: lists of tokens, masks and starts, zstd, page checksums. A file on its own holds its manifest and index.
 
-A row group is decoded at once and a few are kept, because the loader's order stays within few groups at a time. Token
-ids and masks are stored as BYTE_STREAM_SPLIT: measured on 4,096-token packs against plain zstd, a quarter smaller, half
-again as fast to read and twice as fast to write. A file on its own holds its manifest and index in its metadata.
+`parquet_packs` writes files and reads single packs of them. Files of other tools and earlier versions are read by row
+groups: one is decoded at once and a few are kept, because the loader's order stays within few groups at a time.
 
 `parquet_pages` refuses files that claim more memory than they can hold data for.
 """
@@ -14,7 +13,7 @@ import contextlib
 import itertools
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,14 +27,20 @@ from harness.formats.base import (
     FIELDS,
     Format,
     ShardContents,
-    ShardOptions,
     ShardReader,
-    ShardWriter,
     find_files,
     make_pack,
 )
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import IndexPart, lengths_from_starts
+from harness.formats.layouts.parquet_packs import (
+    METADATA_PREFIX,
+    PageTable,
+    ParquetWriter,
+    decode_pack,
+    find_table,
+    read_pack_pages,
+)
 from harness.formats.layouts.parquet_pages import (
     check_extent,
     check_pages,
@@ -46,8 +51,7 @@ from harness.formats.layouts.parquet_pages import (
 )
 from harness.formats.manifest import Manifest
 from harness.records import Pack
-from harness.storage import Folder, Place
-from harness.storage.files import OutputFile
+from harness.storage import Place
 from harness.storage.inputs import ByteSource, open_source
 
 SCHEMA = pa.schema(
@@ -56,72 +60,6 @@ SCHEMA = pa.schema(
         for name, kind in zip(FIELDS, (pa.int32(), pa.uint8(), pa.int32()), strict=True)
     ]
 )
-_COMPRESSION_LEVEL = 1
-METADATA_PREFIX = "harness."
-
-
-class ParquetWriter(ShardWriter[OutputFile]):
-    """Buffers one row group of packs and writes it."""
-
-    def __init__(self, folder: Folder, name: str, options: ShardOptions) -> None:
-        self._rows_per_group = options.rows_per_group
-        self._packs: list[Pack] = []
-        super().__init__([name], [folder.create_file(name)])
-        try:
-            self._writer = pq.ParquetWriter(
-                self._files[0],
-                SCHEMA,
-                compression="zstd",
-                compression_level=_COMPRESSION_LEVEL,
-                use_dictionary=False,
-                column_encoding={f"{field}.list.element": "BYTE_STREAM_SPLIT" for field in FIELDS[:2]},
-                write_statistics=False,
-                write_page_checksum=True,
-                store_schema=False,
-            )
-        except BaseException:
-            super().abort()
-            raise
-
-    def append(self, pack: Pack) -> None:
-        # A copy, because the caller may reuse the arrays before the row group is written.
-        self._packs.append(Pack(pack.input_ids.copy(), pack.loss_mask.copy(), pack.seq_start_id.copy()))
-        if len(self._packs) == self._rows_per_group:
-            self._flush()
-
-    def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
-        self._flush()
-        if metadata:
-            self._writer.add_key_value_metadata(
-                {METADATA_PREFIX + key: _to_text(key, value) for key, value in metadata.items()}
-            )
-        self._writer.close()
-        return super().finish(metadata)
-
-    def abort(self) -> None:
-        self._packs.clear()
-        super().abort()
-        with contextlib.suppress(OSError, pa.ArrowException):
-            self._writer.close()
-
-    def _flush(self) -> None:
-        if not self._packs:
-            return
-        columns = []
-        for name, field in zip(FIELDS, SCHEMA, strict=True):
-            rows = [getattr(pack, name) for pack in self._packs]
-            offsets = np.zeros(len(rows) + 1, np.int32)
-            np.cumsum([row.shape[0] for row in rows], out=offsets[1:])
-            columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)), type=field.type))
-        self._writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(self._packs))
-        self._packs.clear()
-
-
-def _to_text(key: str, value: bytes) -> bytes:
-    # Metadata is text to other tools; the manifest is text already.
-    return value if key == "manifest" else base64.b64encode(zlib.compress(value, 1))
-
-
 CACHE_BYTES = 64 << 20
 
 # Limits on a footer, because thrift allocates what the footer claims.
@@ -129,6 +67,9 @@ _MAX_FOOTER_STRING = 1 << 30
 _MAX_FOOTER_LIST = 1 << 20
 _COLUMNS = "a packed dataset requires the list columns input_ids, loss_mask and seq_start_id"
 _MAX_COLUMNS = 64
+_UNREADABLE = (FormatError, OSError, pa.ArrowException, ValueError, MemoryError)
+# The end of a remote file that is read at once: most footers fit.
+_TAIL_BYTES = 1 << 16
 
 
 class _Column(NamedTuple):
@@ -144,10 +85,9 @@ class ParquetShard(ShardReader):
     Args:
         place: of the file.
         pack_size: tokens that no pack exceeds, which bounds the memory that a file can claim.
-        check_pages: compare the checksums of pages; only a benchmark has a reason not to.
     """
 
-    def __init__(self, place: Place, pack_size: int | None = None, *, check_pages: bool = True) -> None:
+    def __init__(self, place: Place, pack_size: int | None = None) -> None:
         self._place = place
         self._pack_size = pack_size
         self._source: ByteSource | None = None
@@ -155,11 +95,25 @@ class ParquetShard(ShardReader):
         self._cached_bytes = 0
         self._file: Any = None
         with self._explained("the footer"):
-            source = self._source = open_source(place)
+            self._source = open_source(place)
+            self._table = find_table(self._source)
+        if self._table is None:
+            self._open_footer()
+        else:  # which is all that reading packs takes
+            self.num_packs = self._table.num_packs
+
+    def _open_footer(self) -> None:
+        """Parse the footer, once."""
+        assert self._source is not None
+        if self._file is not None:
+            return
+        source = self._source
+        with self._explained("the footer"):
+            source.fetch(max(0, source.num_bytes - _TAIL_BYTES), source.num_bytes)
             self._groups = read_row_groups(source)
             self._file = pq.ParquetFile(
                 source.for_arrow(),
-                page_checksum_verification=check_pages,
+                page_checksum_verification=True,
                 pre_buffer=False,
                 thrift_string_size_limit=_MAX_FOOTER_STRING,
                 thrift_container_size_limit=_MAX_FOOTER_LIST,
@@ -169,11 +123,27 @@ class ParquetShard(ShardReader):
             if len(self._groups) != self._file.metadata.num_row_groups:
                 raise FormatError("the footer is damaged: its row groups cannot be counted")
             source.release()
-        counts = np.array([group.num_rows for group in self._groups], np.int64)
-        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        self.num_packs = int(self._starts[-1])
+            counts = np.array([group.num_rows for group in self._groups], np.int64)
+            self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+            self.num_packs = int(self._starts[-1])
+            if self._table is not None and self._table.num_packs != self.num_packs:
+                raise FormatError(f"the footer is damaged: its table of pages lists {self._table.num_packs:,} packs")
 
     def read(self, rows: Sequence[int]) -> list[Pack]:
+        return self._read_groups(rows) if self._table is None else self._read_pages(rows, self._table)
+
+    def _read_pages(self, rows: Sequence[int], table: PageTable) -> list[Pack]:
+        assert self._source is not None
+        packs: list[Pack] = []
+        try:
+            for pages in read_pack_pages(self._source, table, rows, self._pack_size):
+                packs.append(decode_pack(pages, self._pack_size))
+        except _UNREADABLE as error:
+            # Of the first row if pages cannot be read, because they are read together.
+            raise self._explain(error, self.where(rows[len(packs)])) from None
+        return packs
+
+    def _read_groups(self, rows: Sequence[int]) -> list[Pack]:
         groups = (np.searchsorted(self._starts, np.asarray(rows, np.int64), side="right") - 1).tolist()
         # Copies in both cases: a view would keep the whole row group in memory for as long as the pack lives.
         build = make_pack if self._has_own_types else Pack
@@ -196,6 +166,7 @@ class ParquetShard(ShardReader):
         return self.read((row,))[0]
 
     def contents(self) -> ShardContents:
+        self._open_footer()
         assert self._source is not None
         with self._explained("the footer"):
             check_totals(self._groups, self._source.num_bytes)
@@ -259,11 +230,16 @@ class ParquetShard(ShardReader):
     @property
     def is_own(self) -> bool:
         """True for a shard of our dataset folders; other writers store metadata or have nullable types."""
+        self._open_footer()
         return self._has_own_types and not self._file.metadata.metadata
 
     def where(self, row: int) -> str:
-        group = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return f"{self._place}, row group {group:,}, row {row - int(self._starts[group]):,}"
+        if self._table is not None:
+            group, inside = divmod(row, self._table.rows_per_group)
+        else:
+            group = int(np.searchsorted(self._starts, row, side="right")) - 1
+            inside = row - int(self._starts[group])
+        return f"{self._place}, row group {group:,}, row {inside:,}"
 
     def close(self) -> None:
         self._cache.clear()
@@ -333,17 +309,20 @@ class ParquetShard(ShardReader):
 
     @contextlib.contextmanager
     def _explained(self, part: str) -> Iterator[None]:
-        where = f"{self._place}, {part}"
         try:
             yield
-        except FormatError as error:
-            raise FormatError(error.what, where=error.where or where, fix=error.fix) from None
-        except (OSError, pa.ArrowException, ValueError, MemoryError) as error:
-            # Arrow raises OSError without a number for what it cannot decode; the system gives one.
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            first = str(error).splitlines()[0][:200] if str(error) else "no reason given"
-            raise FormatError(f"damaged or not a Parquet file: {first}", where=where) from None
+        except _UNREADABLE as error:
+            raise self._explain(error, f"{self._place}, {part}") from None
+
+    def _explain(self, error: Exception, where: str) -> Exception:
+        """Return the error of reading a part of the file as FormatError, unless it is one of the system."""
+        if isinstance(error, FormatError):
+            return FormatError(error.what, where=error.where or where, fix=error.fix)
+        # Arrow raises OSError without a number for what it cannot decode; the system gives one.
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        first = str(error).splitlines()[0][:200] if str(error) else "no reason given"
+        return FormatError(f"damaged or not a Parquet file: {first}", where=where)
 
 
 def is_own(place: Place) -> bool:

@@ -8,7 +8,7 @@ what the column can honestly hold.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +153,7 @@ def check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:
         raise FormatError(f"the column {chunk.column} claims {chunk.num_values:,} values, but at most {limit:,} fit")
     if chunk.start < 0 or chunk.end < chunk.start or chunk.end > source.num_bytes:
         raise FormatError(f"the column {chunk.column} is at bytes {chunk.start:,} to {chunk.end:,}, outside the file")
-    most = _byte_limit(limit)
+    most = byte_limit(limit)
     if chunk.num_bytes > most:
         raise FormatError(f"the column {chunk.column} claims {chunk.num_bytes:,} bytes; at most {most:,} are plausible")
 
@@ -164,7 +164,7 @@ def check_pages(source: ByteSource, chunk: Chunk, limit: int) -> None:
     Raises:
         FormatError: they are, or as for `read_pages`.
     """
-    most, total = _byte_limit(limit), 0
+    most, total = byte_limit(limit), 0
     for page in read_pages(source, chunk):
         total += page.num_bytes
         if total > most:
@@ -200,12 +200,57 @@ def read_pages(source: ByteSource, chunk: Chunk) -> Iterator[Page]:
         position += reader.position + packed
 
 
-def _byte_limit(num_values: int) -> int:
+def byte_limit(num_values: int) -> int:
+    """Return the most bytes that a column of so many values may take."""
     return _BYTES_PER_VALUE * num_values + _SLACK_BYTES
 
 
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
 _MAX_DEPTH = 8
+
+
+class Long(int):
+    """A number of 64 bits; others have 32."""
+
+
+_KINDS: dict[type, int] = {Long: _I64, int: _I32, bytes: _BINARY, list: _LIST, dict: _STRUCT}
+
+
+def encode_struct(fields: Mapping[int, Any]) -> bytes:
+    """Serialize values by field number, in rising order, in Thrift's compact protocol."""
+    out, last = bytearray(), 0
+    for number, value in fields.items():
+        kind, delta = _KINDS[type(value)], number - last
+        out += bytes([delta << 4 | kind]) if delta < 16 else bytes([kind]) + encode_varint(2 * number)
+        out += _encode_value(value)
+        last = number
+    return bytes(out) + b"\0"
+
+
+def _encode_value(value: Any) -> bytes:
+    if isinstance(value, dict):
+        return encode_struct(value)
+    if isinstance(value, bytes):
+        return encode_varint(len(value)) + value
+    if isinstance(value, list):
+        inner = _KINDS[type(value[0])]
+        head = bytes([len(value) << 4 | inner]) if len(value) < 15 else bytes([0xF0 | inner])
+        return head + b"".join([encode_varint(len(value)) * (len(value) > 14), *map(_encode_value, value)])
+    return encode_number(value)
+
+
+def encode_number(value: int) -> bytes:
+    """Serialize a number of 32 or 64 bits."""
+    return encode_varint(2 * value if value >= 0 else -2 * value - 1)
+
+
+def encode_varint(value: int) -> bytes:
+    """Serialize a number from 0 on, seven bits a byte."""
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes(out) + bytes([value])
 
 
 class _Compact:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from small_packs import write_packs
 from harness.errors import FormatError
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.formats.layouts.parquet import SCHEMA, ParquetShard
-from harness.formats.layouts.parquet_pages import Chunk, check_extent, check_pages
+from harness.formats.layouts.parquet_packs import _HEADER, decode_pack, find_table
+from harness.formats.layouts.parquet_pages import Chunk, check_extent, check_pages, encode_number
 from harness.records import Pack
 from harness.storage.inputs import LocalSource
 
@@ -139,14 +142,123 @@ def _flip_and_read(path: Path, offset: int) -> None:
 
 def test_few_decoded_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.formats.layouts.parquet.CACHE_BYTES", 200)
-    path = tmp_path / "one.parquet"
-    with open_writer(path, pack_size=8, rows_per_group=1) as writer:
-        for number in range(20):
-            writer.append(Pack([number] * 8, [0] * 8, [0]))
-    shard = ParquetShard(path)
+    rows = {
+        "input_ids": [[number] * 8 for number in range(20)],
+        "loss_mask": [[0] * 8] * 20,
+        "seq_start_id": [[0]] * 20,
+    }
+    shard = ParquetShard(foreign_file(tmp_path / "one.parquet", rows, row_group_size=1))
     read = shard.read(list(range(20)))
     assert [int(pack.input_ids[0]) for pack in read] == list(range(20))
     assert 1 <= len(shard._cache) <= 3
+
+
+def test_a_file_of_an_earlier_version_opens_with_the_same_packs_and_fingerprint(tmp_path: Path) -> None:
+    # Written before there were pages of single packs: 10 packs in row groups of 4, one page for each column.
+    old = open_dataset(Path(__file__).parents[2] / "golden" / "row_groups.parquet")
+    packs = list(old)
+    assert [len(pack) for pack in packs] == list(range(30, 301, 30))
+    assert [len(pack) for pack in old.read([9, 0, 5])] == [300, 30, 180]
+    new = open_dataset(write_packs(tmp_path / "new.parquet", packs, pack_size=300))
+    assert old.fingerprint == old.digest_packs() == new.digest_packs() == "0c24702196b3bd61d8df9ded90c0978e"
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read from files."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_packs_one_by_one_take_their_own_bytes_alone(tmp_path: Path) -> None:
+    packs = make_packs(100, longest=4000)
+    path = write_packs(tmp_path / "data", packs, pack_size=4000) / "shard_000000.parquet"
+    before = bytes_read()
+    for row in np.random.default_rng(0).permutation(100).tolist():
+        shard = ParquetShard(path, 4000)
+        assert shard.read([row]) == [packs[row]]
+        shard.close()
+    assert bytes_read() - before < 1.04 * path.stat().st_size
+
+
+def test_pages_of_packs_are_read_by_pyarrow_as_lists(tmp_path: Path) -> None:
+    packs = make_packs(70, longest=300)
+    path = write_packs(tmp_path / "data", packs, pack_size=300) / "shard_000000.parquet"
+    table = pq.read_table(path, page_checksum_verification=True)
+    assert table.schema.equals(SCHEMA)
+    assert [Pack(*row.values()) for row in table.to_pylist()] == packs
+    data = path.read_bytes()
+    path.write_bytes(data[:2000] + bytes([data[2000] ^ 1]) + data[2001:])
+    with pytest.raises(OSError, match="CRC checksum"):
+        pq.read_table(path, page_checksum_verification=True)
+
+
+def table_of(path: Path) -> tuple[int, int]:
+    """Return where the table of pages is, and where the footer begins."""
+    table = find_table(LocalSource(path))
+    assert table is not None
+    return table.start, path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[-8:-4], "little")
+
+
+def test_a_damaged_table_of_pages_is_an_error_or_has_no_effect(tmp_path: Path) -> None:
+    packs = make_packs(7, longest=50)
+    path = write_packs(tmp_path / "data.parquet", packs, pack_size=50, rows_per_group=3)
+    original, generator = path.read_bytes(), np.random.default_rng(0)
+    start, end = table_of(path)
+    assert end - start == 24 * 10
+    refused = 0
+    for position in [*range(start, end), *range(len(original) - 70, len(original))] * 2:
+        damaged = bytearray(original)
+        damaged[position] ^= 1 << int(generator.integers(8))
+        path.write_bytes(damaged)
+        try:
+            assert list(open_dataset(path)) == packs, position
+        except FormatError:
+            refused += 1
+    assert refused > 500
+
+
+@pytest.mark.parametrize(
+    ("numbers", "problem"),
+    [
+        ((0, 1 << 40, 2, 3, 4, 5), "a page is listed at bytes"),
+        ((100, 50, 2, 3, 4, 5), "a page is listed at bytes 100 to"),
+        ((-5, 50, 60, 70, 80, 90), "a page is listed at bytes -5"),
+        ((5, 20, 40, 60, 80, 100), "a page header is damaged"),
+    ],
+)
+def test_pages_that_cannot_be_are_refused(tmp_path: Path, numbers: tuple[int, ...], problem: str) -> None:
+    path = write_packs(tmp_path / "data.parquet", make_packs(1, longest=50), pack_size=50)
+    start, end = table_of(path)
+    data = path.read_bytes()
+    path.write_bytes(data[:start] + struct.pack("<6q", *numbers) + data[end:])
+    with pytest.raises(FormatError, match=problem) as caught:
+        open_dataset(path)[0]
+    assert caught.value.where.endswith("row group 0, row 0")
+
+
+def page_header(pages: int, *, checksum: int = 0, num_values: int = 9, levels: int = 3) -> bytes:
+    return _HEADER % tuple(map(encode_number, (1 << 30, pages, checksum, num_values, 9, levels, levels)))
+
+
+def test_a_page_that_claims_too_many_values_or_holds_no_data_is_refused() -> None:
+    body = bytes(40)
+    pages = [memoryview(page_header(40, checksum=zlib.crc32(body), num_values=1 << 30) + body)] * 3
+    with pytest.raises(FormatError, match="claim 1,073,741,824 ids"):
+        decode_pack(pages, 50)
+    with pytest.raises(FormatError, match="does not match its checksum"):
+        decode_pack([memoryview(page_header(40) + body)] * 3, 50)
+    pages = [memoryview(page_header(40, checksum=zlib.crc32(body)) + body)] * 3
+    with pytest.raises(OSError, match="ZSTD"):
+        decode_pack(pages, 50)
+
+
+def test_a_pack_that_no_page_can_contain_is_refused_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.formats.layouts.parquet_packs._MAX_TOKENS", 4)
+    with open_writer(tmp_path / "data", pack_size=8) as writer:
+        writer.append(PACKS[1])
+        with pytest.raises(FormatError, match="pack 1 has 5 tokens, but a page of Parquet contains at most 4"):
+            writer.append(PACKS[0])
 
 
 def test_packs_of_many_row_groups_are_read_in_any_order(tmp_path: Path) -> None:
