@@ -122,8 +122,7 @@ def to_device(
     The device widens ids and weights and computes positions, so that 10 bytes a token are copied.
 
     Args:
-        cp_size, cp_rank: context-parallel ranks of the row, and this one of them.
-        cp_group: theirs, where rows differ in it; this rank's own for a row that it has whole.
+        cp_size, cp_rank, cp_group: context-parallel ranks of the row, this one of them, and where rows differ their group.
         mtp_layers: layers that predict further tokens, and need those ahead.
         is_static: the row is one of `static_row`.
         loss_average: one of `LOSS_AVERAGES`.
