@@ -122,7 +122,7 @@ def to_device(
     The device widens ids and weights and computes positions, so that 10 bytes a token are copied.
 
     Args:
-        cp_size, cp_rank, cp_group: context-parallel ranks of the row, this one of them, and where rows differ their group.
+        cp_size, cp_rank, cp_group: context-parallel ranks of the row, this one, and where rows differ, their group.
         mtp_layers: layers that predict further tokens, and need those ahead.
         is_static: the row is one of `static_row`.
         loss_average: one of `LOSS_AVERAGES`.
