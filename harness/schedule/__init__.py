@@ -58,9 +58,10 @@ class ScheduleConfig(CheckedSettings, section="schedule"):
     """Settings of how the sequences of a global batch become rows.
 
     Attributes:
-        name: a key of `SCHEDULERS`.
-        max_tokens_per_rank: tokens that one rank holds in one microbatch; a row holds cp_size times as many, and with
-            `dynamic_context` as many times as data-parallel ranks share it.
+        name: schedule that places the sequences of a global batch: `as_packed`, `dp_balanced`, `cost_balanced` or
+            `dynamic_context`.
+        max_tokens_per_rank: maximum number of tokens per rank and microbatch. A row contains up to this number times
+            the context-parallel size of the layout or, with `dynamic_context`, of the row.
     """
 
     name: str = one_of("dp_balanced", SCHEDULERS)
