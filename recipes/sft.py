@@ -15,7 +15,7 @@ from harness.plan import SftConfig
 
 def main(config: SftConfig) -> int:
     """Train; return the exit code, 75 if a signal ended the run before its last step."""
-    prepare_process(config.parallel)
+    prepare_process(config.parallel, shares_rows=config.shares_rows)
     from harness.megatron.run.fine_tuning import open_fine_tuning
     from harness.megatron.run.training import run_training
 

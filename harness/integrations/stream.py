@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Self
 
 from harness.errors import LoaderError
@@ -65,7 +65,7 @@ class RankStream:
             "reader": reader,
             "config": config,
             "schedule": schedule,
-            "layout": layout,
+            "layout": layout and replace(layout, shares_rows=False),
             "cost": cost,
             "tokenizer": tokenizer,
             "blend": blend,

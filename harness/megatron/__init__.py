@@ -22,7 +22,7 @@ from harness.plan import ParallelConfig
 __all__ = ["prepare_process"]
 
 
-def prepare_process(parallel: ParallelConfig | None = None) -> None:
+def prepare_process(parallel: ParallelConfig | None = None, *, shares_rows: bool = False) -> None:
     """Silence Megatron-Core's warnings about optional packages, and import it without loading the compiler on a CPU.
 
     Call it first in a program that trains, exports or measures, before other modules of `harness.megatron` are
@@ -30,10 +30,11 @@ def prepare_process(parallel: ParallelConfig | None = None) -> None:
 
     Args:
         parallel: the layout of a run, which CUDA_DEVICE_MAX_CONNECTIONS is set for unless it is set already.
+        shares_rows: as of `RunConfig`.
     """
     if parallel is not None:
         # The driver reads it once, at the first call of CUDA, which an import may make.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(parallel.device_connections))
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(parallel.device_connections(shares_rows)))
     # On import it warns a dozen times about optional packages (Apex, flash-attention) that nothing here needs.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.core")

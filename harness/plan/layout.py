@@ -177,15 +177,14 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             return "parallel.static_rows"
         return "parallel.sequence_parallel" if self.pad_to_multiple > 1 else None
 
-    @property
-    def device_connections(self) -> int:
-        """CUDA_DEVICE_MAX_CONNECTIONS on GPUs up to Hopper: 1, or 32, the most.
+    def device_connections(self, shares_rows: bool = False) -> int:
+        """Return CUDA_DEVICE_MAX_CONNECTIONS for GPUs up to Hopper: 1, or 32, the most.
 
         With 1, kernels start in the order of their launch: an exchange of tensor- or context-parallel ranks before the
         product that it overlaps. Sources: Megatron-Core's `tensor_parallel/layers.py`, which warns without 1, and
         Megatron-Bridge's `perf_recipes/environment.py`, which has CUDA's 8 instead of 32 unless experts use DeepEP.
         """
-        return 1 if self.tensor_parallel_size > 1 or self.context_parallel_size > 1 else 32
+        return 1 if shares_rows or self.tensor_parallel_size > 1 or self.context_parallel_size > 1 else 32
 
     @property
     def group_size(self) -> int:

@@ -257,6 +257,8 @@ def _choices(base: SftConfig, ranks: int, pack_size: int) -> Iterator[tuple[Para
         multiple = math.lcm(parallel.pad_to_multiple, fp8_rank_multiple(model.fp8, parallel))
         for packs_a_row, recompute in itertools.product(packs, _RECOMPUTE):
             tokens = -(-packs_a_row * pack_size // (parallel.context_parallel_size * multiple)) * multiple
+            if base.shares_rows:  # which hold what ranks have together
+                tokens = base.max_tokens_per_rank
             yield parallel, recompute, tokens
 
 

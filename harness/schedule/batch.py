@@ -98,12 +98,13 @@ def check_lengths(
         name, max_tokens_per_rank, dp_size, cp_size: as in `harness.schedule.schedule`.
         of: whose sequences they are, for messages.
     """
-    ranks, words = cp_size, "cp_size"
-    if name == DYNAMIC and (ranks := largest_share(dp_size)) > 1:
-        words = f"the {ranks} data-parallel ranks that may share it"
-        # Each of them has two chunks of the same length.
-        max_tokens_per_rank -= max_tokens_per_rank % 2
-    max_tokens_per_row = max_tokens_per_rank * ranks
+    ranks, words, chunks = cp_size, "cp_size", 1
+    if name == DYNAMIC:
+        ranks = largest_share(dp_size)
+        words = f"{ranks}, the largest power of two that divides {dp_size} data-parallel ranks"
+        # Each rank that shares a sequence has two chunks of the same length.
+        chunks = 1 if ranks == 1 else 2
+    max_tokens_per_row = max_tokens_per_rank // chunks * chunks * ranks
 
     def where(sequence: int) -> str:
         if pack_offsets is None:
@@ -115,13 +116,13 @@ def check_lengths(
         is_long = tokens > max_tokens_per_row
         if not is_long.any():
             return
-        at = int(np.argmax(is_long))
+        at, least = int(np.argmax(is_long)), -(-int(tokens.max()) // (ranks * chunks)) * chunks
         raise ScheduleError(
             f"{kind} {at}{of} has {tokens[at]:,} model tokens after padding, more than the {max_tokens_per_row:,} of a "
             f"row (max_tokens_per_rank * {words}); {np.count_nonzero(is_long):,} of {tokens.shape[0]:,} {kind}s are "
             "that long",
             where=where(at),
-            fix=f"raise schedule.max_tokens_per_rank to {-(-int(tokens.max()) // ranks):,} or more, or {shorter}",
+            fix=f"raise schedule.max_tokens_per_rank to {least:,} or more, or {shorter}",
         )
 
     check_longest("sequence", lengths, where, "prepare the data with a smaller limit")

@@ -142,6 +142,11 @@ def _joined(
     shared = np.flatnonzero(at >= 0)
     shared_by = np.ones(placed.row_offsets.shape[0] - 1, dtype=np.int64)
     shared_by[_rows_of(at[shared], sizes[shared])] = np.repeat(sizes[shared], sizes[shared])
-    counts = np.bincount(row_of, minlength=shared_by.shape[0])
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    return Schedule(batch.dp_size, np.argsort(row_of, kind="stable"), offsets, shared_by)
+    # Microbatches without a sequence on any rank are left out, up to a whole group of them.
+    is_used = np.bincount(row_of // batch.dp_size, minlength=len(shared_by) // batch.dp_size) > 0
+    order = np.argsort(~is_used, kind="stable")
+    kept = -(-np.count_nonzero(is_used) // batch.group_size) * batch.group_size * batch.dp_size
+    rows = (order[:, None] * batch.dp_size + np.arange(batch.dp_size)).reshape(-1)
+    row_of = np.argsort(rows, kind="stable")[row_of]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=kept))]).astype(np.int64)
+    return Schedule(batch.dp_size, np.argsort(row_of, kind="stable"), offsets, shared_by[rows[:kept]])

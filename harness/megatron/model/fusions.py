@@ -61,7 +61,9 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
     )
 
 
-def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.device, *, has_engine: bool) -> list[str]:
+def slow_parts(
+    model: ModelConfig, parallel: ParallelConfig, device: torch.device, *, has_engine: bool, shares_rows: bool = False
+) -> list[str]:
     """Return a sentence about everything that makes a run on a GPU slower than another setting or package would."""
     if device.type != "cuda":
         return []
@@ -89,7 +91,7 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
         found.append("parallel.cuda_graphs is true: gradients are reduced after the last row, without overlap")
     if parallel.cuda_graphs and not has_engine:
         found.append("parallel.cuda_graphs is true: PyTorch's attention computes the scores of all pairs in a row")
-    found += _wrong_connections(parallel, device)
+    found += _wrong_connections(parallel, device, shares_rows)
     if model.dtype == "float32":
         found.append("model.dtype is float32: bfloat16 takes half the memory and is many times faster on a GPU")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):
@@ -109,8 +111,8 @@ def slow_parts(model: ModelConfig, parallel: ParallelConfig, device: torch.devic
     return found
 
 
-def _wrong_connections(parallel: ParallelConfig, device: torch.device) -> list[str]:
-    value, best = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), parallel.device_connections
+def _wrong_connections(parallel: ParallelConfig, device: torch.device, shares_rows: bool) -> list[str]:
+    value, best = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), parallel.device_connections(shares_rows)
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (10, 0):
         best = 32
     if value is not None and (value == "1") == (best == 1):

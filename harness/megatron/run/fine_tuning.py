@@ -109,8 +109,8 @@ def _warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
     longest = int(data.train.sequence_lengths.max()) - 1
     if config.shares_rows and longest <= config.schedule.max_tokens_per_rank:
         warnings.append(
-            f"schedule.name is {config.schedule.name}, and the longest sequence has {longest:,} tokens, which one rank "
-            "holds: no row is shared, and schedule=cost_balanced trains the same rows"
+            f"schedule.name is {config.schedule.name}, and the longest sequence has {longest:,} tokens, which fit on "
+            "one rank: schedule=cost_balanced trains at about the same speed"
         )
     if batches is not None and data.validation is not None and (batches - 1) * size >= len(data.validation):
         warnings.append(

@@ -265,7 +265,8 @@ class _Run(Hooks):
         )
         self._stack.enter_context(self._records.progress)
         has_engine = engine_layers(config.model, config.parallel, self._ranks.device)
-        slow = slow_parts(config.model, config.parallel, self._ranks.device, has_engine=has_engine)
+        of = {"has_engine": has_engine, "shares_rows": config.shares_rows}
+        slow = slow_parts(config.model, config.parallel, self._ranks.device, **of)
         pretrained = task.pretrained.warnings if task.pretrained is not None else []
         for line in filter(None, (task.length, config.optimizer.describe())):
             self.log(line)
