@@ -228,14 +228,15 @@ def test_runs_without_a_graph_are_refused_before_they_start(monkeypatch) -> None
 def test_empty_sequences_and_a_mask_of_the_whole_row_leave_attention_as_it_is(window, sinks) -> None:
     attention = VarlenAttention.__new__(VarlenAttention)
     torch.nn.Module.__init__(attention)
-    attention.dropout, attention.scale, attention.window, attention.cp_size = 0.0, 0.3, window, 1
+    attention.dropout, attention.scale, attention.window, attention.cp_group = 0.0, 0.3, window, None
     torch.manual_seed(0)
     attention.softmax_offset = torch.nn.Parameter(torch.randn(4)) if sinks else None
     query, key, value = (torch.randn(24, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     weights = torch.randn(24, 32)
 
     def attend(bounds: list[int], *, is_static: bool = False) -> list[torch.Tensor]:
-        fields = {"cu_seqlens_q_padded": torch.tensor(bounds, dtype=torch.int32), "is_static": is_static}
+        bounds_of = torch.tensor(bounds, dtype=torch.int32)
+        fields = {"cu_seqlens_q_padded": bounds_of, "is_static": is_static, "cp_group": None}
         out = attention(query, key, value, packed_seq_params=SimpleNamespace(**fields))
         inputs = [query, key, value, *attention.parameters()]
         return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
