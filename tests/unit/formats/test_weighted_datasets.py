@@ -89,7 +89,7 @@ USERS = {
 @pytest.mark.parametrize("user", USERS)
 def test_what_would_take_weights_for_a_mask_refuses_them_by_name(tmp_path: Path, user: str) -> None:
     path = write(tmp_path / "data")
-    with pytest.raises(HarnessError, match="weights of tokens|token weights"):
+    with pytest.raises(HarnessError, match=r"weights of tokens|token weights"):
         USERS[user](path)
 
 
