@@ -86,7 +86,9 @@ def test_a_dispatcher_without_its_kernels_is_refused() -> None:
             transformer_config(ModelConfig(**SIZES), layout, torch.device("cuda"))
 
 
-def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_they_may_be() -> None:
+def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_they_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def groups(**settings) -> bool:
         return bool(transformer_config(ModelConfig(**SIZES, **settings), ONE, CPU).moe_grouped_gemm)
 
@@ -99,6 +101,7 @@ def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_t
             ModelConfig(**SIZES, **settings, grouped_gemm="on")
     model = ModelConfig(**SIZES, dtype="bfloat16", fuse_weight_gradient="off")
     gpu = torch.device("cuda")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert slow_parts(model, ONE, gpu, has_engine=True) == []
     assert slow_parts(replace(model, grouped_gemm="off"), ONE, gpu, has_engine=True) == []
     (slow,) = slow_parts(replace(model, lora_rank=2), ONE, gpu, has_engine=True)
