@@ -441,6 +441,14 @@ _SHARED = tuple(
             (name, SET, "the lengths of sequences that are still being made are not known", "schedule=cost_balanced")
             for name in ("data.live.path", "data.live.blend")
         ),
+        *(
+            (name, value, "no test has trained rows that ranks share with it", f"{name}={usual}")
+            for name, value, usual in (
+                ("model.fp8", other_than("off"), "off"),
+                ("parallel.expert_dispatcher", other_than("alltoall"), "alltoall"),
+                ("parallel.overlap_tensor_parallel", True, "false"),
+            )
+        ),
     )
 )
 

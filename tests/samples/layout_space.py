@@ -34,6 +34,7 @@ SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
 SHARED = (
     *("dense shared", "deepseek_like sequences shared", "qwen3_moe sequences shared", "lora shared"),
     *("gpt_oss_like sequences shared", "lora deepseek_like sequences conversation shared"),
+    "dense weighted shared",
 )
 _LONGEST = 80
 # Four layers for four stages; heads, groups and experts for four ranks. Rows are packs, of which the last step has
