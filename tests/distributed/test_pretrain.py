@@ -112,7 +112,7 @@ def test_a_run_resumes_after_its_consumed_samples_with_another_batch_size(pretra
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("data.eod=300",), "data.eod is 300, and the model has 300"),
+        (("data.eod=300",), "data.eod is 300, but the model has 300"),
         (
             ("data.reset_attention_mask=false",),
             "data.reset_position_ids is true, and data.reset_attention_mask is false",

@@ -137,7 +137,7 @@ OVERLAPS = {
 def test_exchanges_that_overlap_have_buffers_of_a_whole_row_and_are_refused_elsewhere(tmp_path, engine) -> None:
     run_ranks(1, "user_buffers", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
-    assert "the run is on a cpu" in found["on a cpu"]
+    assert "the device is cpu" in found["on a cpu"]
     assert "2 tensor-parallel ranks are on several nodes of 1" in found["on two nodes"]
     assert "nothing limits them" in found["without a limit"]
     assert found["made before"] == 0
