@@ -159,10 +159,10 @@ def to_device(
             cu_seqlens=cu_seqlens,
             cu_seqlens_padded=cu_seqlens_padded,
             max_seqlen=row.max_seqlen,
+            cp_group=cp_group,
             positions=positions,
             ahead=tuple(ahead),
             is_static=is_static,
-            cp_group=cp_group,
         ),
         _sources_of(row, owners, device),
     )

@@ -11,11 +11,13 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import process
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
     ahead: tuple[Any, ...] = ()
     is_static: bool = False
     _angles: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, repr=False)
+    _scanned: tuple[torch.Tensor, torch.Tensor | None] | None = dataclasses.field(default=None, repr=False)
 
     def forget_angles(self) -> None:
         """Gather the angles again: the positions are those of another row now."""
@@ -81,6 +84,31 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
         self._angles.append((freqs, dtype, mscale, cos, sin))
         return cos, sin
 
+    def scan_order(self, cp_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what a scan of the whole row needs, without a wait of the host; all layers share it.
+
+        Returns:
+            int32 [1, T], the number of each token's sequence, padding included (padding at the end of a row has its
+            own); and for ranks that share the row int64 [T], the place of each token among their slices, one after the
+            other (`harness.thd.context_parallel_indices`).
+        """
+        if self._scanned is None:
+            assert self.positions is not None
+            held = len(self.positions)
+            bounds = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
+            owners = torch.repeat_interleave(bounds.diff(), output_size=held * cp_size)
+            order = None
+            if cp_size > 1:
+                chunk = bounds.diff()[owners] // (2 * cp_size)
+                places = torch.arange(held * cp_size, device=bounds.device) - bounds[owners]
+                number = places // chunk
+                # Rank r has chunks r and 2 * cp_size - 1 - r of a sequence.
+                rank = torch.minimum(number, 2 * cp_size - 1 - number)
+                second = torch.where(number < cp_size, 0, chunk)
+                order = rank * held + bounds[owners] // cp_size + second + places % chunk
+            self._scanned = owners.to(torch.int32).unsqueeze(0), order
+        return self._scanned
+
 
 def packed_seq_params(
     *,
@@ -88,10 +116,9 @@ def packed_seq_params(
     cu_seqlens_padded: torch.Tensor | None,
     max_seqlen: int,
     positions: torch.Tensor | None = None,
-    ahead: Any = (),
     is_padded: bool | None = None,
-    is_static: bool = False,
     cp_group: Any = None,
+    **of_row: Any,
 ) -> PackedSeqParams:
     """Return the PackedSeqParams of one row whose queries and keys are the same tokens.
 
@@ -103,7 +130,7 @@ def packed_seq_params(
         cu_seqlens_padded: int32 [S + 1], padded tokens; None if nothing is padded.
         max_seqlen: the longest padded sequence.
         positions: int64 [T / cp], of this rank's tokens in their sequences; with them, a `PackedRow`.
-        ahead, is_static: of that row.
+        of_row: further values of that row.
         cp_group: process group of the row's context-parallel ranks, where rows differ in it.
         is_padded: False for padded bounds that equal the real ones; None where they are given only if they differ.
     """
@@ -125,7 +152,7 @@ def packed_seq_params(
         values["cp_group"] = cp_group if cp_group.size() > 1 else None
     if positions is None:
         return PackedSeqParams(**values)
-    return PackedRow(**values, positions=positions, ahead=ahead, is_static=is_static)
+    return PackedRow(**values, positions=positions, **of_row)
 
 
 def make_ring_stream() -> None:
@@ -137,6 +164,37 @@ def make_ring_stream() -> None:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         TEDotProductAttention.cp_stream = TEDotProductAttention.cp_stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def has_scan_kernels() -> bool:
+    """Return True if the package of Mamba-2's kernels is installed."""
+    return find_spec("mamba_ssm") is not None
+
+
+def import_mixer(reference: Any) -> tuple[Any, Any]:
+    """Return Megatron's Mamba-2 mixer and its parts, also where its kernels, Triton or einops are not installed.
+
+    Its module refuses to make one without them. Of these, only the norm is used here: `GatedRMSNorm` of `reference`
+    where that of the kernels is missing.
+    """
+    stand_in = mock.MagicMock()
+    stand_in.RMSNorm = reference.GatedRMSNorm
+    names = [] if has_scan_kernels() else [f"mamba_ssm.ops.triton.{end}" for end in _OF_KERNELS]
+    names += [name for name in ("triton", "triton.language", "einops") if find_spec(name.split(".")[0]) is None]
+    with mock.patch.dict(sys.modules, dict.fromkeys(names, stand_in)):
+        from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    return MambaMixer, MambaMixerSubmodules
+
+
+_OF_KERNELS = ("layernorm_gated", "ssd_combined", "selective_state_update")
+
+
+def why_no_packed_scan() -> str | None:
+    """Return which versions of Mamba-2's kernels know where sequences begin, where those installed do not."""
+    from megatron.core.ssm.mamba_mixer import _check_mamba_sequence_packing_support
+
+    supported, reason = _check_mamba_sequence_packing_support(for_inference_not_training=False)
+    return None if supported else str(reason)
 
 
 def engine_compares_bounds() -> bool:

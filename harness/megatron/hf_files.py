@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 class HfWeights(ExitStack):
     """The safetensors files of a folder, mapped into memory. Use as a context manager.
 
+    Attributes:
+        stored_name: as in `harness.plan.families.base.Family`, of each tensor that is read.
+
     Raises:
         FormatError: there are none, or one cannot be opened.
     """
@@ -29,6 +33,7 @@ class HfWeights(ExitStack):
 
         super().__init__()
         self.folder = folder
+        self.stored_name: Callable[[str], str] = lambda name: name
         self._files: dict[str, Any] = {}
         self._quantized: set[str] = set()
         try:
@@ -63,16 +68,19 @@ class HfWeights(ExitStack):
         if name in self._quantized:
             experts, outputs, groups, half = self.shape(name + _BLOCKS)
             return experts, groups * half * 2, outputs
+        name = self.stored_name(name)
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         if name in self._quantized:
             return _from_mxfp4(self.rows(name + _BLOCKS, start, stop), self.rows(name + _SCALES, start, stop))
+        name = self.stored_name(name)
         part = self._files[name].get_slice(name)
         rows: torch.Tensor = part[start : part.get_shape()[0] if stop is None else stop]
         return rows
 
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        name = self.stored_name(name)
         columns: torch.Tensor = self._files[name].get_slice(name)[:, start:stop]
         return columns
 

@@ -28,13 +28,17 @@ _EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight"
 _NORMS = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
 }
 _HEAD_NORMS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
-_COLUMNS = {"self_attention.linear_proj.weight": "self_attn.o_proj.weight"}
+_COLUMNS = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.out_proj.weight": "self_attn.out_proj.weight",
+}
 # The same with latent attention; tensor-parallel ranks divide the rows of the second.
 _LATENT = {
     "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
@@ -61,6 +65,14 @@ _PREDICTING = {
 }
 # Copies of the model's own that such a layer has in published weights, by the names of these.
 _COPIES = {_EMBEDDING: "embed_tokens.weight", _OUTPUT: "shared_head.head.weight"}
+# Of a Mamba-2 layer, and which of `ModelConfig.mamba_pieces` their rows are; ranks divide each piece.
+_SCAN = {
+    "in_proj.weight": slice(0, 5),
+    "conv1d.weight": slice(1, 4),
+    "conv1d.bias": slice(1, 4),
+    **dict.fromkeys(("A_log", "D", "dt_bias"), slice(4, 5)),
+    "norm.weight": slice(0, 1),
+}
 _ROUTER_BIAS = "mlp.router.bias"
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # Of an expert in Megatron, by its number on this rank, and in `global_parameters`, by its number in the layer.
@@ -101,11 +113,8 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (vocab_size, hidden), _FINAL_NORM: (hidden,)}
     if not model.tie_embeddings:
         shapes[_OUTPUT] = (vocab_size, hidden)
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.o_proj.weight": (hidden, model.value_size),
-    }
+    norm, after = {"input_layernorm.weight": (hidden,)}, {"post_attention_layernorm.weight": (hidden,)}
+    layer: dict[str, tuple[int, ...]] = {**norm, "self_attn.o_proj.weight": (hidden, model.value_size)}
     if model.kv_lora_rank:
         for name, (inputs, outputs) in model.attention_sizes.items():
             if tensor := (_LATENT | _LATENT_ROWS).get(f"self_attention.{name}.weight"):
@@ -124,15 +133,29 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
     if model.has_head_norms:
         sizes = (heads, groups) if model.norms_span_heads else (head, head)
         layer |= {"self_attn.q_norm.weight": (sizes[0],), "self_attn.k_norm.weight": (sizes[1],)}
-    dense = {**dict.fromkeys(_GATED, (ffn, hidden)), "mlp.down_proj.weight": (hidden, ffn)}
-    experts = _expert_shapes(model) if model.num_experts else {}
+    dense = dict.fromkeys(_GATED[-model.halves :], (ffn, hidden))
+    parts: dict[str, dict[str, tuple[int, ...]]] = {
+        "*": layer,
+        "M": {**norm, **_scan_shapes(model)} if model.layer_pattern else {},
+        "-": {**after, **dense, "mlp.down_proj.weight": (hidden, ffn)},
+        "E": {**after, **_expert_shapes(model)} if model.num_experts else {},
+    }
     further: dict[str, tuple[int, ...]] = {name: (hidden,) for name, _ in _PREDICTING.values()}
     further["eh_proj.weight"] = (hidden, 2 * hidden)
     for number in range(model.num_layers + model.mtp_layers):
-        mlp = experts if model.has_experts(number) else dense
-        more = further if number >= model.num_layers else {}
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in (layer | mlp | more).items()}
-    return shapes
+        of_layer = dict(further) if number >= model.num_layers else {}
+        for part in model.parts(number):
+            of_layer |= parts[part]
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in of_layer.items()}
+    stored = FAMILIES[model.family].stored_name
+    return {stored(name): shape for name, shape in shapes.items()}
+
+
+def _scan_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    rows = {name: sum(model.mamba_pieces[pieces]) for name, pieces in _SCAN.items()}
+    inner: dict[str, tuple[int, ...]] = {"in_proj.weight": (model.hidden_size,), "conv1d.weight": (1, 4)}
+    shapes = {f"self_attn.{name}": (count, *inner.get(name, ())) for name, count in rows.items()}
+    return shapes | {"self_attn.out_proj.weight": (model.hidden_size, model.mamba_pieces[0])}
 
 
 def copied_names(model: ModelConfig) -> dict[str, str]:
@@ -171,13 +194,13 @@ def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         for name, inputs, outputs in ((names.gate, hidden, 2 * inner), (names.down, inner, hidden)):
             shapes |= {name: (model.num_experts, inputs, outputs), f"{name}_bias": (model.num_experts, outputs)}
     for number in range(0 if names.are_stacked else model.num_experts):
-        shapes |= dict.fromkeys((names.gate.format(number), names.up.format(number)), (inner, hidden))
+        shapes |= {name.format(number): (inner, hidden) for name in (names.gate, names.up) if name}
         shapes[names.down.format(number)] = (hidden, inner)
     if model.expert_bias:
         shapes[names.bias] = (model.num_experts,)
     if names.shared is not None and shared:
-        gate, up, down = names.shared
-        shapes |= {gate: (shared, hidden), up: (shared, hidden), down: (hidden, shared)}
+        *first, down = names.shared
+        shapes |= {**{name: (shared, hidden) for name in first if name}, down: (hidden, shared)}
     return shapes
 
 
@@ -208,6 +231,7 @@ def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int, mtp_l
 
 def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
     """Copy this rank's part of the weights into its chunks. Rows that pad the vocabulary become zero."""
+    weights.stored_name = FAMILIES[model.family].stored_name
     with torch.no_grad():
         for chunk in chunks:
             for name, parameter in global_parameters(chunk):
@@ -274,7 +298,9 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
         return
     layer, end = f"model.layers.{match[1]}.", match[2]
     expert = _EXPERT.fullmatch(end)
-    if expert is not None and expert_names(model).are_stacked:
+    if (pieces := _SCAN.get(end.removeprefix("self_attention."))) is not None:
+        _read_pieces(f"{layer}self_attn.{end.partition('.')[2]}", target, weights, model.mamba_pieces[pieces], shard)
+    elif expert is not None and expert_names(model).are_stacked:
         whole_expert, part = _from_stack(expert, layer, weights, model), shard.of_experts
         if expert[2] == "1":
             for half, own in zip(target.chunk(2), whole_expert.chunk(2), strict=True):
@@ -289,7 +315,7 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
         tensors = _mlp_tensors(end, model)
         part = shard.of_experts if expert else shard
         if end.endswith("linear_fc1.weight"):
-            for half, tensor in zip(target.chunk(2), tensors, strict=True):
+            for half, tensor in zip(target.chunk(len(tensors)), tensors, strict=True):
                 half.copy_(weights.rows(layer + tensor, *part.of(weights.shape(layer + tensor)[0])))
         elif end.endswith("linear_fc2.weight"):
             target.copy_(weights.columns(layer + tensors[0], *part.of(weights.shape(layer + tensors[0])[1])))
@@ -304,6 +330,17 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
         for group, tensor, first, start, stop in _qkv_pieces(model, shard):
             read = weights.rows(f"{layer}{tensor}.{kind}", first, first + stop - start)
             groups[group, start:stop].copy_(read)
+
+
+def _read_pieces(
+    name: str, target: torch.Tensor, weights: HfWeights, pieces: tuple[int, ...], shard: TensorShard
+) -> None:
+    """Fill a parameter with this rank's rows of each piece of a tensor, one after the other."""
+    first = 0
+    for piece, own in zip(pieces, torch.split(target, [count // shard.size for count in pieces]), strict=True):
+        start, stop = shard.of(piece)
+        own.copy_(weights.rows(name, first + start, first + stop))
+        first += piece
 
 
 def _one_tensor(end: str, model: ModelConfig) -> tuple[str, bool] | None:
@@ -330,15 +367,15 @@ def _from_stack(expert: re.Match[str], layer: str, weights: HfWeights, model: Mo
 def _mlp_tensors(end: str, model: ModelConfig) -> tuple[str, ...]:
     """Return the tensors in a layer that a parameter of its MLP consists of: gate and up, or one."""
     if end in ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight"):
-        return _GATED if end == "mlp.linear_fc1.weight" else ("mlp.down_proj.weight",)
+        return _GATED[-model.halves :] if end == "mlp.linear_fc1.weight" else ("mlp.down_proj.weight",)
     names = expert_names(model)
     if (expert := _EXPERT.fullmatch(end)) is not None:
         number = int(expert[1])
         pair = names.gate.format(number), names.up.format(number)
-        return pair if expert[2] == "1" else (names.down.format(number),)
+        return pair[-model.halves :] if expert[2] == "1" else (names.down.format(number),)
     if end.startswith("mlp.shared_experts."):
         assert names.shared is not None
-        return names.shared[:2] if end.endswith("linear_fc1.weight") else names.shared[2:]
+        return names.shared[2 - model.halves : 2] if end.endswith("linear_fc1.weight") else names.shared[2:]
     if end == "mlp.router.bias":
         return (_ROUTER_BIAS,)
     return (names.bias if end == "mlp.router.expert_bias" else names.router,)
@@ -379,6 +416,11 @@ def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) 
 
     Of stacked experts it returns the part of one.
     """
+    stored = FAMILIES[model.family].stored_name
+    return {stored(own): part for own, part in _to_hf(name, tensor, model, vocab_size).items()}
+
+
+def _to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:
     match = _LAYER.fullmatch(name)
     if match is None:
         if name == "decoder.final_layernorm.weight":
@@ -387,6 +429,8 @@ def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) 
             return {_EMBEDDING: tensor[:vocab_size]}
         return {} if model.tie_embeddings else {_OUTPUT: tensor[:vocab_size]}
     layer, end = f"model.layers.{match[1]}.", match[2]
+    if end.removeprefix("self_attention.") in _SCAN:
+        return {f"{layer}self_attn.{end.partition('.')[2]}": tensor}
     if (whole := _one_tensor(end, model)) is not None:
         return {layer + whole[0]: tensor}
     if end in _COLUMNS:

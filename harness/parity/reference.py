@@ -8,6 +8,7 @@ predict further tokens, and nor do the runs that are compared with it.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -83,6 +84,21 @@ _MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "rope_parameters": {**_YARN, "truncate": False},
     },
+    "nemotron_h": {
+        "num_hidden_layers": None,
+        "hybrid_override_pattern": "ME*M-",
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        # The lowest step of a head in transformers; kernels and Megatron-Core have none.
+        "time_step_min": 1e-9,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+    },
 }
 
 
@@ -107,7 +123,7 @@ def make_model(family: str, folder: Path) -> list[str]:
                     values.add_(0.1 * torch.randn_like(values))
         model.save_pretrained(folder)
     stored = read_hf_config(folder).settings
-    texts = {name: "null" if value is None else str(value).lower() for name, value in stored.items()}
+    texts = {name: json.dumps(value).strip('"') for name, value in stored.items()}
     model_settings = [f"model.{name}={text}" for name, text in texts.items()]
     still = ["model.expert_bias_rate=0"] if stored["num_experts"] else []
     return [f"model.init_from={folder}", "model.max_sequence_length=1024", *model_settings, *still]

@@ -75,6 +75,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         missing = f": they need {MISSING[name]}" if name in MISSING else ""
         raise refuse(f"models of type {name!r} are not supported{missing}")
     family = FAMILIES[name]
+    values = dict(family.standard(values))
     for odd in list_odd_features(values, family):
         raise refuse(odd)
     rope = _read_rope(values)
@@ -233,7 +234,8 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
         "torch_dtype": model.number,
         "use_cache": True,
     }
-    config |= FAMILIES[model.family].write(model)
+    family = FAMILIES[model.family]
+    config = {name: value for name, value in config.items() if name not in family.unwritten} | family.write(model)
     if model.rope_scaling != "none":
         config["rope_scaling"] = {
             "rope_type": model.rope_scaling,

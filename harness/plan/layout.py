@@ -14,7 +14,7 @@ VOCAB_MULTIPLE = 128
 # The linear layers of a Megatron layer: queries, keys and values; the attention output; both of the gated MLP.
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 # Tensor-parallel ranks divide the inputs of these, and the outputs of the others.
-DIVIDED_BY_COLUMNS = ("linear_proj", "linear_fc2")
+DIVIDED_BY_COLUMNS = ("linear_proj", "linear_fc2", "out_proj")
 # Every tensor-parallel rank has all of these.
 ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
 # Bytes of one number.

@@ -135,10 +135,15 @@ def layers_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) ->
     return [start + number for start in starts for number in range(size)] + list(further)
 
 
+def parts_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> str:
+    """Return the parts of all layers of a pipeline stage, as letters of `model.layer_pattern`."""
+    return "".join(map(model.parts, layers_of_stage(model, parallel, stage)))
+
+
 def count_experts(model: ModelConfig, parallel: ParallelConfig, *, stage: int) -> int:
     """Return the number of weights of routed experts on a rank of pipeline stage `stage`."""
     layers = sum(model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage))
-    one = 3 * model.hidden_size * model.expert_size // parallel.expert_tensor_parallel_size
+    one = (1 + model.halves) * model.hidden_size * model.expert_size // parallel.expert_tensor_parallel_size
     one += (model.hidden_size + 2 * model.expert_size) * model.has_biases
     return layers * model.num_experts // parallel.expert_parallel_size * one
 
@@ -146,27 +151,17 @@ def count_experts(model: ModelConfig, parallel: ParallelConfig, *, stage: int) -
 def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int) -> int:
     """Return the number of weights on a rank of pipeline stage `stage`, 0 for the first."""
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    hidden, sizes = model.hidden_size, model.linear_sizes
-    layer = sum(
-        inputs * outputs // (1 if name in ON_EVERY_RANK else tp)
-        for name, (inputs, outputs) in model.attention_sizes.items()
-    )
-    layer += 2 * hidden
-    if model.kv_lora_rank:
-        layer += model.kv_lora_rank + (model.q_lora_rank or 0)
-    if model.has_qkv_bias:
-        layer += sizes["linear_qkv"][1] // tp
-    if model.has_biases:
-        layer += hidden + model.num_attention_heads // tp * model.has_sinks
-    if model.has_head_norms:
-        layer += (model.query_size + model.key_size) // tp if model.norms_span_heads else 2 * model.head_size
-    words = padded_vocab_size(vocab_size) * hidden // tp
-    layers = layers_of_stage(model, parallel, stage)
-    with_experts = sum(map(model.has_experts, layers))
-    total = len(layers) * layer + (len(layers) - with_experts) * 3 * hidden * model.ffn_hidden_size // tp
-    total += with_experts * model.num_experts * model.has_biases
-    total += with_experts * hidden * (model.num_experts + 3 * model.shared_ffn_hidden_size // tp)
-    total += count_experts(model, parallel, stage=stage)
+    hidden, words = model.hidden_size, padded_vocab_size(vocab_size) * model.hidden_size // tp
+    mlp = (1 + model.halves) * hidden
+    # Each with its norm; routed experts are counted apart.
+    weights = {
+        "*": hidden + _count_attention(model, tp),
+        "M": hidden + _count_scan(model) // tp,
+        "-": hidden + mlp * model.ffn_hidden_size // tp,
+        "E": hidden + model.num_experts * (hidden + model.has_biases) + mlp * model.shared_ffn_hidden_size // tp,
+    }
+    parts = parts_of_stage(model, parallel, stage)
+    total = sum(weights[part] for part in parts) + count_experts(model, parallel, stage=stage)
     is_first, is_last = stage == 0, stage == stages - 1
     total += words if is_first else 0
     if is_last:
@@ -178,6 +173,29 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
     return total
 
 
+def _count_attention(model: ModelConfig, tp: int) -> int:
+    weights = sum(
+        inputs * outputs // (1 if name in ON_EVERY_RANK else tp)
+        for name, (inputs, outputs) in model.attention_sizes.items()
+    )
+    if model.kv_lora_rank:
+        weights += model.kv_lora_rank + (model.q_lora_rank or 0)
+    if model.has_qkv_bias:
+        weights += model.linear_sizes["linear_qkv"][1] // tp
+    if model.has_biases:
+        weights += model.hidden_size + model.num_attention_heads // tp * model.has_sinks
+    if model.has_head_norms:
+        weights += (model.query_size + model.key_size) // tp if model.norms_span_heads else 2 * model.head_size
+    return weights
+
+
+def _count_scan(model: ModelConfig) -> int:
+    """Return the weights of a Mamba-2 layer: both projections, the convolution of width 4, its heads, and its norm."""
+    inner, _, states, *_ = model.mamba_pieces
+    projections = sum(inputs * outputs for inputs, outputs in model.mamba_sizes.values())
+    return projections + 5 * (inner + 2 * states) + 3 * model.mamba_num_heads + inner
+
+
 def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, experts_only: bool = False) -> int:
     """Return the number of adapter weights on a rank of a pipeline stage; they alone are trained.
 
@@ -187,28 +205,26 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, 
     if not model.lora_rank:
         return 0
     tp, hidden = parallel.tensor_parallel_size, model.hidden_size
-    layers = layers_of_stage(model, parallel, stage)
-    with_experts = sum(map(model.has_experts, layers))
+    parts = parts_of_stage(model, parallel, stage)
     targets = set(model.lora_targets)
 
     def mlp(inner: int, tp: int) -> int:
-        gated, down = hidden + 2 * inner // tp, inner // tp + hidden
+        gated, down = hidden + model.halves * inner // tp, inner // tp + hidden
         return gated * ("linear_fc1" in targets) + down * ("linear_fc2" in targets)
 
-    routed = with_experts * model.num_experts // parallel.expert_parallel_size * mlp(model.expert_size, 1)
+    routed = parts.count("E") * model.num_experts // parallel.expert_parallel_size * mlp(model.expert_size, 1)
     if experts_only:
         return model.lora_rank * routed
-    attention = 0
-    for name, (inputs, outputs) in model.attention_sizes.items():
-        if name not in model.adapted:
-            continue
-        if name in ON_EVERY_RANK:
-            attention += inputs + outputs
-        else:
-            attention += inputs // tp + outputs if name in DIVIDED_BY_COLUMNS else inputs + outputs // tp
-    numbers = len(layers) * attention + (len(layers) - with_experts) * mlp(model.ffn_hidden_size, tp) + routed
+    numbers = parts.count("-") * mlp(model.ffn_hidden_size, tp) + routed
+    for part in "*M":
+        for name, (inputs, outputs) in model.adapted_in(part).items():
+            if name in ON_EVERY_RANK:
+                each = inputs + outputs
+            else:
+                each = inputs // tp + outputs if name in DIVIDED_BY_COLUMNS else inputs + outputs // tp
+            numbers += parts.count(part) * each
     if model.shared_ffn_hidden_size:
-        numbers += with_experts * mlp(model.shared_ffn_hidden_size, tp)
+        numbers += parts.count("E") * mlp(model.shared_ffn_hidden_size, tp)
     return model.lora_rank * numbers
 
 
@@ -216,28 +232,55 @@ def layer_activation_bytes(
     model: ModelConfig,
     parallel: ParallelConfig,
     *,
-    with_experts: bool = False,
+    parts: str = "*-",
     kernels: Kernels = _OWN,
     expert_load: float = 1.0,
 ) -> float:
     """Return the bytes per token of the row that one layer keeps for the backward pass.
 
     Args:
-        with_experts: of a layer with experts; else of a dense one.
+        parts: of the layer, as letters of `model.layer_pattern`.
         kernels: fused layers.
         expert_load: as in `plan_stage_memory`.
     """
-    experts = expert_activation_bytes(model, parallel, expert_load=expert_load) if with_experts else 0.0
-    item = DTYPE_BYTES[model.number]
+    experts = expert_activation_bytes(model, parallel, expert_load=expert_load) if "E" in parts else 0.0
+    item, tp = DTYPE_BYTES[model.number], parallel.tensor_parallel_size
+    split = tp if parallel.sequence_parallel else 1
     if model.recompute == "full":
-        return item * model.hidden_size / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
-    tp, query, key = parallel.tensor_parallel_size, model.query_size, model.key_size
-    # Both norms keep their input and output in float32; the matrices after them keep their own input.
-    whole = 16.0 * model.hidden_size + 8 + 2 * item * model.hidden_size
-    inner = 0.0 if with_experts else (3.0 if kernels.swiglu else 5.0) * item * model.ffn_hidden_size
+        return item * model.hidden_size / split
+    # Of an MLP: what the first matrix gives, what the activation makes of it, and what it keeps.
+    inner = (3.0 if kernels.swiglu and model.halves == 2 else 1.0 + 2 * model.halves) * item * model.ffn_hidden_size
+    inner *= "-" in parts
     if kernels.engine:
-        return _engine_bytes(model, parallel, inner) + experts
-    divided = inner + item * (4 * query + 3 * key) + 4 * model.num_attention_heads
+        return _engine_bytes(model, parallel, parts, inner) + experts
+    # A norm keeps its input and output in float32; the matrix after it keeps its own input.
+    whole = len(parts) * (8.0 * model.hidden_size + 4 + item * model.hidden_size)
+    if model.lora_rank:
+        # A norm keeps its output for the gradient of its weight, which is frozen.
+        whole -= len(parts) * 4 * model.hidden_size
+    if model.lora_rank and parts[-1] in "-E":
+        inner += tp * item * model.lora_rank * len({"linear_fc1", "linear_fc2"} & set(model.lora_targets))
+    if "*" in parts:
+        of_all, of_rank = _attention_bytes(model, parallel)
+        whole, inner = whole + of_all, inner + of_rank
+    if "M" in parts:
+        inner += _scan_bytes(model) + (
+            tp * item * model.lora_rank * len(model.adapted_in("M")) if model.lora_rank else 0
+        )
+    return whole / split + inner / tp + experts
+
+
+def _scan_bytes(model: ModelConfig) -> float:
+    """Return the bytes per token that the kernel of a Mamba-2 layer keeps, and the norm and the matrix after it."""
+    item, pieces = DTYPE_BYTES[model.number], model.mamba_pieces
+    return item * (sum(pieces) + 3.0 * pieces[0]) + 4 * model.mamba_num_groups
+
+
+def _attention_bytes(model: ModelConfig, parallel: ParallelConfig) -> tuple[float, float]:
+    """Return the bytes per token that attention keeps beside its norm: on every rank, and of all ranks' heads."""
+    item, tp = DTYPE_BYTES[model.number], parallel.tensor_parallel_size
+    query, key, whole = model.query_size, model.key_size, 0.0
+    divided = item * (4 * query + 3 * key) + 4.0 * model.num_attention_heads
     if parallel.context_parallel_size > 1:
         # Queries, and keys and values of all ranks, are copies; what the matrix made of them is not kept.
         divided += item * ((2 * parallel.context_parallel_size - 3) * key - query)
@@ -247,7 +290,7 @@ def layer_activation_bytes(
         divided += item * (wide - 3 * (query + key))
     if model.kv_lora_rank:
         # Queries, keys, values padded to their size, what attention gives, and the input of the output matrix.
-        divided = inner + item * (4 * query + model.value_size) + 4 * model.num_attention_heads
+        divided = item * (4 * query + model.value_size) + 4.0 * model.num_attention_heads
         for latent in filter(None, (model.q_lora_rank, model.kv_lora_rank)):
             whole += (8 + item) * latent + 4
         # In float32 the norm keeps its input, which is a part of what the down-projection gives.
@@ -258,24 +301,25 @@ def layer_activation_bytes(
     if model.has_head_norms:
         divided += 8 * (query + key) + 4 * (model.num_attention_heads + model.num_query_groups)
     if model.lora_rank:
-        # A norm keeps its output for the gradient of its weight, which is frozen; adapters keep their inner tokens.
-        whole -= 8 * model.hidden_size
+        # The norms' weights are frozen too; adapters keep their inner tokens.
         divided -= 4 * (query + key) if model.has_head_norms else 0
-        divided += tp * item * model.lora_rank * len(model.adapted)
+        divided += tp * item * model.lora_rank * len(model.adapted_in("*"))
         whole -= 4 * sum(filter(None, (model.q_lora_rank, model.kv_lora_rank))) if model.kv_lora_rank else 0
-    dense = whole / (tp if parallel.sequence_parallel else 1) + divided / tp
-    return dense + experts
+    return whole, divided
 
 
-def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, inner: float) -> float:
+def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, parts: str, inner: float) -> float:
     """Return the same of a layer of Transformer Engine, whose MLP keeps `inner` bytes."""
     item, query, key = DTYPE_BYTES[model.number], model.query_size, model.key_size
     tp, heads = parallel.tensor_parallel_size, model.num_attention_heads
-    # Both norms keep input, output and a float32 factor.
-    whole = 4.0 * item * model.hidden_size + 8
-    # Queries and keys before and after they are turned, values, the output of attention, and its sums of exponents.
-    divided = inner + item * (3 * query + 3 * key) + (0 if model.recompute == "selective" else 4 * heads)
-    if model.has_head_norms:
+    # A norm keeps input, output and a float32 factor.
+    whole = len(parts) * (2.0 * item * model.hidden_size + 4)
+    divided = inner + (_scan_bytes(model) if "M" in parts else 0)
+    if "*" in parts:
+        # Queries and keys before and after they are turned, values, the output of attention, and its sums of exponents.
+        turned = 3 if model.rotated_size else 2
+        divided += item * (turned * query + turned * key) + (0 if model.recompute == "selective" else 4 * heads)
+    if "*" in parts and model.has_head_norms:
         divided += item * (query + key) + 4 * (heads + model.num_query_groups)
     return whole / (tp if parallel.sequence_parallel else 1) + divided / tp
 
@@ -348,15 +392,15 @@ def plan_stage_memory(
     gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
     state, moved = _divided_state(state_bytes(model, optimizer), gradient, optimizer.offload)
     own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
-    own = [model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage)]
+    own = [model.parts(layer) for layer in layers_of_stage(model, parallel, stage)]
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
     # Cosine and sine of the rotary angles are of a row, and all layers share them.
-    layers = sum(count(model, with_experts=one) for one in own) + 2 * item * model.rotated_size
+    layers = sum(count(model, parts=one) for one in own) + 2 * item * model.rotated_size
     once = 0.0
     if model.recompute == "full":
         again = replace(model, recompute="none")
         # One layer at a time, and the angles that each layer is given again.
-        once = max(count(again, with_experts=one) for one in own) + 4 * model.rotated_size
+        once = max(count(again, parts=one) for one in own) + 4 * model.rotated_size
     kept, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
     kept += _waiting(parallel, stage, microbatches) * layers
     return Memory(
@@ -374,7 +418,7 @@ def plan_stage_memory(
             tokens=math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load)),
             is_grouped=kernels.grouped,
         )
-        * any(own),
+        * any("E" in one for one in own),
         exchange=_EXCHANGES * item * max_tokens_per_rank * model.hidden_size * parallel.overlap_tensor_parallel,
     )
 

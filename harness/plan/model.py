@@ -23,10 +23,15 @@ class ModelConfig(CheckedSettings, section="model"):
         family: model architecture. Dense: llama, mistral, qwen2 (biases of query, key and value), qwen3 (query and key
             norms). Mixture of experts: qwen3_moe, mixtral, olmoe (query and key norms over all heads), deepseek_v2 and
             deepseek_v3 (latent attention, also for Moonlight), glm4_moe (GLM-4.5), glm4_moe_lite (GLM-4.7-Flash) and
-            gpt_oss (attention sinks, sliding windows, biases).
+            gpt_oss (attention sinks, sliding windows, biases). Hybrid: nemotron_h (Mamba-2; also Nemotron 3 Nano).
         init_from: folder of Hugging Face weights (safetensors), or a model on the hub; null initializes random weights.
             Family, sizes, vocabulary and max_sequence_length default to its config.json; other values are refused.
         num_layers: number of layers.
+        layer_pattern: the part of each layer of a hybrid model, a letter per layer: `M` (Mamba-2), `*` (attention),
+            `-` (MLP) or `E` (experts); null for other families, whose layers each have attention and an MLP or experts.
+        mamba_num_heads, mamba_head_dim: number and size of the heads of a Mamba-2 layer; 0 for other families.
+        mamba_state_dim: size of the state of each number of a head.
+        mamba_num_groups: groups of heads that share the input and output matrices of the state.
         hidden_size: size of the hidden states.
         ffn_hidden_size: inner size of the MLP.
         num_attention_heads: number of query heads.
@@ -69,8 +74,9 @@ class ModelConfig(CheckedSettings, section="model"):
         seed: seed of the initial weights.
         lora_rank: rank of the LoRA adapters, in which case only the adapters are trained; 0 trains all weights.
         lora_alpha: scale of LoRA; the output of an adapter is multiplied by lora_alpha / lora_rank.
-        lora_targets: linear layers with an adapter: linear_qkv (all projections of queries, keys and values),
-            linear_proj, and linear_fc1 and linear_fc2 of dense layers, of each expert and of shared experts.
+        lora_targets: linear layers with an adapter: linear_qkv (all projections of queries, keys and values, and the
+            input projection of Mamba-2), linear_proj (also the output projection of Mamba-2), and linear_fc1 and
+            linear_fc2 of dense layers, of each expert and of shared experts.
         num_experts: number of routed experts per layer; 0 for a dense model.
         experts_per_token: number of experts that each token is routed to.
         expert_ffn_hidden_size: inner size of one expert; null uses ffn_hidden_size.
@@ -99,6 +105,11 @@ class ModelConfig(CheckedSettings, section="model"):
     family: str = one_of("llama", FAMILIES)
     init_from: str | None = None
     num_layers: int = bounded(4, lowest=1, highest=10_000)
+    layer_pattern: str | None = None
+    mamba_num_heads: int = bounded(0, lowest=0, highest=1_000_000)
+    mamba_head_dim: int = bounded(0, lowest=0, highest=1_000_000)
+    mamba_state_dim: int = bounded(128, lowest=1, highest=1_000_000)
+    mamba_num_groups: int = bounded(8, lowest=1, highest=1_000_000)
     hidden_size: int = bounded(128, lowest=1, highest=1_000_000)
     ffn_hidden_size: int = bounded(384, lowest=1, highest=1_000_000)
     num_attention_heads: int = bounded(4, lowest=1, highest=1_000_000)
@@ -198,7 +209,7 @@ class ModelConfig(CheckedSettings, section="model"):
     @property
     def expert_layers(self) -> int:
         """Number of layers that have experts."""
-        return self.num_layers - self.dense_layers if self.num_experts else 0
+        return sum(map(self.has_experts, range(self.num_layers)))
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -276,21 +287,46 @@ class ModelConfig(CheckedSettings, section="model"):
     def linear_sizes(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linear layers of one Megatron layer whose MLP is dense, by their names."""
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        return {**self.attention_sizes, "linear_fc1": (hidden, 2 * ffn), "linear_fc2": (ffn, hidden)}
+        return {**self.attention_sizes, "linear_fc1": (hidden, self.halves * ffn), "linear_fc2": (ffn, hidden)}
 
     @property
     def adapted(self) -> list[str]:
-        """Linear layers of one Megatron layer that have adapters: `linear_qkv` stands for all that make q, k and v."""
-        made = (
-            [name for name in self.attention_sizes if name != "linear_proj"]
-            if "linear_qkv" in self.lora_targets
-            else []
-        )
-        return made + [name for name in ("linear_proj", "linear_fc1", "linear_fc2") if name in self.lora_targets]
+        """Linear layers that have adapters: `linear_qkv` stands for all that make q, k and v, or what is scanned."""
+        mixers = dict.fromkeys(name for part in ("M*" if self.layer_pattern else "*") for name in self.adapted_in(part))
+        return [*mixers, *(name for name in ("linear_fc1", "linear_fc2") if name in self.lora_targets)]
+
+    def adapted_in(self, part: str) -> dict[str, tuple[int, int]]:
+        """Return the inputs and outputs of the layers with adapters, by name, of attention (`*`) or Mamba-2 (`M`)."""
+        sizes, last = (self.attention_sizes, "linear_proj") if part == "*" else (self.mamba_sizes, "out_proj")
+        targets = {name: "linear_proj" if name == last else "linear_qkv" for name in sizes}
+        return {name: size for name, size in sizes.items() if targets[name] in self.lora_targets}
+
+    def parts(self, layer: int) -> str:
+        """Return the parts of a layer, 0 for the first, as letters of `layer_pattern`."""
+        if self.layer_pattern is not None:
+            return self.layer_pattern[layer]
+        return "*E" if self.num_experts and layer >= self.dense_layers else "*-"
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, 0 for the first, has experts."""
-        return bool(self.num_experts) and layer >= self.dense_layers
+        return "E" in self.parts(layer)
+
+    @property
+    def halves(self) -> int:
+        """Matrices of the first layer of an MLP or an expert: 2 with a gate, otherwise 1."""
+        return 2 if FAMILIES[self.family].is_gated else 1
+
+    @property
+    def mamba_pieces(self) -> tuple[int, ...]:
+        """Outputs of the first matrix of a Mamba-2 layer: gate, input, both state matrices, and the steps of heads."""
+        inner, states = self.mamba_num_heads * self.mamba_head_dim, self.mamba_num_groups * self.mamba_state_dim
+        return inner, inner, states, states, self.mamba_num_heads
+
+    @property
+    def mamba_sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of a Mamba-2 layer, by their names."""
+        inner = self.mamba_pieces[0]
+        return {"in_proj": (self.hidden_size, sum(self.mamba_pieces)), "out_proj": (inner, self.hidden_size)}
 
     def window(self, layer: int) -> int | None:
         """Return the tokens that a token of a layer, 0 for the first, attends to; None for all before it."""
@@ -298,11 +334,14 @@ class ModelConfig(CheckedSettings, section="model"):
 
     def active_weights(self, layer: int) -> int:
         """Return the weights of the matrices of a layer that a token is multiplied by."""
-        attention = sum(inputs * outputs for inputs, outputs in self.attention_sizes.values())
-        if not self.has_experts(layer):
-            return attention + 3 * self.hidden_size * self.ffn_hidden_size
         inner = self.experts_per_token * self.expert_size + self.shared_ffn_hidden_size
-        return attention + self.hidden_size * (3 * inner + self.num_experts)
+        weights = {
+            "*": sum(inputs * outputs for inputs, outputs in self.attention_sizes.values()),
+            "M": sum(inputs * outputs for inputs, outputs in self.mamba_sizes.values()),
+            "-": (1 + self.halves) * self.hidden_size * self.ffn_hidden_size,
+            "E": self.hidden_size * ((1 + self.halves) * inner + self.num_experts),
+        }
+        return sum(weights[part] for part in self.parts(layer))
 
 
 def sequence_cost(model: ModelConfig) -> SequenceCost:
@@ -321,10 +360,24 @@ def sequence_cost(model: ModelConfig) -> SequenceCost:
     numbers, further = range(model.num_layers + model.mtp_layers), model.mtp_layers
     layers = sum(map(model.active_weights, numbers)) + further * 2 * model.hidden_size**2
     output = (1 + further) * model.hidden_size * (model.vocab_size or 0)
-    windows = [window for layer in numbers if (window := model.window(layer)) is not None]
+    attending = [layer for layer in numbers if "*" in model.parts(layer)]
+    windows = [window for layer in attending if (window := model.window(layer)) is not None]
     sizes = model.query_size + model.value_size
-    quadratic = 1.0 * (len(numbers) - len(windows)) * sizes
+    quadratic = 1.0 * (len(attending) - len(windows)) * sizes
     values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
-    sent = len(numbers) * DTYPE_BYTES["bfloat16"] * (1 + values) * model.key_size
-    linear = 2.0 * (layers + output + sum(windows) * sizes)
+    sent = len(attending) * DTYPE_BYTES["bfloat16"] * (1 + values) * model.key_size
+    scans = sum("M" in model.parts(layer) for layer in numbers) * _scan_products(model)
+    linear = 2.0 * (layers + output + scans + sum(windows) * sizes)
     return SequenceCost(linear=linear, quadratic=quadratic, exchange=_FLOPS_PER_BYTE * sent)
+
+
+def _scan_products(model: ModelConfig) -> float:
+    """Return the products per token of the scan of a Mamba-2 layer, in chunks of 128 tokens.
+
+    Inside a chunk each token meets half of the others, once a group by state and once a head by value; between chunks
+    it is added to the state and read from it.
+
+    Source: Dao and Gu, "Transformers are SSMs", 2024, section 6.
+    """
+    inner, _, states, *_ = model.mamba_pieces
+    return 64.0 * (states + inner) + 2 * inner * model.mamba_state_dim

@@ -42,7 +42,7 @@ _OF_EXPERTS = (
 )
 
 
-_MTP = {"model.mtp_layers": SET}
+_MTP, _HYBRID = {"model.mtp_layers": SET}, {"model.layer_pattern": SET}
 RULES = (
     Rule(
         {"model.rope_mscale": other_than(1), "model.rope_mscale_all_dim": 0},
@@ -82,6 +82,12 @@ RULES = (
     Rule({**_MTP, "model.lora_rank": SET}, "LoRA does not support MTP layers", "model.mtp_layers=0"),
     Rule({**_MTP, "model.fp8": other_than("off")}, "FP8 is not supported with MTP layers", "model.mtp_layers=0"),
     Rule({**_MTP, "model.tie_embeddings": True}, "MTP layers do not support tied embeddings", "model.mtp_layers=0"),
+    Rule({**_HYBRID, "model.fp8": other_than("off")}, "FP8 is not supported with hybrid models", "model.fp8=off"),
+    Rule(
+        {**_HYBRID, "model.rope_scaling": other_than("none")},
+        "attention of hybrid models has no positions",
+        "model.rope_scaling=none",
+    ),
 )
 _GRAPHS, _OVERLAP = {"parallel.cuda_graphs": True}, {"parallel.overlap_tensor_parallel": True}
 # Of a model and its layout.
@@ -92,6 +98,7 @@ LAYOUT_RULES = (
         "parallel.cuda_graphs=false",
     ),
     Rule({**_GRAPHS, "model.fp8": other_than("off")}, "CUDA graphs do not support FP8", "parallel.cuda_graphs=false"),
+    Rule({**_GRAPHS, **_HYBRID}, "CUDA graphs do not support hybrid models", "parallel.cuda_graphs=false"),
     *(
         Rule({**_OVERLAP, f"model.{name}": refused}, why, "parallel.overlap_tensor_parallel=false")
         for name, refused, why in (
@@ -99,6 +106,7 @@ LAYOUT_RULES = (
             ("kv_lora_rank", SET, "Transformer Engine does not support it with latent attention"),
             ("num_experts", SET, "Transformer Engine does not support it for experts"),
             ("fp8", other_than("off", "tensorwise"), "only bfloat16 and tensorwise FP8 are supported"),
+            ("layer_pattern", SET, "it is not supported with hybrid models"),
             ("attention", "torch", "it requires Transformer Engine's layers"),
         )
     ),
@@ -107,6 +115,7 @@ LAYOUT_RULES = (
 
 def check_fields(model: ModelConfig) -> None:
     """Raise ConfigError for values that no layout could train."""
+    _check_pattern(model)
     _check_latents(model)
     _check_heads(model)
     if not model.lora_targets or not set(model.lora_targets) <= set(LORA_TARGETS):
@@ -167,9 +176,53 @@ def _check_family(model: ModelConfig) -> None:
             where="model.mtp_layers, model.family",
             fix="model.mtp_layers=0, or a family such as deepseek_v3",
         )
-    if not model.num_experts and family.experts is not None:
+    if not model.num_experts and family.experts is not None and not family.is_hybrid:
         what = f"models of the family {model.family} have experts, but num_experts is 0"
         raise ConfigError(what, where="model.num_experts", fix="set it, or choose a dense family")
+
+
+def _check_pattern(model: ModelConfig) -> None:
+    pattern, where = model.layer_pattern, "model.layer_pattern"
+    if (pattern is not None) != FAMILIES[model.family].is_hybrid:
+        only = (
+            "only models of the family nemotron_h are hybrid" if pattern else "a hybrid model has a pattern of layers"
+        )
+        fix = "model.layer_pattern=null" if pattern else "set it, such as model.layer_pattern=M*-E"
+        raise ConfigError(f"model.family is {model.family}, and layer_pattern {pattern}: {only}", where=where, fix=fix)
+    if pattern is None:
+        return
+    if len(pattern) != model.num_layers or set(pattern) - set("M*-E"):
+        raise ConfigError(
+            f"layer_pattern has {len(pattern)} letters ({''.join(sorted(set(pattern)))}) for {model.num_layers} layers",
+            where=f"{where}, model.num_layers",
+            fix="a letter per layer: M (Mamba-2), * (attention), - (MLP) or E (experts)",
+        )
+    if bool(model.num_experts) != ("E" in pattern):
+        what = f"num_experts is {model.num_experts}, and the pattern has {pattern.count('E')} layers with experts"
+        raise ConfigError(what, where=f"{where}, model.num_experts", fix="set both, or neither")
+    if not (model.mamba_num_heads and model.mamba_head_dim):
+        fix = "set both to the sizes of the Mamba-2 layers"
+        raise ConfigError("a size is 0", where="model.mamba_num_heads, model.mamba_head_dim", fix=fix)
+    _check_multiple("mamba_num_heads", model.mamba_num_heads, "model.mamba_num_groups", model.mamba_num_groups)
+
+
+def _check_scan_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError unless tensor- and context-parallel ranks can divide the heads of Mamba-2 layers.
+
+    Context-parallel ranks exchange their tokens for all tokens of a share of the heads, so each has whole sequences.
+    """
+    if model.layer_pattern is None:
+        return
+    tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
+    for name in ("mamba_num_heads", "mamba_num_groups"):
+        _check_multiple(name, getattr(model, name), _TP, tp)
+    heads, groups = model.mamba_num_heads // tp, model.mamba_num_groups // tp
+    if heads % cp or (groups % cp and cp % groups):
+        raise ConfigError(
+            f"{cp} context-parallel ranks cannot share {heads} heads in {groups} groups of a tensor-parallel rank",
+            where="model.mamba_num_heads, model.mamba_num_groups, parallel.context_parallel_size",
+            fix="a context_parallel_size that divides both",
+        )
 
 
 def _check_unused(model: ModelConfig) -> None:
@@ -222,7 +275,7 @@ def _check_experts(model: ModelConfig) -> None:
             where="model.dense_layers, model.family",
             fix="model.dense_layers=0, or a family such as qwen3_moe",
         )
-    if names is not None and names.shared is not None:
+    if names is not None and names.shared is not None and model.layer_pattern is None:
         shared = model.shared_ffn_hidden_size
         _check_multiple("shared_ffn_hidden_size", shared, "model.expert_ffn_hidden_size", model.expert_size)
     if model.grouped_gemm == "on" and (reason := model.why_not_grouped):
@@ -287,6 +340,7 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
                 where="model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim, parallel.tensor_parallel_size",
                 fix=f"a tensor_parallel_size that divides {outputs}",
             )
+    _check_scan_layout(model, parallel)
     _check_expert_layout(model, parallel)
     _check_fp8_sizes(model, parallel)
     check_rules(SimpleNamespace(model=model, parallel=parallel), LAYOUT_RULES)

@@ -381,7 +381,7 @@ def plan_layout(
         ranks=ranks,
         dp_size=dp_size,
         weights=total,
-        active_weights=total - 3 * model.hidden_size * model.expert_size * idle * model.expert_layers,
+        active_weights=total - (1 + model.halves) * model.hidden_size * model.expert_size * idle * model.expert_layers,
         memory=memory,
         without_engine=memory_with(kernels=replace(kernels, engine=False, grouped=False)) if has_choice else None,
         checkpoint=plan_checkpoint(model, parallel, memory, ranks=ranks, optimizer=config.optimizer, **sizes),
@@ -399,7 +399,7 @@ def plan_layout(
 def _step_parts(
     config: SftConfig, work: Work, memory: Memory, kernels: Kernels, *, ranks: int, machine: Machine, expert_load: float
 ) -> dict[str, float]:
-    model, parallel, has_experts = config.model, config.parallel, config.model.num_experts > 0
+    model, parallel = config.model, config.parallel
     once = replace(model, recompute="none")
     return estimate_step(
         model,
@@ -407,7 +407,7 @@ def _step_parts(
         work,
         ranks=ranks,
         weights=memory.weights // DTYPE_BYTES[model.number],
-        layer_bytes=layer_activation_bytes(once, parallel, with_experts=has_experts, kernels=kernels),
+        layer_bytes=layer_activation_bytes(once, parallel, parts=model.parts(model.num_layers - 1), kernels=kernels),
         expert_weights=count_experts(model, parallel, stage=memory.stage),
         expert_load=expert_load,
         machine=machine,

@@ -160,7 +160,9 @@ def count_kernels(model: ModelConfig, parallel: ParallelConfig) -> float:
 
 
 def _expert_flops(model: ModelConfig) -> float:
-    return 6.0 * model.hidden_size * model.expert_size * model.experts_per_token * model.expert_layers
+    return (
+        2.0 * (1 + model.halves) * model.hidden_size * model.expert_size * model.experts_per_token * model.expert_layers
+    )
 
 
 @dataclass(frozen=True)

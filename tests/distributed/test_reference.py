@@ -29,6 +29,8 @@ STEPS = (
     "optimizer.warmup_steps=1",
     "optimizer.weight_decay=0.1",
 )
+# The others in the nightly tests.
+FAMILIES_HERE = ("qwen2", "deepseek_v3", "gpt_oss", "nemotron_h")
 BY_CONVERSATION = "trainer.loss_average=conversation"
 ALIKE = Tolerances()
 
@@ -44,9 +46,9 @@ def mean_of_each_row(
 
 @pytest.fixture(scope="module")
 def plain(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """References of three families, in folders of their names, one with a mean over conversations, one with weights."""
+    """References of families, in folders of their names, one with a mean over conversations, one with weights."""
     place = tmp_path_factory.mktemp("plain")
-    for family in ("qwen2", "deepseek_v3", "gpt_oss"):
+    for family in FAMILIES_HERE:
         settings = overrides_of(dataset, place / family, *make_model(family, place / "models" / family), *STEPS)
         assert train_reference(compose_config("sft", SftConfig, settings)) == 0
     model = make_model("qwen2", place / "models" / "qwen2")
@@ -81,7 +83,7 @@ def differences(
     }
 
 
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES_HERE)
 def test_a_family_trains_as_plain_transformers_do_on_unpacked_conversations(plain, family, dataset, tmp_path) -> None:
     found = differences(plain, family, dataset, tmp_path / "run")
     assert found["loss"] <= ALIKE.loss

@@ -135,6 +135,30 @@ MODELS |= {
         },
     ),
 }
+SCANS = {
+    "num_hidden_layers": None,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "tie_word_embeddings": False,
+}
+MODELS |= {
+    "nemotron_h": ("NemotronH", {**SCANS, "hybrid_override_pattern": "M-M*M-"}),
+    "nemotron3": (
+        "NemotronH",
+        {
+            **SCANS,
+            "hybrid_override_pattern": "MEM*EM",
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+}
 # Sizes of tensor, pipeline, expert and expert tensor parallelism; the last two are of models with experts.
 LAYOUTS = {"tp1": (1, 1, 1, 1), "tp2": (2, 1, 1, 1), "pp2": (1, 2, 1, 1), "ep2": (1, 1, 2, 1), "etp2": (2, 1, 1, 2)}
 # Of the layers of deepseek_v3: one layout of each number of ranks is enough.
@@ -178,7 +202,7 @@ def test_logits_of_a_packed_row_are_those_of_transformers_on_every_layout(models
         for name, folder in models.items()
         for layout, sizes in layouts.items()
         if name != "gpt_oss" or sizes[3] == 1  # biases
-        if max(sizes[2:]) == 1 or "experts" in json.dumps(MODELS[name])
+        if max(sizes[2:]) == 1 or "_experts" in json.dumps(MODELS[name])
         if name not in TWINS or layout.startswith("tp")
     ]
     run_jobs(ranks, "weights_ranks", tmp_path, jobs, tmp_path)
@@ -254,7 +278,10 @@ def test_weights_of_layers_that_predict_further_tokens_come_back_bit_by_bit(mode
 
     right[f"{further}embed_tokens.weight"][7] += 1
     save_file(right, tmp_path / "model.safetensors")
-    with HfWeights(tmp_path) as weights, pytest.raises(HarnessError, match=r"2.embed_tokens.weight differs from model.embed"):
+    with (
+        HfWeights(tmp_path) as weights,
+        pytest.raises(HarnessError, match=r"2.embed_tokens.weight differs from model.embed"),
+    ):
         fill_model(chunks, weights, model, TensorShard())
 
 

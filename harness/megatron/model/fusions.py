@@ -54,7 +54,7 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
             fix="model.fuse_cross_entropy=auto, or model.dtype=bfloat16",
         )
     return Fusions(
-        swiglu=_is_on(model.fuse_swiglu, is_gpu),
+        swiglu=_is_on(model.fuse_swiglu, is_gpu) and model.halves == 2,
         # Megatron's fused loss rounds the gradients of the logits to bfloat16.
         cross_entropy=_is_on(model.fuse_cross_entropy, is_gpu) and not deterministic and model.dtype == "bfloat16",
         weight_gradient=_is_on(model.fuse_weight_gradient, is_gpu) and _why_not_added(device) is None,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
@@ -23,6 +24,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional
 
 from harness.errors import ConfigError
@@ -106,6 +108,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         **_division(model, parallel, device),
         **_experts(model, parallel, device),
         **_latents(model),
+        **_scans(model),
+        **_layers_with_experts(model),
         **_fp8(model, parallel, device),
         mtp_num_layers=model.mtp_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss,
@@ -139,7 +143,7 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
         "layernorm_epsilon": model.norm_epsilon,
         "init_method_std": model.init_std,
         "normalization": "RMSNorm",
-        "gated_linear_unit": True,
+        "gated_linear_unit": model.halves == 2,
         "add_bias_linear": model.has_biases,
         "softmax_type": "learnable" if model.has_sinks else "vanilla",
         # Tokens before a token, without its own.
@@ -155,8 +159,9 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
 
 def _kernel_settings(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
     fusions = choose_fusions(model, device)
+    activation = (quick_gelu if fusions.swiglu else _clamped_gate) if model.swiglu_limit else functional.silu
     return {
-        "activation_func": (quick_gelu if fusions.swiglu else _clamped_gate) if model.swiglu_limit else functional.silu,
+        "activation_func": activation if model.halves == 2 else squared_relu,
         "activation_func_clamp_value": model.swiglu_limit or None,
         "glu_linear_offset": 1.0 if model.swiglu_limit else 0.0,
         "bias_activation_fusion": fusions.swiglu,
@@ -235,6 +240,17 @@ def _latents(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _layers_with_experts(model: ModelConfig) -> dict[str, Any]:
+    # A list, even of no such layer, tells Megatron's checkpoints that layers differ.
+    layers = [int(model.has_experts(layer)) for layer in range(model.num_layers)]
+    return {"moe_layer_freq": layers} if model.num_experts or model.layer_pattern else {}
+
+
+def _scans(model: ModelConfig) -> dict[str, Any]:
+    names = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
+    return {name: getattr(model, name) for name in names} if model.layer_pattern else {}
+
+
 # Compute capability of GPUs whose kernels have a recipe. Those of 10 and later have `blockwise` by way of another.
 _FP8_SINCE = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 
@@ -271,7 +287,6 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device)
         "moe_router_topk": model.experts_per_token,
         "moe_ffn_hidden_size": model.expert_size,
         "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
-        "moe_layer_freq": [0] * model.dense_layers + [1] * model.expert_layers,
         "moe_router_load_balancing_type": "aux_loss" if model.aux_loss else "none",
         "moe_aux_loss_coeff": model.aux_loss,
         "moe_z_loss_coeff": model.z_loss or None,
@@ -298,12 +313,18 @@ def _groups_experts(model: ModelConfig, parallel: ParallelConfig, device: torch.
 
 
 def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:
-    if config.num_moe_experts is not None:
+    if config.num_moe_experts is not None or model.layer_pattern is not None:
         block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
         )
         layers = [compat.with_router(layer, Router) for layer in block.layer_specs]
         layers = [_with_attention(layer, model, transformer_engine=transformer_engine) for layer in layers]
+        if model.layer_pattern is not None:
+            from harness.megatron.model.scan import only
+
+            stage = {"vp_stage": vp_stage} if compat.accepts(get_transformer_layer_offset, "vp_stage") else {}
+            first = get_transformer_layer_offset(config, **stage)
+            layers = [only(model.layer_pattern[first + place], layer) for place, layer in enumerate(layers)]
         if transformer_engine:
             return replace(block, layer_specs=layers)
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
@@ -421,7 +442,7 @@ def _build_chunk(
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type="yarn" if hasattr(config, "yarn_mscale") else "rope",
+        position_embedding_type=_positions(model, config),
         rotary_percent=FAMILIES[model.family].rotated_part,
         rotary_base=model.rotary_base,
         rope_scaling=model.rope_scaling == "llama3",
@@ -429,6 +450,12 @@ def _build_chunk(
         seq_len_interpolation_factor=model.rope_scaling_factor if model.rope_scaling == "linear" else None,
         vp_stage=vp_stage,
     )
+
+
+def _positions(model: ModelConfig, config: TransformerConfig) -> str:
+    if not model.rotated_size:
+        return "none"
+    return "yarn" if hasattr(config, "yarn_mscale") else "rope"
 
 
 def _share_angles(chunk: GPTModel) -> None:

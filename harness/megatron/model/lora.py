@@ -40,6 +40,8 @@ _HF_MODULES = {
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "linear_kv_up_proj": ("kv_b_proj",),
     "linear_proj": ("o_proj",),
+    "in_proj": ("in_proj",),
+    "out_proj": ("out_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
@@ -53,7 +55,8 @@ class AdapterPlace:
         layer: number of its Megatron layer, 0 for the first of the model.
         parent: module that has the linear layer, by the name `linear`.
         weight: name of its weight in the layer, as `global_parameters` gives it.
-        inputs, outputs: of the whole matrix.
+        inputs: of the whole matrix.
+        pieces: its outputs, in parts that tensor-parallel ranks divide each: both halves of a gated layer.
         seed: of its adapter, relative to its layer.
         is_expert: of a routed expert, which tensor-parallel ranks do not divide.
     """
@@ -63,7 +66,7 @@ class AdapterPlace:
     linear: str
     weight: str
     inputs: int
-    outputs: int
+    pieces: tuple[int, ...]
     seed: int
     is_expert: bool = False
 
@@ -75,22 +78,26 @@ class AdapterPlace:
 def places(chunk: GPTModel, model: ModelConfig) -> Iterator[AdapterPlace]:
     """Yield the linear layers of a chunk that `model.lora_targets` names; experts by their numbers in the layer."""
     fc = [name for name in ("linear_fc1", "linear_fc2") if name in model.adapted]
-    attention = {name: size for name, size in model.attention_sizes.items() if name in model.adapted}
     hidden = model.hidden_size
 
     def mlp(
         layer: Any, parent: Any, where: str, inner: int, seed: int, *, is_expert: bool = False
     ) -> Iterator[AdapterPlace]:
         for name in fc:
-            sizes = (hidden, 2 * inner) if name == "linear_fc1" else (inner, hidden)
+            sizes = (hidden, (inner,) * model.halves) if name == "linear_fc1" else (inner, (hidden,))
             end = seed + LORA_TARGETS.index(name)
             yield AdapterPlace(layer.layer_number - 1, parent, name, f"{where}.{name}.weight", *sizes, end, is_expert)
 
     for layer in chunk.decoder.layers:
-        for number, (name, sizes) in enumerate(attention.items()):
+        parts = model.parts(layer.layer_number - 1)
+        mixer = next((part for part in parts if part in "*M"), None)
+        for number, (name, (inputs, outputs)) in enumerate(model.adapted_in(mixer).items() if mixer else ()):
             seed = LORA_TARGETS.index(name) if name in LORA_TARGETS else len(LORA_TARGETS) * (1 + number)
+            pieces = model.mamba_pieces if name == "in_proj" else (outputs,)
             weight = f"self_attention.{name}.weight"
-            yield AdapterPlace(layer.layer_number - 1, layer.self_attention, name, weight, *sizes, seed)
+            yield AdapterPlace(layer.layer_number - 1, layer.self_attention, name, weight, inputs, pieces, seed)
+        if parts == mixer:
+            continue
         if not hasattr(layer.mlp, "router"):
             yield from mlp(layer, layer.mlp, "mlp", model.ffn_hidden_size, 0)
             continue
@@ -114,7 +121,7 @@ class Adapter(torch.nn.Module):
     Attributes:
         by_columns: True if ranks divide the layer's inputs instead of its outputs.
         a: [rank, inputs], or this rank's columns of it.
-        b: [outputs, rank], two halves of it for the gated layer, or this rank's rows of each.
+        b: [outputs, rank] of each piece, or this rank's rows of it.
     """
 
     def __init__(
@@ -128,8 +135,7 @@ class Adapter(torch.nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        inputs, outputs, target = place.inputs, place.outputs, place.linear
-        rank, halves, dtype = model.lora_rank, 2 if target == "linear_fc1" else 1, config.params_dtype
+        inputs, target, rank, dtype = place.inputs, place.linear, model.lora_rank, config.params_dtype
         self.by_columns, self.scale = target in DIVIDED_BY_COLUMNS, model.lora_alpha / rank
         # A layer that a rank has all of, and its tokens too, needs no other rank.
         self.is_expert = place.is_expert
@@ -141,10 +147,10 @@ class Adapter(torch.nn.Module):
         drawn = torch.rand(rank, inputs, generator=generator, dtype=torch.float32) * 2 * bound - bound
         if self.by_columns:
             drawn = drawn[:, slice(*shard.of(inputs))].contiguous()
-        rows = outputs // halves // (1 if self.by_columns else shard.size)
+        share = 1 if self.by_columns else shard.size
         self.a = torch.nn.Parameter(drawn.to(device, dtype))
         self.b = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.zeros(rows, rank, device=device, dtype=dtype)) for _ in range(halves)
+            torch.nn.Parameter(torch.zeros(piece // share, rank, device=device, dtype=dtype)) for piece in place.pieces
         )
         if place.is_expert:
             # Reduced over the ranks that have this expert, as its own weights are.
@@ -247,7 +253,8 @@ def peft_tensors(chunk: GPTModel, model: ModelConfig) -> dict[str, torch.Tensor]
     for name, _, adapter in adapters(chunk, model):
         rows = torch.cat(list(adapter.b)).detach()
         for other, part in to_hf(name, rows, model, vocab_size=0).items():
-            prefix = f"base_model.model.{other.removesuffix('.weight')}"
+            # Modules of transformers begin with `model`, whatever the weights do.
+            prefix = f"base_model.model.{other.removesuffix('.weight').replace('backbone.', 'model.', 1)}"
             tensors[f"{prefix}.lora_A.weight"] = adapter.a.detach().clone()
             tensors[f"{prefix}.lora_B.weight"] = part.contiguous().clone()
     return tensors
@@ -265,7 +272,9 @@ def peft_config(model: ModelConfig) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": [name for target in model.adapted for name in _HF_MODULES[target]],
+        "target_modules": [
+            name for target in model.adapted for name in _HF_MODULES[target] if name != "gate_proj" or model.halves == 2
+        ],
     }
 
 

@@ -15,6 +15,7 @@ from harness.plan.families import (
     llama,
     mistral,
     mixtral,
+    nemotron_h,
     olmoe,
     qwen2,
     qwen3,
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
         glm4_moe,
         glm4_moe_lite,
         gpt_oss,
+        nemotron_h,
     )
 }
 
@@ -56,7 +58,6 @@ MISSING = {
             "lfm2_moe",
             "mamba",
             "mamba2",
-            "nemotron_h",
             "qwen3_5",
             "qwen3_5_moe",
             "qwen3_5_moe_text",

@@ -18,7 +18,7 @@ class ExpertNames:
 
     Attributes:
         router: of the router's weight.
-        gate, up, down: matrices of one routed expert.
+        gate, up, down: matrices of one routed expert; no gate where its family has none.
         bias: of the experts' bias; empty where there is none.
         shared: gate, up and down of the shared experts; empty where there are none.
         are_stacked: the experts of a layer are in one tensor [experts, inputs, outputs], with gate and up in alternate
@@ -87,10 +87,15 @@ class Family:
         window_setting: setting that switches its sliding window on; empty where `sliding_window` alone does.
         predicts_further: its models may have layers after their own that predict further tokens (MTP).
         has_experts_everywhere: no layer of its models is dense.
+        is_hybrid: a layer has one part, which `model.layer_pattern` names.
+        is_gated: the MLP and the experts have a gate (SwiGLU); otherwise they square what is positive.
         norm_epsilon: where config.json has none; None if it must have one.
         experts: None for a dense family.
         read: returns further settings of `ModelConfig` from the values of a config.json; raises for what is missing.
         write: returns further values of a config.json from the settings of `ModelConfig`.
+        standard: returns a config.json under the names that all other families use.
+        stored_name: returns the name in published weights of a tensor that Llama's names name.
+        unwritten: values that other families write into a config.json.
     """
 
     name: str
@@ -110,7 +115,12 @@ class Family:
     window_setting: str = "use_sliding_window"
     predicts_further: bool = False
     has_experts_everywhere: bool = False
+    is_hybrid: bool = False
+    is_gated: bool = True
     norm_epsilon: float | None = None
     experts: ExpertNames | None = None
     read: Callable[[Mapping[str, Any], Refuse], dict[str, Any]] = _nothing
     write: Callable[[Any], dict[str, Any]] = lambda model: {"attention_bias": False}
+    standard: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
+    stored_name: Callable[[str], str] = lambda name: name
+    unwritten: tuple[str, ...] = ()

@@ -1,0 +1,121 @@
+"""Nemotron-H and Nemotron 3 Nano: layers of one part each (Mamba-2, attention without positions, an MLP, or experts).
+
+Source: NVIDIA, "Nemotron-H: A Family of Accurate and Efficient Hybrid Mamba-Transformer Models", 2025; config.json of
+the published models, and of transformers 5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from harness.plan.families import deepseek_v3
+from harness.plan.families.base import ExpertNames, Family, Refuse
+
+# Letters of `model.layer_pattern` by the words of transformers 5.
+_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
+# What Megatron-Core's layers compute, whatever the settings; a model with other values is refused.
+_CONSTANTS = {
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "use_bias": False,
+    "mamba_proj_bias": False,
+    "residual_in_fp32": False,
+    "layer_norm_epsilon": 1e-5,
+    "moe_latent_size": None,
+}
+_SIZES = {
+    "mamba_num_heads": "mamba_num_heads",
+    "mamba_head_dim": "mamba_head_dim",
+    "mamba_state_dim": "ssm_state_size",
+    "mamba_num_groups": "n_groups",
+}
+
+
+def _standard(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json under the names of other families, with its layers as `layer_pattern`."""
+    kinds = values.get("layers_block_type") or values.get("layer_types")
+    pattern = "".join(_LETTERS.get(kind, "?") for kind in kinds) if kinds else str(values["hybrid_override_pattern"])
+    return {
+        **values,
+        "layer_pattern": pattern,
+        "num_hidden_layers": len(pattern),
+        "rms_norm_eps": values["layer_norm_epsilon"],
+        "rope_theta": 10_000,  # no part of a head is rotated
+    }
+
+
+def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    for name, known in _CONSTANTS.items():
+        if values.get(name, known) != known:
+            raise refuse(f"{name} {values[name]!r} is not supported ({known!r} is)")
+    pattern = values["layer_pattern"]
+    settings = {"layer_pattern": pattern, **{ours: int(values[theirs]) for ours, theirs in _SIZES.items()}}
+    if "E" not in pattern:
+        return settings | {"num_experts": 0}
+    return settings | {
+        "num_experts": int(values["n_routed_experts"]),
+        "experts_per_token": int(values["num_experts_per_tok"]),
+        "expert_ffn_hidden_size": int(values["moe_intermediate_size"]),
+        "shared_ffn_hidden_size": int(values["moe_shared_expert_intermediate_size"]),
+        "router_scale": float(values.get("routed_scaling_factor", 1.0)),
+        **deepseek_v3.read_router(values, refuse),
+    }
+
+
+def _write(model: Any) -> dict[str, Any]:
+    words = {letter: word for word, letter in reversed(_LETTERS.items())}
+    config = {
+        **_CONSTANTS,
+        **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
+        "layers_block_type": [words[letter] for letter in model.layer_pattern],
+        "hybrid_override_pattern": model.layer_pattern,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "chunk_size": 128,
+        "num_nextn_predict_layers": 0,
+    }
+    if not model.num_experts:
+        return config
+    return config | {
+        "n_routed_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_size,
+        "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": model.router_scale,
+        "n_group": model.router_groups or 1,
+        "topk_group": model.router_top_groups or 1,
+    }
+
+
+def _stored_name(name: str) -> str:
+    """Return the name of a tensor in published weights: a layer has one norm and one part, whatever it is."""
+    name = re.sub(r"^model\.", "backbone.", name)
+    name = re.sub(r"\.(?:input|post_attention)_layernorm\.", ".norm.", name)
+    name = re.sub(r"\.(?:self_attn|mlp)\.", ".mixer.", name)
+    return name.replace("backbone.embed_tokens.", "backbone.embeddings.").replace("backbone.norm.", "backbone.norm_f.")
+
+
+FAMILY = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    is_hybrid=True,
+    is_gated=False,
+    rotated_part=0.0,
+    ranks_groups_by=2,
+    experts=ExpertNames(
+        bias="mlp.gate.e_score_correction_bias",
+        gate="",
+        shared=("", "mlp.shared_experts.up_proj.weight", "mlp.shared_experts.down_proj.weight"),
+    ),
+    standard=_standard,
+    read=_read,
+    write=_write,
+    stored_name=_stored_name,
+    unwritten=("hidden_act", "num_hidden_layers", "rms_norm_eps", "rope_theta"),
+)

@@ -1,0 +1,201 @@
+"""The CPU reference of Mamba-2: a loop over tokens, transformers' own path, and documents that stay apart."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import Mamba2Config
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+from harness.megatron.model.mamba_reference import (
+    GatedRMSNorm,
+    causal_conv1d_fn,
+    mamba_chunk_scan_combined,
+    mamba_split_conv1d_scan_combined,
+)
+
+# Bounds on, one before and one after the edges of chunks of 8; documents of one token; rows shorter than a chunk.
+ROWS = [[8, 16], [7, 9], [9, 7, 1], [1, 1, 1, 20], [5], [1], [33], [40, 2, 3, 31], [8, 8, 8]]
+SHARED_ROWS = [[9, 8, 7], [1, 1, 2], [3, 70, 40], [33, 4, 60]]
+
+
+def seq_idx_of(*rows: list[int]) -> torch.Tensor:
+    return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]).int()
+
+
+def mixer_inputs(
+    batch: int, length: int, groups: int, *, heads: int = 4, head_dim: int = 3, state: int = 5, width: int = 4
+) -> dict[str, torch.Tensor]:
+    """Random inputs of type float64, the same for the same numbers."""
+    channels, conv = heads * head_dim, heads * head_dim + 2 * groups * state
+    shapes = {"zxbcdt": (batch, length, channels + conv + heads), "conv1d_weight": (conv, width)}
+    shapes |= {"conv1d_bias": (conv,), "dt_bias": (heads,), "A": (heads,), "D": (heads,), "rmsnorm_weight": (channels,)}
+    generator = torch.Generator().manual_seed(length)
+    made = {
+        name: torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for name, shape in {**shapes, "outproj_weight": (6, channels)}.items()
+    }
+    return {name: value.requires_grad_() for name, value in {**made, "A": -made["A"].exp()}.items()}
+
+
+def token_by_token(inputs: dict[str, torch.Tensor], groups: int, rows: list[list[int]], before: bool) -> torch.Tensor:
+    """The convolution and the recurrence as their definitions state them, [batch, length, outputs]."""
+    heads, channels, (conv, width) = len(inputs["A"]), len(inputs["rmsnorm_weight"]), inputs["conv1d_weight"].shape
+    outputs = []
+    for row, lengths in zip(inputs["zxbcdt"], rows, strict=True):
+        z, mixed, dt = row.split([channels, conv, heads], dim=-1)
+        for document in torch.arange(len(row)).split(lengths):
+            state: Any = 0.0
+            for t in document.tolist():
+                taps = [inputs["conv1d_weight"][:, -1 - s] * mixed[t - s] for s in range(width) if t - s >= document[0]]
+                mix = functional.silu(sum(taps) + inputs["conv1d_bias"])
+                x, keys = mix[:channels].view(heads, -1), mix[channels:].view(2, groups, -1)
+                key, query = keys.repeat_interleave(heads // groups, 1)
+                step = functional.softplus(dt[t] + inputs["dt_bias"])
+                decay = (step * inputs["A"]).exp()
+                state = state * decay[:, None, None] + (step[:, None] * x)[..., None] * key[:, None]
+                y = ((state * query[:, None]).sum(-1) + inputs["D"][:, None] * x).flatten()
+                gate = functional.silu(z[t])
+                y = (y if before else y * gate).view(groups, -1)
+                y = (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()).flatten() * inputs["rmsnorm_weight"]
+                outputs.append(inputs["outproj_weight"] @ (y * gate if before else y))
+    return torch.stack(outputs).unflatten(0, (len(rows), -1))
+
+
+def mix_by_chunks(inputs: dict[str, torch.Tensor], groups: int, rows: list[list[int]], **options: Any) -> torch.Tensor:
+    heads = len(inputs["A"])
+    channels = inputs["zxbcdt"].shape[-1] - heads - len(inputs["conv1d_weight"])
+    settings = {"chunk_size": 8, "headdim": channels // heads, "ngroups": groups, "seq_idx": seq_idx_of(*rows)}
+    return mamba_split_conv1d_scan_combined(**inputs, **{**settings, **options})
+
+
+def gradients(output: torch.Tensor, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
+    return torch.autograd.grad(output, list(inputs.values()), weights)
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-6)).item()
+
+
+def gradient_distance(found: torch.Tensor, expected: torch.Tensor, inputs: dict[str, torch.Tensor]) -> float:
+    """The largest over all inputs, or NaN if one of them is."""
+    pairs = zip(gradients(found, inputs), gradients(expected, inputs), strict=True)
+    return torch.tensor([distance(*pair) for pair in pairs]).max().item()
+
+
+@pytest.mark.parametrize("lengths", ROWS, ids=str)
+@pytest.mark.parametrize(("groups", "before"), [(1, False), (2, True)])
+def test_mixer_equals_a_loop_over_tokens(lengths: list[int], groups: int, before: bool) -> None:
+    inputs = mixer_inputs(1, sum(lengths), groups)
+    output = mix_by_chunks(inputs, groups, [lengths], norm_before_gate=before)
+    looped = token_by_token(inputs, groups, [lengths], before)
+
+    assert distance(output, looped) < 1e-10
+    assert gradient_distance(output, looped, inputs) < 1e-10
+    single = {name: value.detach().float() for name, value in inputs.items()}
+    rounded = mix_by_chunks(single, groups, [lengths], norm_before_gate=before)
+    assert rounded.dtype == torch.float32
+    assert distance(rounded, looped) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mixer_of_random_shapes_equals_a_loop_over_tokens(seed: int) -> None:
+    draw = random.Random(seed)
+    groups, length = draw.randint(1, 3), draw.randint(4, 40)
+    cuts = [sorted(draw.sample(range(1, length), draw.randint(0, 3))) for _ in range(draw.randint(1, 3))]
+    rows = [[end - start for start, end in zip([0, *cut], [*cut, length], strict=True)] for cut in cuts]
+    sizes = {"heads": groups * draw.randint(1, 2), "head_dim": draw.randint(1, 5), "state": draw.randint(1, 6)}
+    inputs = mixer_inputs(len(rows), length, groups, **sizes, width=draw.randint(1, 5))
+    output = mix_by_chunks(inputs, groups, rows, chunk_size=draw.choice([1, 3, 8, 256]))
+    looped = token_by_token(inputs, groups, rows, True)
+
+    assert distance(output, looped) < 1e-10
+    assert gradient_distance(output, looped, inputs) < 1e-10
+
+
+def test_mixer_equals_that_of_transformers() -> None:
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        hidden_size=24, num_heads=6, head_dim=8, state_size=5, n_groups=2, expand=2, conv_kernel=4, chunk_size=8,
+        time_step_limit=(0.01, 0.5), num_hidden_layers=1,
+    )  # fmt: skip
+    mixer = Mamba2Mixer(config, layer_idx=0).eval()
+    hidden = torch.randn(2, 37, 24)
+    inputs = {"zxbcdt": mixer.in_proj(hidden), "conv1d_weight": mixer.conv1d.weight[:, 0], "dt_bias": mixer.dt_bias}
+    inputs |= {"conv1d_bias": mixer.conv1d.bias, "A": -mixer.A_log.exp(), "D": mixer.D}
+    inputs |= {"rmsnorm_weight": mixer.norm.weight, "outproj_weight": mixer.out_proj.weight}
+    options = {"dt_limit": (0.01, 0.5), "rmsnorm_eps": config.layer_norm_epsilon, "norm_before_gate": False}
+
+    found = mix_by_chunks(inputs, 2, [[37], [37]], **options)
+    torch.testing.assert_close(found, mixer(hidden), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("content", [0.0, 1e4, float("inf"), float("nan")])
+@pytest.mark.parametrize("lengths", SHARED_ROWS, ids=str)
+def test_a_document_has_the_same_bits_whatever_the_others_contain(lengths: list[int], content: float) -> None:
+    kept = slice(lengths[0], lengths[0] + lengths[1])
+    inputs = {name: value.detach().float() for name, value in mixer_inputs(1, sum(lengths), 2).items()}
+    foreign = torch.full_like(inputs["zxbcdt"], content)
+    foreign[:, kept] = inputs["zxbcdt"][:, kept]
+    rows = [{"zxbcdt": row.requires_grad_()} for row in (inputs["zxbcdt"], foreign)]
+    one, two = (mix_by_chunks(inputs | row, 2, [lengths]) for row in rows)
+
+    assert torch.equal(one[:, kept], two[:, kept])
+    assert torch.equal(gradients(one, rows[0])[0][:, kept], gradients(two, rows[1])[0][:, kept])
+    (grad,) = torch.autograd.grad(mix_by_chunks(inputs | rows[0], 2, [lengths])[:, kept].sum(), inputs["zxbcdt"])
+    assert grad.count_nonzero() == grad[:, kept].count_nonzero() > 0
+
+
+def test_convolution_reads_no_token_of_another_document() -> None:
+    x = torch.arange(1.0, 9.0).view(1, 1, 8)
+    weight, bounds = torch.tensor([[1000.0, 100.0, 10.0, 1.0]]), seq_idx_of([2, 1, 5])
+
+    found = causal_conv1d_fn(x, weight, seq_idx=bounds)
+
+    assert found.flatten().tolist() == [1, 12, 3, 4, 45, 456, 4567, 5678]
+    whole, kernel = torch.randn(2, 3, 9), torch.randn(3, 1, 5)
+    expected = functional.conv1d(whole, kernel, padding=4, groups=3)[..., :9]
+    torch.testing.assert_close(causal_conv1d_fn(whole, kernel[:, 0]), expected)
+
+
+def test_parts_make_the_mixer_without_the_memory_efficient_path() -> None:
+    """Megatron's path without the fused function: convolution, scan and gated norm by themselves."""
+    inputs = mixer_inputs(2, 19, 2)
+    norm = GatedRMSNorm(12, group_size=6, norm_before_gate=False, dtype=torch.float64)
+    z, mixed, dt = inputs["zxbcdt"].split([12, 32, 4], dim=-1)
+    conv = {"weight": inputs["conv1d_weight"], "bias": inputs["conv1d_bias"], "activation": "silu"}
+    mixed = causal_conv1d_fn(x=mixed.transpose(1, 2), **conv).transpose(1, 2)
+    x, B, C = mixed.split([12, 10, 10], dim=-1)  # noqa: N806
+    z, x = z.reshape(2, 19, 4, 3), x.reshape(2, 19, 4, 3)
+    arguments = (x, dt, inputs["A"], B.reshape(2, 19, 2, 5), C.reshape(2, 19, 2, 5), 8)
+    steps = {"dt_bias": inputs["dt_bias"], "dt_softplus": True}
+    plain = {name: inputs[name] for name in inputs if not name.startswith(("rms", "outproj"))}
+
+    gated = mamba_chunk_scan_combined(*arguments, D=inputs["D"], z=z, **steps).flatten(2)
+    torch.testing.assert_close(gated, mix_by_chunks(plain, 2, [[19], [19]]))
+    by_channel = inputs["D"][:, None].expand(4, 3)
+    normed = norm(mamba_chunk_scan_combined(*arguments, D=by_channel, **steps).flatten(2), z.flatten(2))
+    options = {"rmsnorm_weight": norm.weight, "rmsnorm_eps": 1e-5, "norm_before_gate": False, "headdim": None}
+    torch.testing.assert_close(normed, mix_by_chunks({**plain, "D": by_channel}, 2, [[19], [19]], **options))
+
+
+def test_strong_decay_and_bfloat16_stay_finite() -> None:
+    inputs = {name: value.detach().bfloat16() for name, value in mixer_inputs(1, 50, 1).items()}
+    inputs["zxbcdt"].requires_grad_()
+    output = mix_by_chunks(inputs | {"A": torch.full([4], -1e4)}, 1, [[50]], chunk_size=64)
+    (grad,) = torch.autograd.grad(output.sum(), inputs["zxbcdt"])
+
+    assert output.dtype == torch.bfloat16
+    assert output.isfinite().all()
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["initial_states", "return_final_states"])
+def test_arguments_that_training_does_not_pass_are_refused(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=name):
+        mix_by_chunks(mixer_inputs(1, 5, 1), 1, [[5]], **{name: True})
