@@ -149,6 +149,55 @@ def plant(module):
         r"rank \d",
     ),
 }
+# Faults of layers with a scan, on two ranks: sizes of the layout, the module, and the code.
+OF_SCANS = {
+    "state carried over a boundary": (
+        {},
+        "harness.megatron.model.mamba_reference",
+        """
+def plant(module):
+    right = module.mamba_chunk_scan_combined
+    module.mamba_chunk_scan_combined = lambda *values, seq_idx, **options: right(*values, **options)
+""",
+    ),
+    "convolution window crosses a boundary": (
+        {},
+        "harness.megatron.model.mamba_reference",
+        """
+def plant(module):
+    right = module.convolve
+    module.convolve = lambda x, *values: right(x, *values[:-1], module.document_lengths(x.shape, None))
+""",
+    ),
+    "boundaries lost on a later stage": (
+        {"pipeline_parallel_size": 2},
+        "harness.megatron.compat",
+        """
+def plant(module):
+    right = module.PackedRow.scan_order
+
+    def lost(self, cp_size):
+        owners, order = right(self, cp_size)
+        return owners * (module.torch.distributed.get_rank() == 0), order
+
+    module.PackedRow.scan_order = lost
+""",
+    ),
+    "tokens scanned in the order of attention": (
+        {"context_parallel_size": 2},
+        "harness.megatron.compat",
+        """
+def plant(module):
+    right = module.PackedRow.scan_order
+
+    def as_sliced(self, cp_size):
+        owners, order = right(self, cp_size)
+        return owners, None if order is None else order.sort().values
+
+    module.PackedRow.scan_order = as_sliced
+""",
+    ),
+}
 
 
 def plant_fault(folder: Path, module: str, code: str) -> str:
@@ -205,6 +254,7 @@ def test_losses_by_conversation_and_of_sequences_are_those_of_one_rank_on_layout
     assert differing(train_all(chosen, tmp_path)) == []
 
 
+@pytest.mark.nightly
 def test_the_documented_four_steps_show_a_rank_that_divides_by_its_own_tokens(tmp_path) -> None:
     """A loss moves by 1.0e-3 and a gradient norm by 9.1e-3."""
     fault = plant_fault(tmp_path / "plant", "harness.megatron.model.gpt", OWN_TOKENS)
@@ -224,6 +274,17 @@ def test_rows_that_data_parallel_ranks_share_train_as_on_one_rank(tmp_path) -> N
     assert differing(train_all(an_eighth(accepted(SHARED[:2])), tmp_path)) == []
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OF_SCANS)
+def test_a_fault_of_a_scan_is_seen(name, tmp_path) -> None:
+    sizes, *fault = OF_SCANS[name]
+    parallel = ParallelConfig(static_rows=False, **sizes)
+    chosen = next(one for one in accepted(["hybrid"]) if one.ranks == 2 and one.config.parallel == parallel)
+    (wrong, *_) = differing(train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault)))
+    assert re.search(r"loss|grad_norm", wrong), wrong
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OF_SHARED_ROWS)
 def test_a_fault_of_shared_rows_is_seen(name, tmp_path) -> None:
     *fault, shows = OF_SHARED_ROWS[name]

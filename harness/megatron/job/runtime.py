@@ -194,16 +194,17 @@ def join(
     from megatron.core import parallel_state
 
     dp_size = config.dp_size(world_size)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_parallel_size,
-        pipeline_model_parallel_size=config.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_parallel_size,
-        context_parallel_size=config.context_parallel_size,
-        expert_model_parallel_size=config.expert_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-        distributed_timeout_minutes=math.ceil(timeout_s / 60),
-        hybrid_context_parallel=shares_rows and largest_share(dp_size) > 1,
-    )
+    with _lone_ranks_share_groups():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+            hybrid_context_parallel=shares_rows and largest_share(dp_size) > 1,
+        )
     return RankLayout(
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=dp_size,
@@ -219,6 +220,26 @@ def join(
         group_size=config.group_size,
         shares_rows=shares_rows,
     )
+
+
+@contextmanager
+def _lone_ranks_share_groups() -> Iterator[None]:
+    """Make one gloo group of each rank alone inside the block, however many Megatron asks for.
+
+    Each group has a thread that wakes a hundred times a second, and a rank on a CPU has 20 groups of itself.
+    """
+    made: dict[tuple[int, ...], Any] = {}
+    make_group = torch.distributed.new_group
+
+    def reuse(ranks: Any = None, **options: Any) -> Any:
+        if ranks is None or len(ranks) > 1 or torch.distributed.get_backend() != "gloo":
+            return make_group(ranks, **options)
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = make_group(ranks, **options)
+        return made[tuple(ranks)]
+
+    with mock.patch.object(torch.distributed, "new_group", reuse):
+        yield
 
 
 def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
