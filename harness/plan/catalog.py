@@ -19,6 +19,7 @@ from harness.plan.model import ModelConfig
 from harness.settings import CONFIGS
 
 _FEATURES = {
+    "is_hybrid": "layers of Mamba-2, attention without positions, MLPs or experts",
     "experts": "mixture of experts",
     "has_latents": "latent attention",
     "has_qkv_bias": "biases of queries, keys and values",
@@ -30,7 +31,7 @@ _FEATURES = {
 # Refused in models of every family, but where the family has it; the reader of config.json names each.
 REFUSED_FEATURES = (
     "quantized weights (mxfp4 of gpt_oss is read)",
-    "activations other than silu",
+    "activations other than silu (relu2 of nemotron_h is supported)",
     "biases that models of the family do not have",
     "attention with a window shorter than the positions (gpt_oss has them)",
     "rope scaling other than llama3, linear and yarn",

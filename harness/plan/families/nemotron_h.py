@@ -52,6 +52,8 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     for name, known in _CONSTANTS.items():
         if values.get(name, known) != known:
             raise refuse(f"{name} {values[name]!r} is not supported ({known!r} is)")
+    if (lowest := (values.get("time_step_limit") or [0])[0]) > 0:
+        raise refuse(f"steps of at least {lowest:g} (time_step_limit) are not supported: Megatron-Core has no limit")
     pattern = values["layer_pattern"]
     settings = {"layer_pattern": pattern, **{ours: int(values[theirs]) for ours, theirs in _SIZES.items()}}
     if "E" not in pattern:
