@@ -108,7 +108,7 @@ def test_a_product_takes_as_many_rounds_as_its_tiles_fill_of_a_gpu() -> None:
         return seconds(model=replace(WIDE, lora_rank=1, **settings), work=work, machine=machine)["matrix products"]
 
     # Outputs of 2,048 have 8 tiles for every 128 tokens, so 1,024 tokens fill 64 multiprocessors once.
-    assert products(1024) == products(900) < products(1025)
+    assert products(1024) == products(900) < products(1025) / 1.25
     # The output matrix is not in 8 bits.
     assert products(1024) / 2 < products(1024, fp8="tensorwise") < products(1024)
 
