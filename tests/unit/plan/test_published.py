@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 import yaml
 
 from harness.config import compose_config
+from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import Kernels
 from harness.plan.model import ModelConfig
-from harness.plan.run_plan import AssumedPacks, Inputs, RunPlan, open_inputs, plan_layout, plan_rows
+from harness.plan.run_plan import AssumedPacks, Inputs, RunPlan, open_inputs, plan_layout, plan_rows, plan_run
 from harness.plan.settings import SftConfig
 from harness.plan.work import Machine, plan_work
 
@@ -73,6 +75,17 @@ def plan_published(name: str) -> RunPlan:
     )
 
 
+def settings_of(row: dict[str, Any]) -> list[str]:
+    """Return the settings of a row, as far as there are some."""
+    sizes, layout = dict(row["model"]), dict(row["parallel"])
+    tokens = row["sequence"] // layout.get("context_parallel_size", 1)
+    layout |= {"sequence_parallel": layout.get("tensor_parallel_size", 1) > 1, "ranks": row["gpus"]}
+    layout |= {"distributed_optimizer": True, "static_rows": True, "gradient_dtype": "bfloat16"}
+    lines = [f"model={sizes.pop('preset')}", "schedule=as_packed", f"schedule.max_tokens_per_rank={tokens}"]
+    lines += [f"loader.global_batch_size={row['batch']}", *(f"model.{name}={value}" for name, value in sizes.items())]
+    return lines + [f"parallel.{name}={str(value).lower()}" for name, value in layout.items()]
+
+
 def packs_of(row: dict[str, Any]) -> AssumedPacks:
     # A sequence of one stored token more has as many model tokens as the published rows.
     return AssumedPacks(row["batch"], row["sequence"] + 1, row["sequence"] + 1)
@@ -97,6 +110,14 @@ def test_a_published_run_takes_what_its_plan_says_within_a_tenth_and_fits(name: 
     page = (Path(__file__).parents[3] / "docs/experiments.md").read_text()
     quoted = f"| {ROWS[name]['tokens_per_s']:,} | {predicted(planned):,.0f} | {planned.memory.total / 2**30:.0f} |"
     assert page.count(quoted) == 1
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_settings_accept_the_layout_of_a_published_run_and_predict_it_or_name_what_they_lack(name: str) -> None:
+    row = ROWS[name]
+    with pytest.raises(ConfigError, match=row["refused"]) if "refused" in row else nullcontext():
+        planned = plan_run(compose_config("sft", SftConfig, settings_of(row)), packs=packs_of(row))
+        assert row["tokens_per_s"] / predicted(planned) == pytest.approx(1, abs=0.1)
 
 
 def test_half_of_the_published_runs_set_no_constant_of_the_plan() -> None:
