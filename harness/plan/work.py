@@ -41,7 +41,7 @@ _PASSES, _ATTENTION_PASSES = 3.0, 3.5
 # Kernels of a microbatch as `harness bench kernels` counts them: of a dense layer, and outside layers. Those of a
 # router and its permutations are in Megatron-Core's sources.
 LAYER_KERNELS, OTHER_KERNELS, _ROUTER_KERNELS = 93, 95, 60
-# Multiprocessors that NCCL takes to send and receive.
+# Multiprocessors that NCCL is taken to need for sends and receives.
 _SENDERS = 16
 # Rows and columns of a result that cuBLAS's kernels for Hopper give to one multiprocessor.
 _TILE = (128, 256)
@@ -56,8 +56,9 @@ class Machine:
     collectives and kernels reach about three quarters. Gaps: A. Gray, "Getting Started with CUDA Graphs", NVIDIA 2019,
     where kernels of 2.9 us took 3.8 us each. Launches: Megatron-Bridge 26.02 took 0.42 s for 4,096 tokens of Qwen3
     30B-A3B on B200 GPUs, which compute four times as many in 0.61 s: the host's time, for 12,000 kernels. Messages:
-    NCCL's smallest collectives take 10 to 30 us, and those between all ranks of several nodes 100, by nccl-tests. The
-    shares, and the start of tiles, are set by published runs (`tests/unit/plan`), not by a cluster of this project.
+    NCCL's smallest collectives take 10 to 30 us, by nccl-tests; exchanges between all ranks of several nodes are taken
+    for five. DeepEP's README has 43 to 58 GB/s between nodes. The shares, and the start of tiles, are set by published
+    runs (`tests/unit/plan`), not by a cluster of this project.
 
     Attributes:
         peak_flops: of a GPU, dense, in the dtype of the matrices.
@@ -73,7 +74,7 @@ class Machine:
         gap_s: between two kernels of a GPU.
         message_s: of a collective or an exchange, however small.
         fp8_speedup: of a tile in 8 bits over one in 16; casts are counted by their own.
-        all_to_all_share: of a port, for tokens to experts without DeepEP, whose makers measured 43 to 58 GB/s.
+        all_to_all_share: of the port's bandwidth, for tokens to experts without DeepEP.
         host_bytes_per_s: of copies from a GPU to pinned memory; PCIe 5 has 64 GB/s each way.
     """
 
@@ -305,7 +306,8 @@ class _RankStep:
         model, machine, numbers = self.model, self.machine, range(self.model.num_layers + self.model.mtp_layers)
         windows = 2 * (model.query_size + model.value_size) * sum(filter(None, map(model.window, numbers)))
         flops = (self.work.attention_flops + self.work.tokens * windows) / self.work.microbatches / len(numbers)
-        # Exponents take as long in narrow heads as in wide ones, and the first and last tokens fill no tile.
+        # Exponents take as long in narrow heads as in wide ones, and the first and last tokens fill no tile: the shape of
+        # the curves of Shah et al., "FlashAttention-3", 2024.
         length = max(1.0, self.work.attention_flops / self.work.tokens / (sequence_cost(model).quadratic or 1))
         share = machine.attention_share * model.head_size / (model.head_size + 32) * length / (length + 640)
         again = 1.0 if model.recompute == "selective" else self.again

@@ -47,7 +47,7 @@ LINES = {
     "harness/loader": 4_886,
     "harness/megatron": 10_799,
     "harness/parity": 3_162,
-    "harness/plan": 4_527,
+    "harness/plan": 4_529,
     "harness/prep": 10_416,
     "harness/recipes": 10,
     "harness/schedule": 966,
