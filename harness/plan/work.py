@@ -306,8 +306,8 @@ class _RankStep:
         model, machine, numbers = self.model, self.machine, range(self.model.num_layers + self.model.mtp_layers)
         windows = 2 * (model.query_size + model.value_size) * sum(filter(None, map(model.window, numbers)))
         flops = (self.work.attention_flops + self.work.tokens * windows) / self.work.microbatches / len(numbers)
-        # Exponents take as long in narrow heads as in wide ones, and the first and last tokens fill no tile: the shape of
-        # the curves of Shah et al., "FlashAttention-3", 2024.
+        # Exponents take as long in narrow heads as in wide ones, and the first and last tokens fill no tile: curves of
+        # this shape are in Shah et al., "FlashAttention-3", 2024.
         length = max(1.0, self.work.attention_flops / self.work.tokens / (sequence_cost(model).quadratic or 1))
         share = machine.attention_share * model.head_size / (model.head_size + 32) * length / (length + 640)
         again = 1.0 if model.recompute == "selective" else self.again
