@@ -212,6 +212,13 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             )
         return world_size // self.model_ranks
 
+    def layers_of_stage(self, num_layers: int, stage: int) -> list[int]:
+        """Return the layers of a pipeline stage, 0 for the first of the model."""
+        stages, chunks = self.pipeline_parallel_size, self.virtual_pipeline_parallel_size or 1
+        size = num_layers // (stages * chunks)
+        starts = [(chunk * stages + stage) * size for chunk in range(chunks)]
+        return [start + number for start in starts for number in range(size)]
+
     def expert_copies(self, world_size: int) -> int:
         """Return the number of ranks that hold the same experts."""
         return world_size // (

@@ -95,11 +95,23 @@ class Kernels:
         engine: layers are those of Transformer Engine.
         swiglu: the gate and its product are one kernel.
         grouped: the products of a rank's experts are grouped.
+        expert_swiglu: so is the gate of experts. No setting chooses this and what follows: other programs have it.
+        fp8_weights: bytes of a weight in 8 bits alone: 2, or 1 if it is transposed when needed; 0 for bfloat16 too.
+        recomputed: parts of layers that are computed again: `norm`, `activation`, `latent` (projections), dense `mlp`.
+        recomputed_layers: of each stage, which are computed again as a whole.
+        sharded: weights and gradients are divided over data-parallel ranks.
+        overlap_experts: tokens are sent to experts while another microbatch is computed.
     """
 
     engine: bool = False
     swiglu: bool = False
     grouped: bool = False
+    expert_swiglu: bool = False
+    fp8_weights: int = 0
+    recomputed: tuple[str, ...] = ()
+    recomputed_layers: int = 0
+    sharded: bool = False
+    overlap_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,11 +140,9 @@ def kernels_on_gpu(model: ModelConfig, parallel: ParallelConfig) -> Kernels:
 
 def layers_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
     """Return the layers of a pipeline stage, 0 for the first of the model; MTP layers are on the last, after it."""
-    stages, chunks = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
-    size = model.num_layers // (stages * chunks)
-    starts = [(chunk * stages + stage) * size for chunk in range(chunks)]
-    further = range(model.num_layers, model.num_layers + (model.mtp_layers if stage == stages - 1 else 0))
-    return [start + number for start in starts for number in range(size)] + list(further)
+    is_last = stage == parallel.pipeline_parallel_size - 1
+    further = range(model.num_layers, model.num_layers + (model.mtp_layers if is_last else 0))
+    return [*parallel.layers_of_stage(model.num_layers, stage), *further]
 
 
 def parts_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> str:
@@ -243,16 +253,16 @@ def layer_activation_bytes(
         kernels: fused layers.
         expert_load: as in `plan_stage_memory`.
     """
-    experts = expert_activation_bytes(model, parallel, expert_load=expert_load) if "E" in parts else 0.0
+    experts = expert_activation_bytes(model, parallel, kernels, expert_load) if "E" in parts else 0.0
     item, tp = DTYPE_BYTES[model.number], parallel.tensor_parallel_size
     split = tp if parallel.sequence_parallel else 1
     if model.recompute == "full":
         return item * model.hidden_size / split
-    # Of an MLP: what the first matrix gives, what the activation makes of it, and what it keeps.
-    inner = (3.0 if kernels.swiglu and model.halves == 2 else 1.0 + 2 * model.halves) * item * model.ffn_hidden_size
-    inner *= "-" in parts
     if kernels.engine:
-        return _engine_bytes(model, parallel, parts, inner) + experts
+        return _engine_bytes(model, parallel, kernels, parts) + experts
+    # Of an MLP: what the first matrix gives, what the activation makes of it, and what it keeps.
+    each = 2.0 if model.halves == 1 else 3.0 if kernels.swiglu else 5.0
+    inner = each * item * model.ffn_hidden_size * ("-" in parts)
     # A norm keeps its input and output in float32; the matrix after it keeps its own input.
     whole = len(parts) * (8.0 * model.hidden_size + 4 + item * model.hidden_size)
     if model.lora_rank:
@@ -308,18 +318,41 @@ def _attention_bytes(model: ModelConfig, parallel: ParallelConfig) -> tuple[floa
     return whole, divided
 
 
-def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, parts: str, inner: float) -> float:
-    """Return the same of a layer of Transformer Engine, whose MLP keeps `inner` bytes."""
-    item, query, key = DTYPE_BYTES[model.number], model.query_size, model.key_size
-    tp, heads = parallel.tensor_parallel_size, model.num_attention_heads
-    # A norm keeps input, output and a float32 factor.
-    whole = len(parts) * (2.0 * item * model.hidden_size + 4)
-    divided = inner + (_scan_bytes(model) if "M" in parts else 0)
-    if "*" in parts:
-        # Queries and keys before and after they are turned, values, the output of attention, and its sums of exponents.
-        turned = 3 if model.rotated_size else 2
-        divided += item * (turned * query + turned * key) + (0 if model.recompute == "selective" else 4 * heads)
-    if "*" in parts and model.has_head_norms:
+def _input_bytes(model: ModelConfig) -> int:
+    """Return the bytes that a product of Transformer Engine keeps of a number of its input, for its weight."""
+    return 0 if model.lora_rank else DTYPE_BYTES[model.number] if model.fp8 == "off" else 1
+
+
+def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, parts: str) -> float:
+    """Return the same of a layer of Transformer Engine with these parts."""
+    item, query, key, kept = DTYPE_BYTES[model.number], model.query_size, model.key_size, _input_bytes(model)
+    tp, heads, again = parallel.tensor_parallel_size, model.num_attention_heads, kernels.recomputed
+    # A norm keeps its input and a float32 factor, and the product after it its output.
+    whole = len(parts) * ((item + (0 if "norm" in again else kept)) * model.hidden_size + 4)
+    divided = _scan_bytes(model) if "M" in parts else 0.0
+    if "-" in parts and "mlp" not in again:
+        # The gate keeps its two inputs, and its product the output; separate kernels keep two more.
+        gate = 1 if model.halves == 1 else 2 if kernels.swiglu else 4
+        divided += (gate * item + kept) * model.ffn_hidden_size
+    if model.lora_rank:
+        whole += (item * model.hidden_size) * ("linear_qkv" in model.lora_targets) * ("*" in parts)
+        mlps = len({"linear_fc1", "linear_fc2"} & set(model.lora_targets)) * (parts[-1] in "-E")
+        divided += (
+            tp * item * model.lora_rank * (mlps + sum(len(model.adapted_in(one)) for one in parts if one in "*M"))
+        )
+    if "*" not in parts:
+        return whole / (tp if parallel.sequence_parallel else 1) + divided / tp
+    # Queries and keys before and after they are turned, values, the output of attention, and its sums of exponents.
+    turned = 3 if model.rotated_size else 2
+    attended = item * turned * (query + key) + (0 if model.recompute == "selective" else 4 * heads)
+    if model.kv_lora_rank:
+        latent = (model.q_lora_rank or 0) + model.kv_lora_rank
+        whole += (item + kept) * latent
+        attended = item * ((0 if "latent" in again else 4 * query) + model.value_size) + 4 * heads
+    divided += attended
+    if kept < item:  # of the input of the output matrix, which attention keeps too
+        divided += kept * model.value_size
+    if model.has_head_norms:
         divided += item * (query + key) + 4 * (heads + model.num_query_groups)
     return whole / (tp if parallel.sequence_parallel else 1) + divided / tp
 
@@ -336,21 +369,25 @@ def mtp_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, vocab_
     return whole / (tp if parallel.sequence_parallel else 1) + 4 * padded_vocab_size(vocab_size) / tp + 17 + 12
 
 
-def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, expert_load: float = 1.0) -> float:
+def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, load: float) -> float:
     """Return the bytes per token of the row that the router, the dispatcher and the experts of one layer keep.
 
     With T tokens on a rank and even routing, its experts get T * experts_per_token of them, whatever the number of
-    expert-parallel ranks: their own and those of others. The busiest rank gets `expert_load` times as many.
+    expert-parallel ranks: their own and those of others. The busiest rank gets `load` times as many.
     """
     item, hidden, sent = DTYPE_BYTES[model.number], model.hidden_size, model.experts_per_token
     tp, etp = parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size
     # Scores and choice of the router; ranks of a tensor-parallel group have a part of the row each.
     router = 9.0 * model.num_experts
     # Tokens in the order of experts, their weights, and the indices of the permutations.
-    came = sent * uneven_load(parallel, expert_load)
+    came = sent * uneven_load(parallel, load)
     dispatched = came * (item * hidden + 32)
-    inner = came * (8 if model.swiglu_limit else 6) * item * model.expert_size
-    shared = 5 * item * model.shared_ffn_hidden_size / tp
+    inner = came * (8 if model.swiglu_limit else 3 * model.halves) * item * model.expert_size
+    if kernels.expert_swiglu:
+        kept = _input_bytes(model)
+        dispatched = came * (kept * hidden + 32)
+        inner = came * (2 * item + (0 if "activation" in kernels.recomputed else kept)) * model.expert_size
+    shared = (3 * model.halves - 1) * item * model.shared_ffn_hidden_size / tp
     # Ranks that share an expert have all of its tokens.
     return router / tp + (dispatched * etp + inner) / tp + shared
 
@@ -395,30 +432,29 @@ def plan_stage_memory(
     own = [model.parts(layer) for layer in layers_of_stage(model, parallel, stage)]
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
     # Cosine and sine of the rotary angles are of a row, and all layers share them.
-    layers = sum(count(model, parts=one) for one in own) + 2 * item * model.rotated_size
-    once = 0.0
-    if model.recompute == "full":
+    models = [replace(model, recompute="full")] * kernels.recomputed_layers + [model] * len(own)
+    layers = sum(count(how, parts=one) for how, one in zip(models, own, strict=False))
+    layers, once = layers + 2 * item * model.rotated_size, 0.0
+    if model.recompute == "full" or kernels.recomputed_layers:
         again = replace(model, recompute="none")
         # One layer at a time, and the angles that each layer is given again.
         once = max(count(again, parts=one) for one in own) + 4 * model.rotated_size
     kept, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
     kept += _waiting(parallel, stage, microbatches) * layers
+    sent = math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load))
+    ends = (stage == 0) + (stage == stages - 1) * (1 + bool(model.mtp_layers))
+    fp8, parts = 0 if model.fp8 == "off" else weights - words * ends, dp_size if kernels.sharded else 1
     return Memory(
         stage=stage,
-        weights=item * (weights + adapters),
-        gradients=gradient * trained,
+        weights=item * (weights + adapters - (fp8 if kernels.fp8_weights else 0)) // parts,
+        gradients=gradient * trained // parts,
         optimizer=own_bytes(state),
         host=own_bytes(moved),
         activations=math.ceil(kept * max_tokens_per_rank),
-        fp8=0 if model.fp8 == "off" else 2 * (weights - words * ((stage == 0) + (stage == stages - 1))),
+        fp8=(kernels.fp8_weights or 2) * fp8 // parts,
         logits=math.ceil(logits * max_tokens_per_rank),
-        dispatch=dispatch_bytes(
-            model,
-            parallel,
-            tokens=math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load)),
-            is_grouped=kernels.grouped,
-        )
-        * any("E" in one for one in own),
+        dispatch=any("E" in one for one in own)
+        * dispatch_bytes(model, parallel, tokens=sent, is_grouped=kernels.grouped),
         exchange=_EXCHANGES * item * max_tokens_per_rank * model.hidden_size * parallel.overlap_tensor_parallel,
     )
 

@@ -366,12 +366,12 @@ def sequence_cost(model: ModelConfig) -> SequenceCost:
     quadratic = 1.0 * (len(attending) - len(windows)) * sizes
     values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
     sent = len(attending) * DTYPE_BYTES["bfloat16"] * (1 + values) * model.key_size
-    scans = sum("M" in model.parts(layer) for layer in numbers) * _scan_products(model)
+    scans = sum("M" in model.parts(layer) for layer in numbers) * scan_products(model)
     linear = 2.0 * (layers + output + scans + sum(windows) * sizes)
     return SequenceCost(linear=linear, quadratic=quadratic, exchange=_FLOPS_PER_BYTE * sent)
 
 
-def _scan_products(model: ModelConfig) -> float:
+def scan_products(model: ModelConfig) -> float:
     """Return the products per token of the scan of a Mamba-2 layer, in chunks of 128 tokens.
 
     Inside a chunk each token meets half of the others, once a group by state and once a head by value; between chunks

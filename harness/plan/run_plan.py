@@ -18,16 +18,14 @@ from harness.errors import ConfigError, HarnessError
 from harness.loader import DataConfig, RunData, open_datasets
 from harness.plan.context import compare_context_sizes
 from harness.plan.hf_config import find_config, read_hf_config
-from harness.plan.layout import DTYPE_BYTES, ParallelConfig
+from harness.plan.layout import ParallelConfig
 from harness.plan.memory import (
     ROOM,
     Checkpoint,
     Kernels,
     Memory,
-    count_experts,
     count_weights,
     kernels_on_gpu,
-    layer_activation_bytes,
     plan_checkpoint,
     plan_memory,
 )
@@ -266,16 +264,8 @@ def plan_run(
     inputs = open_inputs(config, packs)
     work = None
     if inputs.lengths is not None:
-        parallel = inputs.config.parallel
-        work = plan_work(
-            inputs.config.model,
-            inputs.lengths,
-            num_packs=inputs.num_packs,
-            global_batch_size=config.loader.global_batch_size,
-            dp_size=parallel.dp_size(ranks),
-            max_tokens_per_row=parallel.max_tokens_per_row(config.max_tokens_per_rank),
-            group_size=parallel.group_size,
-        )
+        batch = config.loader.global_batch_size
+        work = plan_work(inputs.config.model, inputs.lengths, num_packs=inputs.num_packs, global_batch_size=batch)
         work = plan_rows(work, inputs, ranks)
         _check_longest(inputs.config, inputs.lengths, ranks)
     planned = plan_layout(inputs, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
@@ -349,12 +339,14 @@ def plan_layout(
     mfu: float | None = None,
     work: Work | None,
     expert_load: float = 1.0,
+    kernels: Kernels | None = None,
 ) -> RunPlan:
-    """Plan a run whose settings accept so many ranks; `work` is None where the data is not known."""
+    """Plan a run whose settings accept so many ranks; None of `work` is unknown, and of `kernels` the settings' own."""
     config, model, parallel = inputs.config, inputs.config.model, inputs.config.parallel
     assert model.vocab_size is not None
     dp_size, notes = parallel.dp_size(ranks), inputs.notes
-    kernels = kernels_on_gpu(model, parallel) if config.trainer.device != "cpu" else Kernels()
+    if kernels is None:
+        kernels = kernels_on_gpu(model, parallel) if config.trainer.device != "cpu" else Kernels()
     if config.optimizer.offload:
         notes += ("no time for the copies and the CPU's updates of optimizer.offload",)
     sizes: dict[str, Any] = {"dp_size": dp_size, "vocab_size": model.vocab_size}
@@ -371,7 +363,9 @@ def plan_layout(
     memory = memory_with(kernels=kernels)
     parts = {}
     if work is not None and mfu is None:
-        parts = _step_parts(config, work, memory, kernels, ranks=ranks, machine=machine, expert_load=expert_load)
+        parts = estimate_step(
+            model, parallel, work, ranks=ranks, machine=machine, kernels=kernels, expert_load=expert_load
+        )
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
     total = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
     idle = model.num_experts - model.experts_per_token
@@ -393,24 +387,6 @@ def plan_layout(
         has_local_checkpoints=bool(config.trainer.local_checkpoints),
         why_no_work=inputs.why_no_work,
         notes=notes,
-    )
-
-
-def _step_parts(
-    config: SftConfig, work: Work, memory: Memory, kernels: Kernels, *, ranks: int, machine: Machine, expert_load: float
-) -> dict[str, float]:
-    model, parallel = config.model, config.parallel
-    once = replace(model, recompute="none")
-    return estimate_step(
-        model,
-        parallel,
-        work,
-        ranks=ranks,
-        weights=memory.weights // DTYPE_BYTES[model.number],
-        layer_bytes=layer_activation_bytes(once, parallel, parts=model.parts(model.num_layers - 1), kernels=kernels),
-        expert_weights=count_experts(model, parallel, stage=memory.stage),
-        expert_load=expert_load,
-        machine=machine,
     )
 
 

@@ -159,14 +159,8 @@ def search_layouts(
             fix="assume data with packs=100000 data.pack_size=8192 sequence_tokens=1024",
         )
     base, model = replace(inputs.config, parallel=config.parallel), inputs.config.model
-    whole = plan_work(
-        model,
-        inputs.lengths,
-        num_packs=inputs.num_packs,
-        global_batch_size=base.loader.global_batch_size,
-        dp_size=1,
-        max_tokens_per_row=inputs.pack_size,
-    )
+    batch = base.loader.global_batch_size
+    whole = plan_work(model, inputs.lengths, num_packs=inputs.num_packs, global_batch_size=batch)
     found, refused = [], []
     for parallel, recompute, tokens in _choices(base, ranks, inputs.pack_size):
         try:
@@ -183,9 +177,9 @@ def search_layouts(
     if not found:
         raise refused[0]
     smallest = min(found, key=lambda one: one.plan.memory.total)
-    best: dict[tuple[int | None, ...], Candidate] = {}
+    best: dict[str, Candidate] = {}
     for candidate in found:
-        key = _sizes(candidate.parallel)
+        key = repr(candidate.parallel)
         if candidate.plan.fits(gpu_bytes) and (key not in best or candidate.plan.step_s < best[key].plan.step_s):
             best[key] = candidate
     fitting = sorted(best.values(), key=lambda one: (one.plan.step_s, one.plan.memory.total))
@@ -287,13 +281,3 @@ def _layouts(asked: ParallelConfig, ranks: int, *, layers: int, experts: int) ->
                     )
                 )
     return found
-
-
-def _sizes(parallel: ParallelConfig) -> tuple[int | None, ...]:
-    return (
-        parallel.tensor_parallel_size,
-        parallel.pipeline_parallel_size,
-        parallel.virtual_pipeline_parallel_size,
-        parallel.context_parallel_size,
-        parallel.expert_parallel_size,
-    )

@@ -1,66 +1,98 @@
 """Work of an epoch in steps, microbatches and FLOPs, and an estimate of the time of a step.
 
-The estimate adds, part by part, what each rank multiplies, moves through its memory, sends and launches. What hardware
-can do is from its maker; the share of it that kernels and links reach, and what a launch or a message costs, are round
-figures, not measurements of a cluster: the first steps of a run show the real MFU, and `harness plan mfu=...` uses it
-instead. Waiting for a fuller rank and the loader are not counted (BENCHMARKS.md has the wait for the loader).
+The estimate adds, part by part, what each rank multiplies, moves through its memory, sends and launches, for each layer
+of a pipeline's stages. It is within 10% of ten published runs, half of which set its constants (`tests/unit/plan`); the
+first steps of a run show the real MFU, and `harness plan mfu=...` uses it instead. Waiting for a fuller rank and the
+loader are not counted (BENCHMARKS.md has the wait for the loader).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from harness.errors import ConfigError
-from harness.plan.layout import DTYPE_BYTES, ParallelConfig, padded_vocab_size, uneven_load
-from harness.plan.model import ModelConfig, sequence_cost
+from harness.plan.layout import (
+    DIVIDED_BY_COLUMNS,
+    DTYPE_BYTES,
+    ON_EVERY_RANK,
+    ParallelConfig,
+    padded_vocab_size,
+    uneven_load,
+)
+from harness.plan.memory import (
+    Kernels,
+    count_adapters,
+    count_experts,
+    count_weights,
+    layer_activation_bytes,
+    layers_of_stage,
+)
+from harness.plan.model import ModelConfig, scan_products, sequence_cost
 from harness.records import Int64Array
 
-# A backward pass costs two forward passes; recomputation costs one more.
-_MATMUL_PASSES = {"none": 3.0, "selective": 3.0, "full": 4.0}
-_ATTENTION_PASSES = {"none": 3.0, "selective": 4.0, "full": 4.0}
-# Kernels of a microbatch as `harness bench kernels` counts them: of a dense layer, and outside layers.
-_LAYER_KERNELS, _OTHER_KERNELS = 93, 95
+# A backward pass costs two forward passes, and that of attention two and a half, because it computes scores again;
+# recomputation costs one more.
+_PASSES, _ATTENTION_PASSES = 3.0, 3.5
+# Kernels of a microbatch as `harness bench kernels` counts them: of a dense layer, and outside layers. Those of a
+# router and its permutations are in Megatron-Core's sources.
+LAYER_KERNELS, OTHER_KERNELS, _ROUTER_KERNELS = 93, 95, 60
+# Multiprocessors that NCCL is taken to need for sends and receives.
+_SENDERS = 16
+# Rows and columns of a result that cuBLAS's kernels for Hopper give to one multiprocessor.
+_TILE = (128, 256)
 
 
 @dataclass(frozen=True)
 class Machine:
     """A node of GPUs; the defaults are an H100 SXM node with a 400 Gb/s port per GPU.
 
-    Sources: NVIDIA's H100 datasheet (989 TFLOP/s dense in bfloat16, 3.35 TB/s of memory, NVLink 450 GB/s each way) and
-    DGX H100 datasheet (eight ports of 400 Gb/s, 50 GB/s each); of these, collectives and kernels reach about three
-    quarters. Gaps: A. Gray, "Getting Started with CUDA Graphs", NVIDIA 2019, where kernels of 2.9 us took 3.8 us each.
-    Launches: PyTorch takes 5 to 25 us of the host for an operation. Messages: NCCL's smallest collectives take 10 to 30
-    us, by nccl-tests.
+    Sources: NVIDIA's H100 datasheet (989 TFLOP/s dense in bfloat16, twice that in 8 bits, 132 multiprocessors, 3.35
+    TB/s of memory, NVLink 450 GB/s each way) and DGX H100 datasheet (eight ports of 400 Gb/s, 50 GB/s each); of these,
+    collectives and kernels reach about three quarters. Gaps: A. Gray, "Getting Started with CUDA Graphs", NVIDIA 2019,
+    where kernels of 2.9 us took 3.8 us each. Launches: Megatron-Bridge 26.02 took 0.42 s for 4,096 tokens of Qwen3
+    30B-A3B on B200 GPUs, which compute four times as many in 0.61 s: the host's time, for 12,000 kernels. Messages:
+    NCCL's smallest collectives take 10 to 30 us, by nccl-tests; exchanges between all ranks of several nodes are taken
+    for five. DeepEP's README has 43 to 58 GB/s between nodes. The shares, and the start of tiles, are set by published
+    runs (`tests/unit/plan`), not by a cluster of this project.
 
     Attributes:
         peak_flops: of a GPU, dense, in the dtype of the matrices.
-        matmul_share, attention_share: shares of the peak that large matrix products and fused attention reach.
+        matmul_share: of the peak, in matrix products that keep all multiprocessors busy.
+        attention_share: of the peak, in fused attention of very wide heads.
+        multiprocessors: of a GPU; a product takes as many rounds as its tiles fill of them.
+        tile_s: of each round, to start its tiles.
         memory_bytes_per_s: memory bandwidth of a GPU that streaming kernels reach.
         node_bytes_per_s: one-way bandwidth of a GPU to the others of its node that collectives reach.
         fabric_bytes_per_s: the same of a GPU's own network port.
         ranks: of a node.
-        launch_s: of the host, to launch a kernel; a GPU that is faster waits for it.
+        launch_s: of the host, to launch a kernel, with the Python around it; a GPU that is faster waits for it.
         gap_s: between two kernels of a GPU.
         message_s: of a collective or an exchange, however small.
-        fp8_speedup: of products in 8 bits over those in 16; the datasheet has 2, and casts take a part of it.
+        fp8_speedup: of a tile in 8 bits over one in 16; casts are counted by their own.
+        all_to_all_share: of the port's bandwidth, for tokens to experts without DeepEP.
         host_bytes_per_s: of copies from a GPU to pinned memory; PCIe 5 has 64 GB/s each way.
     """
 
     peak_flops: float = 989e12
-    matmul_share: float = 0.6
-    attention_share: float = 0.4
+    matmul_share: float = 0.70
+    attention_share: float = 0.67
     memory_bytes_per_s: float = 2.7e12
     node_bytes_per_s: float = 340e9
     fabric_bytes_per_s: float = 40e9
     ranks: int = 8
-    launch_s: float = 10e-6
+    launch_s: float = 35e-6
     gap_s: float = 1e-6
     message_s: float = 20e-6
-    fp8_speedup: float = 1.6
+    fp8_speedup: float = 2.0
     host_bytes_per_s: float = 50e9
+    multiprocessors: int = 132
+    tile_s: float = 1e-6
+    all_to_all_share: float = 0.85
 
     def check(self, ranks: int, device: str) -> None:
         """Raise ConfigError, with the arithmetic, if ranks on GPUs are on several nodes and do not fill the last."""
@@ -116,148 +148,267 @@ def count_microbatches(tokens: float, tokens_at_once: int, group_size: int) -> i
     return max(1, math.ceil(tokens / tokens_at_once / group_size)) * group_size
 
 
-def plan_work(
-    model: ModelConfig,
-    lengths: Int64Array,
-    *,
-    num_packs: int,
-    global_batch_size: int,
-    dp_size: int,
-    max_tokens_per_row: int,
-    group_size: int = 1,
-) -> Work:
-    """Return the work of an epoch.
+def plan_work(model: ModelConfig, lengths: Int64Array, *, num_packs: int, global_batch_size: int) -> Work:
+    """Return the work of an epoch, in steps of one microbatch.
 
     Args:
         lengths: int64 [sequences], model tokens of every sequence.
-        max_tokens_per_row: tokens of a whole row, all ranks of a context-parallel group together.
-        group_size: divisor of the number of microbatches.
     """
-    steps = math.ceil(num_packs / global_batch_size)
-    cost = sequence_cost(model)
-    wide = lengths.astype(np.float64)
+    steps, cost, wide = math.ceil(num_packs / global_batch_size), sequence_cost(model), lengths.astype(np.float64)
     tokens = float(wide.sum())
     return Work(
         steps=steps,
-        microbatches=count_microbatches(tokens / steps, dp_size * max_tokens_per_row, group_size),
+        microbatches=1,
         tokens=tokens / steps,
         linear_flops=cost.linear * tokens / steps,
         attention_flops=cost.quadratic * float((wide * wide).sum()) / steps,
     )
 
 
-def count_kernels(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the kernels that a rank launches for one microbatch, forward and backward.
+def count_kernels(model: ModelConfig, parallel: ParallelConfig, *, parts: str = "*-") -> float:
+    """Return the kernels that a rank launches for one microbatch of a layer, forward and backward.
 
-    Those of this project's own layers, which are more than those of Transformer Engine; layers of experts have two
-    products more for each expert of the rank in each of three passes.
+    Those of this project's own layers, which are more than those of Transformer Engine. Layers of experts have a
+    router, and two products more for each expert of the rank in each of three passes; biases are added expert by
+    expert. Each tensor-parallel layer gathers and scatters twice a pass, and gathers two inputs again.
     """
-    experts = 6 * model.num_experts / parallel.expert_parallel_size * model.expert_layers
-    # Each tensor-parallel layer gathers and scatters twice a pass, and gathers two inputs again.
-    collectives = 10 * model.num_layers * (parallel.tensor_parallel_size > 1)
-    layers = (_LAYER_KERNELS * model.num_layers + experts + collectives) / parallel.pipeline_parallel_size
-    return layers * (4 / 3 if model.recompute == "full" else 1) + _OTHER_KERNELS
+    here = model.num_experts / parallel.expert_parallel_size
+    routed = _ROUTER_KERNELS + (6 + 12 * model.has_biases) * here
+    layer = len(parts) / 2 * (LAYER_KERNELS + 10 * (parallel.tensor_parallel_size > 1)) + routed * ("E" in parts)
+    return layer * (4 / 3 if model.recompute == "full" else 1)
 
 
-def _expert_flops(model: ModelConfig) -> float:
-    return (
-        2.0 * (1 + model.halves) * model.hidden_size * model.expert_size * model.experts_per_token * model.expert_layers
-    )
+@dataclass(frozen=True)
+class _Product:
+    """Products of `tokens` by `inputs` with matrices of `inputs` by `outputs`, one for each of the experts.
+
+    Attributes:
+        again: forward passes beside the first.
+        gathered, scattered: ranks that its input comes from, and that its output goes to.
+    """
+
+    tokens: float
+    inputs: float
+    outputs: float
+    again: float
+    experts: float = 1
+    gathered: int = 1
+    scattered: int = 1
 
 
 @dataclass(frozen=True)
 class _RankStep:
-    """One step of a rank; its attributes are the arguments of `estimate_step`, and times are in seconds.
-
-    Attributes:
-        load: of the busiest rank's experts over an even share.
-    """
+    """One step of a rank, whose busiest experts have `load` times an even share; times are in seconds."""
 
     model: ModelConfig
     parallel: ParallelConfig
     work: Work
     ranks: int
     machine: Machine
+    kernels: Kernels
     load: float
 
     @property
-    def layers(self) -> float:
-        return self.model.num_layers / self.parallel.pipeline_parallel_size
-
-    @property
     def tokens(self) -> float:
-        parallel = self.parallel
-        tokens = self.work.tokens / (1 - self.work.padding)
-        return tokens / (parallel.dp_size(self.ranks) * parallel.context_parallel_size)
+        """Tokens of a microbatch on a rank."""
+        parallel, tokens = self.parallel, self.work.tokens / (1 - self.work.padding)
+        shares = parallel.dp_size(self.ranks) * parallel.context_parallel_size
+        return tokens / shares / self.work.microbatches
 
     @property
     def hidden_bytes(self) -> float:
         return self.tokens * DTYPE_BYTES[self.model.number] * self.model.hidden_size
 
     @property
-    def matmul_s(self) -> float:
-        share = self.machine.peak_flops * self.ranks * (1 - self.work.padding)
-        return _MATMUL_PASSES[self.model.recompute] * self.work.linear_flops / (share * self.machine.matmul_share)
+    def again(self) -> float:
+        """Share of the layers that are computed again."""
+        layers = self.model.num_layers / self.parallel.pipeline_parallel_size
+        return 1.0 if self.model.recompute == "full" else self.kernels.recomputed_layers / layers
 
-    @property
-    def output_s(self) -> float:
-        model = self.model
-        return self.matmul_s * (2 * model.hidden_size * (model.vocab_size or 0) / sequence_cost(model).linear)
+    def products(self, parts: str) -> Iterator[_Product]:
+        """Yield the products of a layer with these parts, as a rank computes them."""
+        model, tp, hidden, again = self.model, self.parallel.tensor_parallel_size, self.model.hidden_size, self.again
+        sizes = model.attention_sizes if "*" in parts else model.mamba_sizes if "M" in parts else {}
+        for name, (inputs, outputs) in sizes.items():
+            if name in ON_EVERY_RANK:
+                yield _Product(self.tokens / tp, inputs, outputs, again)
+            elif name in DIVIDED_BY_COLUMNS:
+                yield _Product(self.tokens, inputs / tp, outputs, again, scattered=tp)
+            else:
+                latent = name.endswith("_up_proj") and "latent" in self.kernels.recomputed
+                yield _Product(self.tokens, inputs, outputs / tp, again or float(latent), gathered=tp)
+        if inner := {"E": model.shared_ffn_hidden_size, "-": model.ffn_hidden_size}.get(parts[-1], 0):
+            yield _Product(self.tokens, hidden, model.halves * inner / tp, again, gathered=tp)
+            yield _Product(self.tokens, inner / tp, hidden, again, scattered=tp)
+        if "E" in parts:
+            here = model.num_experts / self.parallel.expert_parallel_size
+            etp = self.parallel.expert_tensor_parallel_size
+            each = self.tokens / tp * model.experts_per_token * etp * self.load / here
+            yield _Product(each, hidden, model.halves * model.expert_size / etp, again, here)
+            yield _Product(each, model.expert_size / etp, hidden, again, here)
 
-    def compute(self, layer_bytes: float) -> dict[str, float]:
+    def product_s(self, one: _Product, *, in_8_bits: bool) -> float:
+        """Return the time of a product in all passes: forward, and for the gradients of its input and its weight."""
+        machine, (high, wide), item = self.machine, _TILE, DTYPE_BYTES[self.model.number]
+        rate = machine.peak_flops * machine.matmul_share * (machine.fp8_speedup if in_8_bits else 1)
+
+        def of(rows: float, columns: float, inner: float, written: int, parts: int = 1) -> float:
+            # Tokens that come or go in parts are multiplied part by part, in rounds of a tile on each multiprocessor.
+            edges = ((high, wide), (wide, high))
+            tiles = min(math.ceil(rows / parts / up) * math.ceil(columns / across) for up, across in edges)
+            round_s = high * wide * machine.multiprocessors * (2 * inner / rate + written / machine.memory_bytes_per_s)
+            return parts * math.ceil(tiles / machine.multiprocessors) * (round_s + machine.tile_s)
+
+        parts = self.parallel.tensor_parallel_size if self.parallel.overlap_tensor_parallel else 1
+        times = (1 + one.again) * of(one.tokens, one.outputs, one.inputs, item, parts)
+        times += of(one.tokens, one.inputs, one.outputs, item, parts if one.scattered > 1 else 1)
+        if not self.model.lora_rank:
+            # Read and written, because it is added to that of the microbatches before.
+            times += of(one.inputs, one.outputs, one.tokens, 2 * DTYPE_BYTES[self.parallel.gradient_dtype])
+        return one.experts * times
+
+    def cast_bytes(self, one: _Product) -> float:
+        """Return the bytes that the casts of a product's input and gradient to 8 bits move.
+
+        Each is read for its largest value and to be cast. Hopper multiplies in 8 bits along rows alone, so that the
+        gradient of the weight needs both transposed, after they were gathered.
+        """
+        again, sizes = not self.model.lora_rank, ((one.inputs, one.gathered), (one.outputs, one.scattered))
+        return sum(one.experts * one.tokens * size * (5 / ranks + again * (1 + (ranks > 1))) for size, ranks in sizes)
+
+    def permuted_bytes(self) -> float:
+        """Return the bytes that tokens are moved by between their order and that of experts, forward and backward."""
+        model, parallel = self.model, self.parallel
+        sent, sorts = model.experts_per_token * self.load, model.num_experts > parallel.expert_parallel_size > 1
+        copies = 4 * sent if parallel.expert_dispatcher == "flex" else 2 + (6 if sorts else 2) * sent
+        # In 8 bits, the tokens of each expert are padded to whole blocks, and the padding is taken out of its results.
+        copies += 4 * sent * (model.fp8 != "off")
+        # Results of experts are divided, added to their biases and joined again.
+        biases = model.has_biases * sent * 12 * (1 + 2 * model.expert_size / model.hidden_size)
+        return (2 * copies + biases) * self.hidden_bytes / parallel.tensor_parallel_size
+
+    def layer(self, parts: str) -> dict[str, float]:
+        """Return the times of a microbatch in one layer with these parts, without launches."""
+        once, products = replace(self.model, recompute="none", fp8="off"), list(self.products(parts))
+        kept = layer_activation_bytes(once, self.parallel, parts=parts, kernels=self.kernels)
+        # What a layer keeps is written, and read by the next kernel and by the backward pass.
+        moved = (_PASSES + self.again) * kept * self.tokens + (self.permuted_bytes() if "E" in parts else 0.0)
+        if in_8_bits := self.model.fp8 != "off":
+            moved += sum(map(self.cast_bytes, products))
+        times = {
+            "matrix products": sum(self.product_s(one, in_8_bits=in_8_bits) for one in products),
+            "attention": self.attention_s() if "*" in parts else self.scan_s() if "M" in parts else 0.0,
+            "memory": moved / self.machine.memory_bytes_per_s,
+        }
+        return times | self.exchange(parts, times)
+
+    def scan_s(self) -> float:
+        """Return the time of the scan of one layer of Mamba-2, at the rate of attention."""
+        flops = 2 * scan_products(self.model) * self.tokens / self.parallel.tensor_parallel_size
+        return (_ATTENTION_PASSES + self.again) * flops / (self.machine.peak_flops * self.machine.attention_share)
+
+    def attention_s(self) -> float:
+        """Return the time of attention in one layer that has it, on average."""
         model, machine = self.model, self.machine
-        share = machine.peak_flops * self.ranks
-        speedup = machine.fp8_speedup if model.fp8 != "off" else 1.0
-        of_output, of_experts = self.output_s, self.matmul_s * _expert_flops(model) / sequence_cost(model).linear
-        products = (self.matmul_s + (self.load - 1) * of_experts - of_output) / speedup + of_output
-        attention = _ATTENTION_PASSES[model.recompute] * self.work.attention_flops / (share * machine.attention_share)
-        # Written once, read by the next kernel and by the backward pass; logits five times, four bytes each.
-        moved = (4 if model.recompute == "full" else 3) * self.layers * layer_bytes
-        words = padded_vocab_size(model.vocab_size or 0)
-        moved += 20 * words / self.parallel.tensor_parallel_size / self.parallel.pipeline_parallel_size
-        memory = self.tokens * moved / machine.memory_bytes_per_s
-        return {"matrix products": products, "attention": attention, "memory": memory}
+        numbers = [layer for layer in range(model.num_layers + model.mtp_layers) if "*" in model.parts(layer)]
+        windows = 2 * (model.query_size + model.value_size) * sum(filter(None, map(model.window, numbers)))
+        flops = (self.work.attention_flops + self.work.tokens * windows) / self.work.microbatches / len(numbers)
+        # Exponents take as long in narrow heads as in wide ones, and the first and last tokens fill no tile: curves of
+        # this shape are in Shah et al., "FlashAttention-3", 2024.
+        length = max(1.0, self.work.attention_flops / self.work.tokens / (sequence_cost(model).quadratic or 1))
+        share = machine.attention_share * model.head_size / (model.head_size + 32) * length / (length + 640)
+        again = 1.0 if model.recompute == "selective" else self.again
+        rate = machine.peak_flops * share * self.ranks / self.parallel.pipeline_parallel_size
+        return (_ATTENTION_PASSES + again) * flops / rate
 
-    def exchange(self) -> dict[str, float]:
-        model, machine, layers = self.model, self.machine, self.layers
-        tp, cp = self.parallel.tensor_parallel_size, self.parallel.context_parallel_size
-        passes = 3 if model.recompute == "full" else 2
-        messages = machine.message_s * self.work.microbatches
-        # Two gathers and two scatters of the hidden states per layer and pass; the backward pass gathers two inputs
-        # again behind its products. An all-reduce is a gather and a scatter.
-        gather = self.hidden_bytes * (tp - 1) / tp / machine.link(tp, 1) + messages * (tp > 1)
+    def loss(self) -> dict[str, float]:
+        """Return the times of a microbatch in the output matrix and the loss."""
+        words = padded_vocab_size(self.model.vocab_size or 0) / self.parallel.tensor_parallel_size
+        product_s = self.product_s(_Product(self.tokens, self.model.hidden_size, words, 0.0), in_8_bits=False)
+        # Logits are written, and read and written by the loss and its gradient, in four bytes each.
+        return {"matrix products": product_s, "memory": 20 * words * self.tokens / self.machine.memory_bytes_per_s}
+
+    def exchange(self, parts: str, computed: dict[str, float]) -> dict[str, float]:
+        """Return the times of a microbatch in which a rank waits for others in one layer."""
+        model, parallel, machine, passes = self.model, self.parallel, self.machine, 2 + self.again
+        tp, cp, item = parallel.tensor_parallel_size, parallel.context_parallel_size, DTYPE_BYTES[model.number]
+        # A gather before and a scatter after attention, and the MLP, in each pass; the backward pass gathers two inputs
+        # again behind its products. An all-reduce is a gather and a scatter. Inputs in 8 bits are gathered in 8 bits.
+        size = self.hidden_bytes * (2 if model.fp8 == "off" else 1 + 1 / item) * (tp - 1) / tp
+        blocks = len(parts) - ("E" in parts and not model.shared_ffn_hidden_size)
+        tensor = passes * blocks * (size / machine.link(tp, 1) + 2 * machine.message_s) * (tp > 1)
+        if parallel.overlap_tensor_parallel:
+            # All but the first of a rank's parts is sent while another is multiplied.
+            tensor = tensor / tp + max(0.0, tensor * (tp - 1) / tp - computed["matrix products"] * 2 / 3)
         values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
-        keys = self.tokens * DTYPE_BYTES[model.number] * (1 + values) * model.key_size / tp
-        context = (passes + 1) * layers * (cp - 1) * (keys / machine.link(cp, tp) + messages)
+        keys = self.tokens * item * (1 + values) * model.key_size / tp
+        context = (passes + 1) * (cp - 1) * (keys / machine.link(cp, tp) + machine.message_s) * ("*" in parts)
+        if cp > 1:  # keys of another rank come while those of one before are attended to
+            context = max(context / cp, context - computed["attention"])
         # Tokens go to their experts and come back, in every pass.
-        ep, layers_here = self.parallel.expert_parallel_size, model.expert_layers / self.parallel.pipeline_parallel_size
-        sent = passes * 2 * layers_here * self.hidden_bytes / tp * model.experts_per_token * (ep - 1) / ep * self.load
-        expert = sent / machine.link(ep * self.parallel.expert_tensor_parallel_size, 1)
-        expert += passes * 2 * layers_here * messages * (ep > 1)
-        return {"tensor": passes * 4 * layers * gather, "context": context, "expert": expert}
+        is_shared = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size > 1
+        expert = passes * 2 * ("E" in parts) * is_shared * self.expert_exchange_s()
+        if "M" in parts and cp > 1:  # tokens for heads and back
+            size = self.tokens * item * (sum(model.mamba_pieces) + model.mamba_pieces[0]) / tp * (cp - 1) / cp
+            context = passes * (size / machine.link(cp, tp) + 2 * machine.message_s)
+        if self.kernels.overlap_experts:
+            expert = max(0.0, expert - sum(computed.values()))
+        return {"tensor": tensor, "context": context, "expert": expert}
 
-    def launch(self, busy: float) -> float:
-        """Return the gaps between kernels, and the wait for the host where launches take longer than the work."""
-        kernels = self.work.microbatches * count_kernels(self.model, self.parallel)
-        gaps = kernels * self.machine.gap_s
-        launched = self.work.microbatches if self.parallel.cuda_graphs else kernels
-        return gaps + max(0.0, launched * self.machine.launch_s - busy - gaps)
+    def expert_exchange_s(self) -> float:
+        """Return the time in which the tokens of a microbatch go to their experts, or come back."""
+        model, parallel, machine = self.model, self.parallel, self.machine
+        ranks = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size
+        size = self.hidden_bytes / parallel.tensor_parallel_size * self.load
+        here, nodes = min(ranks, machine.ranks), max(1.0, ranks / machine.ranks)
+        near = size * model.experts_per_token * (here - 1) / here
+        away = size * model.experts_per_token * (nodes - 1) / nodes
+        if parallel.expert_dispatcher == "flex" and model.num_experts:
+            # A token goes to a node once, however many of its experts are there.
+            others = model.num_experts - int(model.num_experts / nodes)
+            missed = math.comb(others, model.experts_per_token) / math.comb(model.num_experts, model.experts_per_token)
+            groups = (model.router_top_groups or 1) / (model.router_groups or 1)
+            away = size * min(1 - missed, groups) * (nodes - 1)
+        else:
+            near, away = near / nodes, away / machine.all_to_all_share
+        messages = machine.message_s * (5 if nodes > 1 else 1)
+        return max(near / machine.node_bytes_per_s, away / machine.fabric_bytes_per_s) + messages
 
-    def pipeline(self, busy: float) -> float:
+    def launch(self, layers: Sequence[str], busy: float, loss: float) -> float:
+        """Return the gaps between kernels in layers, by their parts, and the loss, and the waits for the host."""
+        kernels = sum(count_kernels(self.model, self.parallel, parts=one) for one in layers) + OTHER_KERNELS
+        routers = sum("E" in one for one in layers)
+        # A router's are too short to fill the GPU.
+        gaps = (kernels + 3 * _ROUTER_KERNELS * routers) * self.machine.gap_s
+        host, busy = (1 if self.parallel.cuda_graphs else kernels) * self.machine.launch_s, busy + gaps
+        if not routers or self.kernels.overlap_experts:
+            return gaps + max(0.0, host - busy - loss)
+        # The host reads how many tokens each expert has, and so is not ahead of the GPU in the forward pass.
+        forward = busy * (1 + self.again) / (_PASSES + self.again)
+        return gaps + max(0.0, host / 2 - forward) + max(0.0, host / 2 - (busy - forward) - loss)
+
+    def pipeline(self, slowest: float, busy: float) -> float:
+        """Return the wait for the slowest stage, for the first microbatch to come and the last to go, and for sends."""
         parallel, machine, stages = self.parallel, self.machine, self.parallel.pipeline_parallel_size
         if stages == 1:
             return 0.0
         chunks = parallel.virtual_pipeline_parallel_size or 1
-        idle = busy * (stages - 1) / (self.work.microbatches * chunks)
-        # All stages wait for the last, which also has the output matrix.
-        idle += self.output_s * (stages - 1)
-        crossing = 2 * chunks * self.hidden_bytes / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
-        crossing /= machine.link(stages, self.ranks // stages)
+        idle = slowest - busy + slowest * (stages - 1) / (self.work.microbatches * chunks)
+        size = self.hidden_bytes / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
+        send_s = size / machine.link(stages, self.ranks // stages)
+        if parallel.static_rows and chunks > 1:  # while another chunk is computed, on the other multiprocessors
+            send_s *= min(1.0, _SENDERS / machine.multiprocessors)
         # Rows of any length send their sizes first.
-        messages = machine.message_s * self.work.microbatches
-        return idle + crossing + 2 * chunks * messages * (1 if parallel.static_rows else 2)
+        send_s += machine.message_s * (1 if parallel.static_rows else 2)
+        return idle + 2 * chunks * self.work.microbatches * send_s
 
-    def update(self, busy: float, weights: int, expert_weights: int) -> dict[str, float]:
+    def update(self, busy: float) -> dict[str, float]:
+        count = (
+            count_adapters if self.model.lora_rank else partial(count_weights, vocab_size=self.model.vocab_size or 0)
+        )
+        stages = range(self.parallel.pipeline_parallel_size)
+        weights, stage = max((count(self.model, self.parallel, stage=stage), stage) for stage in stages)
+        expert_weights = 0 if self.model.lora_rank else count_experts(self.model, self.parallel, stage=stage)
         parallel, machine = self.parallel, self.machine
         shares = parallel.dp_size(self.ranks) * parallel.context_parallel_size
         copies = parallel.expert_copies(self.ranks)
@@ -267,15 +418,16 @@ class _RankStep:
         # Weights once around a ring of the ranks that hold them.
         rings = (weights - expert_weights) * ring + expert_weights * expert_ring
         # Gradients are reduced in the last microbatch's backward pass, weights gathered in the first's forward pass.
-        gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
-        reduce = gradient * rings * (1 if parallel.distributed_optimizer else 2)
+        reduce = DTYPE_BYTES[parallel.gradient_dtype] * rings * (1 if parallel.distributed_optimizer else 2)
         overlaps = parallel.overlap_gradients and not parallel.cuda_graphs
         hidden_by = busy / self.work.microbatches * 2 / 3 if overlaps else 0.0
         gather, own = 0.0, float(weights)
         if parallel.distributed_optimizer:
-            gather = DTYPE_BYTES[self.model.number] * rings
+            gather = (1 if self.kernels.fp8_weights else DTYPE_BYTES[self.model.number]) * rings
             own = (weights - expert_weights) / shares + expert_weights / copies
         data = max(0.0, reduce - hidden_by) + max(0.0, gather - (hidden_by / 2 if parallel.overlap_weights else 0.0))
+        if self.kernels.sharded:  # weights are gathered in both passes of every microbatch, and gradients reduced
+            data = max(0.0, self.work.microbatches * (reduce + 2 * gather) - busy)
         # Gradient, two moments and a copy are read; all but the gradient and the weights themselves are written.
         return {"data": data, "optimizer": 30 * own / machine.memory_bytes_per_s}
 
@@ -286,27 +438,33 @@ def estimate_step(
     work: Work,
     *,
     ranks: int,
-    weights: int,
-    layer_bytes: float,
     machine: Machine,
-    expert_weights: int = 0,
+    kernels: Kernels,
     expert_load: float = 1.0,
 ) -> dict[str, float]:
-    """Return the seconds of one step by purpose.
+    """Return the seconds of one step by purpose, on average over the pipeline's stages.
 
     Args:
-        weights: of the fullest rank.
-        layer_bytes: per token of the row, written by one layer in its forward pass (without recomputation).
-        expert_weights: of `weights`, those of routed experts.
+        kernels: fused layers.
         expert_load: as in `plan_memory`; all ranks wait for the busiest.
 
     Returns:
-        `matrix products`, `attention`, `memory`, the communication of `tensor`, `context` and `expert` parallelism,
-        `launches` (gaps between kernels, and waiting for the host), the idle time and sends of the `pipeline`, the
-        communication of `data` parallelism that is not overlapped, and the `optimizer`.
+        `matrix products`, `attention`, `memory`, the communication of `tensor`, `context` and `expert` parallelism that
+        products do not hide, `launches` (gaps between kernels, and waiting for the host), the `pipeline` (waiting for
+        its slowest stage, its start and its end, and its sends), the communication of `data` parallelism that is not
+        overlapped, and the `optimizer`.
     """
-    step = _RankStep(model, parallel, work, ranks, machine, uneven_load(parallel, expert_load))
-    parts = {**step.compute(layer_bytes), **step.exchange()}
-    parts["launches"] = step.launch(sum(parts.values()))
-    busy = sum(parts.values())
-    return {**parts, "pipeline": step.pipeline(busy), **step.update(busy, weights, expert_weights)}
+    step = _RankStep(model, parallel, work, ranks, machine, kernels, uneven_load(parallel, expert_load))
+    kinds = {parts: step.layer(parts) for parts in set(map(model.parts, range(model.num_layers + model.mtp_layers)))}
+    loss, stages = step.loss(), []
+    for stage in range(parallel.pipeline_parallel_size):
+        layers = [model.parts(layer) for layer in layers_of_stage(model, parallel, stage)]
+        outputs = (1 + model.mtp_layers) * (stage == parallel.pipeline_parallel_size - 1)
+        parts = {name: sum(kinds[one][name] for one in layers) for name in next(iter(kinds.values()))}
+        busy = sum(parts.values())
+        parts = {name: seconds + outputs * loss.get(name, 0.0) for name, seconds in parts.items()}
+        parts["launches"] = step.launch(layers, busy, sum(parts.values()) - busy)
+        stages.append(parts)
+    parts = {name: sum(one[name] for one in stages) * work.microbatches / len(stages) for name in stages[0]}
+    busy, slowest = sum(parts.values()), max(sum(one.values()) for one in stages) * work.microbatches
+    return {**parts, "pipeline": step.pipeline(slowest, busy), **step.update(busy)}

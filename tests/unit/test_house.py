@@ -47,18 +47,18 @@ LINES = {
     "harness/loader": 4_886,
     "harness/megatron": 10_799,
     "harness/parity": 3_162,
-    "harness/plan": 4_385,
+    "harness/plan": 4_529,
     "harness/prep": 10_416,
     "harness/recipes": 10,
     "harness/schedule": 966,
     "harness/storage": 2_800,
     "harness/train": 3_255,
     "recipes": 502,
-    "tests": 52_426,
+    "tests": 52_627,
     "tests/benchmarks": 1_987,
 }
 SHAPE = {
-    "core ring, lines": 19_977,
+    "core ring, lines": 19_984,
     "from packs to the optimizer's step, lines": 4_030,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -67,7 +67,7 @@ SHAPE = {
     "names in __all__": 189,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 103,
+    "Markdown by hand, kB": 105,
 }
 MOST_LINES_IN_ALL = 62_802
 

@@ -152,7 +152,8 @@ def test_the_busiest_rank_of_experts_needs_more_memory_and_all_wait_for_it() -> 
     # Three products of 2,048 by 768 for each of half as many tokens again, in three passes.
     flops = 3 * 48 * 4 * 3 * 2 * 2048 * 768 * even.work.tokens
     added = flops / (even.machine.peak_flops * even.machine.matmul_share * 8)
-    assert busy.parts["matrix products"] - even.parts["matrix products"] == pytest.approx(added, rel=1e-6)
+    # And rounds of tiles that are not full: 192 tiles of 1,536 columns in two of 132, and 288 in three.
+    assert added < busy.parts["matrix products"] - even.parts["matrix products"] < 2 * added
     assert busy.parts["expert"] > 1.3 * even.parts["expert"]
     assert busy.mfu < even.mfu
     # One rank with all experts computes every token, wherever it goes.

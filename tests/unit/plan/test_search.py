@@ -35,14 +35,19 @@ def sizes(found: LayoutSearch, place: int = 0) -> dict[str, int | None]:
     }
 
 
-def test_the_layouts_of_megatron_bridge_s_h100_recipes_are_among_the_first() -> None:
+def test_the_layouts_of_megatron_bridge_s_h100_recipes_are_the_first_or_as_fast() -> None:
     # llama3_8b, SFT for speed: rows of 4,096 tokens, gradients in bfloat16.
     eight = ["model.vocab_size=128256", "loader.global_batch_size=64", "parallel.gradient_dtype=bfloat16"]
     small = search("model=llama3_8b", "parallel.ranks=8", *eight, pack_size=4096)
     assert sizes(small) == {"TP": 1, "PP": 1, "VPP": None, "CP": 1}
     # llama3_70b on 32 GPUs, likewise.
     large = search("model=llama3_70b", "parallel.ranks=32", *eight, pack_size=4096)
-    assert {"TP": 4, "PP": 4, "VPP": 5, "CP": 1} in [sizes(large, place) for place in range(3)]
+    first = sizes(large)
+    assert (first["TP"], first["PP"], first["CP"]) == (4, 4, 1)
+    # The recipe has 5 chunks for a stage; more of them wait less for the first, and send more often.
+    places = range(len(large.fitting))
+    recipe = next(place for place in places if sizes(large, place) == {"TP": 4, "PP": 4, "VPP": 5, "CP": 1})
+    assert large.fitting[recipe].plan.step_s < 1.01 * large.fitting[0].plan.step_s
 
 
 def test_a_layout_of_the_search_is_planned_alike_by_its_settings() -> None:
