@@ -49,7 +49,8 @@ from harness.plan import FAMILIES
 from harness.printing import open_console
 from harness.records import Pack
 
-CHECKS = ("formats", "workers", "schedules", "layouts", "context", "experts", "isolation", "reference", "versions")
+_BY_KIND = ("experts", "hybrid")
+CHECKS = ("formats", "workers", "schedules", "layouts", "context", *_BY_KIND, "isolation", "reference", "versions")
 _DATA_SETTINGS = ("data=", "data.path=", "data.blend=", "data.validation_path=")
 # Name of the interpreter that runs the matrix.
 THIS = "this"
@@ -60,8 +61,8 @@ class ParityConfig:
     """A matrix of runs to compare.
 
     Attributes:
-        check: formats, workers, schedules, layouts, context, experts, isolation, reference or versions, several as
-            `formats+workers`, or all.
+        check: formats, workers, schedules, layouts, context, experts, hybrid, isolation, reference or versions, several
+            as `formats+workers`, or all.
         dataset: dataset with `train` and `validation`; null generates a small one.
         datasets: existing datasets as `NAME=PATH`, for `format=NAME`. Other formats are converted from `dataset`.
         versions: Python interpreters as `NAME=PATH`, whose environments contain other versions of the libraries.
@@ -80,12 +81,13 @@ class ParityConfig:
             are wider by default.
         sft: settings of `recipes.sft` for all cases.
         sft_more: additional settings of `recipes.sft`, for the command line.
-        kinds: named settings of `recipes.sft`, separated by spaces, for cases of `experts` with `kind=NAME`.
+        kinds: named settings of `recipes.sft`, separated by spaces, for cases of `experts` and `hybrid` with
+            `kind=NAME`.
         families: model families of the `reference` check; empty for all.
-        formats, workers, schedules, layouts, context, experts, isolation, reference: cases of the check as `"ranks
-            setting=value ..."`, starting with the reference. `format=NAME` and `version=NAME` select a dataset and an
-            interpreter. `experts` has one reference per kind; each case of `reference` is compared with a plain
-            transformers model.
+        formats, workers, schedules, layouts, context, experts, hybrid, isolation, reference: cases of the check as
+            `"ranks setting=value ..."`, starting with the reference. `format=NAME` and `version=NAME` select a dataset
+            and an interpreter. `experts` and `hybrid` have one reference per kind; each case of `reference` is compared
+            with a plain transformers model.
     """
 
     check: str = "formats"
@@ -110,6 +112,7 @@ class ParityConfig:
     layouts: list[str] = field(default_factory=list)
     context: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)
+    hybrid: list[str] = field(default_factory=list)
     kinds: dict[str, str] = field(default_factory=dict)
     isolation: list[str] = field(default_factory=list)
     families: list[str] = field(default_factory=list)
@@ -147,12 +150,12 @@ class ParityConfig:
         return list(CHECKS) if self.check == "all" else self.check.split("+")
 
     def kinds_of(self, cases: list[str]) -> list[str]:
-        """Return the kinds that cases of `experts` name, in their order."""
-        named = [parse_case(text, where="experts").value_of(KIND) or "" for text in cases]
+        """Return the kinds that cases of `experts` or `hybrid` name, in their order."""
+        named = [parse_case(text, where="kinds").value_of(KIND) or "" for text in cases]
         unknown = next((kind for kind in named if kind not in self.kinds), None)
         if unknown is not None:
             fix = f"kind=NAME, one of {', '.join(self.kinds)}"
-            raise ConfigError(f"a case selects the unknown kind {unknown!r}", where="experts, kinds", fix=fix)
+            raise ConfigError(f"a case selects the unknown kind {unknown!r}", where="kinds", fix=fix)
         return list(dict.fromkeys(named))
 
     def cases(self, check: str) -> list[str]:
@@ -226,7 +229,7 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
         "schedules": CheckPlan(across),
         "layouts": CheckPlan(across, from_checkpoint=True, shares_processes=True),
         "context": CheckPlan(across, from_checkpoint=True, shares_processes=True),
-        "experts": CheckPlan(across, from_checkpoint=True, shares_processes=True),
+        **dict.fromkeys(_BY_KIND, CheckPlan(across, from_checkpoint=True, shares_processes=True)),
         "isolation": CheckPlan(IDENTICAL, shares_processes=True, program=ISOLATION, has_reference=False),
         "reference": CheckPlan(across, shares_processes=True),
         "versions": CheckPlan(OTHER_KERNELS if across == Tolerances() else across),
@@ -240,7 +243,7 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
         elif check == "versions" and not config.versions:
             reason = "no interpreter of another version is specified: versions='[\"NAME=PATH\"]'"
             left_out.append(skipped("versions", check, reason))
-        elif check == "experts":
+        elif check in _BY_KIND:
             for kind in config.kinds_of(cases := config.cases(check)):
                 own = [text for text in cases if parse_case(text, where=check).value_of(KIND) == kind]
                 more = [*settings, *config.kinds[kind].split()]
