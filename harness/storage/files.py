@@ -8,7 +8,6 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -34,7 +33,7 @@ class StoredFile:
     xxh3: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stamp:
     """Identity of a file's content, as far as its storage knows it without reading.
 
@@ -349,15 +348,13 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if index % 2 else (1, 0, part) for index, part in enumerate(parts)]
 
 
-def file_digest(path: Path, start: int = 0, end: int = sys.maxsize) -> str:
-    """xxh3_64 (hexadecimal) of a file's bytes from `start` to `end`; an OSError names the file."""
-    total, left = xxhash.xxh3_64(), end - start
+def file_digest(path: Path) -> str:
+    """xxh3_64 (hexadecimal) of a file's bytes; an OSError names the file."""
+    total = xxhash.xxh3_64()
     try:
         with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while block := file.read(min(left, _READ_BYTES)):
+            while block := file.read(_READ_BYTES):
                 total.update(block)
-                left -= len(block)
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
