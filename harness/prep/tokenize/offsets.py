@@ -12,6 +12,7 @@ from harness.records import UInt8Array
 # First and past-the-end character.
 Span = tuple[int, int]
 
+
 def token_mask(offsets: Sequence[Span], spans: Sequence[Span], weights: Sequence[int] = ()) -> UInt8Array:
     """Mask the tokens with characters inside the spans; one in several has the largest of their weights.
 

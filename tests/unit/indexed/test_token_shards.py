@@ -154,14 +154,8 @@ def test_files_that_are_not_token_shards_are_refused_by_name(tmp_path: Path) -> 
     (tmp_path / "empty.parquet").write_bytes(b"")
     (tmp_path / "cut.parquet").write_bytes(whole[:-9])
     (tmp_path / "other.parquet").write_bytes(b"something else")
-    messages = {
-        "a.parquet.gz": "is not a Parquet file",
-        "empty.parquet": "begins with b''",
-        "cut.parquet": "cannot be read",
-        "other.parquet": "is not a Parquet file",
-        "nothing": "there are no token shards",
-    }
-    for name, words in messages.items():
+    for name in ("a.parquet.gz", "empty.parquet", "cut.parquet", "other.parquet", "nothing"):
+        words = "there are no token shards" if name == "nothing" else "the shard cannot be read"
         with pytest.raises(PrepError, match=words) as caught:
             convert_tokens([str(tmp_path / name)], str(tmp_path / "x"))
         assert name in caught.value.where
