@@ -34,7 +34,8 @@ from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.printing import count_of
 from harness.settings import load, to_plain
-from harness.storage import file_digest, parse_place, stamp_of, sync_folder
+from harness.storage import StoredFile, parse_place, stamp_of, sync_folder
+from harness.storage.checksums import digest_files
 from harness.storage.files import Stamp
 
 # Increment when the same settings begin to give other data.
@@ -93,7 +94,7 @@ class Receipt:
         shard: fields of the `SourceShard`.
         settings: of the job.
         input: the stamp of the file.
-        output: `num_bytes` and `xxh3` of each written file, by name.
+        output: the written files.
         counts: records, conversations, and what happened to them.
         conversations, sequences, tokens, trained_tokens: stored.
         was_there: an earlier run made it.
@@ -102,7 +103,7 @@ class Receipt:
     shard: dict[str, Any]
     settings: str
     input: Stamp | None = None
-    output: dict[str, dict[str, Any]] = field(default_factory=dict)
+    output: list[StoredFile] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     conversations: int = 0
     sequences: int = 0
@@ -157,8 +158,7 @@ def _find_receipt(job: ShardJob, number: int, shard: SourceShard) -> Receipt | N
             return None
         if receipt.input != stamp_of(parse_place(shard.path)):
             return None
-        intact = all(_describe(folder / name) == expected for name, expected in receipt.output.items())
-        return replace(receipt, was_there=True) if intact else None
+        return replace(receipt, was_there=True) if digest_files(folder, _FILES) == receipt.output else None
     except (OSError, FormatError):
         return None
 
@@ -180,7 +180,7 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
         stamp = stamp_of(parse_place(shard.path))
         receipt = _write(job, folder, shard, tokenizer)
         receipt.input = stamp
-        receipt.output = {name: _describe(folder / name) for name in _FILES}
+        receipt.output = digest_files(folder, _FILES)
         with (folder / RECEIPT).open("wb") as file:
             file.write(json.dumps(to_plain(receipt)).encode())
             file.flush()
@@ -328,7 +328,3 @@ def _as_line(raw: object) -> bytes:
 def _describe_value(value: object) -> str:
     """Return text for a value of a Parquet row that JSON cannot hold."""
     return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    return {"num_bytes": path.stat().st_size, "xxh3": file_digest(path)}
