@@ -16,9 +16,10 @@ from typing import Any
 from urllib.parse import unquote
 
 from harness.errors import ConfigError, HarnessError, PrepError
+from harness.prep.sources.reading import SourceFiles
 from harness.prep.sources.splits import choose_named, choose_split, split_of
 from harness.printing import count_of
-from harness.storage import natural_key
+from harness.storage import natural_key, stamp_of
 from harness.storage.inputs import glob_pattern, is_glob
 
 _SCHEME = "hf://"
@@ -58,23 +59,6 @@ class HubName:
         return f"{_SCHEME}datasets/{self.name}{revision}" + (f"/{self.inner}" if self.inner else "")
 
 
-@dataclass(frozen=True)
-class HubFiles:
-    """Files of a dataset in the local cache.
-
-    Attributes:
-        paths: of the files, in order.
-        names: of the files in the dataset.
-        facts: dataset, revision (its commit), and subset and split where it has several.
-        unread: data files that are not read.
-    """
-
-    paths: tuple[Path, ...]
-    names: tuple[str, ...]
-    facts: Mapping[str, str]
-    unread: tuple[str, ...]
-
-
 def parse_name(path: str) -> HubName | None:
     """Return the dataset of the hub that a path names; None for a path of another kind.
 
@@ -106,7 +90,7 @@ def fetch(
     suffixes: Collection[str],
     ignored: Collection[str],
     show: Callable[[str], None],
-) -> HubFiles:
+) -> SourceFiles:
     """Choose the data files of one split, and download those that are not in the cache.
 
     Args:
@@ -152,7 +136,8 @@ def fetch(
     show(f"dataset {place.name} of the hub at {revision[:12]}{parts}: {size}")
     paths = tuple(_download(api, place, name, revision) for name in chosen)
     facts = {"dataset": place.name, "revision": revision, **named}
-    return HubFiles(paths, tuple(chosen), facts, tuple(name for name in data if name not in set(chosen)))
+    unread = tuple(f"hf://datasets/{place.name}/{name}" for name in data if name not in set(chosen))
+    return SourceFiles(paths, tuple(map(stamp_of, paths)), unread, facts, tuple(chosen))
 
 
 def _client(place: HubName) -> Any:
