@@ -23,6 +23,8 @@ _OURS, _THEIRS, _RATIO = (
     "tokenizers alone: text to ids",
     "prepare to tokenizers alone",
 )
+# The library's call that does not find the characters of each token, as preparing does where it can.
+_BARE = "tokenizers alone: text to ids without their characters"
 # Writes tools and calls of them, and marks what the model writes.
 _TOOL_TEMPLATE = "qwen2_5"
 
@@ -64,12 +66,13 @@ def _compare(sizes: Sizes, source: Path, tokenizer: Path, shards: Path, report: 
     Args:
         of: the conversations, in words that follow the names of the figures.
     """
-    rates: dict[str, list[float]] = {_OURS: [], _THEIRS: []}
+    rates: dict[str, list[float]] = {_OURS: [], _THEIRS: [], _BARE: []}
     tokens: set[float] = set()
     for number in range(sizes.rounds):
         sides = [
             (_OURS, ("tokenize_shard", source, tokenizer, shards / str(number))),
-            (_THEIRS, ("tokenizers_alone", source, tokenizer)),
+            (_THEIRS, ("tokenizers_alone", source, tokenizer, "encode_batch")),
+            (_BARE, ("tokenizers_alone", source, tokenizer, "encode_batch_fast")),
         ]
         for name, (probe, *arguments) in sides if number % 2 == 0 else sides[::-1]:
             measured = measure_apart(f"{_PROBES}:{probe}", *arguments)
@@ -80,6 +83,7 @@ def _compare(sizes: Sizes, source: Path, tokenizer: Path, shards: Path, report: 
     for name, samples in rates.items():
         report.add_samples(name + of, samples, "MB/s")
     report.add_ratio(_RATIO + of, _OURS + of, _THEIRS + of, at_least=0.85)
+    report.add_ratio(f"{_RATIO} without characters{of}", _OURS + of, _BARE + of)
 
 
 def _measure_memory(sizes: Sizes, folder: Path, tokenizer: Path, report: BenchReport, progress: Progress) -> None:

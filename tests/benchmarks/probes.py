@@ -160,8 +160,8 @@ def _processor_s() -> float:
     return time.process_time() + sum(int(tick) for pair in ticks for tick in pair) / os.sysconf("SC_CLK_TCK")
 
 
-def tokenizers_alone(source: str, tokenizer: str) -> dict[str, float]:
-    """Turn the same conversations, as text in memory, into token ids by the tokenizers library alone."""
+def tokenizers_alone(source: str, tokenizer: str, call: str) -> dict[str, float]:
+    """Turn the same conversations, as text in memory, into token ids by this call of the tokenizers library alone."""
     import tokenizers
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -170,7 +170,7 @@ def tokenizers_alone(source: str, tokenizer: str) -> dict[str, float]:
     seconds, tokens = 0.0, 0
     for _ in range(2):
         start = time.process_time()
-        tokens = sum(len(encoding.ids) for encoding in library.encode_batch(texts, add_special_tokens=False))
+        tokens = sum(len(encoding.ids) for encoding in getattr(library, call)(texts, add_special_tokens=False))
         seconds = time.process_time() - start
     return {"megabytes_per_s": megabytes / seconds, "tokens": float(tokens)}
 

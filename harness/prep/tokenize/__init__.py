@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
 from harness.prep.tokenize.config import TokenizerConfig
-from harness.prep.tokenize.offsets import token_mask
+from harness.prep.tokenize.offsets import TokenBytes, token_mask
 from harness.prep.tokenize.recorded import as_prepared, end_tokens
 from harness.prep.tokenize.tokenizer import ChatTokenizer, Encoded, texts_of, tokenizer_hash
 
@@ -19,6 +19,7 @@ __all__ = [
     "CHAT_TEMPLATE",
     "ChatTokenizer",
     "Encoded",
+    "TokenBytes",
     "TokenizerConfig",
     "as_prepared",
     "end_tokens",

@@ -2,15 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
-from harness.records import UInt8Array
+from harness.records import Int32Array, UInt8Array
 
 # First and past-the-end character.
 Span = tuple[int, int]
+
+# A byte-level tokenizer spells a byte that prints as that character, and the others, in order, as those from 256 on.
+_PRINTING = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTE_OF = {
+    **dict(zip(range(256, 512), sorted(set(range(256)) - set(_PRINTING)), strict=False)),
+    **{byte: byte for byte in _PRINTING},
+}
+
+
+# A tokenizer that writes this as it is leaves text of ASCII alone, but for white space around added tokens.
+_ASCII_PROBE = "a \n\t" + bytes(range(32, 127)).decode() + "  a\r\n B \n\n"
+
+
+class TokenBytes:
+    """The bytes of every token of a byte-level tokenizer, from which masks follow without the tokenizer's offsets.
+
+    The library takes a fifth less time where it need not find out the offsets.
+
+    Args:
+        vocabulary: id of each token, as the tokenizer spells it.
+        added: text of each added token by its id; these are spelled as they are.
+    """
+
+    def __init__(self, vocabulary: Mapping[str, int], added: Mapping[int, str]) -> None:
+        self._bytes = [b""] * (1 + max(vocabulary.values()))
+        for token, number in vocabulary.items():
+            self._bytes[number] = _bytes_of(token)
+        for number, text in added.items():
+            self._bytes[number] = text.encode()
+        self._lengths = np.fromiter(map(len, self._bytes), np.int32, len(self._bytes))
+
+    @classmethod
+    def of(cls, tokenizer: Any, added: Mapping[int, str]) -> TokenBytes | None:
+        """Return those of a tokenizer of the tokenizers library; None if its tokens are not the bytes of a text."""
+        from tokenizers import decoders
+
+        if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+            return None
+        made = cls(tokenizer.get_vocab(), added)
+        has_all_bytes = {bytes([byte]) for byte in range(256)} <= set(made._bytes)
+        ids = tokenizer.encode(_ASCII_PROBE, add_special_tokens=False).ids
+        return made if has_all_bytes and made._join(ids) == _ASCII_PROBE.encode() else None
+
+    def mask(self, ids: Int32Array, text: str, spans: Sequence[Span], weights: Sequence[int] = ()) -> UInt8Array | None:
+        """Compute `token_mask` of a text's token ids; None where these are not the bytes of the text.
+
+        A tokenizer may write a character in its normal form, or leave the white space around an added token out.
+        """
+        lengths = self._lengths[ids]
+        ends = np.cumsum(lengths)
+        is_ascii = text.isascii()
+        if int(ends[-1]) != len(text) if is_ascii else self._join(ids.tolist()) != text.encode():
+            return None
+        starts = ends - lengths
+        mask = np.zeros(len(ids), np.uint8)
+        for span, weight in zip(spans, weights or [1] * len(spans), strict=True):
+            start, end = span if is_ascii else (len(text[:place].encode()) for place in span)
+            part = mask[np.searchsorted(ends, start, "right") : np.searchsorted(starts, end, "left")]
+            np.maximum(part, weight, out=part)
+        return mask
+
+    def _join(self, ids: Sequence[int]) -> bytes:
+        return b"".join([self._bytes[number] for number in ids])
+
+
+def _bytes_of(token: str) -> bytes:
+    try:
+        return token.translate(_BYTE_OF).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode(errors="replace")
 
 
 def token_mask(offsets: Sequence[Span], spans: Sequence[Span], weights: Sequence[int] = ()) -> UInt8Array:

@@ -20,11 +20,11 @@ from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.loading import load_tokenizer
 from harness.prep.tokenize.masks import Rendered
-from harness.prep.tokenize.offsets import Span, token_mask
+from harness.prep.tokenize.offsets import Span, TokenBytes, token_mask
 from harness.prep.tokenize.recorded import end_tokens
 from harness.prep.tokenize.renderer import Renderer
 from harness.prep.tokenize.templates.builtin import load_template, template_tokens
-from harness.records import HUNDREDTHS, SequenceView
+from harness.records import HUNDREDTHS, Int32Array, SequenceView, UInt8Array
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 
@@ -73,6 +73,8 @@ class ChatTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = False
+        added = {number: token.content for number, token in self.hf.added_tokens_decoder.items()}
+        self._token_bytes = TokenBytes.of(self._backend, added)
         if config.chat_template:
             self.hf.chat_template = load_template(config.chat_template)
             self._check_tokens(config.chat_template)
@@ -204,7 +206,8 @@ class ChatTokenizer:
         """
         rendered = self._render(conversations)
         texts = [sequence.text for made in rendered if not isinstance(made, BadRecord) for sequence in made]
-        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
+        encode = self._backend.encode_batch_fast if self._token_bytes else self._backend.encode_batch
+        encodings = iter(encode(texts, add_special_tokens=False))
         return [
             made
             if isinstance(made, BadRecord)
@@ -225,16 +228,24 @@ class ChatTokenizer:
                 return BadRecord(conversation.where, BadReason.TOO_SHORT, detail)
             mask = np.zeros(len(ids), np.uint8)
             if sequence.spans:
-                weights = sequence.weights
-                if self._config.train_on == "weighted":
-                    weights = weights or [HUNDREDTHS] * len(sequence.spans)
-                mask[:-1] = token_mask(encoding.offsets, sequence.spans, weights)[1:]
+                mask[:-1] = self._token_mask(ids, encoding, sequence)[1:]
             if mask.any():
                 made.append(Encoded(SequenceView(ids, mask), sequence.text, sequence.spans))
         if not made:
             detail = "the chat template writes no trainable assistant token"
             return BadRecord(conversation.where, BadReason.NOTHING_TRAINED, detail)
         return made
+
+    def _token_mask(self, ids: Int32Array, encoding: Any, sequence: Rendered) -> UInt8Array:
+        """Mask the tokens of a sequence's trained parts, token-aligned; `encoding` is of its text."""
+        text, spans = sequence.text, sequence.spans
+        weights = sequence.weights or [HUNDREDTHS] * len(spans) if self._config.train_on == "weighted" else ()
+        if self._token_bytes is not None:
+            mask = self._token_bytes.mask(ids, text, spans, weights)
+            if mask is not None:
+                return mask
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        return token_mask(encoding.offsets, spans, weights)
 
     def _render(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | BadRecord]:
         """Return the texts of each conversation's sequences with their trained spans."""

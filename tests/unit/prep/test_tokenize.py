@@ -14,6 +14,7 @@ from harness.prep.chat import BadReason, Conversation, Message
 from harness.prep.tokenize import (
     CHAT_TEMPLATE,
     ChatTokenizer,
+    TokenBytes,
     TokenizerConfig,
     token_mask,
     train_bpe,
@@ -197,6 +198,53 @@ def test_a_token_that_shares_a_character_with_a_span_is_masked():
     assert token_mask([(0, 1), (1, 2), (1, 2), (1, 2), (2, 3)], [(1, 2)]).tolist() == [0, 1, 1, 1, 0]
     # A trimmed space: "a b" as a, " b" with offsets of b alone.
     assert token_mask([(0, 1), (2, 3)], [(1, 3)]).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("change", [{"normalizer": True}, {"added": True}, {}])
+def test_masks_from_the_bytes_of_tokens_equal_those_from_all_offsets(folder, change):
+    from tokenizers import AddedToken, Tokenizer, normalizers
+
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if "normalizer" in change:
+        backend.normalizer = normalizers.NFC()
+    if "added" in change:
+        backend.add_tokens([AddedToken("<x>", lstrip=True, rstrip=True, normalized=False), AddedToken("世界")])
+    added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
+    made = TokenBytes.of(backend, added)
+    assert made is not None
+    texts = ["An \u00e9migr\u00e9 火車 🙂🙂 stops.\n ", "plain  words ", "cafe\u0301", "a  <x>  世界 b"]
+    known = [
+        text
+        for text in texts
+        if (ids := np.array(backend.encode(text).ids, np.int32)) is not None and made.mask(ids, text, []) is not None
+    ]
+    # Both change the text that the tokens stand for.
+    assert (
+        set(texts) - set(known)
+        == {None: set(), "normalizer": {texts[2]}, "added": {texts[3]}}[next(iter(change), None)]
+    )
+    random = np.random.default_rng(0)
+    for text in known:
+        encoding = backend.encode(text)
+        ids = np.array(encoding.ids, np.int32)
+        for _ in range(100):
+            spans = [tuple(sorted(random.integers(0, len(text) + 1, 2).tolist()))]
+            expected = token_mask(encoding.offsets, spans).tolist()
+            if spans[0][0] < spans[0][1]:
+                assert made.mask(ids, text, spans).tolist() == expected, (text, spans)
+
+
+def test_a_tokenizer_that_changes_every_text_or_spells_no_bytes_has_no_bytes_of_tokens(folder):
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+
+    for name, value in (
+        ("normalizer", normalizers.Lowercase()),
+        ("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        ("decoder", decoders.Metaspace()),
+    ):
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        setattr(backend, name, value)
+        assert TokenBytes.of(backend, {}) is None, name
 
 
 def test_a_conversation_that_the_tokenizer_normalizes_is_masked_as_others(folder, tmp_path):
