@@ -176,9 +176,11 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
     folder = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
     try:
-        # A file that changes from here on has another stamp when the preparation looks at all of them again.
         stamp = stamp_of(parse_place(shard.path))
         receipt = _write(job, folder, shard, tokenizer)
+        if stamp_of(parse_place(shard.path)) != stamp:
+            fix = "prepare it when no program writes to it"
+            raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
         receipt.input = stamp
         receipt.output = digest_files(folder, _FILES)
         with (folder / RECEIPT).open("wb") as file:
