@@ -417,7 +417,7 @@ def _records(file: Place, stream: BinaryIO, unit: str, first: int, end: int | No
     if suffix_of(file) in SEPARATORS:
         return _read_rows(file, stream, first, end)
     if unit == ITEM:
-        groups = read_items(file, stream, first, None if end is None or end == _size(file) else end)
+        groups = read_items(file, stream, first, None if end == stamp_of(file).num_bytes else end)
         return ((number, [item for _, item in group]) for number, group in groups)
     return read_lines(file, stream, first, end)
 
@@ -430,7 +430,3 @@ def _read_rows(file: Place, stream: BinaryIO, first: int, end: int | None) -> It
         with open_text(file) as (beginning, _):
             names = DelimitedReader(file, beginning, SEPARATORS[suffix_of(file)]).header()
     return ((line, records) for line, _, records in reader.rows(names))
-
-
-def _size(file: Place) -> int:
-    return stamp_of(file).num_bytes
