@@ -1,4 +1,4 @@
-"""Copies of data on the disk of a node: made once, continued, checked, and read in place of the originals."""
+"""Copies of data on the disk of a node: made once, checked, and read in place of the originals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,12 @@ def test_a_changed_original_is_copied_again_and_removed_files_are_removed(origin
     assert not (made.path / "config.json").exists()
 
 
-def test_a_killed_copy_is_not_read_and_is_made_again(original, tmp_path):
+def test_a_killed_copy_is_not_read_and_is_made_again(original, tmp_path, monkeypatch):
+    monkeypatch.setenv("HARNESS_LOCAL_DIR", str(tmp_path / "local"))
+    assert local_copy(str(original)) == str(original)
+    copy_to_node(str(original), tmp_path / "local")
+    assert local_copy(str(original)) != str(original)
+    (original / "inner" / "weights").write_bytes(bytes(range(256)) * 4095)
     script = (
         "import os, sys\nfrom pathlib import Path\nfrom harness.storage import local_copies\n"
         "local_copies._BLOCK_BYTES = 1 << 16\nprogress = lambda num_bytes: num_bytes > 9 and os.kill(os.getpid(), 9)\n"
@@ -58,7 +63,7 @@ def test_a_killed_copy_is_not_read_and_is_made_again(original, tmp_path):
     assert local_copy(str(original)) == str(original)
     assert list((tmp_path / "local").rglob("*.partial"))
     made = copy_to_node(str(original), tmp_path / "local")
-    assert (made.path / "inner" / "weights").read_bytes() == bytes(range(256)) * 4096
+    assert (made.path / "inner" / "weights").read_bytes() == bytes(range(256)) * 4095
     assert not list((tmp_path / "local").rglob("*.partial"))
 
 
