@@ -28,7 +28,16 @@ from harness.formats.index import (
     IndexPart,
     write_index,
 )
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, Totals, restore_hint
+from harness.formats.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Provenance,
+    Shard,
+    Totals,
+    restore_hint,
+    undo_flipped_bit,
+)
 from harness.printing import count_of
 from harness.records import HUNDREDTHS
 from harness.storage import BucketFolder, Folder, LocalFolder, Marker, natural_key, open_folder
@@ -272,19 +281,26 @@ def repair_manifest(
 
 def _write_again(folder: LocalFolder, survey: Survey) -> tuple[Manifest, list[str]]:
     """Write index and manifest of whole shards; also returns notes about what is lost."""
-    totals, pack_size = survey.totals, survey.pack_size
+    totals = survey.totals
     fingerprint = write_index(
         folder, lambda: iter(survey.parts), num_packs=totals.num_packs, num_sequences=totals.num_sequences
     )
-    notes = [*survey.notes, _UNKNOWN]
-    if survey.format != "memmap":
-        notes.append(f"{survey.format} does not store pack_size; it was set to the longest pack, {pack_size:,}")
+    notes, provenance, pack_size = list(survey.notes), Provenance(), survey.pack_size
+    found = undo_flipped_bit(folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES) or b"")
+    if found is not None and found.fingerprint == fingerprint:
+        provenance, pack_size = found.provenance, found.pack_size
+        notes.append("one flipped bit of the manifest was corrected; the provenance and pack_size are as stored")
+    else:
+        notes.append(_UNKNOWN)
+        if survey.format != "memmap":
+            notes.append(f"{survey.format} does not store pack_size; it was set to the longest pack, {pack_size:,}")
     manifest = Manifest(
         format=survey.format,
         pack_size=pack_size,
         fingerprint=fingerprint,
         shards=tuple(survey.shards),
         index=folder.describe(INDEX_NAMES),
+        provenance=provenance,
         **asdict(totals),
     ).sealed()
     manifest.save(folder)
