@@ -16,7 +16,7 @@ from harness.errors import ConfigError, FormatError
 from harness.formats.base import load_format
 from harness.formats.manifest import Manifest, Provenance
 from harness.formats.opening import open_dataset
-from harness.formats.reader import PackReader
+from harness.formats.reader import PackReader, stamp_shard
 from harness.formats.verify import diff_readers
 from harness.formats.writer import forget_interruption, open_writer
 from harness.storage import ObjectPath, is_uri
@@ -131,11 +131,8 @@ def _identity(reader: PackReader) -> str:
     """Identify this source, without reading packs."""
     if reader.manifest is not None:
         return reader.fingerprint
-    digest = xxhash.xxh3_128(reader.path.encode())
+    stamps = [stamp_shard(load_format(reader.format), place) for place in reader.files()]
+    digest = xxhash.xxh3_128(repr((reader.path, stamps)).encode())
     digest.update(np.ascontiguousarray(reader.pack_offsets).data)
     digest.update(np.ascontiguousarray(reader.sequence_lengths).data)
-    for path in reader.files():
-        # Objects have no cheap identity of their own; their names and lengths must do.
-        stat = path.stat() if isinstance(path, Path) else None
-        digest.update((f"{path}:{stat.st_size}:{stat.st_mtime_ns}" if stat is not None else str(path)).encode())
     return str(digest.hexdigest())

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,19 +141,16 @@ class Survey:
     parts: list[IndexPart] = field(default_factory=list)
 
 
-def survey_folder(
-    folder: LocalFolder, progress: Callable[[int, int], None] | None = None, *, is_claimed: bool = False
-) -> Survey:
+def survey_folder(folder: LocalFolder, progress: Callable[[int, int], None] | None = None) -> Survey:
     """Read all shards of a folder without a whole manifest, and compare them with what is left of the index.
 
     Args:
         folder: of the dataset.
         progress: called with shards read and shards in total.
-        is_claimed: the marker of a write is the caller's own.
     """
     survey = Survey()
     names, traces = folder.names(), find_traces(folder)
-    if MARKER_NAME in names and not is_claimed:
+    if MARKER_NAME in names:
         survey.problems.append(Problem("a write is in progress or was interrupted", folder.where(MARKER_NAME)))
     unfinished = [name for name in [*names, *traces.index] if name.endswith((TEMPORARY_SUFFIX, ".part"))]
     survey.problems += [Problem("a file left by an interrupted write", folder.where(name)) for name in unfinished]
@@ -270,16 +267,12 @@ def repair_manifest(
     if not isinstance(folder, LocalFolder) or not folder.place.is_dir():
         what = "a manifest can be repaired only in a local folder"
         raise ConfigError(what, where=str(path), fix="download the dataset, repair it, and upload it again")
+    survey = survey_folder(folder, progress)
+    if survey.problems:
+        return None, survey.problems, survey.notes
     marker = Marker(folder.place / MARKER_NAME)
-    is_claimed = False
-    if not marker.path.exists():
-        with contextlib.suppress(OSError):  # a folder that cannot be written to can be surveyed
-            marker.acquire()
-            is_claimed = True
+    marker.acquire()
     try:
-        survey = survey_folder(folder, progress, is_claimed=is_claimed)
-        if survey.problems:
-            return None, survey.problems, survey.notes
         manifest, notes = _write_again(folder, survey)
         return manifest, [], notes
     finally:
@@ -288,12 +281,10 @@ def repair_manifest(
 
 def _write_again(folder: LocalFolder, survey: Survey) -> tuple[Manifest, list[str]]:
     """Write index and manifest of whole shards; also returns notes about what is lost."""
-
-    def parts() -> Iterator[IndexPart]:
-        return iter(survey.parts)
-
     totals = survey.totals
-    fingerprint = write_index(folder, parts, num_packs=totals.num_packs, num_sequences=totals.num_sequences)
+    fingerprint = write_index(
+        folder, lambda: iter(survey.parts), num_packs=totals.num_packs, num_sequences=totals.num_sequences
+    )
     notes, provenance, pack_size = list(survey.notes), Provenance(), survey.pack_size
     found = undo_flipped_bit(folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES) or b"")
     if found is not None and found.fingerprint == fingerprint:
@@ -306,14 +297,11 @@ def _write_again(folder: LocalFolder, survey: Survey) -> tuple[Manifest, list[st
     manifest = Manifest(
         format=survey.format,
         pack_size=pack_size,
-        num_packs=totals.num_packs,
-        num_sequences=totals.num_sequences,
-        num_tokens=totals.num_tokens,
-        num_trained_tokens=totals.num_trained_tokens,
         fingerprint=fingerprint,
         shards=tuple(survey.shards),
         index=folder.describe(INDEX_NAMES),
         provenance=provenance,
+        **asdict(totals),
     ).sealed()
     manifest.save(folder)
     return manifest, notes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import glob
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ from harness.storage import (
     natural_key,
     open_folder,
 )
+from harness.storage.inputs import glob_pattern
 
 
 def open_dataset(path: str | PathLike[str]) -> PackReader:
@@ -327,16 +327,12 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
 
 
 def _match_objects(pattern: ObjectPath) -> list[Place]:
-    """List the objects whose keys match a pattern, part by part: `*` does not match across a slash."""
+    """List the objects whose keys match a pattern; `*` does not match across a slash."""
     parts = pattern.key.split("/")
     plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     root = BucketFolder(replace(pattern, key="/".join(parts[:plain])))
-    places: list[Place] = []
-    for name in root.store.list(root.place):
-        names = name.split("/")
-        if len(names) == len(parts) - plain and all(map(fnmatch.fnmatchcase, names, parts[plain:])):
-            places.append(root.place / name)
-    return places
+    matching = glob_pattern("/".join(parts[plain:]))
+    return [root.place / name for name in root.store.list(root.place) if matching.fullmatch(name)]
 
 
 # ---- shards in object storage that are read from a local copy

@@ -75,7 +75,7 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
     """Return the Parquet files that paths, folders and patterns name; those of a folder or pattern in natural order.
 
     Raises:
-        PrepError: a path names nothing, or a file that is not Parquet.
+        PrepError: a path names nothing.
     """
     shards: list[Path] = []
     for source in sources:
@@ -91,12 +91,6 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
         if not files:
             raise PrepError("there are no token shards", where=source, fix="specify Parquet files, folders or patterns")
         shards += sorted(files, key=lambda file: natural_key(str(file)))
-    for path in shards:
-        with path.open("rb") as file:
-            start = file.read(8)
-        if not start.startswith(b"PAR1"):
-            fix = "token shards are Parquet files with a column of token ids; prepare chats with `harness prepare`"
-            raise PrepError(f"the shard is not a Parquet file: it begins with {start!r}", where=str(path), fix=fix)
     return shards
 
 
@@ -175,7 +169,7 @@ def _opened(path: Path, metadata: pq.FileMetaData | None = None) -> Iterator[pq.
             yield file
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        fix = "copy the shard again, or write it again"
+        fix = "write or copy it again, as Parquet with a column of token ids; `harness prepare` is for chats"
         raise PrepError(f"the shard cannot be read: {reason}", where=str(path), fix=fix) from None
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy.typing as npt
 
 from harness.checks import NOT_SET, CheckedSettings, Rule, bounded, one_of, require_at_least, require_choice
 from harness.errors import ConfigError, PrepError
-from harness.prep.placement import BinPlacement, best_fit_decreasing, first_fit, first_fit_decreasing, next_fit
+from harness.prep.placement import best_fit_decreasing, first_fit, next_fit
 from harness.records import Int64Array, Pack, SequenceView
 
 Key = TypeVar("Key", bound=Hashable)
@@ -157,32 +156,44 @@ def shuffled(count: int, *, seed: int, stream: int) -> Int64Array:
     return np.argsort(keys, kind="stable")
 
 
-def _decreasing(
-    place: Callable[[Int64Array, Int64Array, int], BinPlacement], lengths: npt.NDArray[Any], pack_size: int, seed: int
-) -> PackPlan:
-    counts = np.bincount(lengths, minlength=pack_size + 1)
-    sizes = np.flatnonzero(counts)[::-1]
-    placed = place(sizes, counts[sizes], pack_size)
-
+def _by_length(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> Int64Array:
+    """Return the sequences by decreasing length, those of one length at random."""
     order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
     # numpy radix-sorts 16-bit integers, several times faster than wider ones.
     narrow = np.uint16 if pack_size < 2**16 else np.int64
-    order = order[np.argsort((pack_size - lengths).astype(narrow)[order], kind="stable")]
+    return order[np.argsort((pack_size - lengths).astype(narrow)[order], kind="stable")]
 
+
+def _best_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
+    counts = np.bincount(lengths, minlength=pack_size + 1)
+    sizes = np.flatnonzero(counts)[::-1]
+    placed = best_fit_decreasing(sizes, counts[sizes], pack_size)
     pack_of_place = shuffled(placed.total_bins, seed=seed, stream=_STREAM_PACKS)
     per_pack = placed.items_per_bin()
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_pack[pack_of_place])])
     bin_starts = np.empty(placed.total_bins, np.int64)
     bin_starts[pack_of_place] = offsets[:-1]
-    return PackPlan(offsets, placed.assign(order, bin_starts))
+    return PackPlan(offsets, placed.assign(_by_length(lengths, pack_size, seed), bin_starts))
 
 
 def _first_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
     order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
     packs = first_fit(lengths[order], pack_size)
-    num_packs = int(packs.max(initial=-1)) + 1
     # Renumbered at random: otherwise the emptiest packs, opened last, would all come last.
-    packs = shuffled(num_packs, seed=seed, stream=_STREAM_PACKS)[packs]
+    numbers = shuffled(int(packs.max(initial=-1)) + 1, seed=seed, stream=_STREAM_PACKS)
+    return _plan_of(order, numbers[packs])
+
+
+def _first_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
+    order = _by_length(lengths, pack_size, seed)
+    packs = first_fit(lengths[order], pack_size)
+    numbers = np.argsort(shuffled(int(packs.max(initial=-1)) + 1, seed=seed, stream=_STREAM_PACKS))
+    return _plan_of(order, numbers[packs])
+
+
+def _plan_of(order: Int64Array, packs: Int64Array) -> PackPlan:
+    """Return the plan of sequences in this order, given the pack of each."""
+    num_packs = int(packs.max(initial=-1)) + 1
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(packs, minlength=num_packs))])
     return PackPlan(offsets, order[np.argsort(packs, kind="stable")])
 
@@ -193,8 +204,8 @@ def _next_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
 
 
 PACKERS: dict[str, Callable[[npt.NDArray[Any], int, int], PackPlan]] = {
-    "best_fit_decreasing": partial(_decreasing, best_fit_decreasing),
-    "first_fit_decreasing": partial(_decreasing, first_fit_decreasing),
+    "best_fit_decreasing": _best_fit_decreasing,
+    "first_fit_decreasing": _first_fit_decreasing,
     "first_fit": _first_fit,
     "next_fit": _next_fit,
 }

@@ -39,9 +39,8 @@ from harness.prep.report import (
 )
 from harness.prep.shards import VERSION, Receipt, ShardJob, bytes_in_progress, refuse
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.finding import SourceFiles
 from harness.prep.sources.mix import PreparedSource, find_sources
-from harness.prep.sources.reading import SourceShard, is_compressed
+from harness.prep.sources.reading import SourceFiles, SourceShard, is_compressed
 from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import count_of, open_console

@@ -1,8 +1,8 @@
-"""Packing algorithms: next fit and first fit in a given order, best-fit and first-fit decreasing over a histogram.
+"""Packing algorithms: next fit and first fit in a given order, and best-fit decreasing over a histogram.
 
-Sequences of equal length are interchangeable, so the decreasing algorithms place all of one length in one step over
-*runs*: bins with consecutive numbers, the same history and so the same free space. The work grows with the number of
-distinct lengths; each length splits at most one run, so runs stay few for any number of sequences.
+Sequences of equal length are interchangeable, so best-fit decreasing places all of one length in one step over *runs*:
+bins with consecutive numbers, the same history and so the same free space. The work grows with the number of distinct
+lengths; each length splits at most one run, so runs stay few for any number of sequences.
 """
 
 from __future__ import annotations
@@ -128,46 +128,6 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
             for run in waiting:
                 put(room, run)
     return BinPlacement(np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 4).T), total_bins)
-
-
-def first_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> BinPlacement:
-    """Place every item into the first opened bin that has room for it, longest items first.
-
-    Takes the arguments of `best_fit_decreasing`; makes exactly the bins of first-fit decreasing item by item.
-    """
-    # Runs in the order of opening their bins: first bin, bins, room, items already in each.
-    runs = np.empty((0, 4), np.int64)
-    columns = [np.empty((4, 0), np.int64)]
-    total_bins = 0
-    for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
-        per_new_bin = pack_size // size
-        per_bin = runs[:, 2] // size
-        ends = np.cumsum(per_bin * runs[:, 1])
-        in_old = int(ends[-1]) if len(ends) else 0
-        if in_old < count:
-            bins = -(-(count - in_old) // per_new_bin)
-            runs = np.concatenate([runs, np.array([[total_bins, bins, pack_size, 0]], np.int64)])
-            per_bin = np.append(per_bin, per_new_bin)
-            ends = np.append(ends, in_old + bins * per_new_bin)
-            total_bins += bins
-        last = int(np.searchsorted(ends, count))
-        left = count - (int(ends[last - 1]) if last else 0)
-        # Split the run where the items end into full bins, a partly filled one, and untouched ones.
-        first, bins, room, before = runs[last].tolist()
-        full, rest = divmod(left, int(per_bin[last]))
-        pieces = [(first, full, int(per_bin[last])), (first + full, int(rest > 0), rest)]
-        pieces.append((first + full + int(rest > 0), bins - full - int(rest > 0), 0))
-        split = np.array([(at, n, room, before) for at, n, _ in pieces if n], np.int64)
-        split_per_bin = np.array([k for _, n, k in pieces if n], np.int64)
-
-        runs = np.concatenate([runs[:last], split, runs[last + 1 :]])
-        per_bin = np.concatenate([per_bin[:last], split_per_bin, np.zeros(len(per_bin) - last - 1, np.int64)])
-        used = np.flatnonzero(per_bin)
-        columns.append(np.stack([runs[used, 0], runs[used, 1], per_bin[used], runs[used, 3]]))
-        runs[:, 2] -= per_bin * size
-        runs[:, 3] += per_bin
-        runs = runs[runs[:, 2] >= sizes[-1]]
-    return BinPlacement(np.concatenate(columns, axis=1), total_bins)
 
 
 def _ramps(counts: Int64Array) -> Int64Array:

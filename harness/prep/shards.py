@@ -34,7 +34,9 @@ from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.printing import count_of
 from harness.settings import load, to_plain
-from harness.storage import Place, file_digest, parse_place, stamp_of, sync_folder
+from harness.storage import StoredFile, parse_place, stamp_of, sync_folder
+from harness.storage.checksums import digest_files
+from harness.storage.files import Stamp
 
 # Increment when the same settings begin to give other data.
 VERSION = 3
@@ -91,8 +93,8 @@ class Receipt:
     Attributes:
         shard: fields of the `SourceShard`.
         settings: of the job.
-        input: `num_bytes` and `version` of the file (its `Stamp`), and `xxh3` of the shard's bytes in one on a disk.
-        output: `num_bytes` and `xxh3` of each written file, by name.
+        input: the stamp of the file.
+        output: the written files.
         counts: records, conversations, and what happened to them.
         conversations, sequences, tokens, trained_tokens: stored.
         was_there: an earlier run made it.
@@ -100,8 +102,8 @@ class Receipt:
 
     shard: dict[str, Any]
     settings: str
-    input: dict[str, Any] = field(default_factory=dict)
-    output: dict[str, dict[str, Any]] = field(default_factory=dict)
+    input: Stamp | None = None
+    output: list[StoredFile] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     conversations: int = 0
     sequences: int = 0
@@ -154,15 +156,10 @@ def _find_receipt(job: ShardJob, number: int, shard: SourceShard) -> Receipt | N
         receipt = load(Receipt, (folder / RECEIPT).read_bytes(), where=folder / RECEIPT)
         if (receipt.shard, receipt.settings) != (json.loads(json.dumps(asdict(shard))), job.settings):
             return None
-        source = parse_place(shard.path)
-        digest = receipt.input.pop("xxh3")
-        # A copy of the same bytes has another time.
-        if receipt.input != asdict(stamp_of(source)) and (not digest or digest != _digest(source, shard)):
+        if receipt.input != stamp_of(parse_place(shard.path)):
             return None
-        receipt.input["xxh3"] = digest
-        intact = all(_describe(folder / name) == expected for name, expected in receipt.output.items())
-        return replace(receipt, was_there=True) if intact else None
-    except (OSError, FormatError, KeyError):
+        return replace(receipt, was_there=True) if digest_files(folder, _FILES) == receipt.output else None
+    except (OSError, FormatError):
         return None
 
 
@@ -175,18 +172,17 @@ def _load_tokenizer(config: str, content: str, today: str) -> ChatTokenizer:
 
 def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
     tokenizer = job.load_tokenizer()
-    final, source = job.shard_folder(number), parse_place(shard.path)
+    final = job.shard_folder(number)
     folder = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
     try:
-        before = stamp_of(source)
+        stamp = stamp_of(parse_place(shard.path))
         receipt = _write(job, folder, shard, tokenizer)
-        digest = _digest(source, shard)
-        if stamp_of(source) != before:
+        if stamp_of(parse_place(shard.path)) != stamp:
             fix = "prepare it when no program writes to it"
             raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
-        receipt.input = {**asdict(before), "xxh3": digest}
-        receipt.output = {name: _describe(folder / name) for name in _FILES}
+        receipt.input = stamp
+        receipt.output = digest_files(folder, _FILES)
         with (folder / RECEIPT).open("wb") as file:
             file.write(json.dumps(to_plain(receipt)).encode())
             file.flush()
@@ -334,12 +330,3 @@ def _as_line(raw: object) -> bytes:
 def _describe_value(value: object) -> str:
     """Return text for a value of a Parquet row that JSON cannot hold."""
     return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
-
-
-def _digest(source: Place, shard: SourceShard) -> str:
-    """Return a hash of a shard's bytes; empty for an object, whose ETag is enough, and for a piece, which has none."""
-    return file_digest(source, shard.start, shard.end) if isinstance(source, Path) and not shard.is_piece else ""
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    return {"num_bytes": path.stat().st_size, "xxh3": file_digest(path)}

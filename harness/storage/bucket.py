@@ -204,19 +204,15 @@ class UploadFile(OutputFile):
         """Return the manifest's entry of this file under a name."""
         return StoredFile(name, self._num_bytes, str(self._digest.hexdigest()))
 
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
-        if self._done or not len(view):
-            return len(view)
+        if not len(view):
+            return
         self._digest.update(view)
         self._parts.update(view)
         self._num_bytes += len(view)
         with naming_errors(self._place):
             self._stream.write(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self._num_bytes
 
     def finish(self) -> None:
         """Complete the upload, and check what the store has.
@@ -272,17 +268,11 @@ class StagedFile(OutputFile):
         assert self._upload is not None
         return self._upload.describe(name)
 
-    def write(self, data: bytes | memoryview) -> int:
-        return len(data) if self._done else self._file.write(data)
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
 
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seek(self, position: int) -> int:
-        return self._file.seek(position)
-
-    def seekable(self) -> bool:
-        return True
+    def seek(self, position: int) -> None:
+        self._file.seek(position)
 
     def finish(self) -> None:
         """Upload the file, and check it as `UploadFile.finish` does."""

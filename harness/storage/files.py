@@ -8,7 +8,6 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -34,7 +33,7 @@ class StoredFile:
     xxh3: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stamp:
     """Identity of a file's content, as far as its storage knows it without reading.
 
@@ -48,22 +47,16 @@ class Stamp:
 
 
 class OutputFile(ABC):
-    """A file being written, which exists under its name only after `finish`; pyarrow writes to it."""
+    """A file being written, which exists under its name only after `finish`."""
 
     _done = False
 
-    @property
-    def closed(self) -> bool:
-        return self._done
-
     @abstractmethod
-    def write(self, data: bytes | memoryview) -> int:
-        """Append bytes; after `abort` they are dropped, because a library's writer may still flush its footer."""
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
 
-    @abstractmethod
-    def tell(self) -> int: ...
-
-    def seek(self, position: int) -> int:
+    def seek(self, position: int) -> None:
+        """Go to a position that was written already."""
         raise OSError(errno.ESPIPE, "This file is written front to back")
 
     @abstractmethod
@@ -73,21 +66,6 @@ class OutputFile(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Leave no file; does nothing after `finish`."""
-
-    def writable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return False
-
-    def flush(self) -> None:  # noqa: B027
-        """Do nothing: `finish` makes the bytes durable."""
-
-    def close(self) -> None:  # noqa: B027
-        """Do nothing: libraries close what they are done with, and the file stays open until `finish` or `abort`."""
 
 
 class AtomicFile(OutputFile):
@@ -101,22 +79,17 @@ class AtomicFile(OutputFile):
         self.temporary_path = path.with_name(path.name + TEMPORARY_SUFFIX)
         self._file: BinaryIO = self.temporary_path.open("wb")
 
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, data: bytes | memoryview) -> None:
         try:
-            return len(data) if self._done else self._file.write(data)
+            self._file.write(data)
         except OSError as error:
             raise self._named(error) from None
 
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seek(self, position: int) -> int:
-        return self._file.seek(position)
-
-    def seekable(self) -> bool:
-        return True
+    def seek(self, position: int) -> None:
+        self._file.seek(position)
 
     def flush(self) -> None:
+        """Let other open files of the same bytes read what was written."""
         self._file.flush()
 
     def finish(self) -> None:
@@ -349,15 +322,13 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if index % 2 else (1, 0, part) for index, part in enumerate(parts)]
 
 
-def file_digest(path: Path, start: int = 0, end: int = sys.maxsize) -> str:
-    """xxh3_64 (hexadecimal) of a file's bytes from `start` to `end`; an OSError names the file."""
-    total, left = xxhash.xxh3_64(), end - start
+def file_digest(path: Path) -> str:
+    """xxh3_64 (hexadecimal) of a file's bytes; an OSError names the file."""
+    total = xxhash.xxh3_64()
     try:
         with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while block := file.read(min(left, _READ_BYTES)):
+            while block := file.read(_READ_BYTES):
                 total.update(block)
-                left -= len(block)
     except OSError as error:
         error.filename = error.filename or str(path)
         raise

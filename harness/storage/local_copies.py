@@ -1,8 +1,8 @@
 """Copies of folders on a disk of this node, made once before training and read instead of the originals.
 
 The copy of /shared/data/mine is LOCAL/shared/data/mine. LOCAL/shared/data/mine.copied, written last, lists its files
-with size and time of the original and the hash of the copy: without it there is no copy. A copy that was cut off
-continues in the middle of a file; one whose original has changed is brought up to date.
+with size and time of the original and the hash of the copy: without it there is no copy. One whose original has
+changed is brought up to date.
 
     HARNESS_LOCAL_DIR    the folder LOCAL, for `local_copy`; unset, everything is read where it is
 """
@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -125,62 +124,37 @@ def _update(original: Path, copy: Path, known: dict[str, str], progress: Progres
     if missing or len(done) < len(_read_listing(listing)):
         listing.unlink(missing_ok=True)  # from now on the copy is not whole
         _remove_others(copy, set(wanted))
-        _check_space(sum(wanted[name].st_size for name in missing) - _partial_bytes(copy), copy)
-        stopped = threading.Event()
+        _check_space(sum(wanted[name].st_size for name in missing), copy)
 
         def copy_one(name: str) -> CopiedFile:
-            try:
-                return _copy_file(original / name, copy / name, known.get(name), progress, stopped)
-            except BaseException:
-                stopped.set()
-                raise
+            return _copy_file(original / name, copy / name, known.get(name), progress)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             done |= dict(zip(missing, pool.map(copy_one, missing), strict=True))
-        _remove_others(copy, set(wanted), partials=True)
         text = json.dumps({name: asdict(done[name]) for name in sorted(done)}, indent=1)
         write_atomically(listing, f"{text}\n".encode())
     return LocalCopy(copy, done, sum(wanted[name].st_size for name in missing))
 
 
-def _copy_file(
-    source: Path, target: Path, known: str | None, progress: Progress, stopped: threading.Event
-) -> CopiedFile:
-    """Copy a file, from where an earlier copy of the same version of it stopped; check the bytes on the disk."""
-    state = source.stat()
+def _copy_file(source: Path, target: Path, known: str | None, progress: Progress) -> CopiedFile:
+    """Copy a file, and check the bytes on the disk."""
+    state, digest = source.stat(), xxhash.xxh3_64()
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = _beside(target, f".{state.st_size}-{state.st_mtime_ns}{_PARTIAL}")
-    is_resumed = partial.is_file() and 0 < partial.stat().st_size <= state.st_size
-    if not is_resumed:
-        partial.unlink(missing_ok=True)
-    digest = xxhash.xxh3_64()
-    with source.open("rb", buffering=0) as reading, partial.open("ab+", buffering=0) as writing:
-        writing.seek(0)
-        while block := writing.read(_BLOCK_BYTES):
-            digest.update(block)
-            progress(len(block))
-        reading.seek(writing.tell())
+    partial = _beside(target, _PARTIAL)
+    with source.open("rb", buffering=0) as reading, partial.open("wb") as writing:
         while block := reading.read(_BLOCK_BYTES):
-            if stopped.is_set():
-                raise HarnessError(
-                    "stopped because another file failed", where=str(target), fix="see the error of the other file"
-                )
             digest.update(block)
-            _write_all(writing.fileno(), block)
+            writing.write(block)
             progress(len(block))
+        writing.flush()
         os.fsync(writing.fileno())
         # Not what memory has of it: the disk's own bytes are compared.
         os.posix_fadvise(writing.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    found = digest.hexdigest()
-    if known not in (None, found) and is_resumed:  # the part that was there is not of this file
-        partial.unlink()
-        return _copy_file(source, target, known, progress, stopped)
-    stored = file_digest(partial)
+    found, stored = digest.hexdigest(), file_digest(partial)
     progress(state.st_size)
     if known not in (None, found) or stored != found or partial.stat().st_size != state.st_size:
         partial.unlink()
-        where, expected = (source, known) if known not in (None, found) else (target, found)
-        got = found if where == source else stored
+        where, expected, got = (source, known, found) if known not in (None, found) else (target, found, stored)
         raise HarnessError(
             f"{source.name} has the hash {got}, {expected} is expected",
             where=str(where),
@@ -188,12 +162,6 @@ def _copy_file(
         )
     partial.replace(target)
     return CopiedFile(state.st_size, state.st_mtime_ns, found)
-
-
-def _write_all(descriptor: int, block: bytes) -> None:
-    view = memoryview(block)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _names(original: Path) -> list[str]:
@@ -216,16 +184,11 @@ def _check_space(num_bytes: int, copy: Path) -> None:
         )
 
 
-def _remove_others(copy: Path, names: set[str], *, partials: bool = False) -> None:
-    """Remove what the original does not have, and in the end also parts of its earlier versions."""
+def _remove_others(copy: Path, names: set[str]) -> None:
+    """Remove what the original does not have, and what a copy that was killed left."""
     for path in list(copy.rglob("*")) if copy.is_dir() else []:
-        is_kept = str(path.relative_to(copy)) in names or (path.name.endswith(_PARTIAL) and not partials)
-        if path.is_file() and not is_kept:
+        if path.is_file() and str(path.relative_to(copy)) not in names:
             path.unlink()
-
-
-def _partial_bytes(copy: Path) -> int:
-    return sum(path.stat().st_size for path in copy.rglob(f"*{_PARTIAL}"))
 
 
 def _read_listing(listing: Path) -> dict[str, CopiedFile]:

@@ -7,8 +7,6 @@ import json
 from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -179,11 +177,6 @@ def test_refused_records_are_repaired_and_prepared_by_themselves(tmp_path):
     named = {"name": str(tmp_path / "d" / "tokenizer")}
     report, _ = run(settings(tmp_path / "e", str(repaired), tokenizer=named, validation_fraction=0.0))
     assert (report.records, report.bad) == (2, {})
-    # Rows of a table can be repaired as lines.
-    pq.write_table(pa.Table.from_pylist([record(1), bad]), tmp_path / "chats.parquet")
-    run(settings(tmp_path / "f", str(tmp_path / "chats.parquet"), on_bad="skip", validation_fraction=0.0))
-    (line,) = (tmp_path / "f" / "bad_records_to_repair.jsonl").read_text().splitlines()
-    assert json.loads(line) == bad
 
 
 def test_plain_chats_keep_their_bytes(tmp_path, chats):
@@ -255,24 +248,6 @@ def test_the_report_names_schema_mask_unused_fields_and_first_places(tmp_path):
         assert f"{source}, line 8" in (tmp_path / "d" / name).read_text()
 
 
-def test_the_terminal_says_what_share_is_lost_to_the_length_of_packs_and_how_to_keep_it(tmp_path):
-    rows = [record(number) for number in range(30)]
-    rows += [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "tokens " * 300}]}] * 10
-    source = write_jsonl(tmp_path / "chats.jsonl", rows)
-    report, output = run(settings(tmp_path / "d", source, pack_size=256))
-    lost, trained = report.lost_tokens, sum(split.trained_tokens for split in report.splits.values())
-    dropped = report.dropped["over_long"]
-    assert 10 <= dropped < 40
-    assert lost > 10 * 300
-    words = " ".join(output.split())
-    assert (
-        f"lost {dropped} of 40 conversations ({dropped / 40:.1%}) left out, with {lost:,} of {lost + trained:,}"
-        in words
-    )
-    assert "data.over_long=split or a larger data.pack_size" in words
-    assert "lost" not in run(settings(tmp_path / "e", source, pack_size=4096))[1]
-
-
 def test_the_report_names_the_factor_by_which_turns_of_their_own_repeat_a_conversation(tmp_path):
     template = tmp_path / "forgetful.jinja"
     template.write_text(
@@ -290,19 +265,7 @@ def test_the_report_names_the_factor_by_which_turns_of_their_own_repeat_a_conver
     assert len(lengths) == 60
     assert report.repeated_tokens == sum(lengths) - 10 * lengths[-1]
     factor = sum(lengths) / (10 * lengths[-1])
-    assert factor > 1.5
-    words = " ".join(output.split())
-    assert f"{factor:.1f} times the tokens of one rendering" in words
-    assert f"tokens over one rendering {factor:.2f}" in words
-    again, output = run(
-        replace(
-            config,
-            tokenizer=replace(tokenizer, train_on="last_turn"),
-            data=replace(config.data, path=str(tmp_path / "e")),
-        )
-    )
-    assert again.repeated_tokens == 0
-    assert "times the tokens" not in output
+    assert f"{factor:.1f} times the tokens of one rendering" in " ".join(output.split())
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])
@@ -400,10 +363,3 @@ def test_the_built_in_corpus_is_prepared_within_a_limit(tmp_path):
     assert output.startswith(first)
     assert (tmp_path / "d" / "source" / "pydoc.jsonl").exists()
     assert run(config)[0].reused
-
-
-def test_a_terminal_shows_the_training_of_a_tokenizer_apart_from_the_reading_of_its_texts(chats, tmp_path):
-    console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    prepare(settings(tmp_path / "out", chats), console=console)
-    page = console.file.getvalue()
-    assert 0 < page.index("reading texts for a tokenizer") < page.index("training the tokenizer")

@@ -76,30 +76,6 @@ def sharegpt_expected(number: int) -> Sequences | str:
     return [answers + ([f"Any time ({number}).</s>"] if number % 3 == 0 else [])]
 
 
-# Single-turn function calling as in xLAM: lists as JSON text, with one call, several, or a broken list.
-
-
-def xlam(number: int) -> dict[str, Any]:
-    answers = [
-        {"name": "get_weather", "arguments": {"city": city(number + step), "days": step}}
-        for step in range(1 + number % 3)
-    ]
-    return {
-        "id": number,
-        "query": f"Weather in {city(number)} and around, please.",
-        "tools": dumps([weather_tool(wrapped=False)]),
-        "answers": "[{'name': 'get_weather'}]" if number % 50 == 0 else dumps(answers),
-    }
-
-
-def xlam_expected(number: int) -> Sequences | str:
-    if number % 50 == 0:
-        return "bad_tools"
-    arguments = [dumps({"city": city(number + step), "days": step}) for step in range(1 + number % 3)]
-    calls = [f'<tool_call>\n{{"name": "get_weather", "arguments": {text}}}\n</tool_call>' for text in arguments]
-    return [["\n".join(calls) + "<|im_end|>"]]
-
-
 # Reasoning on and off, as in Nemotron's data: thoughts in the content, an empty system turn, and other columns beside.
 
 
@@ -161,32 +137,6 @@ def post_training_expected(number: int) -> Sequences | str:
     thought = f"<think>\nThe last digit of {number} is {number % 10}.\n</think>\n\n" if number % 2 == 0 else ""
     # The answer in the prompt is not trained.
     return [[f"{thought}{'No' if number % 2 else 'Yes'}, {number}.<|eot_id|>"]]
-
-
-# Alpaca with history, whose answers are answers too.
-
-
-def alpaca(number: int) -> dict[str, Any]:
-    record = {
-        "instruction": f"Describe {city(number)}.",
-        "input": "In one sentence." if number % 2 else "",
-        "output": f"{city(number)} is a city of {number} streets.",
-        "history": [[f"Do you know {city(step)}?", f"I know {city(step)}."] for step in range(number % 4)],
-    }
-    if number % 5 == 0:
-        record["system"] = "You know every city."
-    if number % 400 == 1:
-        record["output"] = " "
-    elif number % 400 == 2:
-        record["history"] = [["only a question"]]
-    return record
-
-
-def alpaca_expected(number: int) -> Sequences | str:
-    if number % 400 in (1, 2):
-        return {1: "empty_turn", 2: "bad_turn"}[number % 400]
-    answers = [f"I know {city(step)}.<|eot_id|>" for step in range(number % 4)]
-    return [[*answers, f"{city(number)} is a city of {number} streets.<|eot_id|>"]]
 
 
 # OpenAI's messages with tools, arguments as text, and reasoning, over one question or two.
@@ -257,14 +207,6 @@ FIXTURES = {
         schema="sharegpt",
         unused=frozenset(("id",)),
     ),
-    "xlam": Fixture(
-        xlam,
-        xlam_expected,
-        "qwen3_instruct",
-        untrained=("<tools>", '"description": "Weather of a city."'),
-        schema="xlam",
-        unused=frozenset(("id",)),
-    ),
     "nemotron": Fixture(
         nemotron,
         nemotron_expected,
@@ -281,13 +223,6 @@ FIXTURES = {
         schema="prompt_completion",
         unused=frozenset(("category", "reasoning", "used_in_training")),
         columns={"prompt": "input", "completion": "output"},
-    ),
-    "alpaca": Fixture(
-        alpaca,
-        alpaca_expected,
-        "llama3",
-        untrained=("In one sentence.", "You know every city."),
-        schema="alpaca",
     ),
     "openai": Fixture(
         openai,

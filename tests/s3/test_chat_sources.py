@@ -23,7 +23,6 @@ from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import find_files
 from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
 from harness.prep.sources.schema import find_schema
-from harness.storage import parse_place, stamp_of
 
 pytestmark = pytest.mark.s3
 
@@ -163,15 +162,3 @@ def test_an_object_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr(shards, "read_shard", change)
     with pytest.raises(PrepError, match="changed while it was read"):
         prepared(tmp_path / "data", place)
-
-
-def test_the_stamp_of_an_object_changes_with_its_bytes_alone(proxy: Any, bucket: Any, place: str) -> None:
-    object_ = parse_place(f"{place}/a.jsonl")
-    put(bucket, place, {"a.jsonl": b"one"})
-    first = stamp_of(object_)
-    put(bucket, place, {"a.jsonl": b"two"})
-    second = stamp_of(object_)
-    put(bucket, place, {"a.jsonl": b"one"})
-    assert first.num_bytes == second.num_bytes == 3
-    assert first.version != second.version
-    assert stamp_of(object_) == first

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, PrepError
 from harness.formats import convert_dataset, open_dataset, verify_dataset
-from harness.formats.foreign.importing import import_dataset
 from harness.formats.inspect import find_tokenizer_folder
 from harness.prep import TokenizerConfig, prepare
 from harness.prep.pipeline import repack_store
@@ -151,18 +150,6 @@ def test_sequences_in_a_bucket_are_packed_again_there_and_from_a_disk(
     bucket.delete_file(f"{place.removeprefix('s3://')}-2/store/manifest.json")
     with pytest.raises(FormatError, match="the plan's sequence store cannot be read"):
         open_dataset(f"{place}-2/plan")[0]
-
-
-def test_an_import_goes_to_a_bucket(proxy: Any, bucket: Any, place: str, tmp_path: Path) -> None:
-    rows = [
-        {"tokens": [1, 2, 3, 4], "labels": [2, 3, 4, 0], "loss_mask": [0, 1, 1, 0], "cu_seqlens": [0, 4]},
-        {"tokens": [5, 6, 7, 8], "labels": [6, 0, 8, 0], "loss_mask": [1, 0, 1, 0], "cu_seqlens": [0, 2, 4]},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    local = import_dataset(tmp_path / "rows.jsonl", tmp_path / "local", convention="megatron_lm", format="memmap")
-    remote = import_dataset(tmp_path / "rows.jsonl", place, convention="megatron_lm", format="memmap")
-    assert remote.fingerprint == local.fingerprint
-    assert list(open_dataset(place)) == list(open_dataset(tmp_path / "local"))
 
 
 def test_an_upload_is_compared_with_what_the_store_has(

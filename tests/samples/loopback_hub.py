@@ -23,9 +23,8 @@ class LoopbackHub:
         hang: paths (expressions) that are never answered.
     """
 
-    def __init__(self, datasets: dict[str, dict[str, bytes]], *, page: int = 1000) -> None:
+    def __init__(self, datasets: dict[str, dict[str, bytes]]) -> None:
         self.datasets = datasets
-        self.page = page
         self.requests: list[str] = []
         self.faults: dict[str, int] = {}
         self.hang = ""
@@ -68,7 +67,7 @@ class LoopbackHub:
 
     def _answer(self, handler: http.server.BaseHTTPRequestHandler, *, body: bool) -> None:
         address = urllib.parse.urlsplit(handler.path)
-        path, query = urllib.parse.unquote(address.path), urllib.parse.parse_qs(address.query)
+        path = urllib.parse.unquote(address.path)
         self.requests.append(f"{handler.command} {path}")
         if self.hang and re.search(self.hang, path):
             self.closing.wait(60)
@@ -78,7 +77,7 @@ class LoopbackHub:
         headers: dict[str, str] = {}
         data = b'{"error": "injected"}'
         if not status:
-            status, data, headers = self._find(path, query)
+            status, data, headers = self._find(path)
         given = handler.headers.get("Range")
         if given and status == 200:
             start, end = re.fullmatch(r"bytes=(\d+)-(\d*)", given).groups()  # type: ignore[union-attr]
@@ -92,25 +91,15 @@ class LoopbackHub:
         if body:
             handler.wfile.write(data)
 
-    def _find(self, path: str, query: dict[str, list[str]]) -> tuple[int, bytes, dict[str, str]]:
-        match = re.fullmatch(r"/api/datasets/(.+?)(?:/revision/(.+)|/tree/([^/]+))?", path)
+    def _find(self, path: str) -> tuple[int, bytes, dict[str, str]]:
+        match = re.fullmatch(r"/api/datasets/(.+?)(?:/revision/(.+))?", path)
         if match and match[1] in self.datasets:
             name, files = match[1], self.datasets[match[1]]
             commit = self.commit(name)
-            if (match[2] or match[3] or "main") not in ("main", "v1", commit):
+            if (match[2] or "main") not in ("main", "v1", commit):
                 return 404, b"", {"X-Error-Code": "RevisionNotFound"}
-            if match[3]:
-                first = int(query.get("cursor", ["0"])[0])
-                entries: list[dict[str, Any]] = [{"type": "directory", "path": "data", "oid": "0" * 40}]
-                entries += [
-                    {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                    for file, data in sorted(files.items())
-                ]
-                more = f'<{self.url}{path}?recursive=true&cursor={first + self.page}>; rel="next"'
-                headers = {"Link": more} if first + self.page < len(entries) else {}
-                return 200, json.dumps(entries[first : first + self.page]).encode(), headers
             card = yaml.safe_load(files.get("README.md", b"").decode().partition("---")[2].partition("---")[0])
-            siblings = [{"rfilename": file} for file in sorted(files)]
+            siblings = [{"rfilename": file, "size": len(files[file])} for file in sorted(files)]
             info = {"id": name, "sha": commit, "private": False, "downloads": 0, "likes": 0, "tags": []}
             return 200, json.dumps({**info, "siblings": siblings, "cardData": card or {}}).encode(), {}
         match = re.fullmatch(r"/datasets/(.+?)/resolve/([^/]+)/(.+)", path)

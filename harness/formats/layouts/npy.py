@@ -198,12 +198,12 @@ _ALLOWED = re.compile(
 _LENGTH_BYTES = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4}
 _LENGTH_BYTES |= {pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8}
 # Opcode -> bytes of its fixed argument, and opcode -> bytes of the length field of a variable one.
-_DAMAGEDED: dict[bytes, int] = {}
+_FIXED: dict[bytes, int] = {}
 _COUNTED: dict[bytes, int] = {}
 for _opcode in (opcode for opcode in pickletools.opcodes if _ALLOWED.fullmatch(opcode.name)):
     _num_bytes = 0 if _opcode.arg is None else _opcode.arg.n
     if _num_bytes >= 0:
-        _DAMAGEDED[_opcode.code.encode("latin1")] = _num_bytes
+        _FIXED[_opcode.code.encode("latin1")] = _num_bytes
     else:
         _COUNTED[_opcode.code.encode("latin1")] = _LENGTH_BYTES[_num_bytes]
 _MAX_NAME_BYTES = 256
@@ -235,8 +235,8 @@ def check_opcodes(data: bytes) -> None:
             if opcode == b"\x8a" and length > _MAX_LONG_BYTES:
                 raise FormatError(f"the pickle contains a number of {length} bytes", fix=_DAMAGED)
             position += length
-        elif opcode in _DAMAGEDED:
-            width = _DAMAGEDED[opcode]
+        elif opcode in _FIXED:
+            width = _FIXED[opcode]
             if width > end - position:
                 raise FormatError("the pickle is truncated", fix=_DAMAGED)
             argument = int.from_bytes(view[position : position + width], "little")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from harness.errors import ConfigError, PrepError
 from harness.prep.sources import hub
@@ -20,6 +18,7 @@ from harness.prep.sources.reading import (
     JSON_SUFFIXES,
     JSONL_SUFFIXES,
     PARQUET_SUFFIXES,
+    SourceFiles,
     is_compressed,
     suffix_of,
 )
@@ -40,40 +39,6 @@ _DESCRIPTIONS = (_SPLITS_FILE, _STATE_FILE, "dataset_info.json", "dataset_infos.
 _MAX_STATE_BYTES = 16 << 20
 
 Show = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class SourceFiles:
-    """Files of a source.
-
-    Attributes:
-        files: places in the order in which they are read.
-        stamps: size and version of each.
-        skipped: files beside them that are not read.
-        facts: their origin where the path does not show it: dataset, revision and split.
-        names: names of the files under which the source is recognized on another machine; empty for their places.
-    """
-
-    files: tuple[Place, ...]
-    stamps: tuple[Stamp, ...]
-    skipped: tuple[str, ...] = ()
-    facts: Mapping[str, str] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(stamp.num_bytes for stamp in self.stamps)
-
-    @property
-    def digest(self) -> str:
-        """Hash that changes with a file's name, size or version; of the hub, with the revision and the names."""
-        values: list[Any] = [dict(self.facts)]
-        if self.names:
-            values += self.names
-        else:
-            pairs = zip(self.files, self.stamps, strict=True)
-            values += [[str(file), stamp.num_bytes, stamp.version] for file, stamp in pairs]
-        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def list_files(path: str) -> list[Place]:
@@ -173,9 +138,7 @@ def _refuse_split(source: SourceConfig) -> None:
 
 def _find_on_hub(name: hub.HubName, source: SourceConfig, show: Show) -> SourceFiles:
     kinds = [kind for suffix in _SUFFIXES for kind in (suffix, *(suffix + packed for packed in COMPRESSED))]
-    found = hub.fetch(name, split=source.split, subset=source.subset, suffixes=kinds, ignored=_DESCRIPTIONS, show=show)
-    unread = tuple(f"hf://datasets/{name.name}/{file}" for file in found.unread)
-    return SourceFiles(found.paths, tuple(map(stamp_of, found.paths)), unread, found.facts, found.names)
+    return hub.fetch(name, split=source.split, subset=source.subset, suffixes=kinds, ignored=_DESCRIPTIONS, show=show)
 
 
 def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Callable[[str], Stamp]) -> SourceFiles:

@@ -8,18 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import unquote
 
 from harness.errors import ConfigError, HarnessError, PrepError
+from harness.prep.sources.reading import SourceFiles
 from harness.prep.sources.splits import choose_named, choose_split, split_of
 from harness.printing import count_of
-from harness.storage import natural_key
+from harness.storage import natural_key, stamp_of
 from harness.storage.inputs import glob_pattern, is_glob
 
 _SCHEME = "hf://"
@@ -27,14 +27,11 @@ _PART = r"[A-Za-z0-9][\w.-]*"
 _REVISION = r"(?:@(?P<revision>refs/(?:convert|pr)/[^/@]+|[^/@]+))?"
 _URI = re.compile(rf"hf://datasets/(?P<name>{_PART}(?:/{_PART})?){_REVISION}(?:/(?P<inner>.*))?")
 _ID = re.compile(rf"(?P<name>{_PART}/{_PART}){_REVISION}(?P<inner>)")
-_ANSWER_S = 10
-_LISTING_S = 120
-# A slow network takes this long for the 10 MB after which a download shows progress.
-_STALL_S = 180
+# For the list of files, and for the facts of one.
+_LISTING_S, _ANSWER_S = 60, 10
 _FIX_OFFLINE = "download it where there is a network (`hf download NAME --repo-type dataset --local-dir DIR`), "
 _FIX_OFFLINE += "and set source.path to the folder"
 
-T = TypeVar("T")
 # Files to read, and the subset and split that they are if there are several.
 Chosen = tuple[list[str], dict[str, str]]
 
@@ -60,23 +57,6 @@ class HubName:
         if self.is_id:
             return f"{self.name}{revision}"
         return f"{_SCHEME}datasets/{self.name}{revision}" + (f"/{self.inner}" if self.inner else "")
-
-
-@dataclass(frozen=True)
-class HubFiles:
-    """Files of a dataset in the local cache.
-
-    Attributes:
-        paths: of the files, in order.
-        names: of the files in the dataset.
-        facts: dataset, revision (its commit), and subset and split where it has several.
-        unread: data files that are not read.
-    """
-
-    paths: tuple[Path, ...]
-    names: tuple[str, ...]
-    facts: Mapping[str, str]
-    unread: tuple[str, ...]
 
 
 def parse_name(path: str) -> HubName | None:
@@ -110,7 +90,7 @@ def fetch(
     suffixes: Collection[str],
     ignored: Collection[str],
     show: Callable[[str], None],
-) -> HubFiles:
+) -> SourceFiles:
     """Choose the data files of one split, and download those that are not in the cache.
 
     Args:
@@ -125,9 +105,9 @@ def fetch(
     """
     api = _client(place)
     with _errors(place):
-        info = api.dataset_info(place.name, revision=place.revision or None, timeout=_ANSWER_S)
-        revision = str(info.sha)
-        sizes = _within(_LISTING_S, lambda: _list(api, place.name, revision))
+        revision = place.revision or None
+        info = api.dataset_info(place.name, revision=revision, files_metadata=True, timeout=_LISTING_S)
+        revision, sizes = str(info.sha), {one.rfilename: int(one.size or 0) for one in info.siblings or ()}
     data = sorted(
         (
             name
@@ -156,7 +136,8 @@ def fetch(
     show(f"dataset {place.name} of the hub at {revision[:12]}{parts}: {size}")
     paths = tuple(_download(api, place, name, revision) for name in chosen)
     facts = {"dataset": place.name, "revision": revision, **named}
-    return HubFiles(paths, tuple(chosen), facts, tuple(name for name in data if name not in set(chosen)))
+    unread = tuple(f"hf://datasets/{place.name}/{name}" for name in data if name not in set(chosen))
+    return SourceFiles(paths, tuple(map(stamp_of, paths)), unread, facts, tuple(chosen))
 
 
 def _client(place: HubName) -> Any:
@@ -174,29 +155,12 @@ def _client(place: HubName) -> Any:
 
 def _download(api: Any, place: HubName, name: str, revision: str) -> Path:
     from huggingface_hub import hf_hub_download
-
-    moved: list[None] = []
-    settings = {"revision": revision, "endpoint": api.endpoint, "tqdm_class": _quiet_progress(moved)}
-    download = partial(hf_hub_download, place.name, name, repo_type="dataset", **settings)
-    with _errors(place, name):
-        return Path(_within(_STALL_S, download, moved))
-
-
-def _list(api: Any, name: str, revision: str) -> dict[str, int]:
-    entries = api.list_repo_tree(name, recursive=True, revision=revision, repo_type="dataset")
-    return {entry.path: int(entry.size) for entry in entries if getattr(entry, "size", None) is not None}
-
-
-def _quiet_progress(moved: list[None]) -> Any:
-    """Return a progress bar that shows nothing, as the stage's own lines do, and appends to `moved` as bytes arrive."""
     from tqdm import tqdm
 
-    def start(self: Any, *args: Any, **settings: Any) -> None:
-        tqdm.__init__(self, *args, **{**settings, "disable": True})
-
-    # Without an interval there is no thread that watches the bar.
-    parts = {"__init__": start, "update": lambda self, n=1: moved.append(None), "monitor_interval": 0}
-    return type("QuietProgress", (tqdm,), parts)
+    # The stage has lines of its own.
+    settings = {"endpoint": api.endpoint, "etag_timeout": _ANSWER_S, "tqdm_class": partial(tqdm, disable=True)}
+    with _errors(place, name):
+        return Path(hf_hub_download(place.name, name, repo_type="dataset", revision=revision, **settings))
 
 
 def _card_configs(info: Any) -> list[dict[str, Any]]:
@@ -301,30 +265,3 @@ def _errors(place: HubName, file: str = "") -> Iterator[None]:
             what, fix = f"{local}the hub cannot be reached: {reason[:200]}", _FIX_OFFLINE.replace("NAME", place.name)
             fix = f"check the path; if a dataset of the hub is meant, {fix}" if local else fix
         raise PrepError(what, where=f"{place}/{file}" if file else str(place), fix=fix) from error
-
-
-def _within(seconds: float, work: Callable[[], T], moved: Sequence[None] = ()) -> T:
-    """Return the result of `work`, or raise TimeoutError if nothing was appended to `moved` for so long.
-
-    The client waits without limit for a page of a listing, and tries for minutes where a server is silent.
-    """
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="hub", daemon=True)
-    thread.start()
-    before = -1
-    while thread.is_alive() and before != len(moved):
-        before = len(moved)
-        thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not done:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return done[0]

@@ -10,8 +10,8 @@ from typing import Any
 from harness.errors import PrepError
 from harness.prep.chat import RecordReader
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.finding import Show, SourceFiles, find_files
-from harness.prep.sources.reading import SourceChunk, SourceShard, cut_shards, read_chunks
+from harness.prep.sources.finding import Show, find_files
+from harness.prep.sources.reading import SourceChunk, SourceFiles, SourceShard, cut_shards, read_chunks
 from harness.prep.sources.schema import SourceSchema, find_schema
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -56,6 +58,40 @@ def suffix_of(file: Place) -> str:
 def is_compressed(file: Place) -> bool:
     """Return whether a file's name says that it is compressed."""
     return PurePosixPath(str(file)).suffix.lower() in COMPRESSED
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """Files of a source.
+
+    Attributes:
+        files: places in the order in which they are read.
+        stamps: size and version of each.
+        skipped: files beside them that are not read.
+        facts: their origin where the path does not show it: dataset, revision and split.
+        names: names of the files under which the source is recognized on another machine; empty for their places.
+    """
+
+    files: tuple[Place, ...]
+    stamps: tuple[Stamp, ...]
+    skipped: tuple[str, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stamp.num_bytes for stamp in self.stamps)
+
+    @property
+    def digest(self) -> str:
+        """Hash that changes with a file's name, size or version; of the hub, with the revision and the names."""
+        values: list[Any] = [dict(self.facts)]
+        if self.names:
+            values += self.names
+        else:
+            pairs = zip(self.files, self.stamps, strict=True)
+            values += [[str(file), stamp.num_bytes, stamp.version] for file, stamp in pairs]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +417,7 @@ def _records(file: Place, stream: BinaryIO, unit: str, first: int, end: int | No
     if suffix_of(file) in SEPARATORS:
         return _read_rows(file, stream, first, end)
     if unit == ITEM:
-        groups = read_items(file, stream, first, None if end is None or end == _size(file) else end)
+        groups = read_items(file, stream, first, None if end == stamp_of(file).num_bytes else end)
         return ((number, [item for _, item in group]) for number, group in groups)
     return read_lines(file, stream, first, end)
 
@@ -394,7 +430,3 @@ def _read_rows(file: Place, stream: BinaryIO, first: int, end: int | None) -> It
         with open_text(file) as (beginning, _):
             names = DelimitedReader(file, beginning, SEPARATORS[suffix_of(file)]).header()
     return ((line, records) for line, _, records in reader.rows(names))
-
-
-def _size(file: Place) -> int:
-    return stamp_of(file).num_bytes

@@ -12,7 +12,6 @@ from harness.prep.chat import NUM_DETECTION_RECORDS, RecordReader, detect_schema
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.reading import (
     ARROW_SUFFIXES,
-    JSON_SUFFIXES,
     PARQUET_SUFFIXES,
     SourceChunk,
     for_each_file,
@@ -89,7 +88,9 @@ def _sample(file: Place, reader: RecordReader) -> tuple[str, str, list[Any], lis
     if records and names:
         # Columns that no schema reads are not in the rows, and belong in the list of what is there.
         records[0] = {**dict.fromkeys(names), **records[0]}
-    schema = reader.schema or _detect(records, file, reader)
+    schema = reader.schema or detect_schema(
+        records, columns=reader.columns, ignore_fields=reader.ignore_fields, where=str(file)
+    )
     return f"{file}, {first.unit} {first.first}", schema, records, names
 
 
@@ -123,16 +124,3 @@ def _decoded(raw: Any) -> Any:
         except (ValueError, RecursionError):
             return None
     return record_of_row(raw) if isinstance(raw, Mapping) else None
-
-
-def _detect(records: list[Any], file: Place, reader: RecordReader) -> str:
-    try:
-        return detect_schema(records, columns=reader.columns, ignore_fields=reader.ignore_fields, where=str(file))
-    except PrepError:
-        only = records[0] if len(records) == 1 and suffix_of(file) in JSON_SUFFIXES else {}
-        for name, value in only.items() if isinstance(only, Mapping) else ():
-            if isinstance(value, list) and value and isinstance(value[0], Mapping):
-                what = f"the file contains one object with a list in its field {name!r}, expected a list of records"
-                fix = f"jq -c '.{name}[]' FILE.json > FILE.jsonl"
-                raise PrepError(what, where=str(file), fix=fix) from None
-        raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from harness.prep.tokenize.renderer import Renderer
 
 # Ends of published templates, for a template that cannot be asked because it refuses a plain question.
 _KNOWN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|return|>", "<|call|>", "</s>")
+_ANSWER = "qzjxkw"
 # Setting of each recorded rule that a template does not decide by itself.
 _RULES = {"marks": "generation", "assistant_turns": "assistant_turns", "all": "all"}
 _PARTS = ("reasoning", "tool_calls", "end_of_turn")
@@ -63,18 +65,23 @@ def _token_id(tokenizer: Any, text: str) -> int:
 
 
 def _template_ends(tokenizer: Any) -> list[str]:
-    """Return the special token that the template writes after an answer, or else before the question after it."""
+    """Return the special tokens that end a turn in the template, or else the one that begins the next question."""
     try:
         template = tokenizer.get_chat_template()
     except ValueError:
         return []
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special |= set(tokenizer.all_special_tokens)
+    known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = sorted(known | set(tokenizer.all_special_tokens), key=len, reverse=True)
     settings, where = TokenizerConfig(mask="all"), str(tokenizer.name_or_path)
-    renderer = Renderer(template, tokenizer.special_tokens_map, settings, sorted(special), where=where)
-    has_written, token = renderer.token_after_answer()
-    if has_written:
-        return [token] if token else []
+    renderer = Renderer(template, tokenizer.special_tokens_map, settings, special, where=where)
+    if renderer.end_tokens:
+        return list(renderer.end_tokens)
+    question = {"role": "user", "content": "?"}
+    with suppress(ConfigError):  # some templates refuse a plain question
+        text = renderer.prompt([question, {"role": "assistant", "content": _ANSWER}, question])
+        _, is_written, after = text.rpartition(_ANSWER)
+        if is_written:
+            return [token for token in special if after.lstrip().startswith(token)][:1]
     return [token for token in _KNOWN_ENDS if token in template and token in special]
 
 

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 CPU_S = 10.0
 # Of address space, above that of the interpreter.
 MEMORY_BYTES = 2 << 30
-_ANSWER = "qzjxkw"
 _FIX = "set another template with tokenizer.chat_template, or remove the conversation"
 _SERVE = "from harness.prep.tokenize.renderer import serve; serve()"
 # The process ends with its standard input, not by signals to everything in the job.
@@ -108,14 +106,6 @@ class Renderer:
     def prompt(self, turns: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of a conversation up to where the assistant's next turn begins."""
         return str(self._ask("prompt", list(turns)))
-
-    def token_after_answer(self) -> tuple[bool, str]:
-        """Return True if the template writes an answer, and the special token after it; empty if there is none.
-
-        That is the token that it writes after the answer, or else before the question after it.
-        """
-        has_written, token = self._ask("token_after_answer")
-        return has_written, token
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         try:
@@ -222,8 +212,6 @@ def _answer(settings: bytes, name: str, arguments: list[Any], cpu_s: float) -> d
             return {"made": [_sequences(masker, conversation, cpu_s) for conversation in arguments[0]]}
         if name == "prompt":
             return {"made": template.render(arguments[0], prompt=True)}
-        if name == "token_after_answer":
-            return {"made": _token_after_answer(template, pickle.loads(settings)[3])}
         return {"made": (masker.rule, masker.why, template.uses_date, masker.end_tokens)}
     except MemoryError:
         raise
@@ -256,20 +244,3 @@ def _sequences(masker: Masker, conversation: Conversation, cpu_s: float) -> Any:
     except BadRecordError as refused:
         return {"reason": refused.reason, "detail": refused.detail}
     return [(made.text, made.spans, list(made.weights)) for made in found]
-
-
-def _token_after_answer(template: Template, special: Sequence[str]) -> tuple[bool, str]:
-    question, has_written = {"role": "user", "content": "?"}, False
-    # Templates of models that see images take parts alone.
-    contents: tuple[Any, ...] = (_ANSWER, [{"type": "text", "text": _ANSWER}])
-    for rest, content in product(([], [question]), contents):
-        turns = [question, {"role": "assistant", "content": content}, *rest]
-        try:
-            _, answer, after = template.render(turns).rpartition(_ANSWER)
-        except Exception:  # a template is a program, which can refuse anything
-            continue
-        has_written |= bool(answer)
-        following = [token for token in special if answer and after.lstrip().startswith(token)]
-        if following:
-            return True, max(following, key=len)
-    return has_written, ""

@@ -100,11 +100,3 @@ def test_damaged_figures_of_another_split_are_refused_before_anything_is_written
     with pytest.raises(FormatError, match="packing metadata is damaged"):
         export_to_bridge(write(tmp_path), tmp_path / "root")
     assert not (folder / "training_8.npy").exists()
-
-
-@pytest.mark.parametrize(("setting", "value"), [("split", "test"), ("file_format", "memmap")])
-def test_unknown_names_are_refused(setting: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=value) as caught:
-        BridgeFiles(**{setting: value})
-
-    assert caught.value.where == f"bridge.{setting}"

@@ -535,7 +535,6 @@ REFUSED = {
     "bad_tools": [
         (with_tools({"f": 1}), "`tools` is of type dict"),
         (with_tools("get_weather"), "`tools`: a str that is not JSON"),
-        (with_tools(["f"]), "tool 1: a str that is not JSON"),
         (with_tools([{}]), "tool 1 has no name"),
         (with_tools([TOOL, {"type": "web_search"}]), "tool 2 is of type 'web_search'"),
         (with_tools([{"type": "function", "function": {"name": 7}}]), "tool 1 has no name"),
@@ -546,14 +545,11 @@ REFUSED = {
             "arguments of call 1 of the tool_calls of turn 2 (assistant) there is a value more",
         ),
         (with_arguments({"x": "\ud800"}), "half a surrogate pair"),
-        (with_arguments('{"x": "\\ud800"}'), "half a surrogate pair"),
         (with_arguments({"x": float("inf")}), "the number inf"),
         (with_arguments({"x": 10**5000}), "an integer of 16,610 bits"),
         (with_arguments({"x": b"1"}), "a value of type bytes"),
         (with_arguments("x=1"), "call 1 of the tool_calls of turn 2"),
         (with_arguments([1]), "of type list, expected an object"),
-        (with_arguments('"x"'), "of type str, expected an object"),
-        (with_arguments("null"), "of type NoneType, expected an object"),
         (with_calls({"arguments": {}}), "has the name None"),
         (with_calls({"name": "f", "id": 7}), "has the id 7"),
         (with_calls({"type": "custom", "name": "f"}), "is of type 'custom'"),
@@ -562,10 +558,8 @@ REFUSED = {
     ],
     "unknown_field": [
         (with_calls({"name": "f", "arguments": {}, "index": 3}), "ignore_fields=[index]"),
-        (with_calls({"function": {"name": "f"}, "index": 3}), "'index'; to leave out: source.ignore_fie"),
         (with_part({"type": "text", "text": "x", "citations": [1]}), "ignore_fields=[citations]"),
         (with_turn({**ASK, "tool_calls": [{"name": "f"}]}), "'tool_calls', which belongs to turns of role 'assistant'"),
-        (with_turn({**ASK, "thinking": "x"}), "'thinking', which belongs to turns of role 'assistant'"),
         (with_turn({**ASK, "tool_call_id": "x"}), "'tool_call_id', which belongs to turns of role 'tool'"),
         (of_sharegpt({"from": "gpt", "value": "x", "content": "y"}), "'content beside from'"),
         (of_sharegpt({"from": "gpt", "value": "x", "loss": 1}), "'loss'"),
@@ -573,7 +567,6 @@ REFUSED = {
     "media": [
         (with_part({"type": "image_url", "image_url": {"url": "x"}}), "part 2 of turn 1 (user) is of type 'image"),
         (with_part({"type": "input_audio", "input_audio": "x"}), "'input_audio'"),
-        (with_part({"type": "video"}), "'video'"),
         (with_part({"type": "text", "text": "x", "image": "x"}), "has the field 'image'"),
     ],
     "not_text": [
@@ -587,7 +580,6 @@ REFUSED = {
     ],
     "bad_weight": [
         (answer_with(weight=0.555), "has the weight 0.555, expected a number from 0 to 1 with at most two decimals"),
-        (answer_with(weight=1.5), "has the weight 1.5"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "weight": 1}]}, ANSWER]},
             "a part of turn 1 (user) has a weight, and only assistant turns are trained",
@@ -607,7 +599,6 @@ REFUSED = {
     "empty_turn": [
         (of_sharegpt({"from": "gpt", "value": None}), "turn 2 (assistant) has no content"),
         (with_turn({"role": "user", "content": " \n"}), "turn 1 (user) is empty"),
-        (with_turn({"role": "user"}), "no content"),
         (of_alpaca(output=""), "`output` is empty"),
         (of_alpaca(instruction=" "), "`instruction` is empty"),
     ],

@@ -95,8 +95,3 @@ def test_a_folder_that_was_prepared_before_there_was_the_setting_is_still_prepar
     assert prepared().reused
     with pytest.raises(ConfigError, match="drop_media was None and is True"):
         prepared(drop_media=True)
-
-
-def test_the_setting_is_named_where_media_are_refused():
-    for record in (turns("x", images=["a.png"]), turns("x", image_path="a.png"), turns([part("image", image="a.png")])):
-        assert "source.drop_media=true" in READER.parse(record, "here").detail

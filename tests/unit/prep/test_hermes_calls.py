@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, RecordReader, ToolCall
-from harness.prep.sources.config import SourceConfig
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = ToolCall("add", {"a": 1})
@@ -68,9 +66,7 @@ def test_tags_in_the_reasoning_and_without_the_setting_are_text():
             "<tool_call> 1 of turn 2 (assistant) is not",
         ),
         (("gpt", "<tool_call>__import__('os')</tool_call>"), "is not JSON"),
-        (("gpt", '<tool_call>{"arguments": {"a": 1}}</tool_call>'), "has the name None"),
         (("gpt", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'), "of type list, expected an object"),
-        (("gpt", "<tool_call>[1]</tool_call>"), "is of type list, expected an object"),
         (("gpt", '<tool_call>{"name": "add"}'), "has an unclosed or nested <tool_call>"),
         (("gpt", f"<tool_call>{CALL}</tool_call>"), "nested <tool_call>"),
         (("gpt", f"{CALL} Done."), "turn 2 (assistant) has text after <tool_call>"),
@@ -91,8 +87,3 @@ def test_calls_in_the_fields_and_in_the_text_are_refused():
     bad = RecordReader(tool_calls="hermes").parse({"messages": turns}, "a.jsonl, line 1")
     assert isinstance(bad, BadRecord)
     assert "has tool_calls and <tool_call>" in bad.detail
-
-
-def test_another_form_of_calls_is_refused():
-    with pytest.raises(ConfigError, match="hermes"):
-        SourceConfig(tool_calls="qwen")

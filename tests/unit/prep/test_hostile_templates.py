@@ -21,7 +21,6 @@ LOOPS = "{% for a in range(99999) %}" * 3 + "{{ a }}" + "{% endfor %}" * 3
 HOSTILE = [
     # numbers
     "{{ 3**60000000 }}",
-    "{{ (3 ** messages[0].content | length) ** 9000000 }}",
     "{{ 2 ** (2 ** 40) }}",
     GROWING.replace("OF", "9").replace("MORE", "ns.x * ns.x"),
     # loops and recursion
@@ -31,26 +30,20 @@ HOSTILE = [
     # texts and lists
     "{{ 'a' * 10**10 }}",
     "{{ 'x' | center(10**10) }}",
-    "{{ ('\t' * 9).expandtabs(10**9) }}",
     "{{ '%*d' % (10**10, 1) }}",
     "{{ '%0999999999d' % 1 }}{{ '%0999999999d' % 1 }}",
     "{{ '{:>9999999999}'.format(1) }}",
-    "{{ '{0:{1}}'.format(1, 10**10) }}",
     "{{ [1, [2, [3]]] | tojson(indent=10**9) }}",
     "{{ messages | slice(10**9) | list }}",
-    "{{ messages | batch(10**10, 'x') | list }}",
     "{{ ('x' * 10**6) | indent(10**9, true) }}{{ 'x\nx' | indent(10**10) }}",
-    "{{ (('a' * 10**6).replace('a', 'b' * 10**6)) }}",
     "{{ ('a b ' * 10**7) | wordwrap(1) | length }}",
     "{{ lipsum(n=10**7, html=false) }}",
     GROWING.replace("OF", "'aa'").replace("MORE", "ns.x ~ ns.x"),
     GROWING.replace("OF", "[1]").replace("MORE", "ns.x + ns.x"),
-    GROWING.replace("OF", "'aa'").replace("MORE", "[ns.x, ns.x] | join"),
     "{% set x = cycler(*range(99999)) %}" + LOOPS.replace("{{ a }}", "{% set b = x.next() %}"),
 ]
 ESCAPES = [
     "{{ messages.__class__.__mro__ }}",
-    "{{ cycler.__init__.__globals__ }}",
     "{{ ''.__class__.__base__.__subclasses__() }}",
     "{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}",
     "{{ (messages | map(attribute='__class__') | list)[0].__mro__ }}",

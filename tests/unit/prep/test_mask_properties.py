@@ -314,18 +314,6 @@ def test_text_of_users_that_spells_a_special_token_is_refused_or_becomes_the_tok
     run()
 
 
-def test_results_of_tools_in_a_row_make_one_turn_where_the_template_says_so(tokenizers):
-    call = Message("assistant", None, "", (ToolCall("get", {}), ToolCall("get", {})))
-    turns = (Message("user", "a"), call, Message("tool", "1"), Message("tool", "2"), Message("assistant", "c"))
-    called, sequence = tokenizers["qwen3"].encode([Conversation(turns, "line 1")])
-    assert "<tool_response>" not in tokenizers["qwen3"].decode(called.input_ids)
-    assert (
-        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
-        in tokenizers["qwen3"].decode(sequence.input_ids)
-    )
-    assert "1" not in "".join(runs(tokenizers["qwen3"], sequence))
-
-
 @pytest.mark.parametrize(
     "place",
     [

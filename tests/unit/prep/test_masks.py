@@ -133,14 +133,6 @@ def test_turns_that_are_served_alike_share_a_sequence(tokenizer: Any) -> None:
     ]
 
 
-def test_kept_history_is_one_sequence_where_the_template_has_a_switch(tokenizer: Any) -> None:
-    kept = tokenizer(SWITCHED, history="kept")
-
-    (sequence,) = encode(kept, chat("Hi", "Hello", "Bye", "So long", reasoning_content="Hm"))
-
-    assert trained(sequence) == ["<think>Hm</think>Hello<|im_end|>", "<think>Hm</think>So long<|im_end|>"]
-
-
 def test_kept_history_without_a_switch_is_what_the_switch_would_write(tokenizer: Any) -> None:
     talk = chat("Hi", "Hello", "Bye", "So long", "Well", "Yes", reasoning_content="Hm")
     (by_switch,) = encode(tokenizer(SWITCHED, history="kept"), talk)
@@ -366,11 +358,6 @@ def test_a_template_that_tells_contents_apart_is_tried_with_the_same_kind_of_con
             "all of the content of turn 2 (assistant): 'The quick brown fox jumps over the lazy ...'",
         ),
         (
-            TOOLS.replace("m.content or ''", "(m.content or '').split('lazy')[0]"),
-            chat("The lazy dog", "Hello"),
-            "all of the content of turn 1 (user): 'The lazy dog'",
-        ),
-        (
             TOOLS.replace("m.content or ''", "(m.content or '').split('</quote>')[-1]"),
             chat("<quote>Hello</quote>Again", "Hello"),
             "the content of turn 1 (user)",
@@ -392,22 +379,11 @@ def test_a_template_that_tells_contents_apart_is_tried_with_the_same_kind_of_con
             chat("Hi", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {"a": 517}}}]),
             "all of the tool call's arguments of turn 2 (assistant): '517'",
         ),
-        (
-            TOOLS.replace("c.function.arguments | tojson", "(c.function.arguments | tojson)[:30]"),
-            chat("Hi", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {"a": "b" * 30}}}]),
-            "all of the tool call's arguments of turn 2 (assistant): 'bbbbbbbbbbbbbbbbbbbbbbbbbbbbbb'",
-        ),
     ],
 )
-@pytest.mark.parametrize("is_marked", [False, True])
 def test_a_text_that_a_template_loses_is_refused_by_name(
-    tokenizer: Any, template: str, conversation: Conversation, words: str, is_marked: bool
+    tokenizer: Any, template: str, conversation: Conversation, words: str
 ) -> None:
-    if is_marked:
-        end = (
-            "{% if m.role == 'assistant' %}{% generation %}<|im_end|>{% endgeneration %}{% else %}<|im_end|>{% endif %}"
-        )
-        template = template.replace("<|im_end|>", end)
     made = tokenizer(template)
     encode(made, chat("Hi", "Hello"))
 
@@ -534,28 +510,6 @@ def test_a_second_answer_in_a_row_is_trained_after_the_prompt_that_a_server_writ
 
 
 @pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("train_reasoning", ["<think>", "</think>Hello<|im_end|>"]),
-        ("train_end_of_turn", ["<think>Hm</think>Hello"]),
-    ],
-)
-def test_parts_of_a_turn_are_left_untrained_on_request(tokenizer: Any, setting: str, expected: list[str]) -> None:
-    (sequence,) = encode(tokenizer(FORGETFUL, **{setting: False}), chat("Hi", "Hello", reasoning_content="Hm"))
-
-    assert trained(sequence) == expected
-
-
-def test_tool_calls_are_left_untrained_on_request(tokenizer: Any) -> None:
-    call = [{"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}]
-    conversation = chat("Hi", "Wait", tool_calls=call)
-
-    assert trained(encode(tokenizer(TOOLS), conversation)[0]) == ['Wait<call>f {"a": "b"}</call><|im_end|>']
-    (sequence,) = encode(tokenizer(TOOLS, train_tool_calls=False), conversation)
-    assert trained(sequence) == ["Wait", "<|im_end|>"]
-
-
-@pytest.mark.parametrize(
     ("template", "conversation", "words"),
     [
         (TOOLS, chat("Hi", "Hello", reasoning_content="Hm"), "does not write the reasoning of turn 2 (assistant)"),
@@ -628,15 +582,6 @@ def test_a_template_writes_the_date_that_it_is_given(tokenizer: Any) -> None:
     assert dated.uses_date
     assert encode(dated, chat("Hi", "Hello"))[0].text.startswith("09 Mar 2025")
     assert not tokenizer(TOOLS).uses_date
-
-
-def test_facts_record_the_rule_its_reason_and_the_tokens_that_end_a_turn(tokenizer: Any) -> None:
-    facts = tokenizer(TOOLS, train_reasoning=False, train_on="last_turn").mask_facts()
-
-    assert facts["rule"] == "served"
-    assert "no marks" in facts["why"]
-    assert (facts["history"], facts["train_on"]) == ("as_served", "last_turn")
-    assert (facts["untrained"], facts["end_tokens"]) == ('["reasoning"]', '["<|im_end|>"]')
 
 
 @pytest.mark.parametrize(

@@ -62,19 +62,6 @@ def test_packs_have_the_same_room_as_those_of_the_plain_algorithm(algorithm, cas
     assert rooms == rooms_left(given, pack_size, is_best=algorithm.startswith("best"))
 
 
-def test_best_and_first_fit_decreasing_by_hand():
-    # 7 and 6 open packs of 10; 4 fits beside 6 only; 3 beside 7; 2 and 2 need a third.
-    lengths = [2, 7, 4, 2, 3, 6]
-    best = sorted(sorted(pack) for pack in pack_lengths(plan_packs(lengths, pack_size=10), lengths))
-    assert best == [[2, 2], [3, 7], [4, 6]]
-    # 4 fits beside 40 and 40, opened first, and exactly beside three of 32.
-    lengths = [40, 40, 32, 32, 32, 4]
-    best = sorted(map(sorted, pack_lengths(plan_packs(lengths, pack_size=100), lengths)))
-    assert best == [[4, 32, 32, 32], [40, 40]]
-    first = plan_packs(lengths, pack_size=100, algorithm="first_fit_decreasing")
-    assert sorted(map(sorted, pack_lengths(first, lengths))) == [[4, 40, 40], [32, 32, 32]]
-
-
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
@@ -105,18 +92,6 @@ def test_settings_of_packing_are_refused_by_name(changes, where, words):
         PackingConfig(**changes)
     assert caught.value.where == where
     assert words in caught.value.what
-
-
-def test_the_seed_of_a_plan_is_0_unless_given():
-    lengths = lognormal_lengths(200, 4096)
-    found = [plan_packs(lengths, pack_size=4096, **seed).sequence_ids.tolist() for seed in ({}, {"seed": 0})]
-    assert found[0] == found[1]
-
-
-def test_next_fit_keeps_the_order():
-    plan = plan_packs([4, 4, 5, 2, 8, 2], pack_size=10, algorithm="next_fit", seed=3)
-    assert plan.sequence_ids.tolist() == [0, 1, 2, 3, 4, 5]
-    assert plan.pack_offsets.tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "first_fit_decreasing", "first_fit"])

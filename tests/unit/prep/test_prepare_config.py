@@ -57,11 +57,3 @@ def test_a_choice_that_needs_a_name_is_refused_without_one(choice):
 )
 def test_columns_are_named_without_any_mark_of_hydra(overrides, columns):
     assert compose_config("prepare", PrepareConfig, overrides).source.columns == columns
-
-
-def test_columns_may_stand_in_a_file(tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults: [prepare, _self_]\nsource: {columns: {messages: chat}}\n")
-    config = compose_config(
-        "prepare", PrepareConfig, ["source.columns.role=who"], config_dir=tmp_path, config_name="mine"
-    )
-    assert config.source.columns == {"messages": "chat", "role": "who"}

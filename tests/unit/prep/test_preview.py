@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -105,13 +104,6 @@ def test_chats_have_no_packs_and_a_dataset_takes_no_settings_of_a_preparation(so
             main()
         assert ended.value.code == 2
         assert words in capsys.readouterr().err
-
-
-def test_a_preview_writes_nothing(source, tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    shown(source)
-    assert os.listdir() == []  # noqa: PTH208 - the folder itself
 
 
 @pytest.mark.parametrize("command", [["prepare", "--preview", "2"], ["prepare", "--preview=2"], ["inspect", "--raw"]])

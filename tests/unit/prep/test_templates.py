@@ -44,18 +44,6 @@ def trained_text(tokenizer, sequence) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_built_in_template_trains_the_answers_and_the_end_of_each_turn(tokenizers, name):
-    end = template_tokens(name).ends[0]
-    turns = chat(("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "So long"))
-    texts = [trained_text(tokenizers[name], sequence) for sequence in tokenizers[name].encode([turns])]
-    if name == "qwen3":
-        # A server writes no reasoning in the first answer once the second is generated, so each is a sequence.
-        assert texts == [f"<think>\n\n</think>\n\n{text}{end}" for text in ("Hello", "So long")]
-    else:
-        assert texts == [f"Hello{end}So long{end}"]
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_special_tokens_of_a_template_are_single_tokens_of_the_tokenizer_trained_for_it(tokenizers, name):
     tokens = template_tokens(name)
     vocabulary = tokenizers[name].hf.get_vocab()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError
-from harness.prep.chat import BadReason, BadRecord, Conversation, Message
+from harness.prep.chat import BadReason, Conversation, Message
 from harness.prep.tokenize import (
     CHAT_TEMPLATE,
     ChatTokenizer,
@@ -159,18 +159,6 @@ def test_a_rendering_with_nothing_to_predict_is_refused(folder, tmp_path, answer
     template = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
     bad = encode(with_template(folder, tmp_path, template, train_end_of_turn=False), chat("", answer))
     assert bad.reason == reason
-
-
-def test_a_bad_conversation_does_not_shift_the_others(tokenizer):
-    good, bad, last = tokenizer.encode([chat("Hi", "one"), chat("<|im_end|>", "two"), chat("Hi", "three")])
-    assert trained_text(tokenizer, good) == "one<|im_end|>"
-    assert isinstance(bad, BadRecord)
-    assert trained_text(tokenizer, last) == "three<|im_end|>"
-
-
-def test_the_same_text_trains_the_same_tokenizer(folder, tmp_path):
-    train_bpe(TEXTS, tmp_path, vocab_size=300)
-    assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
 def test_tokenizers_and_templates_have_hashes_of_their_own_and_a_copy_has_the_same(tokenizer, folder, tmp_path):
