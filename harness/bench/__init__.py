@@ -92,12 +92,6 @@ BENCHES = {
         {"parts": ("memmap", "parquet"), "packs": 2000, "large_packs": 50_000, "workers": (0, 2)}
         | {"steps": 20, "rounds": 1},
     ),
-    "live": Bench(
-        "streaming:bench_live",
-        "live data on several ranks: tokens per second and imbalance of windows, packs and the modulo reading",
-        {"ranks": 8, "global_batch": 512, "max_tokens_per_rank": 8192, "steps": 16, "rounds": 3},
-        {"ranks": 4, "global_batch": 64, "steps": 8, "rounds": 1},
-    ),
     "step": Bench(
         "step:bench_step",
         "the training loop against Megatron's bare step, and the wait for data",

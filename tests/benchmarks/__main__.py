@@ -49,6 +49,12 @@ PEERS = {
         {"packs": 2000, "pack_size": 4096, "global_batch": 32, "workers": (0, 2), "steps": 1200, "rounds": 5},
         {"packs": 400, "pack_size": 512, "global_batch": 8, "workers": (0,), "steps": 100, "rounds": 1},
     ),
+    "live": _peer(
+        "streaming:bench_live",
+        "live data on several ranks: tokens per second and imbalance of windows, packs and the modulo reading",
+        {"ranks": 8, "global_batch": 512, "max_tokens_per_rank": 8192, "steps": 16, "rounds": 3},
+        {"ranks": 4, "global_batch": 64, "steps": 8, "rounds": 1},
+    ),
     "context": _peer(
         "context:bench_context",
         "context-parallel sizes of every row on up to `ranks`, against Megatron-Core's planner",

@@ -1,4 +1,4 @@
-"""CPU reference of Mamba-2 layers: the functions of `mamba_ssm` and `causal_conv1d` that Megatron-Core trains with.
+"""CPU reference of Mamba-2 layers: the functions of `mamba_ssm` that a mixer trains with.
 
 Plain PyTorch for machines without the CUDA packages. The recurrence is equation (2) of Dao and Gu, "Transformers are
 SSMs" (2024), computed by chunks as in their section 6: a masked matrix product inside each chunk, and a recurrence of
@@ -83,27 +83,6 @@ def refuse(function: str, unsupported: dict[str, object]) -> None:
 def working_type(x: torch.Tensor) -> torch.dtype:
     """Return the type to compute in: float32, or float64 for inputs of that type."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def causal_conv1d_fn(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    **unsupported: object,
-) -> torch.Tensor:
-    """Return the causal depthwise convolution of `x` [batch, channels, length].
-
-    Args:
-        weight: [channels, width]; the last column weighs the current token.
-        seq_idx: int32 [batch, length]; windows do not reach over a change of it.
-        activation: None, "silu" or "swish".
-    """
-    refuse("causal_conv1d_fn", unsupported)
-    tokens = x.transpose(1, 2)
-    return convolve(tokens, weight, bias, activation, document_lengths(tokens.shape, seq_idx)).transpose(1, 2)
 
 
 def convolve(

@@ -13,7 +13,8 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from harness.megatron.model.mamba_reference import (
     GatedRMSNorm,
-    causal_conv1d_fn,
+    convolve,
+    document_lengths,
     mamba_chunk_scan_combined,
     mamba_split_conv1d_scan_combined,
 )
@@ -155,12 +156,16 @@ def test_convolution_reads_no_token_of_another_document() -> None:
     x = torch.arange(1.0, 9.0).view(1, 1, 8)
     weight, bounds = torch.tensor([[1000.0, 100.0, 10.0, 1.0]]), seq_idx_of([2, 1, 5])
 
-    found = causal_conv1d_fn(x, weight, seq_idx=bounds)
+    lengths = document_lengths(torch.Size([1, 8]), bounds)
+    found = convolve(x.transpose(1, 2), weight, None, None, lengths)
 
     assert found.flatten().tolist() == [1, 12, 3, 4, 45, 456, 4567, 5678]
     whole, kernel = torch.randn(2, 3, 9), torch.randn(3, 1, 5)
     expected = functional.conv1d(whole, kernel, padding=4, groups=3)[..., :9]
-    torch.testing.assert_close(causal_conv1d_fn(whole, kernel[:, 0]), expected)
+    alone = document_lengths(torch.Size([2, 9]), None)
+    torch.testing.assert_close(
+        convolve(whole.transpose(1, 2), kernel[:, 0], None, None, alone).transpose(1, 2), expected
+    )
 
 
 def test_parts_make_the_mixer_without_the_memory_efficient_path() -> None:
@@ -168,8 +173,8 @@ def test_parts_make_the_mixer_without_the_memory_efficient_path() -> None:
     inputs = mixer_inputs(2, 19, 2)
     norm = GatedRMSNorm(12, group_size=6, norm_before_gate=False, dtype=torch.float64)
     z, mixed, dt = inputs["zxbcdt"].split([12, 32, 4], dim=-1)
-    conv = {"weight": inputs["conv1d_weight"], "bias": inputs["conv1d_bias"], "activation": "silu"}
-    mixed = causal_conv1d_fn(x=mixed.transpose(1, 2), **conv).transpose(1, 2)
+    alone = document_lengths(torch.Size([2, 19]), None)
+    mixed = convolve(mixed, inputs["conv1d_weight"], inputs["conv1d_bias"], "silu", alone)
     x, B, C = mixed.split([12, 10, 10], dim=-1)  # noqa: N806
     z, x = z.reshape(2, 19, 4, 3), x.reshape(2, 19, 4, 3)
     arguments = (x, dt, inputs["A"], B.reshape(2, 19, 2, 5), C.reshape(2, 19, 2, 5), 8)
