@@ -33,11 +33,11 @@ NODES = ["node1", "node2", "node3"]
                 "1: slurmstepd-node2: error: execve(): /shared/py: Permission denied",
                 "srun: error: node2: task 1: Exited with exit code 13",
             ],
-            {"node2": "permission: /shared/py: Permission denied"},
+            {"node2": "launch: /shared/py: Permission denied"},
         ),
         (
             ["1: slurmstepd-node2: error: execve(): bad interpreter(/opt/python): No such file or directory"],
-            {"node2": "interpreter: bad interpreter(/opt/python): No such file or directory"},
+            {"node2": "launch: bad interpreter(/opt/python): No such file or directory"},
         ),
         (
             [
@@ -52,13 +52,13 @@ NODES = ["node1", "node2", "node3"]
             {"node2": "launch: Exited with exit code 3: ModuleNotFoundError: No module named 'torch'"},
         ),
         (["srun: error: node2: task 1: Killed"], {"node2": "launch: Killed"}),
-        (["srun: error: node[2-3]: tasks 1-2: Out Of Memory"], dict.fromkeys(NODES[1:], "memory: Out Of Memory")),
+        (["srun: error: node[2-3]: tasks 1-2: Out Of Memory"], dict.fromkeys(NODES[1:], "launch: Out Of Memory")),
         (  # without the node's name, as newer versions print it
             [
                 "2: slurmstepd: error: pyxis: couldn't start container",
                 "srun: error: node3: task 2: Exited with exit code 1",
             ],
-            {"node3": "container: pyxis: couldn't start container"},
+            {"node3": "launch: pyxis: couldn't start container"},
         ),
         (["1: slurmstepd-node2: error: couldn't chdir to `/w': No such file or directory: going to /tmp instead"], {}),
         (

@@ -76,7 +76,7 @@ def test_healthy_nodes_are_summarized_in_one_line():
         ),
         ("shm", {"mib": 64}, "shm: /dev/shm has 64 MiB, loader workers need 1,024"),
         ("disk", {"gib": 3.5}, "disk: 3.5 GiB are free for the run's folder, 10 are required"),
-        ("inodes", {"free": 3}, "inodes: 3 files can be created in the run's folder, 1,000 are required"),
+        ("inodes", {"free": 3}, "inodes: 3 files can be created for the run, 1,000 are required"),
         ("read rate of /d", {"mib_s": 1.5}, "read rate of /d: 1.5 MiB/s, 5 are required"),
         ("first node", {"offset_s": -7.25}, "clock: 7.2 s behind that of the first node"),
         ("dataset /d", {"fingerprint": "f1", "packs": 40}, "dataset /d: fingerprint is f1, on n1 it is f0"),

@@ -53,13 +53,9 @@ def queued(run_dir: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("(Resources)", "it is next"),
         ("(JobHeldUser)", "`scontrol release 7`"),
         ("(ReqNodeNotAvail, UnavailableNodes:node2)", "down, drained or reserved"),
-        ("(QOSMaxGRESPerUser)", "a limit of its QOS on GPUs of one user is reached"),
-        ("(QOSMaxNodePerJobLimit)", "never starts"),
-        ("(AssocGrpCPUMinutesLimit)", "a limit of its account on cores"),
-        ("(launch failed requeued held)", "a node failed to start it"),
+        ("(QOSMaxGRESPerUser)", "a limit of its QOS is reached"),
         ("(SomethingNew)", ""),
     ],
 )
