@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -229,7 +228,7 @@ class KnownSettings:
         return value
 
     def check_kinds(self, key: str, value: Any, *, where: str) -> None:
-        """Raise ConfigError for what OmegaConf would change: 2.7 for an int, -1 or '5' for a bool, 1e30 for text.
+        """Raise ConfigError for what YAML and OmegaConf would change: 2.7 for an int, 5 for a bool, 1:30 for text.
 
         Args:
             key: of a setting or of a section of them; `value` is as YAML has it.
@@ -244,59 +243,16 @@ class KnownSettings:
                     raise self.error(f"{inner} is not an item of {key}", where=where, fix=f"{key}: [A, B]; ")
                 self.check_kinds(f"{key}[]" if isinstance(inner, Mapping) else key, inner, where=where)
         kind = self._kind(key)
-        if _is_text(kind) and isinstance(value, float | bool):
-            raise self.error(f"{value} is not text", where=where, fix="write it in quotes; ")
+        if _is_text(kind) and isinstance(value, int | float):
+            raise self.error(f"{key} is {value}, not text", where=where, fix="write it in quotes; ")
         is_fraction = isinstance(value, float) and not (abs(value) < _EXACT and value.is_integer())
         if (kind == "int" and is_fraction) or (kind == "bool" and _is_other_number(value)):
             raise self.error(f"{value} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")
 
     def _kind(self, key: str) -> str:
         """Return the type of a setting, of an item of a list or of a record of a map."""
-        name = key.rpartition(".")[0] if self._is_of_map(key) else key
-        return re.sub("^(map|list) of | or null$", "", self.types.get(name, ""))
-
-    def _is_of_map(self, key: str) -> bool:
-        return self.types.get(key.rpartition(".")[0], "").startswith("map of ")
-
-    def check_content(self, loader: Any, section: str, file: Path) -> None:
-        """Raise ConfigError for a value in a YAML file that OmegaConf would change, with its line.
-
-        Args:
-            loader: OmegaConf's YAML loader, with the text of the file.
-            section: dotted name of the settings that the file holds; "" for the top.
-            file: for the error.
-        """
-        try:
-            root = loader.get_single_node()
-            if isinstance(root, yaml.MappingNode):
-                loader.flatten_mapping(root)
-                root.value = [pair for pair in root.value if pair[0].value != "defaults"]
-                self._check_node(section, root, loader, file)
-        finally:
-            loader.dispose()
-
-    def _check_node(self, key: str, node: yaml.Node, loader: Any, file: Path) -> None:
-        where = f"{file}, line {node.start_mark.line + 1}, key {key}"
-        if isinstance(node, yaml.MappingNode):
-            loader.flatten_mapping(node)
-            for name, inner in node.value:
-                self._check_node(f"{key}.{name.value}" if key else name.value, inner, loader, file)
-        elif isinstance(node, yaml.SequenceNode):
-            if self._is_of_map(key):
-                raise self.error(f"{key} is a list", where=where, fix=f"{key}: VALUE; ")
-            for inner in node.value:
-                is_record = isinstance(inner, yaml.MappingNode)
-                if not isinstance(inner, yaml.ScalarNode) and not (is_record and f"{key}[]" in self._records):
-                    raise self.error(f"an item of {key} is not a scalar", where=where, fix=f"{key}: [A, B]; ")
-                self._check_node(f"{key}[]" if is_record else key, inner, loader, file)
-        else:
-            # YAML reads 012 as 10, 1:30 as 90, and no as false; text that is a number stays as it is written.
-            value, is_text = loader.construct_object(node), _is_text(self._kind(key))
-            is_changed = str(value) != node.value if is_text else not _is_read_as_written(node.value, value)
-            if isinstance(value, int | float) and is_changed:
-                raise self.error(f"{node.value} is read as {value}", where=where, fix=f"{key}: '{node.value}'; ")
-            if not is_text:
-                self.check_kinds(key, value, where=where)
+        of_map = self.types.get(key.rpartition(".")[0], "")
+        return re.sub("^(map|list) of | or null$", "", of_map if of_map.startswith("map") else self.types.get(key, ""))
 
     def as_hydra(self, text: str) -> str:
         """Return a `key=value` as Hydra takes it, which wants `++` before the records of a map."""
@@ -396,18 +352,6 @@ def _is_other_number(value: Any) -> bool:
     """Return whether a value is a number, in quotes or not, other than 0 and 1: OmegaConf takes it as true."""
     try:
         return isinstance(value, int | float | str) and float(value) not in (0, 1)
-    except ValueError:
-        return False
-
-
-def _is_read_as_written(text: str, value: Any) -> bool:
-    """Return whether YAML reads a number as people do: not 012, and no minutes and seconds."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return True
-    if text[:2].lower() in ("0x", "0b") or not math.isfinite(value):
-        return True
-    try:
-        return type(value)(text.replace("_", "")) == value
     except ValueError:
         return False
 
