@@ -308,7 +308,7 @@ def _notes(facts: dict[str, dict[str, dict[str, Any]]]) -> Iterable[str]:
     """Yield what is worth knowing about nodes and no fault, once for all nodes that have it in common."""
     having: dict[str, list[str]] = {}
     for node, of_node in facts.items():
-        for note in of_node.get("gpu health", {}).get("notes", []):
+        for note in of_node.get("gpus", {}).get("notes", []):
             having.setdefault(note, []).append(node)
     for note, nodes in having.items():
         others = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
