@@ -288,14 +288,6 @@ def test_an_input_with_more_or_other_rows_than_a_stream_that_has_ended_is_refuse
     assert rows_of(tmp_path) == some_chats(4)
 
 
-def test_a_stream_that_has_ended_takes_no_more(tmp_path: Path) -> None:
-    write_stream(tmp_path, some_chats(2), [2])
-    with LiveProducer(tmp_path) as producer:
-        assert producer.ended
-        with pytest.raises(LoaderError, match="the stream has ended"):
-            producer.add(some_chats(1)[0])
-
-
 @pytest.mark.parametrize(
     ("over_long", "killed_after"), [("drop", 1), ("drop", 5), *(("split", n) for n in (1, 2, 3, 8))]
 )
@@ -399,12 +391,6 @@ def test_rows_that_cannot_be_used_are_refused_by_name_or_left_out(tmp_path: Path
         producer.add({"messages": []})
     with LiveProducer(tmp_path / "d") as producer, pytest.raises(FormatError, match="no_messages"):
         producer.add({"input_ids": []})
-
-
-def test_a_folder_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FormatError, match="cannot be written to: Not a directory"):
-        LiveProducer(tmp_path / "file" / "live")
 
 
 def test_input_comes_from_files_datasets_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
