@@ -400,10 +400,3 @@ def test_the_built_in_corpus_is_prepared_within_a_limit(tmp_path):
     assert output.startswith(first)
     assert (tmp_path / "d" / "source" / "pydoc.jsonl").exists()
     assert run(config)[0].reused
-
-
-def test_a_terminal_shows_the_training_of_a_tokenizer_apart_from_the_reading_of_its_texts(chats, tmp_path):
-    console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    prepare(settings(tmp_path / "out", chats), console=console)
-    page = console.file.getvalue()
-    assert 0 < page.index("reading texts for a tokenizer") < page.index("training the tokenizer")
