@@ -21,6 +21,7 @@ from harness.storage.checksums import digest_files, write_checksums
 from harness.train import Progress
 from harness.train.checkpoints import add_checksums, write_run_file
 from harness.train.digests import RowDigests, StepDigests, to_json
+from harness.train.folder import read_settings
 from harness.train.local import LocalRecord, begin_attempt, write_local_record
 from harness.train.verify import find_run_check, verify_checkpoint, verify_run
 
@@ -148,6 +149,14 @@ def test_a_checkpoint_may_be_of_settings_before_the_newest_or_of_a_version_with_
     (run / "config.before-1.yaml").write_text(YAML)
     (run / "config.yaml").write_text(YAML.replace("lr: 0.002", "lr: 0.001").replace("  num_workers: 2\n", ""))
     assert found(run) == []
+
+
+def test_settings_of_a_version_with_a_final_learning_rate_have_its_share(run: Path) -> None:
+    (run / "config.yaml").write_text(
+        YAML.replace("lr: null", "lr: 0.5").replace("  min_lr_ratio: 0.1\n", "  min_lr: 0.125\n")
+    )
+    optimizer = read_settings(run / "config.yaml")["optimizer"]
+    assert (optimizer["lr"], optimizer["min_lr_ratio"], "min_lr" in optimizer) == (0.5, 0.25, False)
 
 
 def digests(step: int, *, tokens: int = 3, **changes: Any) -> str:
