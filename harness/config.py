@@ -159,7 +159,8 @@ def _check_files(
         if file := next((place for place in places if place.is_file()), None):
             content = yaml.load(file.read_text(), Loader=get_yaml_loader()) or {}
             content.pop("defaults", None)
-            known.check_kinds(default.package or "", content, where=str(file))
+            texts = yaml.load(file.read_text(), Loader=yaml.BaseLoader)
+            known.check_kinds(default.package or "", content, where=str(file), written=texts)
             is_usual = path.startswith("model/") and default.parent in TRAINING
             is_chosen = not is_usual or "model" in chosen.overrides.override_choices
             group, slash, name = path.rpartition("/")

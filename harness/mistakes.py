@@ -227,24 +227,29 @@ class KnownSettings:
             raise self.error(f"{prefix} changes groups, and {key} is a setting", where=text, fix=f"{key}=VALUE; ")
         return value
 
-    def check_kinds(self, key: str, value: Any, *, where: str) -> None:
+    def check_kinds(self, key: str, value: Any, *, where: str, written: Any = None) -> None:
         """Raise ConfigError for what YAML and OmegaConf would change: 2.7 for an int, 5 for a bool, 1:30 for text.
 
         Args:
             key: of a setting or of a section of them; `value` is as YAML has it.
             where: for the error.
+            written: the same value with every scalar as its text in the file; None where that is not known.
         """
         if isinstance(value, Mapping):
             for name, inner in value.items():
-                self.check_kinds(f"{key}.{name}" if key else str(name), inner, where=where)
+                text = written.get(name) if isinstance(written, Mapping) else None
+                self.check_kinds(f"{key}.{name}" if key else str(name), inner, where=where, written=text)
         elif isinstance(value, list):
-            for inner in value:
+            for inner, text in zip(value, written if isinstance(written, list) else [None] * len(value), strict=True):
                 if isinstance(inner, list | Mapping) and f"{key}[]" not in self._records:
                     raise self.error(f"{inner} is not an item of {key}", where=where, fix=f"{key}: [A, B]; ")
-                self.check_kinds(f"{key}[]" if isinstance(inner, Mapping) else key, inner, where=where)
+                inner_key = f"{key}[]" if isinstance(inner, Mapping) else key
+                self.check_kinds(inner_key, inner, where=where, written=text)
         kind = self._kind(key)
         if _is_text(kind) and isinstance(value, int | float):
-            raise self.error(f"{key} is {value}, not text", where=where, fix="write it in quotes; ")
+            text = written if isinstance(written, str) else str(value) if type(value) is int else "text"
+            if str(value) != text:
+                raise self.error(f"{key}: {text} is read as {value}", where=where, fix="write it in quotes; ")
         is_fraction = isinstance(value, float) and not (abs(value) < _EXACT and value.is_integer())
         if (kind == "int" and is_fraction) or (kind == "bool" and _is_other_number(value)):
             raise self.error(f"{value} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")

@@ -15,8 +15,9 @@ import secrets
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 import yaml
 
 from harness.printing import print_line, redact
+from harness.settings import flatten
 from harness.train.local import read_identity
 from harness.train.trackers import curves_of
 
@@ -33,7 +35,7 @@ POLL_S = 1.0
 # Wait between attempts to reach a service, doubled each time.
 RETRY_S, LONGEST_RETRY_S = 10.0, 600.0
 # Limit after the run's end, whether or not anybody waits.
-LIMIT_S = 60
+LIMIT_S = 60.0
 STEPS_PER_CALL = 40
 
 Steps = list[tuple[int, dict[str, float]]]
@@ -163,22 +165,19 @@ class Mlflow:
 OPEN: dict[str, Callable[[Path, SentState, dict[str, Any]], Service]] = {"wandb": Wandb, "mlflow": Mlflow}
 
 
-def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return `{"model": {"seed": 1}}` as `{"model.seed": 1}`."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= flatten(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
-    return flat
-
-
 def read_status(timeout_s: float) -> str | None:
     """Return the status of the run once it has ended, `failed` if it ended without a word; None before."""
     if not select.select([0], [], [], timeout_s)[0]:
         return None
-    # A service may block for minutes.
-    signal.alarm(LIMIT_S)
     # Not until the end of the file: loader workers, which are forks of the run, hold the pipe open.
     return os.read(0, 100).decode() or "failed"
+
+
+def limit() -> None:
+    """End this process LIMIT_S after the run has ended; for a thread of its own, because a service may block."""
+    select.select([0], [], [])
+    time.sleep(LIMIT_S)
+    os._exit(1)
 
 
 def follow(name: str, metrics: Path, warn: int) -> None:
@@ -223,6 +222,7 @@ def main() -> None:
     # A scheduler that signals every process of a job means the ranks; the pipe carries how they reacted.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=limit, daemon=True).start()
     home = metrics.parent / name
     home.mkdir(exist_ok=True)
     warn = os.dup(1)

@@ -26,7 +26,7 @@ _SAME_EVERYWHERE = {
 
 COPY_OF = "copy of "
 # Faults that say nothing about the node itself: the address or port of the first node, and what another node did.
-_NOT_ITS_OWN = ("first node", "own name", "live chunks", "all-reduce")
+_NOT_ITS_OWN = ("first node", "own name", "live chunks", "all-reduce", "rank ")
 # A rank or a link with less than this share of the median of all is faulty, whatever the limits are.
 _LEAST_SHARE = 0.7
 _SLOW_LINK = (
@@ -80,7 +80,7 @@ class Fault:
     @property
     def is_own(self) -> bool:
         """True if the job can run on other nodes."""
-        return "," not in self.node and not self.what.startswith(_NOT_ITS_OWN) and not self.what.startswith("rank ")
+        return "," not in self.node and not self.what.startswith(_NOT_ITS_OWN)
 
     def __str__(self) -> str:
         return f"{self.node}: {self.what}" + (f"\n  fix:   {self.fix}" if self.fix else "")
@@ -93,12 +93,10 @@ def culprits(faults: Sequence[Fault], nodes: Sequence[str]) -> dict[str, str]:
         nodes: of the job.
     """
     own = {fault.node: fault.what for fault in reversed(faults) if fault.is_own}
-    others = [fault for fault in faults if not fault.is_own and not set(fault.node.split(",")) & own.keys()]
     # Ranks that fail or wait because of a faulty node report that, too.
-    blames = [
-        fault for fault in others if not fault.what.startswith(_NOT_ITS_OWN) and not fault.what.startswith("rank ")
-    ]
-    return own if own and not blames and 2 * len(own) <= len(nodes) else {}
+    of_several = [fault for fault in faults if "," in fault.node and not fault.what.startswith(_NOT_ITS_OWN)]
+    is_clear = all(set(fault.node.split(",")) & own.keys() for fault in of_several)
+    return own if own and is_clear and 2 * len(own) <= len(nodes) else {}
 
 
 @dataclass
