@@ -37,14 +37,14 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_644,
+    "harness": 2_650,
     "harness/bench": 3_179,
-    "harness/cli": 2_763,
+    "harness/cli": 2_760,
     "harness/formats": 5_901,
     "harness/indexed": 1_298,
-    "harness/integrations": 3_054,
-    "harness/launch": 2_475,
-    "harness/loader": 4_872,
+    "harness/integrations": 3_046,
+    "harness/launch": 2_473,
+    "harness/loader": 4_870,
     "harness/megatron": 10_799,
     "harness/parity": 3_071,
     "harness/plan": 4_385,
@@ -52,13 +52,13 @@ LINES = {
     "harness/recipes": 10,
     "harness/schedule": 966,
     "harness/storage": 2_800,
-    "harness/train": 3_132,
+    "harness/train": 3_139,
     "recipes": 501,
-    "tests": 52_022,
+    "tests": 52_020,
     "tests/benchmarks": 1_987,
 }
 SHAPE = {
-    "core ring, lines": 19_976,
+    "core ring, lines": 19_974,
     "from packs to the optimizer's step, lines": 4_030,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
