@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_streams import some_packs, train, write_stream
+from live_streams import some_chats, some_packs, train, write_stream
 
 from harness.formats import open_writer
 from harness.loader.live.folder import LiveFolder
@@ -115,6 +115,11 @@ def until(condition: Callable[[], bool], *sides: Side) -> None:
         for side in sides:
             assert set(side.codes()) <= {None, 0}, side.output()[-3000:]
         time.sleep(0.02)
+
+
+def write_chats(path: Path, count: int) -> Path:
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in some_chats(count)))
+    return path
 
 
 @pytest.mark.nightly
