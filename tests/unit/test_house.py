@@ -38,7 +38,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
     "harness": 2_634,
-    "harness/bench": 3_179,
+    "harness/bench": 3_168,
     "harness/cli": 2_760,
     "harness/formats": 5_901,
     "harness/indexed": 1_298,
@@ -54,7 +54,7 @@ LINES = {
     "harness/storage": 2_800,
     "harness/train": 3_139,
     "recipes": 501,
-    "tests": 52_025,
+    "tests": 52_019,
     "tests/benchmarks": 1_987,
 }
 SHAPE = {
