@@ -157,12 +157,14 @@ def _check_files(
         path = str(default.config_path)
         places = [folder / f"{path}.yaml" for folder in folders]
         if file := next((place for place in places if place.is_file()), None):
-            known.check_content(get_yaml_loader()(file.read_text()), default.package or "", file)
+            content = yaml.load(file.read_text(), Loader=get_yaml_loader()) or {}
+            content.pop("defaults", None)
+            texts = yaml.load(file.read_text(), Loader=yaml.BaseLoader)
+            known.check_kinds(default.package or "", content, where=str(file), written=texts)
             is_usual = path.startswith("model/") and default.parent in TRAINING
             is_chosen = not is_usual or "model" in chosen.overrides.override_choices
             group, slash, name = path.rpartition("/")
             place = (f"{group}={name}" if slash else f"{name}.yaml") if is_chosen else None
-            content = OmegaConf.to_container(OmegaConf.create(file.read_text()))
             set_by |= dict.fromkeys(_keys(default.package or "", content), place)
     for override in chosen.config_overrides:
         set_by |= dict.fromkeys(_keys(override.key_or_group, override.value()), override.input_line or "")

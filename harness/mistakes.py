@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,76 +39,60 @@ _NOISE = (
 _HOMES = dict.fromkeys(("data", "source", "tokenizer"), "harness prepare")
 # Settings by their names in TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift. The first of several that the
 # command has is the one; a text with spaces is the answer where it has none.
-SYNONYMS = {
-    "learning_rate": "optimizer.lr",
-    "weight_decay": "optimizer.weight_decay",
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps",
-    "max_grad_norm": "optimizer.clip_grad",
-    "lr_scheduler_type": "optimizer.decay",
-    "warmup_ratio": "optimizer.warmup_ratio",
-    "lr_warmup_iters": "optimizer.warmup_steps",
+_NAMES_ELSEWHERE = {
+    "optimizer.lr": "learning_rate",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.clip_grad": "max_grad_norm",
+    "optimizer.decay": "lr_scheduler_type",
+    "optimizer.warmup_ratio": "warmup_ratio",
+    "optimizer.warmup_steps": "lr_warmup_iters",
+    "loader.global_batch_size": "train_batch_size",
+    "loader.num_workers": "dataloader_num_workers",
+    "loader.seed|data.seed": "seed",
+    "data.sequence_length|data.pack_size": "max_length max_seq_length seq_length sequence_len cutoff_len",
+    "source.path": "dataset datasets",
+    "data.validation_fraction": "val_size val_set_size split_dataset_ratio",
+    "tokenizer.chat_template": "template chat_template",
+    "model.init_from": "model_name_or_path base_model pretrained_checkpoint",
+    "model.dtype=bfloat16": "bf16",
+    "model.dtype": "torch_dtype",
+    "model.recompute=full": "gradient_checkpointing",
+    "model.lora_rank": "lora_r",
+    "model.lora_alpha": "lora_alpha",
+    "model.lora_targets": "lora_target_modules target_modules",
+    "parallel.tensor_parallel_size": "tp tensor_model_parallel_size",
+    "parallel.pipeline_parallel_size": "pp pipeline_model_parallel_size",
+    "parallel.context_parallel_size": "cp",
+    "parallel.expert_parallel_size": "ep expert_model_parallel_size",
+    "parallel.distributed_optimizer": "use_distributed_optimizer",
+    "parallel.distributed_optimizer=true": "deepspeed fsdp",
+    "trainer.epochs": "num_train_epochs num_epochs",
+    "trainer.steps": "max_steps train_iters",
+    "trainer.eval_interval": "eval_steps",
+    "trainer.eval_batches": "eval_iters",
+    "trainer.checkpoint_interval": "save_steps save_interval",
+    "trainer.keep_checkpoints": "save_total_limit",
+    "trainer.trackers": "report_to",
+    "run_dir|data.path": "output_dir",
+    "name": "run_name",
+    "resume=true": "resume_from_checkpoint",
+}
+SYNONYMS = {word: setting for setting, words in _NAMES_ELSEWHERE.items() for word in words.split()} | {
     "per_device_train_batch_size": "loader.global_batch_size is the number of packs of a step over all ranks, and "
     "schedule.max_tokens_per_rank the tokens of a rank in a microbatch",
     "micro_batch_size": "data.micro_batch_size|microbatches are planned from the lengths of sequences: "
     "schedule.max_tokens_per_rank is the tokens of a rank in each",
     "gradient_accumulation_steps": "the number of microbatches follows from loader.global_batch_size and "
     "schedule.max_tokens_per_rank",
-    "train_batch_size": "loader.global_batch_size",
-    "dataloader_num_workers": "loader.num_workers",
-    "seed": "loader.seed|data.seed",
-    "max_length": "data.sequence_length|data.pack_size",
-    "max_seq_length": "data.sequence_length|data.pack_size",
-    "seq_length": "data.sequence_length|data.pack_size",
-    "sequence_len": "data.sequence_length|data.pack_size",
-    "cutoff_len": "data.sequence_length|data.pack_size",
     "packing": "conversations are always packed, into packs of data.pack_size tokens",
     "sample_packing": "conversations are always packed, into packs of data.pack_size tokens",
-    "dataset": "source.path",
-    "datasets": "source.path",
-    "val_size": "data.validation_fraction",
-    "val_set_size": "data.validation_fraction",
-    "split_dataset_ratio": "data.validation_fraction",
-    "template": "tokenizer.chat_template",
-    "chat_template": "tokenizer.chat_template",
     "assistant_only_loss": "only tokens that the assistant generates are trained; tokenizer.train_on selects turns",
     "train_on_inputs": "only tokens that the assistant generates are trained; tokenizer.train_on selects turns",
-    "model_name_or_path": "model.init_from",
-    "base_model": "model.init_from",
-    "pretrained_checkpoint": "model.init_from",
-    "bf16": "model.dtype=bfloat16",
-    "torch_dtype": "model.dtype",
-    "gradient_checkpointing": "model.recompute=full",
-    "lora_r": "model.lora_rank",
-    "lora_alpha": "model.lora_alpha",
-    "lora_target_modules": "model.lora_targets",
-    "target_modules": "model.lora_targets",
     "lora_dropout": "LoRA adapters are trained without dropout",
-    "tp": "parallel.tensor_parallel_size",
-    "tensor_model_parallel_size": "parallel.tensor_parallel_size",
-    "pp": "parallel.pipeline_parallel_size",
-    "pipeline_model_parallel_size": "parallel.pipeline_parallel_size",
-    "cp": "parallel.context_parallel_size",
-    "ep": "parallel.expert_parallel_size",
-    "expert_model_parallel_size": "parallel.expert_parallel_size",
-    "use_distributed_optimizer": "parallel.distributed_optimizer",
-    "deepspeed": "parallel.distributed_optimizer=true",
-    "fsdp": "parallel.distributed_optimizer=true",
-    "num_train_epochs": "trainer.epochs",
-    "num_epochs": "trainer.epochs",
-    "max_steps": "trainer.steps",
-    "train_iters": "trainer.steps",
-    "eval_steps": "trainer.eval_interval",
-    "eval_iters": "trainer.eval_batches",
-    "save_steps": "trainer.checkpoint_interval",
-    "save_interval": "trainer.checkpoint_interval",
-    "save_total_limit": "trainer.keep_checkpoints",
     "logging_steps": "every step is printed and kept in the run's metrics.jsonl",
-    "report_to": "trainer.trackers",
-    "output_dir": "run_dir|data.path",
-    "run_name": "name",
-    "resume_from_checkpoint": "resume=true",
 }
 # Settings that take a name or a path, by the group of files that it is easily given to.
 _NAMES = {
@@ -228,75 +211,37 @@ class KnownSettings:
             raise self.error(f"{prefix} changes groups, and {key} is a setting", where=text, fix=f"{key}=VALUE; ")
         return value
 
-    def check_kinds(self, key: str, value: Any, *, where: str) -> None:
-        """Raise ConfigError for what OmegaConf would change: 2.7 for an int, -1 or '5' for a bool, 1e30 for text.
+    def check_kinds(self, key: str, value: Any, *, where: str, written: Any = None) -> None:
+        """Raise ConfigError for what YAML and OmegaConf would change: 2.7 for an int, 5 for a bool, 1:30 for text.
 
         Args:
             key: of a setting or of a section of them; `value` is as YAML has it.
             where: for the error.
+            written: the same value with every scalar as its text in the file; None where that is not known.
         """
         if isinstance(value, Mapping):
             for name, inner in value.items():
-                self.check_kinds(f"{key}.{name}" if key else str(name), inner, where=where)
+                text = written.get(name) if isinstance(written, Mapping) else None
+                self.check_kinds(f"{key}.{name}" if key else str(name), inner, where=where, written=text)
         elif isinstance(value, list):
-            for inner in value:
+            for inner, text in zip(value, written if isinstance(written, list) else [None] * len(value), strict=True):
                 if isinstance(inner, list | Mapping) and f"{key}[]" not in self._records:
                     raise self.error(f"{inner} is not an item of {key}", where=where, fix=f"{key}: [A, B]; ")
-                self.check_kinds(f"{key}[]" if isinstance(inner, Mapping) else key, inner, where=where)
+                inner_key = f"{key}[]" if isinstance(inner, Mapping) else key
+                self.check_kinds(inner_key, inner, where=where, written=text)
         kind = self._kind(key)
-        if _is_text(kind) and isinstance(value, float | bool):
-            raise self.error(f"{value} is not text", where=where, fix="write it in quotes; ")
+        if _is_text(kind) and isinstance(value, int | float):
+            text = written if isinstance(written, str) else str(value) if type(value) is int else "text"
+            if str(value) != text:
+                raise self.error(f"{key}: {text} is read as {value}", where=where, fix="write it in quotes; ")
         is_fraction = isinstance(value, float) and not (abs(value) < _EXACT and value.is_integer())
         if (kind == "int" and is_fraction) or (kind == "bool" and _is_other_number(value)):
             raise self.error(f"{value} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")
 
     def _kind(self, key: str) -> str:
         """Return the type of a setting, of an item of a list or of a record of a map."""
-        name = key.rpartition(".")[0] if self._is_of_map(key) else key
-        return re.sub("^(map|list) of | or null$", "", self.types.get(name, ""))
-
-    def _is_of_map(self, key: str) -> bool:
-        return self.types.get(key.rpartition(".")[0], "").startswith("map of ")
-
-    def check_content(self, loader: Any, section: str, file: Path) -> None:
-        """Raise ConfigError for a value in a YAML file that OmegaConf would change, with its line.
-
-        Args:
-            loader: OmegaConf's YAML loader, with the text of the file.
-            section: dotted name of the settings that the file holds; "" for the top.
-            file: for the error.
-        """
-        try:
-            root = loader.get_single_node()
-            if isinstance(root, yaml.MappingNode):
-                loader.flatten_mapping(root)
-                root.value = [pair for pair in root.value if pair[0].value != "defaults"]
-                self._check_node(section, root, loader, file)
-        finally:
-            loader.dispose()
-
-    def _check_node(self, key: str, node: yaml.Node, loader: Any, file: Path) -> None:
-        where = f"{file}, line {node.start_mark.line + 1}, key {key}"
-        if isinstance(node, yaml.MappingNode):
-            loader.flatten_mapping(node)
-            for name, inner in node.value:
-                self._check_node(f"{key}.{name.value}" if key else name.value, inner, loader, file)
-        elif isinstance(node, yaml.SequenceNode):
-            if self._is_of_map(key):
-                raise self.error(f"{key} is a list", where=where, fix=f"{key}: VALUE; ")
-            for inner in node.value:
-                is_record = isinstance(inner, yaml.MappingNode)
-                if not isinstance(inner, yaml.ScalarNode) and not (is_record and f"{key}[]" in self._records):
-                    raise self.error(f"an item of {key} is not a scalar", where=where, fix=f"{key}: [A, B]; ")
-                self._check_node(f"{key}[]" if is_record else key, inner, loader, file)
-        else:
-            # YAML reads 012 as 10, 1:30 as 90, and no as false; text that is a number stays as it is written.
-            value, is_text = loader.construct_object(node), _is_text(self._kind(key))
-            is_changed = str(value) != node.value if is_text else not _is_read_as_written(node.value, value)
-            if isinstance(value, int | float) and is_changed:
-                raise self.error(f"{node.value} is read as {value}", where=where, fix=f"{key}: '{node.value}'; ")
-            if not is_text:
-                self.check_kinds(key, value, where=where)
+        of_map = self.types.get(key.rpartition(".")[0], "")
+        return re.sub("^(map|list) of | or null$", "", of_map if of_map.startswith("map") else self.types.get(key, ""))
 
     def as_hydra(self, text: str) -> str:
         """Return a `key=value` as Hydra takes it, which wants `++` before the records of a map."""
@@ -396,18 +341,6 @@ def _is_other_number(value: Any) -> bool:
     """Return whether a value is a number, in quotes or not, other than 0 and 1: OmegaConf takes it as true."""
     try:
         return isinstance(value, int | float | str) and float(value) not in (0, 1)
-    except ValueError:
-        return False
-
-
-def _is_read_as_written(text: str, value: Any) -> bool:
-    """Return whether YAML reads a number as people do: not 012, and no minutes and seconds."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return True
-    if text[:2].lower() in ("0x", "0b") or not math.isfinite(value):
-        return True
-    try:
-        return type(value)(text.replace("_", "")) == value
     except ValueError:
         return False
 

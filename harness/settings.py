@@ -18,7 +18,7 @@ import textwrap
 import types
 import typing
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -221,6 +221,14 @@ def _is_plain(value: Any, hint: Any) -> bool:
 def render_settings(config: Any) -> str:
     """Write a dataclass as YAML, with the explanation of every setting in a comment above it."""
     return "\n".join(_render(config, "")) + "\n"
+
+
+def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return `{"model": {"seed": 1}}` as `{"model.seed": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{above}{key}.") if isinstance(value, Mapping) and value else {f"{above}{key}": value}
+    return flat
 
 
 def to_plain(config: Any) -> Any:

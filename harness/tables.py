@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # The sign of a status in pages, for who sees no colors, and its style in a terminal; what is bold there is
 # bold in Markdown.
 SIGNS = {"same": "✓", "different": "✗", "failed": "!", "skipped": "○", "reference": "◆"}
-_STYLES = {"title": "bold", "skipped": "yellow", "warning": "yellow", "running": "cyan", "waiting": "dim"}
+_STYLES = {"title": "bold", "skipped": "yellow", "warning": "yellow"}
 _STYLES |= dict.fromkeys(("same", "met"), "green") | dict.fromkeys(("different", "failed", "missed"), "bold red")
 _BAR_WIDTH = 40
 
@@ -29,7 +29,7 @@ class TableCell:
     """A cell that is more than text.
 
     Attributes:
-        status: a key of `SIGNS`, "met", "missed", "warning", "running", "waiting", "title", or "code" for what is
+        status: a key of `SIGNS`, "met", "missed", "warning", "title", or "code" for what is
             copied; in HTML the class of the text.
         link, hover: in HTML, where the text leads, and what a pointer on it shows.
         share: from 0 to 1, the length of a bar; beside text it is drawn in HTML alone.

@@ -44,7 +44,7 @@ from harness.parity.compare import IDENTICAL, OTHER_KERNELS
 from harness.parity.pages import publish
 from harness.parity.reference import make_model
 from harness.parity.result import CellResult
-from harness.parity.running import default_slots, live_table, run_cells
+from harness.parity.running import default_slots, log_cells, run_cells
 from harness.plan import FAMILIES
 from harness.printing import open_console
 from harness.records import Pack
@@ -181,9 +181,8 @@ def main(config: ParityConfig) -> int:
     cells, left_out = plan(config, source, folder, device)
     # In a log the table is as wide as it needs to be.
     console = open_console(width=200)
-    with live_table(cells, console) as watch:
-        slots = config.slots or default_slots()
-        finished = run_cells(cells, folder, slots=slots, timeout_s=config.timeout_s, watch=watch)
+    slots = config.slots or default_slots()
+    finished = run_cells(cells, folder, slots=slots, timeout_s=config.timeout_s, watch=log_cells(console))
     results = [
         cell_result(cell, finished, folder=folder, known={cell.name: cell for cell in cells}, device=device)
         for cell in cells

@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,17 +60,11 @@ def run_bench(
         return
     from harness.bench.workspace import Workspace
 
-    if save is not None:  # before anything is measured
-        with _writing(save):
-            save.parent.mkdir(parents=True, exist_ok=True)
-            is_new = not save.exists()
-            save.open("a").close()
-            if is_new:
-                save.unlink()
     with Workspace(folder, keep=keep) as workspace:
         reports = run_benches([lambda progress: chosen.measure(sizes, workspace, progress)], as_json=as_json)
     if save is not None:
-        with _writing(save):
+        with os_errors_as(ConfigError, "the figures cannot be written", where=save, fix="choose another file"):
+            save.parent.mkdir(parents=True, exist_ok=True)
             save.write_text(_to_json(reports) + "\n")
     if broken := [part for report in reports for part in report.failed]:
         fix = "the notes list the reasons, with .log files next to them; run it again to repeat only these"
@@ -116,10 +109,6 @@ def run_benches(measurements: Sequence[Callable[[Progress], BenchReport]], *, as
 
 def _to_json(reports: Sequence[BenchReport]) -> str:
     return json.dumps({"reports": [report.to_dict() for report in reports]}, indent=2)
-
-
-def _writing(path: Path) -> AbstractContextManager[None]:
-    return os_errors_as(ConfigError, "the figures cannot be written", where=path, fix="choose another file")
 
 
 bench_app = typer.Typer()

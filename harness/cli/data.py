@@ -20,7 +20,6 @@ from harness.formats.foreign.importing import CONVENTIONS, import_dataset
 from harness.formats.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
 from harness.formats.verify import describe_checks, diff_datasets
 from harness.loader.inspect_blend import BLEND_SUFFIXES, render_blend, summarize_blend
-from harness.paths import is_run
 from harness.prep import TokenizerConfig
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
@@ -352,8 +351,6 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two datasets pack by pack and name the first difference; exit code 1 if there is one."""
-    if is_run(Path(a)) and is_run(Path(b)):
-        raise ConfigError("both are runs, not datasets", where=f"{a} and {b}", fix=f"harness compare {a} {b}")
     difference = diff_datasets(a, b)
     if as_json:
         print_json({"a": a, "b": b, "difference": None if difference is None else asdict(difference)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from harness.errors import ConfigError, HarnessError
+from harness.cli.settings import require_training
+from harness.errors import ConfigError
 from harness.launch.local import run_command
 from harness.mistakes import KnownSettings
 from harness.prep import PrepareConfig
@@ -75,10 +75,7 @@ def sft(
     """
     out, settings = _find_out(model, chats, arguments or [])
     stages = _divide(model, chats, out, settings)
-    missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
-    if missing:
-        what = f"training needs {' and '.join(missing)}, not installed here"
-        raise HarnessError(what, where=sys.executable, fix="install the package with the extra `train`")
+    require_training("training")
     gpus = _check(stages)
     commands = [["prepare", *stages.prepare]]
     _run(commands[-1])

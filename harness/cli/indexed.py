@@ -147,12 +147,7 @@ def counts(
     print_line(f"{to}: {len(by_prefix):,} prefixes, {count_of(sequences, 'sequence')}")
 
 
-@dataclass
-class MergeSettings:
-    """`harness indexed merge` has no settings."""
-
-
-@indexed_app.command(cls=class_of(MergeSettings))
+@indexed_app.command()
 def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False) -> None:
     """Join pairs end to end as one."""
     from harness.indexed.convert import merge_indexed

@@ -15,7 +15,7 @@ import typer
 
 from harness.cli.settings import AsJson, class_of, print_json
 from harness.errors import ConfigError, HarnessError
-from harness.printing import print_line, print_text
+from harness.printing import duration, print_line, print_text
 
 jobs_app = typer.Typer()
 cluster_app = typer.Typer(help="Propose the settings of a Slurm cluster.", no_args_is_help=True)
@@ -189,11 +189,3 @@ _LOG_NAME = re.compile(r".+-(?P<job>\d+)(?:-(?P<part>rank|node)(?P<number>\d+))?
 def _ranks_per_node(script: Path) -> Iterator[int]:
     if script.exists():
         yield from (int(number) for number in re.findall(r"--nproc-per-node=(\d+)", script.read_text()))
-
-
-def duration(seconds: float) -> str:
-    """Write seconds as `12 s`, `3.5 min`, `2.1 h` or `1.5 days`."""
-    for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit_s:
-            return f"{seconds / unit_s:.1f} {unit}"
-    return f"{seconds:.0f} s"

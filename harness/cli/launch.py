@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from harness.checks import CheckedSettings, bounded
-from harness.cli.settings import AsJson, class_of, complete_names, list_experiments, print_json
-from harness.errors import ConfigError, HarnessError
+from harness.cli.settings import AsJson, class_of, complete_names, list_experiments, print_json, require_training
+from harness.errors import ConfigError
 from harness.launch.cluster import SubmitConfig
 from harness.printing import count_of, open_console, print_line, print_text
 from harness.settings import explain_settings, render_settings, to_plain
@@ -267,13 +266,7 @@ def _names_no_data(config: RunConfig) -> bool:
 
 
 def _rehearse(config: RunConfig, world_size: int) -> None:
-    missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise HarnessError(
-            f"a rehearsal needs {' and '.join(missing)}, not installed here",
-            where=sys.executable,
-            fix="pip install 'megatron-sft-harness[train]', or leave rehearse=true out",
-        )
+    require_training("a rehearsal")
     from harness.megatron import prepare_process
 
     prepare_process()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import asdict, dataclass, field
-from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,6 @@ from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
 from harness.prep.sources.config import TOOL_CALLS
 from harness.printing import count_of, open_console
-from harness.storage import is_uri
 
 if TYPE_CHECKING:
     from harness.prep import ChatTokenizer
@@ -162,20 +160,7 @@ def produce(
 
 def _check_order(source: str, folder: str) -> None:
     """Raise ConfigError where the folder is named before the input."""
-    from harness.loader.live import STDIN
-    from harness.loader.live.folder import LiveFolder
-
-    def is_stream(path: str) -> bool:
-        try:
-            return Path(path).is_dir() and LiveFolder(path).has_begun
-        except ConfigError:  # it holds a stored dataset
-            return False
-
-    is_swapped = folder == STDIN or Path(folder).is_file()
-    if Path(folder).is_dir() and source != STDIN and not is_uri(source):
-        is_missing = not Path(source).exists() and not has_magic(source)
-        is_swapped = is_missing or (is_stream(source) and any(Path(folder).iterdir()) and not is_stream(folder))
-    if is_swapped:
+    if folder == "-" or Path(folder).is_file():
         raise ConfigError(
             "the input comes first, then the folder of chunks",
             where=f"{source} {folder}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -15,8 +14,8 @@ from typing import Annotated
 import typer
 
 from harness.checks import CheckedSettings, bounded, require_cores
-from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names
-from harness.errors import ConfigError, HarnessError
+from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names, require_training
+from harness.errors import ConfigError
 from harness.paths import is_run, is_there, suggest_recipe
 from harness.printing import count_of, open_console, print_line
 
@@ -110,10 +109,8 @@ def train(
     options = Options.parse(arguments or [], where=f"harness train {recipe}")
     # Settings are printed on any machine.
     is_shown = options.show or any(flag.startswith(("--cfg", "-c", "--info", "-i")) for flag in options.hydra_flags)
-    missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
-    if missing and not is_shown:
-        what = f"training needs {' and '.join(missing)}, not installed here"
-        raise HarnessError(what, where=sys.executable, fix="pip install 'megatron-sft-harness[train]'")
+    if not is_shown:
+        require_training("training")
     if ranks is None and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
         ranks = _local_ranks(options.overrides)
     if ranks is None or is_shown:

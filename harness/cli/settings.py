@@ -9,7 +9,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import importlib.util
 import json
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperCommand
 
 from harness.arguments import Options
-from harness.errors import ConfigError
+from harness.errors import ConfigError, HarnessError
 from harness.mistakes import KnownSettings
 from harness.printing import open_console, print_line, print_text, redact_all
 from harness.settings import CONFIGS, REQUIRED, explain_settings
@@ -115,6 +117,16 @@ class SettingsCommand(TyperCommand):
                 shown = json.dumps(default) if default is None or isinstance(default, bool) else str(default)
                 rows.append((setting.key, values.get(setting.key, shown), setting.text))
         return Table(("setting", "value", "meaning"), rows)
+
+
+def require_training(what: str) -> None:
+    """Raise HarnessError with the extra to install if torch or Megatron-Core is missing."""
+    if missing := [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]:
+        raise HarnessError(
+            f"{what} needs {' and '.join(missing)}, not installed here",
+            where=sys.executable,
+            fix="pip install 'megatron-sft-harness[train]'",
+        )
 
 
 def complete_keys(schema: type[Any], incomplete: str) -> list[str]:

@@ -12,22 +12,17 @@ Importing this package imports no training framework.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from harness.doors import names_on_first_use
 from harness.integrations.dialects import DIALECTS, DialectError, HuggingFaceRow, MegatronRow, Row, require_dialect
 from harness.integrations.fixed_rows import FixedRows, as_packed_rows, require_as_packed
+from harness.integrations.packed_sft import (
+    GPTSFTPackedDataset,
+    GPTSFTPackedMemmapDataset,
+    GPTSFTPackedParquetDataset,
+    create_sft_dataset,
+    open_packed_writer,
+)
 from harness.integrations.registry import INTEGRATIONS, Integration, missing_packages, require
 from harness.integrations.stream import RankStream
-
-if TYPE_CHECKING:
-    from harness.integrations.packed_sft import (
-        GPTSFTPackedDataset,
-        GPTSFTPackedMemmapDataset,
-        GPTSFTPackedParquetDataset,
-        create_sft_dataset,
-        open_packed_writer,
-    )
 
 __all__ = [
     "DIALECTS",
@@ -50,14 +45,3 @@ __all__ = [
     "require_as_packed",
     "require_dialect",
 ]
-
-__getattr__ = names_on_first_use(
-    __name__,
-    {
-        "GPTSFTPackedDataset": "packed_sft",
-        "GPTSFTPackedMemmapDataset": "packed_sft",
-        "GPTSFTPackedParquetDataset": "packed_sft",
-        "create_sft_dataset": "packed_sft",
-        "open_packed_writer": "packed_sft",
-    },
-)

@@ -12,7 +12,7 @@ from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.integrations.stream import RankStream
 from harness.loader import RankBatch, RankLayout
 from harness.records import Int64Array
-from harness.schedule import SCHEDULERS, ScheduleConfig
+from harness.schedule import ScheduleConfig
 from harness.thd import ThdBatch, pad_row, padded_lengths, zero_loss_row
 
 
@@ -102,11 +102,8 @@ def require_as_packed(schedule: str, *, trainer: str, setting: str) -> None:
     """Raise ConfigError for a schedule whose number of microbatches changes from step to step."""
     if schedule == "as_packed":
         return
-    known = schedule in SCHEDULERS
     raise ConfigError(
-        f"{trainer} fixes the number of microbatches before it reads a step, but {schedule} varies it between steps"
-        if known
-        else f"schedule {schedule!r} does not exist",
+        f"{trainer} fixes the number of microbatches before it reads a step, and the schedule is {schedule}",
         where=setting,
         fix="choose as_packed, which trains every stored pack as one row",
     )

@@ -136,13 +136,8 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
         known = [one.name for one in fields(LoaderConfig) if one.name not in _OF_BRIDGE]
         for name in self.loader:
             if name not in known:
-                raise ConfigError(
-                    f"{name!r} is set by Bridge's settings, or by dataset.seed"
-                    if name in _OF_BRIDGE
-                    else f"the loader has no setting {name!r}",
-                    where="dataset.loader",
-                    fix=f"choose one of {', '.join(known)}",
-                )
+                what = f"the loader has no setting {name!r}, or Bridge and dataset.seed set it"
+                raise ConfigError(what, where="dataset.loader", fix=f"choose one of {', '.join(known)}")
         return LoaderConfig(
             global_batch_size=size,
             seed=self.seed,

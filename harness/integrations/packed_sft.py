@@ -35,7 +35,7 @@ class GPTSFTDataset:
     Only the index is opened here; packs are read one by one. It can be sent to workers, which open their own files.
 
     Args:
-        path: of the dataset, as `open_dataset` takes it.
+        path: of the dataset, as `open_dataset` takes it; or an open one.
         tokenizer: checked against the vocabulary that the dataset records, if it has a `vocab_size`; kept as it is.
         seq_length: tokens that a pack may have; None for the dataset's `pack_size`.
 
@@ -50,16 +50,9 @@ class GPTSFTDataset:
     formats: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        tokenizer: Any = None,
-        seq_length: int | None = None,
-        *more: Any,
-        **unknown: Any,
+        self, path: str | os.PathLike[str] | PackReader, tokenizer: Any = None, seq_length: int | None = None
     ) -> None:
-        self._open(open_dataset(_checked(type(self).__name__, path, more, unknown)), tokenizer, seq_length)
-
-    def _open(self, reader: PackReader, tokenizer: Any, seq_length: int | None) -> None:
+        reader = path if isinstance(path, PackReader) else open_dataset(path)
         name, where = type(self).__name__, str(reader.path)
         refuse_weights(reader, name)
         if self.formats and reader.format not in self.formats:
@@ -122,37 +115,11 @@ _CLASSES: MappingProxyType[str, type[GPTSFTDataset]] = MappingProxyType(
 
 
 def create_sft_dataset(
-    path: str | os.PathLike[str] | None = None,
-    tokenizer: Any = None,
-    seq_length: int | None = None,
-    *more: Any,
-    **unknown: Any,
+    path: str | os.PathLike[str], tokenizer: Any = None, seq_length: int | None = None
 ) -> GPTSFTDataset:
     """Return the dataset at a path, in the class of its format; see `GPTSFTDataset`."""
-    reader = open_dataset(_checked("create_sft_dataset", path, more, unknown))
-    kind = _CLASSES.get(reader.format, GPTSFTDataset)
-    dataset = kind.__new__(kind)
-    dataset._open(reader, tokenizer, seq_length)
-    return dataset
-
-
-def _checked(
-    name: str, path: str | os.PathLike[str] | None, more: tuple[Any, ...], unknown: dict[str, Any]
-) -> str | os.PathLike[str]:
-    """Return the path; raise ConfigError for arguments of `name` that other datasets have, and for no path."""
-    fix = "omit it; packing is configured in `harness prepare`"
-    where = f"{name}({'' if path is None else path})"
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        fix = "pass the location of the dataset as `path`" if path is None and "file_path" in unknown else fix
-        what = f"{name} has no argument {names}: the data is already tokenized, masked and packed"
-        raise ConfigError(what, where=where, fix=fix)
-    if more:
-        what = f"{name} has 3 arguments (path, tokenizer, seq_length), and {3 + len(more)} were given"
-        raise ConfigError(what, where=where, fix=fix)
-    if path is None:
-        raise ConfigError("no dataset is specified", where=where, fix=f"{name}(PATH, TOKENIZER)")
-    return path
+    reader = open_dataset(path)
+    return _CLASSES.get(reader.format, GPTSFTDataset)(reader, tokenizer, seq_length)
 
 
 def open_packed_writer(

@@ -13,61 +13,31 @@ from harness.errors import HarnessError
 
 # Fields of `squeue --format`; a path may hold any character, so it is the last one.
 _FORMAT = "%A|%T|%M|%l|%D|%S|%R|%o"
-# What a pending job waits for, by the reason that squeue prints, and what can be done about it.
+# What a pending job waits for, by the beginning of the reason that squeue prints, and what can be done about it. Other
+# reasons are printed as they are.
 _REASONS = {
-    "None": "Slurm has not considered the job yet",
     "Resources": "it is next in line and waits for nodes in use",
     "Priority": "jobs with higher priority are ahead of it; `sprio -j {job}` shows its priority factors",
-    "Dependency": "it waits for another job to end",
     "DependencyNeverSatisfied": "its dependency can no longer be satisfied: cancel it and submit the run again",
+    "Dependency": "it waits for another job to end",
     "BeginTime": "its begin time is in the future, as for some minutes after a requeue",
-    "JobHeldUser": "it is held: `scontrol release {job}` lets it start",
     "JobHeldAdmin": "it is held by an administrator, who must release it",
+    "JobH": "it is held: `scontrol release {job}` lets it start",
+    "launch failed": "a node failed to start it (see its slurmd.log): `scontrol release {job}` retries",
     "ReqNodeNotAvail": "requested nodes are down, drained or reserved: check cluster.exclude and `sinfo -R`",
-    "NodeDown": "a requested node is down: `sinfo -R` shows the reason",
-    "PartitionDown": "the partition does not start jobs: ask the administrators",
-    "PartitionInactive": "the partition does not accept jobs: set cluster.partition to another one",
     "PartitionNodeLimit": "it requests more nodes than the partition allows: reduce nodes=",
     "PartitionTimeLimit": "its time limit exceeds that of the partition: reduce cluster.time",
-    "PartitionConfig": "the partition does not allow the request: compare with `scontrol show partition`",
-    "Licenses": "it waits for a license",
-    "Reservation": "its reservation has not started",
-    "ReservationDeleted": "its reservation no longer exists: clear cluster.reservation",
+    "Partition": "the partition does not start it: compare with `scontrol show partition`, or set cluster.partition",
+    "Reservation": "its reservation has not started, or no longer exists (cluster.reservation)",
     "BadConstraints": "no node satisfies the request: check cluster.constraint, cluster.gpus_per_node, "
     "cluster.cpus_per_rank and cluster.memory",
     "AccountNotAllowed": "the partition does not accept this account: set cluster.account",
-    "QOSNotAllowed": "the account or the partition does not allow this QOS: set cluster.qos",
     "InvalidAccount": "the account does not exist, or is not yours: set cluster.account",
+    "QOSNotAllowed": "the account or the partition does not allow this QOS: set cluster.qos",
     "InvalidQOS": "the QOS does not exist, or is not yours: set cluster.qos",
-    "JobArrayTaskLimit": "the maximum number of jobs of its array is running",
-    "JobHoldMaxRequeue": "it was requeued more often than Slurm allows (MaxBatchRequeue): `scontrol release {job}`",
-    "launch failed requeued held": "a node failed to start it (see its slurmd.log): `scontrol release {job}` retries",
-    "JobLaunchFailure": "a node failed to start it: see its slurmd.log",
-    "Prolog": "its prolog is running",
-    "Cleaning": "its nodes are still being cleaned up after its last attempt",
-    "FrontEndDown": "no front end is up to start it",
-    "SystemFailure": "Slurm itself failed: ask the administrators",
-    "BurstBufferResources": "the burst buffer is full",
-    "NodeNotAvail": "a requested node is not available: `sinfo -R` shows the reason",
+    "QOS": "a limit of its QOS is reached: it starts when that allows it, and never if the limit is of each job",
+    "Assoc": "a limit of its account is reached: it starts when that allows it, and never if the limit is of each job",
 }
-# Limits of accounts and QOS: `QOSMaxNodePerUserLimit`, `AssocGrpGRES`, `MaxJobsPerAccount`.
-_LIMITED = {"QOS": "its QOS", "Assoc": "its account", "Max": "the cluster"}
-_ITEMS = {
-    "GRES": "GPUs",
-    "Gres": "GPUs",
-    "Node": "nodes",
-    "Cpu": "cores",
-    "CPU": "cores",
-    "Mem": "memory",
-    "Job": "jobs",
-    "Submit": "queued jobs",
-    "Wall": "time",
-    "Time": "time",
-    "Billing": "billing units",
-    "Energy": "energy",
-}
-
-
 # Nodes that jobs of a run leave out: a name, a blank and the reason on each line. Remove a line to let its node in.
 EXCLUDED_FILE = "excluded_nodes"
 
@@ -108,19 +78,8 @@ class QueuedJob:
 def explain_reason(reason: str, job_id: str) -> str:
     """Return in words what a pending job waits for, with the reason as squeue prints it in parentheses."""
     code = reason.strip("()")
-    name = code.partition(",")[0].strip()
-    words = _REASONS.get(code) or _REASONS.get(name)
-    if words is None:
-        owner = next((text for prefix, text in _LIMITED.items() if name.startswith(prefix)), None)
-        item = next((text for part, text in _ITEMS.items() if part in name), None)
-        if owner is not None:
-            per = next((f" of one {kind.lower()}" for kind in ("User", "Account", "Job") if f"Per{kind}" in name), "")
-            words = f"a limit of {owner}{f' on {item}' if item else ''}{per} is reached; it starts when that allows it"
-            if per == " of one job":
-                words = f"it asks for more{f' {item}' if item else ''} than {owner} gives one job, and never starts"
-    if words is None:
-        return code
-    return f"{words.format(job=job_id)} ({code})"
+    words = next((words for name, words in _REASONS.items() if code.startswith(name)), None)
+    return code if words is None else f"{words.format(job=job_id)} ({code})"
 
 
 def jobs_of_run(run_dir: Path) -> list[QueuedJob]:

@@ -69,8 +69,8 @@ def plan_job(
     if cluster.image:
         data = (*dataset_paths(settings), *_evaluation(settings))
         named = {"data.path, data.evaluation": data, "model.init_from": [weights], "data.live.path": live}
-        _check_mounts({**named, "runs": [str(folder)]}, cluster)
-        _check_local_checkpoints(settings["trainer"]["local_checkpoints"], cluster)
+        local = {"trainer.local_checkpoints": [settings["trainer"]["local_checkpoints"]]}
+        _check_mounts({**named, **local, "runs": [str(folder)]}, cluster)
     return Job(
         # A singleton waits for all jobs of its name: only those of the same run may have it.
         name=folder.name if cluster.successor == "singleton" else settings["name"],
@@ -134,15 +134,6 @@ def _mounts(cluster: ClusterConfig) -> dict[str, str]:
     mounts = [*cluster.mounts, *([cluster.local_dir] if cluster.local_dir else [])]
     split = [mount.split(":") for mount in mounts]
     return {(parts[1] if len(parts) > 1 else parts[0]): parts[0] for parts in split}
-
-
-def _check_local_checkpoints(folder: str, cluster: ClusterConfig) -> None:
-    if folder and not any(Path(folder).is_relative_to(target) for target in _mounts(cluster)):
-        raise ConfigError(
-            f"{folder} is inside the container, and its checkpoints would be lost with it",
-            where="trainer.local_checkpoints",
-            fix="use a folder below cluster.local_dir, or mount one of the node's disk with cluster.mounts",
-        )
 
 
 def next_run_dir(runs: Path, name: str) -> Path:

@@ -71,9 +71,7 @@ def summarize_blend(path: str) -> BlendSummary:
         settings = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"the settings cannot be read: {str(error).splitlines()[0]}", where=path, fix=_FIX) from error
-    if not isinstance(settings, dict):
-        raise ConfigError("the file contains no settings", where=path, fix=_FIX)
-    data = settings.get("data", settings)
+    data = settings.get("data", settings) if isinstance(settings, dict) else None
     blend_settings = data.get("blend") if isinstance(data, dict) else None
     if not blend_settings or not isinstance(blend_settings, list):
         raise ConfigError("the file configures no blend", where=path, fix=_FIX)

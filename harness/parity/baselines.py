@@ -16,10 +16,11 @@ from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.parity.assemble import environment, series_of, status_of, tokens_per_second
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import Recorded, recorded_run
-from harness.parity.result import CellResult, Check, ParityReport, open_document
+from harness.parity.result import CellResult, Check, ParityReport
 from harness.storage import write_atomically
 from harness.train import StepMetrics
 from harness.train.digests import StepDigests, from_json, read_digests, to_json
+from harness.train.lines import MISREAD
 from harness.train.metrics import parse_metrics
 
 SCHEMA = 1
@@ -121,15 +122,21 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
 def read_baseline(path: Path) -> Baseline:
     """Read the baseline at `path`; raises FormatError where it is missing, damaged or of a newer schema."""
     make = f"`harness parity record {path.stem} RUN` records one from a run that is known to be correct"
-    repair = "restore it from the repository's history"
-    missing = f"there is no baseline {path.stem}"
-    with open_document(path, "baseline", SCHEMA, missing=missing, make=make, repair=repair) as values:
+    with os_errors_as(FormatError, f"there is no baseline {path.stem} to read", where=path, fix=make):
+        text = path.read_bytes()
+    try:
+        values = json.loads(text)
+        if values["schema"] > SCHEMA:
+            raise ValueError(f"schema {values['schema']} is above {SCHEMA}, the newest of this version")
         return Baseline(
             **{key: values[key] for key in ("name", "created", "environment", "settings")},
             tolerances=Tolerances(**values["tolerances"]),
             steps=[parse_metrics(step["metrics"]) for step in values["steps"]],
             digests=[from_json(step["data"]) for step in values["steps"]],
         )
+    except MISREAD as error:
+        fix = "restore it from the repository's history"
+        raise FormatError(f"this is not a baseline: {error}", where=str(path), fix=fix) from None
 
 
 def record(name: str, run: Path, folder: Path, tolerances: Tolerances) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from harness.errors import ConfigError, FormatError
 from harness.parity.compare import EXACT, relative_difference
 from harness.paths import explain_path, is_run
+from harness.settings import flatten
 from harness.train import METRICS_FILE, StepMetrics, read_metrics
 from harness.train.folder import SETTINGS_FILE, read_settings
 from harness.train.metrics import validation_losses
@@ -87,7 +88,7 @@ def read_curves(folder: Path) -> RunCurves:
         raise ConfigError(what, where=str(folder), fix=fix)
     path = folder / SETTINGS_FILE
     try:
-        settings = dict(_flatten(read_settings(path)))
+        settings = flatten(read_settings(path))
     except ValueError as error:
         fix = "copy the run again; `harness verify` lists all damage"
         raise FormatError(f"the run's settings {error}", where=str(path), fix=fix) from None
@@ -151,11 +152,3 @@ def _differing(reference: RunCurves, run: RunCurves) -> dict[str, tuple[Any, Any
     names = [name for name in {**reference.settings, **run.settings} if name not in _PLACES]
     pairs = {name: (reference.settings.get(name), run.settings.get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

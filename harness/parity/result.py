@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.errors import FormatError
+from harness.errors import FormatError, os_errors_as
 from harness.printing import redact_all
-from harness.settings import from_plain
+from harness.settings import load
 from harness.storage import write_atomically
 
 SCHEMA = 1
@@ -134,31 +132,12 @@ def write_report(report: ParityReport, path: Path) -> None:
 
 def read_report(path: Path) -> ParityReport:
     """Read the report at `path`; raises FormatError where it is missing, damaged or of a newer schema."""
-    fix = "make it again with `python -m harness.recipes.parity`"
-    missing = "there is no parity report"
-    with open_document(path, "parity report", SCHEMA, missing=missing, make=fix, repair=fix) as values:
-        return from_plain(ParityReport, values)
-
-
-@contextmanager
-def open_document(
-    path: Path, noun: str, schema: int, *, missing: str, make: str, repair: str
-) -> Iterator[dict[str, Any]]:
-    """Give a JSON object of at most this `schema` to the body, which parses it.
-
-    Raises:
-        FormatError: the file is missing (fix: `make`), damaged (fix: `repair`), or of a newer schema.
-    """
-    try:
-        values = json.loads(path.read_text())
-        if values["schema"] > schema:
-            what = f"the {noun} has schema {values['schema']}, and this version reads up to {schema}"
-            raise FormatError(what, where=str(path), fix="update this package")
-        yield values
-    except FileNotFoundError:
-        raise FormatError(missing, where=str(path), fix=make) from None
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        raise FormatError(f"this is not a {noun}: {error}", where=str(path), fix=repair) from None
+    fix = "make it again with `python -m harness.recipes.parity`, and this version of the package"
+    with os_errors_as(FormatError, "the parity report cannot be read", where=path, fix=fix):
+        report = load(ParityReport, path.read_bytes(), where=path, fix=fix, what="this is not a parity report")
+    if report.schema > SCHEMA:
+        raise FormatError(f"the parity report has schema {report.schema}, above {SCHEMA}", where=str(path), fix=fix)
+    return report
 
 
 def _finite(value: Any) -> Any:

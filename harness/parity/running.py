@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 
 import harness
 from harness.errors import ConfigError, FormatError, os_errors_as
@@ -28,7 +27,6 @@ from harness.parity.cells import Cell
 from harness.printing import indented, one_line
 from harness.settings import CONFIGS, load
 from harness.storage import Marker
-from harness.tables import Table, TableCell
 from harness.train.lines import whole_lines
 
 if TYPE_CHECKING:
@@ -64,16 +62,8 @@ class Finished:
     was_kept: bool = False
 
 
-@dataclass
-class MatrixProgress:
-    """State of a matrix: steps made by each running cell, and the finished cells."""
-
-    steps: dict[str, int]
-    finished: dict[str, Finished]
-
-
 def run_cells(
-    cells: Sequence[Cell], folder: Path, *, slots: int, timeout_s: float, watch: Callable[[MatrixProgress], None]
+    cells: Sequence[Cell], folder: Path, *, slots: int, timeout_s: float, watch: Callable[[dict[str, Finished]], None]
 ) -> dict[str, Finished]:
     """Run all of `cells` that are not finished already.
 
@@ -82,7 +72,7 @@ def run_cells(
             code are the same.
         slots: ranks that run at one time; a cell of more ranks runs alone.
         timeout_s: time limit of a cell.
-        watch: called a few times a second.
+        watch: called a few times a second with the outcomes so far.
 
     Returns:
         the outcome of every cell by name.
@@ -93,28 +83,28 @@ def run_cells(
     with _lock(folder):
         known = {cell.name: cell for cell in cells}
         prints = fingerprints(cells)
-        progress = MatrixProgress({}, {})
+        finished: dict[str, Finished] = {}
         for cell in cells:
             if (kept := _read_finished(folder, cell, prints[cell.name])) is not None:
-                progress.finished[cell.name] = kept
-        batches = [[cell for cell in batch if cell.name not in progress.finished] for batch in _batches(cells)]
+                finished[cell.name] = kept
+        batches = [[cell for cell in batch if cell.name not in finished] for batch in _batches(cells)]
         waiting = list(filter(None, batches))
         running: list[CellBatch] = []
         try:
             while waiting or running:
-                _start_batches(waiting, running, folder, slots, known, progress)
+                _start_batches(waiting, running, folder, slots, known, finished)
                 for batch in list(running):
-                    if _update(batch, folder, prints, progress, timeout_s):
+                    if _update(batch, folder, prints, finished, timeout_s):
                         running.remove(batch)
-                        rest = [cell for cell in batch.cells if cell.name not in progress.finished]
+                        rest = [cell for cell in batch.cells if cell.name not in finished]
                         if rest:  # cells after one that failed in the same processes
                             waiting.insert(0, rest)
-                watch(progress)
+                watch(finished)
                 time.sleep(_POLL_S if running else 0)
         finally:
             for batch in running:
                 batch.end()
-        return progress.finished
+        return finished
 
 
 def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
@@ -157,17 +147,17 @@ def _start_batches(
     folder: Path,
     slots: int,
     known: dict[str, Cell],
-    progress: MatrixProgress,
+    finished: dict[str, Finished],
 ) -> None:
     for cells in list(waiting):
         starts = {cell.start: known[cell.start] for cell in cells if cell.start}
-        if any(name not in progress.finished for name in starts):
+        if any(name not in finished for name in starts):
             continue
-        failed = next((name for name in starts if progress.finished[name].reason), None)
+        failed = next((name for name in starts if finished[name].reason), None)
         if failed is not None:
             waiting.remove(cells)
             for cell in cells:
-                progress.finished[cell.name] = Finished("", f"{failed}: {progress.finished[failed].reason}", 0.0, None)
+                finished[cell.name] = Finished("", f"{failed}: {finished[failed].reason}", 0.0, None)
             continue
         taken = sum(batch.ranks for batch in running)
         if running and taken + cells[0].case.ranks > slots:
@@ -176,11 +166,12 @@ def _start_batches(
         for cell in cells:
             shutil.rmtree(cell.folder(folder), ignore_errors=True)
             cell.folder(folder).mkdir(parents=True)
-            progress.steps[cell.name] = 0
         running.append(CellBatch(folder, cells, starts))
 
 
-def _update(batch: CellBatch, folder: Path, prints: dict[str, str], progress: MatrixProgress, timeout_s: float) -> bool:
+def _update(
+    batch: CellBatch, folder: Path, prints: dict[str, str], finished: dict[str, Finished], timeout_s: float
+) -> bool:
     """Record the progress of a batch; return True where it has ended."""
     now = time.monotonic()
     # The kernel walks every page for it: a twentieth of the time at most.
@@ -191,10 +182,9 @@ def _update(batch: CellBatch, folder: Path, prints: dict[str, str], progress: Ma
     if late:
         batch.end()
     over = late or code is not None
-    open_cells = [cell for cell in batch.cells if cell.name not in progress.finished]
+    open_cells = [cell for cell in batch.cells if cell.name not in finished]
     for place, cell in enumerate(open_cells):
         made = batch.steps_made(cell)
-        progress.steps[cell.name] = made
         follows = place + 1 < len(open_cells)
         # A run has ended when the next one of its processes has begun; the last one when these end well.
         done = made == cell.steps and (
@@ -205,13 +195,12 @@ def _update(batch: CellBatch, folder: Path, prints: dict[str, str], progress: Ma
             reason = f"ended after {timeout_s:g} s" if late else last_words(batch.cells[0].log_file(folder), code)
         if not done and not over:
             break
-        finished = Finished(prints[cell.name], reason, now - batch.began, batch.peak_memory_bytes or None)
+        outcome = Finished(prints[cell.name], reason, now - batch.began, batch.peak_memory_bytes or None)
         batch.began, batch.peak_memory_bytes = now, 0
-        progress.finished[cell.name] = finished
-        progress.steps.pop(cell.name, None)
+        finished[cell.name] = outcome
         if reason:
             break
-        (cell.folder(folder) / _DONE).write_text(json.dumps(asdict(finished)))
+        (cell.folder(folder) / _DONE).write_text(json.dumps(asdict(outcome)))
     return over
 
 
@@ -381,36 +370,15 @@ def free_ports(count: int) -> list[int]:
         return ports
 
 
-@contextmanager
-def live_table(cells: Sequence[Cell], console: Console) -> Iterator[Callable[[MatrixProgress], None]]:
-    """Show the progress of `cells`; yields a function that takes each state. In a log these are lines."""
-    if console.is_terminal:
-        with Live(console=console, transient=True, auto_refresh=False) as live:
-            yield lambda progress: live.update(_draw(cells, progress), refresh=True)
-        return
+def log_cells(console: Console) -> Callable[[dict[str, Finished]], None]:
+    """Return a function that takes the outcomes so far, and prints a line for each that is new."""
     printed: set[str] = set()
 
-    def log(progress: MatrixProgress) -> None:
-        for name, finished in progress.finished.items():
-            if name not in printed:
-                printed.add(name)
-                outcome = finished.reason or ("reused" if finished.was_kept else f"{finished.seconds:.0f} s")
-                console.print(indented(f"{one_line(name)}: {outcome}"), soft_wrap=True)
+    def log(finished: dict[str, Finished]) -> None:
+        for name in [name for name in finished if name not in printed]:
+            outcome = finished[name]
+            printed.add(name)
+            took = "reused" if outcome.was_kept else f"{outcome.seconds:.0f} s"
+            console.print(indented(f"{one_line(name)}: {outcome.reason or took}"), soft_wrap=True)
 
-    yield log
-
-
-def _draw(cells: Sequence[Cell], progress: MatrixProgress) -> Group:
-    done = sum(cell.name in progress.finished for cell in cells)
-    rows = []
-    for cell in cells:
-        finished, made = progress.finished.get(cell.name), progress.steps.get(cell.name)
-        steps, state = "", TableCell("waits", "waiting")
-        if finished is not None and finished.reason:
-            state = TableCell("failed", "failed")
-        elif finished is not None:
-            steps, state = str(cell.steps), TableCell("reused" if finished.was_kept else "ran", "same")
-        elif made is not None:
-            steps, state = f"{made} of {cell.steps}", TableCell("runs" if made else "starts", "running")
-        rows.append((cell.name, steps, state))
-    return Group(f"{done} of {len(cells)} cells", Table(("cell", "steps", "state"), rows, "lrl").to_terminal())
+    return log

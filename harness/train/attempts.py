@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -99,27 +98,14 @@ class Decision:
 
 def write_stop(folder: Path, stop: Stop) -> bool:
     """Write `stop` into the run's folder unless a rank has done so before; return False in that case."""
-    path = folder / STOPPED_FILE
-    temporary = folder / f"{STOPPED_FILE}.{socket.gethostname()}.{os.getpid()}"
     text = json.dumps(redact_all(asdict(stop)))
     try:
-        temporary.write_text(text)
-        os.link(temporary, path)
+        with (folder / STOPPED_FILE).open("x") as file:
+            file.write(text)
     except FileExistsError:
         return False
-    except OSError:  # no space, or a file system without links
-        try:
-            with path.open("x") as file:
-                file.write(text)
-        except FileExistsError:
-            return False
-        except OSError:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)  # half a reason is none
-            return True  # nothing was written, but no other rank has reported a reason either
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+    except OSError:
+        pass  # no space: half a reason is none, but no other rank has reported a reason either
     return True
 
 
@@ -272,24 +258,17 @@ def _write(folder: Path, attempts: Sequence[Attempt]) -> None:
 def read_attempts(folder: Path) -> list[Attempt]:
     """Return the attempts that ended early, in order; raise FormatError for a damaged or unreadable file."""
     path = folder / ATTEMPTS_FILE
-    with _reading(path):
+    with os_errors_as(FormatError, "cannot be read", where=path, fix=_BY_HAND), suppress(FileNotFoundError):
         return [load(Attempt, line, where=path, fix=_BY_HAND) for line in whole_lines(path)]
     return []
 
 
 def read_stop(folder: Path) -> Stop | None:
-    """Return why the newest attempt ended, None without a reason; raise FormatError for a damaged one."""
+    """Return why the newest attempt ended; None without a reason, also for one that a kill or a full disk cut short."""
     path = folder / STOPPED_FILE
-    with _reading(path):
-        return load(Stop, path.read_bytes(), where=path, fix=_BY_HAND)
+    with suppress(OSError, FormatError):
+        return load(Stop, path.read_bytes(), where=path)
     return None
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """A file that does not exist ends the body; one that the system refuses is a FormatError."""
-    with os_errors_as(FormatError, "cannot be read", where=path, fix=_BY_HAND), suppress(FileNotFoundError):
-        yield
 
 
 def _stalled(attempts: Sequence[Stop]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import json
 import math
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -156,10 +156,13 @@ class MetricsWriter:
         self._file = LineFile(path, "the run's metrics")
         self._log = log
         self._events: EventFile | None = None
-        with self._events_may_fail():
+        with self._may_fail("tensorboard"):
             if "tensorboard" in trackers:
                 self._events = EventFile(folder / "tensorboard", first_step=first_step)
-        self._trackers = [Tracker(name, path) for name in trackers if name in SERVICES]
+        self._trackers: list[Tracker] = []
+        for name in filter(SERVICES.__contains__, trackers):
+            with self._may_fail(name):
+                self._trackers.append(Tracker(name, path))
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step; raises HarnessError if the disk refuses."""
@@ -167,11 +170,11 @@ class MetricsWriter:
         # JSON has no NaN; parsers of other languages refuse Python's.
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self._file.append(json.dumps(line) + "\n")
-        with self._events_may_fail():
+        with self._may_fail("tensorboard"):
             if self._events is not None:
                 for step, curves in curves_of(values):
                     self._events.add(curves, step)
-        self._report([tracker.problem() for tracker in self._trackers])
+        self._report(tracker.problem() for tracker in self._trackers)
 
     def sync(self) -> None:
         """Make the metrics durable."""
@@ -180,23 +183,23 @@ class MetricsWriter:
     def close(self, status: str = "finished") -> None:
         """Close the files, and pass the run's status, `finished` or `stopped`, to the trackers; may take seconds."""
         self._file.close()
-        with self._events_may_fail():
+        with self._may_fail("tensorboard"):
             if self._events is not None:
                 self._events.close()
         for tracker in self._trackers:
             tracker.end(status)
         deadline = time.monotonic() + PATIENCE_S[status]
-        self._report([tracker.wait(deadline) for tracker in self._trackers])
+        self._report(tracker.wait(deadline) for tracker in self._trackers)
 
     @contextmanager
-    def _events_may_fail(self) -> Iterator[None]:
+    def _may_fail(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # whatever its package raises
-            self._events = None
-            self._log(f"tensorboard receives no more metrics of this run ({error}); training continues")
+            self._events = None if name == "tensorboard" else self._events
+            self._log(f"{name} receives no more metrics of this run ({error}); training continues")
 
-    def _report(self, problems: Sequence[str | None]) -> None:
+    def _report(self, problems: Iterable[str]) -> None:
         for problem in filter(None, problems):
             self._log(problem)
 
@@ -246,18 +249,10 @@ def _source_losses(steps: Sequence[StepMetrics]) -> dict[str, str]:
 
 
 def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
-    """Draw training and validation losses over the steps as a PNG.
-
-    Args:
-        title: above the plot; a long line is wrapped.
-    """
-    figure, axes = _axes(title, "loss (nats per trained token)")
-    axes.plot([s.step for s in steps], [s.loss for s in steps], label="training", color="#1f6feb", linewidth=1.6)
-    for number, (name, losses) in enumerate(validation_losses(steps).items()):
-        style: dict[str, Any] = {"color": "#d1570c", "markersize": 5} if number == 0 else {"markersize": 4}
-        if losses:
-            axes.plot(list(losses), list(losses.values()), "o--" if number == 0 else "o:", label=name, **style)
-    _save(figure, axes, path)
+    """Draw training and validation losses over the steps as a PNG; a long title is wrapped."""
+    drawn = draw_runs({"training": steps}, title=title)
+    with _report_may_fail(path):
+        write_atomically(path, drawn)
 
 
 def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> bytes:
@@ -273,8 +268,8 @@ def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> 
         for name, losses in validation_losses(steps).items():
             if losses:
                 style = "o--" if name == "validation" else "o:"
-                points = [*losses], [*losses.values()]
-                axes.plot(*points, style, label=f"{run}, {name}", color=color, markersize=4)
+                label = f"{run}, {name}" if len(runs) > 1 else name
+                axes.plot([*losses], [*losses.values()], style, label=label, color=color, markersize=4)
     return _png(figure, axes)
 
 
@@ -294,7 +289,9 @@ def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> No
     for name in dict.fromkeys(name for s in steps for name in s.evaluation_expert_loads):
         loads = {s.step: s.evaluation_expert_loads[name] for s in steps if name in s.evaluation_expert_loads}
         axes.plot(list(loads), list(loads.values()), "o:", label=name, markersize=4)
-    _save(figure, axes, path)
+    drawn = _png(figure, axes)
+    with _report_may_fail(path):
+        write_atomically(path, drawn)
 
 
 def _axes(title: str, label: str) -> tuple[Any, Any]:
@@ -316,12 +313,6 @@ def _png(figure: Any, axes: Any) -> bytes:
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
     return drawn.getvalue()
-
-
-def _save(figure: Any, axes: Any, path: Path) -> None:
-    drawn = _png(figure, axes)
-    with _report_may_fail(path):
-        write_atomically(path, drawn)
 
 
 def _summary(losses: Mapping[int, float]) -> str:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from harness.errors import discard_output
-from harness.printing import open_console, print_line, redact
+from harness.printing import duration, open_console, print_line, redact
 from harness.train.metrics import StepMetrics
 
 # A run prints about this many lines between validations.
@@ -109,16 +109,3 @@ class RunProgress:
         self._progress.update(self._task, description=activity)
         yield
         self._progress.update(self._task, description=before)
-
-
-def duration(seconds: float) -> str:
-    """Return a time with its two largest units: `48 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
-    rest = max(0, round(seconds))
-    sizes = {"d": 86_400, "h": 3_600, "min": 60, "s": 1}
-    counts = {}
-    for unit, size in sizes.items():
-        counts[unit], rest = divmod(rest, size)
-    units = list(sizes)
-    first = next((place for place, unit in enumerate(units) if counts[unit]), len(units) - 1)
-    shown = [unit for unit in units[first : first + 2] if counts[unit] or unit == units[first]]
-    return " ".join(f"{counts[unit]} {unit}" for unit in shown)

@@ -86,9 +86,7 @@ def read_status(folder: Path) -> RunStatus:
     local = None
     with suppress(CheckpointError):
         local = read_local_record(folder)
-    stop = None
-    with suppress(FormatError):
-        stop = read_stop(folder)
+    stop = read_stop(folder)
     return RunStatus(
         folder=str(folder),
         steps=steps,

@@ -11,13 +11,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import queue
 import secrets
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import yaml
 
 from harness.printing import print_line, redact
+from harness.settings import flatten
 from harness.train.local import read_identity
 from harness.train.trackers import curves_of
 
@@ -164,32 +165,23 @@ class Mlflow:
 OPEN: dict[str, Callable[[Path, SentState, dict[str, Any]], Service]] = {"wandb": Wandb, "mlflow": Mlflow}
 
 
-def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return `{"model": {"seed": 1}}` as `{"model.seed": 1}`."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= flatten(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
-    return flat
-
-
-def listen(ended: queue.SimpleQueue[str]) -> None:
-    """Pass on the status of the run at its end, `failed` if it ended without a word, and limit what comes after it.
-
-    For a thread of its own: a service may block for minutes.
-    """
+def read_status(timeout_s: float) -> str | None:
+    """Return the status of the run once it has ended, `failed` if it ended without a word; None before."""
+    if not select.select([0], [], [], timeout_s)[0]:
+        return None
     # Not until the end of the file: loader workers, which are forks of the run, hold the pipe open.
-    ended.put(os.read(0, 100).decode() or "failed")
+    return os.read(0, 100).decode() or "failed"
+
+
+def limit() -> None:
+    """End this process LIMIT_S after the run has ended; for a thread of its own, because a service may block."""
+    select.select([0], [], [])
     time.sleep(LIMIT_S)
     os._exit(1)
 
 
-def follow(name: str, metrics: Path, ended: queue.SimpleQueue[str], warn: int) -> int:
-    """Feed the service `name` until the run ends; return the exit code.
-
-    Args:
-        ended: gets the status of the run at its end.
-        warn: a file descriptor that takes the one warning.
-    """
+def follow(name: str, metrics: Path, warn: int) -> None:
+    """Feed the service `name` until the run ends; `warn` is a file descriptor that takes the one warning."""
     folder, home = metrics.parent, metrics.parent / name
     sent, lines = SentState(home), NewLines(metrics)
     service: Service | None = None
@@ -197,8 +189,7 @@ def follow(name: str, metrics: Path, ended: queue.SimpleQueue[str], warn: int) -
     next_try, retry_s, has_warned = 0.0, RETRY_S, False
     status: str | None = None
     while status is None:
-        with suppress(queue.Empty):
-            status = ended.get(timeout=POLL_S)
+        status = read_status(POLL_S)
         if status is None and time.monotonic() < next_try:
             continue
         try:
@@ -224,9 +215,6 @@ def follow(name: str, metrics: Path, ended: queue.SimpleQueue[str], warn: int) -
                     line = redact(f"{message}; training continues, {home / 'log.txt'} contains details\n")
                     os.write(warn, line.encode(errors="replace"))
             next_try, retry_s = time.monotonic() + retry_s, min(2 * retry_s, LONGEST_RETRY_S)
-            if status is not None:
-                return 1
-    return 0
 
 
 def main() -> None:
@@ -234,8 +222,7 @@ def main() -> None:
     # A scheduler that signals every process of a job means the ranks; the pipe carries how they reacted.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=listen, args=(ended,), daemon=True).start()
+    threading.Thread(target=limit, daemon=True).start()
     home = metrics.parent / name
     home.mkdir(exist_ok=True)
     warn = os.dup(1)
@@ -245,11 +232,11 @@ def main() -> None:
         # The process of the run's previous part may still be sending its end.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-        code = follow(name, metrics, ended, warn)
+        follow(name, metrics, warn)
         # Without the services' own exit handlers, which may wait for a network that is down.
         with suppress(OSError):
             sys.stdout.flush()
-        os._exit(code)
+        os._exit(0)
 
 
 if __name__ == "__main__":

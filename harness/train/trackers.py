@@ -125,60 +125,43 @@ class EventFile:
 
 
 class Tracker:
-    """Starts and ends the process that feeds one service from a run's `metrics.jsonl` and its `config.yaml`.
+    """The process that feeds one service from a run's `metrics.jsonl` and its `config.yaml`.
 
-    Nothing raises: `problem` reports the first failure once.
+    Raises:
+        OSError: from the constructor, the process cannot be started.
     """
 
     def __init__(self, name: str, metrics: Path) -> None:
-        self._name, self._was_reported, self._failure = name, False, ""
-        self._process: subprocess.Popen[bytes] | None = None
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "harness.train.tracker_process", name, str(metrics.absolute())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # Signals that end the run are not for this process; and at the end its children end with it.
-                start_new_session=True,
-            )
-            os.set_blocking(self._process.stdout.fileno(), False)  # type: ignore[union-attr]
-        except OSError as error:
-            self._failure = f"{name} receives no metrics of this run: {error}"
+        self._name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "harness.train.tracker_process", name, str(metrics.absolute())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Signals that end the run are not for this process; and at the end its children end with it.
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._status, self._output = self._process.stdin, self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
 
-    def problem(self) -> str | None:
-        """Return a message if the service cannot be reached, the first time that this is called after the failure."""
-        if self._was_reported:
-            return None
-        message = self._failure or self._output()
-        code = None if self._process is None else self._process.poll()
-        if not message and code:
-            message = f"{self._name} receives no more metrics of this run: its process exited with code {code}"
-        self._was_reported = bool(message)
-        return message or None
+    def problem(self) -> str:
+        """Return the one line that the process prints if the service cannot be reached; empty before and after it."""
+        return (self._output.read() or b"").decode(errors="replace").strip()
 
     def end(self, status: str) -> None:
         """Pass on how the run ended: `finished`, `stopped` (to be continued) or `failed`."""
-        if self._process is not None:
-            with suppress(OSError):
-                self._process.stdin.write(status.encode())  # type: ignore[union-attr]
-                self._process.stdin.close()  # type: ignore[union-attr]
+        with suppress(OSError):
+            self._status.write(status.encode())
+            self._status.close()
 
-    def wait(self, deadline: float) -> str | None:
+    def wait(self, deadline: float) -> str:
         """Wait, after `end`, until the service has everything or time.monotonic() is `deadline`; return `problem`."""
-        if self._process is None:
-            return self.problem()
         try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
+            code = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            timed_out = f"{self._name} did not finish in time; see its log.txt"
-            self._failure = self._output() or timed_out
             with suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        return self.problem()
-
-    def _output(self) -> str:
-        with suppress(OSError):
-            if self._process is not None and self._process.stdout is not None:
-                return (self._process.stdout.read() or b"").decode(errors="replace").strip()
-        return ""
+            return self.problem() or f"{self._name} did not finish in time; see its log.txt"
+        return self.problem() or f"the process that feeds {self._name} exited with code {code}" * (code != 0)

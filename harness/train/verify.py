@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.errors import CheckpointError, ConfigError, FormatError, Problem
-from harness.settings import find_odd, from_plain, load
+from harness.settings import from_plain
 from harness.storage import StoredFile, read_checksums
 from harness.storage.checksums import CHECKSUMS_FILE, list_hash_problems, list_size_problems
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
-from harness.train.lines import MISREAD, StepLine, read_sound_lines
+from harness.train.lines import MISREAD
 from harness.train.local import own_local_record, read_disk, read_identity
-from harness.train.metrics import METRICS_FILE, StepMetrics
+from harness.train.metrics import METRICS_FILE, parse_metrics
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,6 @@ class _Answer:
     prompt: str
     answer: str
     tokens: list[int]
-
-
-# Null where a step had no validation; elsewhere null is a number that was not finite.
-_OPTIONAL = "validation_loss"
 
 
 def find_run_check(path: str) -> Callable[..., list[Problem]] | None:
@@ -59,9 +58,7 @@ def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None 
     exports = sorted(place.parent for place in folder.glob(f"*/{CHECKSUMS_FILE}"))
     parts: list[Callable[[], list[Problem]]] = [
         lambda: list(_settings_problems(folder, checkpoints)),
-        lambda: list(_metrics_problems(folder / METRICS_FILE, checkpoints)),
-        lambda: list(_digests_problems(folder)),
-        lambda: list(_samples_problems(folder)),
+        lambda: list(_step_problems(folder, checkpoints)),
         lambda: list(_local_problems(folder)),
         *(lambda place=place: verify_checkpoint(place) for place in checkpoints),
         *(lambda place=place: verify_folder(place) for place in exports),
@@ -156,38 +153,73 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
                 yield Problem(f"the run's settings differ from those of {checkpoint.name}", str(path))
 
 
-def _metrics_problems(path: Path, checkpoints: list[Path]) -> Iterator[Problem]:
-    try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        yield Problem(f"the run's metrics {_why(error)}", str(path))
+def _step_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
+    """Yield the problems of the files that have lines of steps: metrics, digests, and answers to sample prompts."""
+    path, digests_path = folder / METRICS_FILE, folder / DIGESTS_FILE
+    metrics, problems = _read_steps(path, parse_metrics, "metrics")
+    digests, damaged = _read_steps(digests_path, from_json, "digests")
+    parse_answer = partial(from_plain, _Answer, lenient=True)
+    answers, others = _read_steps(folder / SAMPLES_FILE, parse_answer, "sample answers")
+    yield from (*problems, *damaged, *others)
+    if not path.is_file():
+        yield Problem("the run's metrics are missing", str(path))
+    if problems or not metrics:
         return
-    step = 0
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        where = f"{path}, line {number}"
-        if not line.endswith("\n"):
-            yield Problem("the last line is incomplete; resuming the run removes it", where)
-            break
-        try:
-            values: dict[str, Any] = json.loads(line)
-            found = from_plain(StepLine, values, lenient=True).step
-        except (ValueError, RecursionError) as error:
-            yield Problem(f"not a record of a step's metrics: {error}", where)
-            step += 1
-            continue
-        if found != step + 1:
-            kind = "repeats" if found <= step else "skips to"
-            yield Problem(f"step {step} is followed by step {found}: the line {kind} it", where)
-        step = found
-        checked = {name: value for name, value in values.items() if name != "stragglers"}
-        odd = [name for name, value in checked.items() if not _is_number(value) and (name, value) != (_OPTIONAL, None)]
-        if odd:
-            yield Problem(f"step {step} has no finite {', '.join(odd)}", where)
-        elif wrong := find_odd({name: value for name, value in checked.items() if value is not None}, StepMetrics):
-            yield Problem(f"not a record of a step's metrics: {wrong}", where)
+    yield from _gaps(metrics, "metrics", first=1)
+    by_step, last = {made.step: made for _, made in metrics}, metrics[-1][1].step
+    for where, made in metrics:
+        if any(isinstance(value, float) and not math.isfinite(value) for value in _numbers_of(vars(made))):
+            yield Problem(f"step {made.step} has a number that is not finite", where)
     newest = max((int(place.name[5:]) for place in checkpoints if place.name[5:].isdecimal()), default=0)
-    if newest > step:
-        yield Problem(f"the metrics end at step {step}, but there is a checkpoint of step {newest}", str(path))
+    if newest > last:
+        yield Problem(f"the metrics end at step {last}, but there is a checkpoint of step {newest}", str(path))
+    if digests and not damaged:
+        yield from _gaps(digests, "digests", first=digests[0][1].step)
+        if digests[-1][1].step < last:
+            what = f"the digests end at step {digests[-1][1].step}, but the metrics at step {last}"
+            yield Problem(what, str(digests_path))
+    for where, found in digests:
+        yield from (Problem(f"step {found.step}: {disagreement}", where) for disagreement in found.disagreements)
+        tokens, other = sum(int(row.lengths.sum()) for row in found.rows), by_step.get(found.step)
+        if other is not None and (other.epoch, other.tokens) != (found.epoch, tokens):
+            trained = f"epoch {found.epoch} and {tokens:,} tokens in its digests"
+            recorded = f"epoch {other.epoch} and {other.tokens:,} tokens in the metrics"
+            yield Problem(f"step {found.step} has {trained}, but {recorded}", where)
+    for where, step in [(where, one.step) for where, one in digests] + [(where, one.step) for where, one in answers]:
+        if step not in by_step:
+            yield Problem(f"there are no metrics of step {step}", where)
+
+
+def _read_steps(path: Path, parse: Callable[[Any], T], kind: str) -> tuple[list[tuple[str, T]], list[Problem]]:
+    """Return the records of a file with their places, none for one that was not written, and what is damaged."""
+    records, problems = [], []
+    try:
+        # Text that is not UTF-8 has replacements, which are no JSON or other text.
+        lines = path.read_bytes().decode(errors="replace").split("\n")
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        return [], [Problem(f"the run's {kind} cannot be read: {error.strerror}", str(path))]
+    for number, line in enumerate(lines[: -1 if not lines[-1] else None], start=1):
+        try:
+            records.append((f"{path}, line {number}", parse(json.loads(line))))
+        except MISREAD as error:
+            fix = "resuming the run removes an incomplete last line" if number == len(lines) else ""
+            problems.append(Problem(f"not a record of a step's {kind}: {error}", f"{path}, line {number}", fix))
+    return records, problems
+
+
+def _gaps(records: Sequence[tuple[str, Any]], kind: str, *, first: int) -> Iterator[Problem]:
+    expected = first
+    for where, record in records:
+        if record.step != expected:
+            yield Problem(f"the {kind} of step {expected - 1} are followed by those of step {record.step}", where)
+        expected = record.step + 1
+
+
+def _numbers_of(value: Any) -> Iterator[Any]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    yield from [value] if inner is None else (number for one in inner for number in _numbers_of(one))
 
 
 def _why(error: OSError | ValueError) -> str:
@@ -195,76 +227,3 @@ def _why(error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         return "are missing"
     return str(error) if type(error) is ValueError else f"cannot be read: {error}"
-
-
-def _metrics_of_steps(folder: Path) -> dict[int, StepLine]:
-    with suppress(OSError):
-        return {line.step: line for line in read_sound_lines(folder / METRICS_FILE)}
-    return {}
-
-
-def _digests_problems(folder: Path) -> Iterator[Problem]:
-    path = folder / DIGESTS_FILE
-    metrics, last = _metrics_of_steps(folder), None
-    for where, line in _lines(path, "digests"):
-        try:
-            step = from_json(json.loads(line))
-        except MISREAD as error:
-            yield Problem(f"not a record of a step's digests: {error}", where)
-            last = None if last is None else last + 1
-            continue
-        if last is not None and step.step != last + 1:
-            yield Problem(f"digests of step {last} are followed by those of step {step.step}", where)
-        last = step.step
-        for disagreement in step.disagreements:
-            yield Problem(f"step {step.step}: {disagreement}", where)
-        of_step = metrics.get(step.step)
-        if of_step is None:
-            yield Problem(f"there are digests but no metrics of step {step.step}", where)
-            continue
-        tokens = sum(int(row.lengths.sum()) for row in step.rows)
-        for name, found in (("epoch", step.epoch), ("tokens", tokens)):
-            if (other := getattr(of_step, name)) not in (None, found):
-                what = f"step {step.step} has {name} {found:,} in its digests but {other} in the metrics"
-                yield Problem(what, where)
-    if last is not None and metrics and last < max(metrics):
-        yield Problem(f"the digests end at step {last}, but the metrics at step {max(metrics)}", str(path))
-
-
-def _samples_problems(folder: Path) -> Iterator[Problem]:
-    metrics, last = _metrics_of_steps(folder), 0
-    for where, line in _lines(folder / SAMPLES_FILE, "samples"):
-        try:
-            step = load(_Answer, line, where=where, what="not a record of a sample answer", lenient=True).step
-        except FormatError as error:
-            yield Problem(error.what, where)
-            continue
-        if step < last:
-            yield Problem(f"an answer after step {last} is followed by one after step {step}", where)
-        if metrics and step not in metrics:
-            yield Problem(f"there is an answer but no metrics after step {step}", where)
-        last = step
-
-
-def _lines(path: Path, what: str) -> Iterator[tuple[str, str]]:
-    """Yield place and text of each line of a file; nothing for one that the run did not write.
-
-    Text that is not UTF-8 has replacements, which are no JSON or other text.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        yield f"{path}: {error.strerror}", f"the run's {what} cannot be read"
-        return
-    for number, line in enumerate(lines[: -1 if not lines[-1] else None], start=1):
-        yield f"{path}, line {number}", line.decode(errors="replace")
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_number, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_number, value))
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -181,35 +180,3 @@ def test_windows_of_two_folders_continue_on_fewer_processes_after_a_kill(stream:
         three.kill()
         two.kill()
     assert sorted(id for line in stream.trained() for id in line["ids"]) == expected.sequences
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
-def test_a_full_disk_is_an_error_that_leaves_nothing_half_visible_and_the_rest_comes_later(
-    stream: Stream, tmp_path: Path
-) -> None:
-    source = write_chats(tmp_path / "chats.jsonl", 2000)
-    stream.folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", stream.folder], check=False)
-    if mounted.returncode:
-        pytest.skip("mount is not allowed here")
-    try:
-        producer = stream.producer(source, "chunks.rows=200", "chunks.max_waiting=100")
-        producer.start()
-        assert producer.wait() == [2], producer.output()
-        assert "No space left on device" in producer.output()
-        assert "Traceback" not in producer.output()
-        contents = LiveFolder(stream.folder).look()
-        whole = sorted(contents.chunks)
-        assert whole == sorted(contents.ready) == list(range(len(whole)))
-        assert 0 < len(whole) < 10
-        assert not list(stream.folder.glob("*.tmp"))
-        subprocess.run(["mount", "-o", "remount,size=4m", stream.folder], check=True)
-        producer.start()
-        assert producer.wait() == [0], producer.output()
-        end = LiveFolder(stream.folder).end()
-        assert end is not None
-        assert (end.rows, end.chunks) == (2000, 10)
-        lines = [line for index in range(10) for line in (stream.folder / f"chunk_{index:05d}.jsonl").open()]
-        assert "".join(lines) == source.read_text()
-    finally:
-        subprocess.run(["umount", stream.folder], check=True)

@@ -142,25 +142,6 @@ def test_a_killed_worker_is_named(dataset: Path) -> None:
     assert not Path(f"/proc/{pids[1]}").exists()
 
 
-def test_a_worker_killed_during_a_training_step_is_the_same_error(dataset: Path) -> None:
-    with loader(dataset, num_workers=2, num_epochs=100) as made:
-        batches = iter(made)
-        next(batches)
-        os.kill(made.worker_pids()[1], signal.SIGKILL)
-        with pytest.raises(LoaderError, match=r"loader worker with process id \d+ died \(Killed\)"):
-            list(batches)
-
-
-def test_errors_of_the_loop_itself_pass_through(dataset: Path) -> None:
-    def train() -> None:
-        with loader(dataset, num_workers=1) as made:
-            next(iter(made))
-            raise RuntimeError("of the model")
-
-    with pytest.raises(RuntimeError, match="of the model"):
-        train()
-
-
 def test_a_forked_worker_leaves_the_garbage_of_the_training_process_alone(dataset: Path) -> None:
     # As a group of gloo, whose end waits for a thread that a fork does not copy.
     class Deadly:

@@ -24,7 +24,6 @@ from harness.parity.locate import recorded_run
 from harness.parity.result import Check, Difference
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
-from harness.thd import rows_from_arrays
 from harness.train.digests import BATCHES, DIGESTS_FILE, DigestWriter, merge_ranks, rank_rows
 from harness.train.metrics import METRICS_FILE
 
@@ -181,18 +180,6 @@ def test_positions_are_found_in_the_datasets_where_only_digests_were_recorded(re
     assert len(difference.found) == 16
 
 
-def test_a_mask_off_by_one_is_named(reference, copy, data, tmp_path) -> None:
-    def edit(pack: Pack, start: int) -> Pack:
-        mask = pack.loss_mask.copy()
-        mask[start : start + 8] = [1, 0, 1, 0, 1, 0, 1, 0] if mask[start] == 0 else [0, 1, 0, 1, 0, 1, 0, 1]
-        return replace(pack, loss_mask=mask)
-
-    trained(copy, rewritten(data, tmp_path / "other", changed(data, edit)))
-    difference = first(reference, copy)
-    assert (difference.step, difference.sequence, difference.field) == (3, victim(data)[1], "loss_mask")
-    assert (difference.position, difference.expected) == (0, 1 - difference.found)
-
-
 def test_a_dropped_pack_is_named(reference, copy, data) -> None:
     lost = third_batch(data)
 
@@ -210,16 +197,6 @@ def test_a_dropped_pack_is_named(reference, copy, data) -> None:
     assert "is not trained" in difference.message
 
 
-def test_two_packs_swapped_in_the_dataset_are_named(reference, copy, data, tmp_path) -> None:
-    reader = open_dataset(data / "train")
-    second, sixth = third_batch(data).pack_ids[[1, 5]].tolist()
-    swap = {second: sixth, sixth: second}
-    trained(copy, rewritten(data, tmp_path / "other", lambda number, pack: [reader[swap.get(number, number)]]))
-    difference = first(reference, copy)
-    assert (difference.step, difference.field) == (3, "boundaries")
-    assert difference.sequence is not None
-
-
 def test_two_packs_swapped_in_a_global_batch_are_named(reference, copy, data) -> None:
     def swap(batches: list[RankBatch]) -> list[RankBatch]:
         ids = batches[1].pack_ids.copy()
@@ -231,40 +208,6 @@ def test_two_packs_swapped_in_a_global_batch_are_named(reference, copy, data) ->
     difference = first(reference, copy)
     assert (difference.step, difference.field, difference.position) == (2, "packs", 2)
     assert list(failed(reference, copy)) == ["data"]
-
-
-def test_a_worker_that_repeats_its_last_item_is_named(reference, copy, data) -> None:
-    trained(copy, data / "train", lambda batches: [*batches[:4], batches[3], batches[5]])
-    difference = first(reference, copy)
-    assert (difference.step, difference.field) == (5, "packs")
-    assert difference.message.startswith("step 5: pack 0 of the global batch is")
-
-
-def test_an_ignored_seed_is_named(reference, copy, data) -> None:
-    trained(copy, data / "train", loading=replace(LOADING, seed=1))
-    difference = first(reference, copy)
-    assert (difference.step, difference.field) == (1, "packs")
-
-
-def test_a_stale_shard_is_named(reference, copy, data, tmp_path) -> None:
-    """The files have no manifest, like those of other tools; one comes from an older tokenizer."""
-    shards = tmp_path / "shards"
-    shards.mkdir()
-    reader = open_dataset(data / "train")
-    for shard in range(4):
-        written = tmp_path / f"written-{shard}.parquet"
-        with open_writer(written, format="parquet", pack_size=256) as writer:
-            for number in range(40 * shard, 40 * shard + 40):
-                pack = reader[number]
-                stale = replace(pack, input_ids=pack.input_ids + 3)
-                writer.append(stale if shard == 2 else pack)
-        (source,) = [written] if written.is_file() else written.rglob("*.parquet")
-        shutil.copy(source, shards / f"{shard}.parquet")
-    trained(copy, shards)
-    difference = first(reference, copy)
-    offsets = reader.pack_offsets
-    assert offsets[80] <= difference.sequence < offsets[120]
-    assert (difference.field, difference.position, difference.found) == ("tokens", 0, difference.expected + 3)
 
 
 def edited_rows(step: int, edit: Callable[[RankBatch], RankBatch]) -> Plant:
@@ -323,21 +266,6 @@ def test_a_sequence_trained_twice_and_rows_in_another_order_are_named(reference,
     checks = failed(reference, copy)
     assert list(checks) == ["placement"]
     assert checks["placement"].difference.step == 5
-
-
-def test_a_sequence_cut_short_in_the_loader_is_named(reference, copy, data) -> None:
-    def cut(batch: RankBatch) -> RankBatch:
-        row, lengths = batch.rows[0], np.diff(batch.rows[0].cu_seqlens) + 1
-        stored = np.concatenate(
-            [np.append(part, 0) for part in np.split(row.tokens, row.cu_seqlens[1:-1].tolist())]
-        ).astype(np.int32)
-        kept = lengths.copy()
-        kept[-1] -= 3
-        (short,) = rows_from_arrays(stored[:-3], np.zeros(stored.shape[0] - 3, np.uint8), [kept])
-        return replace(batch, rows=[short, *batch.rows[1:]])
-
-    trained(copy, data / "train", edited_rows(1, cut))
-    assert (first(reference, copy).step, first(reference, copy).microbatch) == (1, 0)
 
 
 def edit_metrics(folder: Path, edit: Callable[[dict], dict | None]) -> None:

@@ -131,24 +131,6 @@ def test_a_worker_that_reads_past_the_end_of_a_cut_file_names_it(
     assert re.search(expected, capfd.readouterr().err)
 
 
-class Unsendable:
-    """A batch for whose copy there is no memory."""
-
-    def __reduce__(self) -> str:
-        raise MemoryError("no memory for a copy")
-
-
-def test_a_batch_for_whose_copy_there_is_no_memory_is_an_error_of_its_step() -> None:
-    config = LoaderConfig(global_batch_size=1, num_workers=1, timeout_s=60.0)
-    with (
-        BatchStream(lambda batch: Unsendable(), config, where="rank 0") as stream,
-        pytest.raises(LoaderError, match=r"process \d+ ran out of memory while it read a step") as caught,
-    ):
-        list(stream.read([BatchRange(0, 0, 0, 1)]))
-    assert "no memory for a copy" in caught.value.what
-    assert "num_workers" in caught.value.fix
-
-
 @pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.nightly)])
 def test_a_killed_worker_that_was_not_forked_is_an_error_within_the_timeout(
     in_every_format: dict[str, Path], start_method: str

@@ -37,28 +37,28 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_678,
-    "harness/bench": 3_243,
-    "harness/cli": 2_803,
+    "harness": 2_634,
+    "harness/bench": 3_168,
+    "harness/cli": 2_760,
     "harness/formats": 5_901,
     "harness/indexed": 1_298,
-    "harness/integrations": 3_103,
-    "harness/launch": 2_579,
-    "harness/loader": 4_886,
+    "harness/integrations": 3_046,
+    "harness/launch": 2_473,
+    "harness/loader": 4_870,
     "harness/megatron": 10_799,
-    "harness/parity": 3_162,
-    "harness/plan": 4_529,
+    "harness/parity": 3_071,
+    "harness/plan": 4_385,
     "harness/prep": 10_416,
     "harness/recipes": 10,
     "harness/schedule": 966,
     "harness/storage": 2_800,
-    "harness/train": 3_255,
-    "recipes": 502,
-    "tests": 52_627,
+    "harness/train": 3_139,
+    "recipes": 501,
+    "tests": 52_019,
     "tests/benchmarks": 1_987,
 }
 SHAPE = {
-    "core ring, lines": 19_984,
+    "core ring, lines": 19_974,
     "from packs to the optimizer's step, lines": 4_030,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -67,7 +67,7 @@ SHAPE = {
     "names in __all__": 189,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 105,
+    "Markdown by hand, kB": 103,
 }
 MOST_LINES_IN_ALL = 62_802
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.bench import load
 from harness.bench.apart import measure_apart
-from harness.bench.figures import BenchReport, Figure, Progress, count_targets, figure_table, read_figures
+from harness.bench.figures import BenchReport, Progress, count_targets, figure_table, read_figures
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, FormatError, HarnessError, os_errors_as
@@ -26,15 +26,6 @@ REPORT_JSON, REPORT_PAGE = "report.json", "report.md"
 # Imports from a slow disk.
 _DESCRIBE_S = 300.0
 _WITH_ENGINE = ("attention-flash", "attention-fused", "attention-unfused")
-# Figures that a reader looks for first.
-_SPEEDS = (
-    "our loop over a bare one, the same batch",
-    "waiting for data, of a step",
-    "tokens",
-    "MFU",
-    "MFU of packed chats over dense ones of the same tokens and attention",
-    "waiting over one copy",
-)
 
 
 @dataclass(frozen=True)
@@ -43,12 +34,10 @@ class Part:
 
     Attributes:
         place: `module:function` in this package; called with sizes, a workspace and the word after the part's name.
-        about: for the page.
         ranks: processes that it needs; None for one a GPU.
     """
 
     place: str
-    about: str
     ranks: int | None = 1
 
 
@@ -66,37 +55,16 @@ class PartResult:
     report: dict[str, Any] = field(default_factory=dict)
 
 
-_ATTENTION = Part(
-    "attention:measure_attention",
-    "Losses and gradients of a model with this attention against plain attention, its layers in float32; documents of "
-    "a row must not see each other, and defects that other trainers had must be found.",
-)
-_LAYOUTS = Part(
-    "layouts:measure_layouts",
-    "Losses of each layout from one checkpoint, against one rank that trains everything; isolation on each.",
-)
-_STEP = Part(
-    "training:measure_step",
-    "A model of this shape on packed chats: our loop and a bare Megatron loop take turns on the same batches; then our "
-    "loop alone, and two steps of it under the profiler.",
-    ranks=None,
-)
+# The attention of a model against plain attention, the losses of layouts against those of one rank, a model's loop
+# against a bare one, packed chats against dense sequences, and checkpoints in the background.
 PARTS = {
-    "environment": Part("environment:measure_environment", "What is installed, and the rates that one GPU reaches."),
-    "links": Part("environment:measure_links", "An all-reduce over all GPUs.", ranks=None),
-    **{f"attention-{backend}": _ATTENTION for backend in ("torch", "flash", "fused", "unfused")},
-    **{f"layouts-{ranks}": replace(_LAYOUTS, ranks=ranks) for ranks in (1, 2, 4, 8)},
-    **{f"step-{shape}": _STEP for shape in ("1b", "8b")},
-    "packed-8b": Part(
-        "training:measure_packed",
-        "Layers of this shape, forward and backward: a packed row of chats, dense sequences of as many tokens and as "
-        "much attention, and one dense sequence take turns.",
-    ),
-    "checkpoint": Part(
-        "training:measure_checkpoint",
-        "How long training waits for a checkpoint in the background, against one copy of what a rank owns.",
-        ranks=None,
-    ),
+    "environment": Part("environment:measure_environment"),
+    "links": Part("environment:measure_links", ranks=None),
+    **{f"attention-{name}": Part("attention:measure_attention") for name in ("torch", "flash", "fused", "unfused")},
+    **{f"layouts-{ranks}": Part("layouts:measure_layouts", ranks=ranks) for ranks in (1, 2, 4, 8)},
+    **{f"step-{shape}": Part("training:measure_step", ranks=None) for shape in ("1b", "8b")},
+    "packed-8b": Part("training:measure_packed"),
+    "checkpoint": Part("training:measure_checkpoint", ranks=None),
 }
 
 
@@ -131,7 +99,7 @@ def bench_gpu(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchRe
         report = _join(machine, results, left)
         files = {
             REPORT_JSON: json.dumps({"machine": machine, "parts": results, "report": report.to_dict()}, indent=2),
-            REPORT_PAGE: render_parts(machine, results, left),
+            REPORT_PAGE: render_page(report),
         }
         for name, text in files.items():
             write_atomically(out / name, text.encode(errors="replace"))
@@ -160,19 +128,15 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _check_same(results: Mapping[str, dict[str, Any]], machine: dict[str, Any], sizes: Sizes) -> None:
-    fix = "another folder with out=DIR, or remove the files of this one"
     for name, result in results.items():
-        if result["status"] != DONE:
-            continue  # measured again
-        if result["size"] != sizes.size:
-            what = f"the part {name} has size={result['size']}, and this call size={sizes.size}"
-            raise ConfigError(what, where=sizes.out, fix=fix)
-        differ = [key for key in machine if result["machine"].get(key) != machine[key]]
-        if differ:
-            was, now = (", ".join(f"{key} {of.get(key)}" for key in differ) for of in (result["machine"], machine))
-            raise ConfigError(
-                f"the part {name} is of another machine: {was}; this one: {now}", where=sizes.out, fix=fix
+        made = (result["size"], result["machine"])
+        if result["status"] == DONE and made != (sizes.size, machine):  # others are measured again
+            of = "; this call: ".join(
+                ", ".join(f"{key} {value}" for key, value in {"size": size, **facts}.items())
+                for size, facts in (made, (sizes.size, machine))
             )
+            fix = "another folder with out=DIR, or remove the files of this one"
+            raise ConfigError(f"the part {name} is of another machine or size: {of}", where=sizes.out, fix=fix)
 
 
 def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> dict[str, Any]:
@@ -230,45 +194,17 @@ def _join(machine: Mapping[str, Any], results: Mapping[str, dict[str, Any]], lef
             if result["status"] == FAILED:
                 report.failed.append(name)
             continue
-        for figure in read_figures(result["report"]).figures:
-            values = asdict(figure) | {"name": f"{name}: {figure.name}"}
-            values["of"] = tuple(f"{name}: {of}" for of in figure.of)
-            report.add(Figure(**values))
+        made = read_figures(result["report"])
+        report.notes += [f"{name}: {note}" for note in made.notes]
+        for figure in made.figures:
+            of = tuple(f"{name}: {one}" for one in figure.of)
+            report.add(replace(figure, name=f"{name}: {figure.name}", of=of))
     report.notes += [f"{name} was not begun within total_limit_s: call again to continue" for name in left]
     return report
 
 
-def render_parts(machine: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]], left: Sequence[str]) -> str:
-    """Return the page of a machine's parts, as Markdown.
-
-    Args:
-        results: of each part, by name: status, reason, report.
-        left: parts that were not begun.
-    """
-    reports = {name: read_figures(part["report"]) for name, part in results.items() if part["status"] == DONE}
-    failed = [name for name, part in results.items() if part["status"] == FAILED]
-    sentences = [count_targets(reports.values()), f"{len(reports)} of {len(PARTS)} parts are measured"]
-    sentences += [f"failed: {', '.join(failed)}"] if failed else []
-    sentences += [f"not begun: {', '.join(left)}"] if left else []
-    device = f"{len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else "a CPU, with gloo"
-    lines = [f"# First contact: {device}", "", f"{'; '.join(sentences)}.", ""]
-    figures = [replace(one, name=f"{name}: {one.name}") for name, report in reports.items() for one in report.figures]
-    missed = [figure for figure in figures if figure.met is False]
-    speeds = [figure for figure in figures if figure.name.partition(": ")[2] in _SPEEDS]
-    for title, chosen in (("Missed", missed), ("Speed", speeds)):
-        lines += [f"## {title}", "", figure_table(chosen).to_markdown(), ""] if chosen else []
-    for name, part in PARTS.items():
-        lines += [f"## {name}", "", part.about, ""]
-        if name in reports:
-            lines += [
-                figure_table(reports[name].figures).to_markdown(),
-                "",
-                *(f"- {note}" for note in reports[name].notes),
-            ]
-            lines += [f"- took {results[name]['seconds']:.0f} s", ""]
-        else:
-            state = results.get(name, {"status": "not measured yet", "reason": ""})
-            lines += [f"**{state['status']}** {state['reason']}".rstrip(), ""]
-    lines += ["## Machine", ""]
-    lines += [f"- {key}: {', '.join(of) or 'none' if isinstance(of, list) else of}" for key, of in machine.items()]
-    return "\n".join(lines) + "\n"
+def render_page(report: BenchReport) -> str:
+    """Return the figures and notes of all parts as Markdown."""
+    notes = [f"- {note}" for note in report.notes]
+    head = ["# First contact with GPUs", "", f"{count_targets([report])}.", ""]
+    return "\n".join([*head, figure_table(report.figures).to_markdown(), "", *notes, ""])

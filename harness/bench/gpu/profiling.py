@@ -36,8 +36,13 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in _KINDS if re.search(pattern, lower)), "other")
 
 
-def trace_steps(run: Callable[[], Any], device: torch.device, folder: Path) -> list[dict[str, Any]]:
-    """Run something under torch.profiler and return the events of its trace, with times in microseconds."""
+def trace_steps(
+    run: Callable[[], Any], device: torch.device, folder: Path
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Run something under torch.profiler; return the events of its trace, and the time of each operation on the host.
+
+    Times are in microseconds; an operation's is without that of the operations inside it.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -48,14 +53,19 @@ def trace_steps(run: Callable[[], Any], device: torch.device, folder: Path) -> l
     profile.export_chrome_trace(str(path))
     events = json.loads(path.read_text(errors="replace"))["traceEvents"]
     path.unlink()
-    return [event for event in events if event.get("ph") == "X" and "dur" in event]
+    times = {one.key: one.self_cpu_time_total for one in profile.key_averages()}
+    return [event for event in events if event.get("ph") == "X" and "dur" in event], times
 
 
-def add_trace(report: BenchReport, events: Sequence[Mapping[str, Any]], steps: int) -> None:
+def add_trace(
+    report: BenchReport, events: Sequence[Mapping[str, Any]], on_host: Mapping[str, float], steps: int
+) -> None:
     """Add shares of time by kind; of a GPU also its idle time, the host's waits, and copies that kernels hide."""
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     on_gpu = bool(kernels)
-    times = self_times(kernels if on_gpu else [event for event in events if event.get("cat") == "cpu_op"])
+    times = defaultdict(float, {} if on_gpu else on_host)
+    for kernel in kernels:
+        times[kernel["name"]] += kernel["dur"]
     total = sum(times.values())
     shares: dict[str, float] = defaultdict(float)
     for name, spent in times.items():
@@ -79,27 +89,6 @@ def add_trace(report: BenchReport, events: Sequence[Mapping[str, Any]], steps: i
     computing = [event for event in kernels if event["cat"] == "kernel"]
     if copies:
         report.add(Figure("time of copies to the device under kernels", hidden_share(copies, computing), "share"))
-
-
-def self_times(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the time of each name without that of the events inside it, in microseconds.
-
-    Events of one thread (or stream) are nested or apart.
-    """
-    threads: dict[tuple[Any, Any], list[Mapping[str, Any]]] = defaultdict(list)
-    for event in events:
-        threads[event.get("pid"), event.get("tid")].append(event)
-    times: dict[str, float] = defaultdict(float)
-    for line in threads.values():
-        around: list[tuple[float, str]] = []
-        for event in sorted(line, key=lambda event: (event["ts"], -event["dur"])):
-            while around and around[-1][0] <= event["ts"]:
-                around.pop()
-            times[event["name"]] += event["dur"]
-            if around:
-                times[around[-1][1]] -= event["dur"]
-            around.append((event["ts"] + event["dur"], event["name"]))
-    return {name: max(spent, 0.0) for name, spent in times.items()}
 
 
 def hidden_share(copies: Sequence[Mapping[str, Any]], kernels: Sequence[Mapping[str, Any]]) -> float:

@@ -52,13 +52,13 @@ def measure_step(sizes: Sizes, workspace: Workspace, shape: str) -> BenchReport:
             peak, source = peak_of(job.device, matrix_of(sizes))
             bench.add_figures(report, peak_tflops=peak)
             traced = list(islice(bench.batches, _TRACED))
-            events = trace_steps(lambda: [step.train(batch) for batch in traced], job.device, workspace.folder)
+            trace = trace_steps(lambda: [step.train(batch) for batch in traced], job.device, workspace.folder)
         planned = plan_memory(
             model, parallel, vocab_size=vocabulary, dp_size=job.world_size, max_tokens_per_rank=sizes.pack_size
         )
         add_memory(report, job.device, planned.total)
     report.notes.append(source)
-    add_trace(report, events, _TRACED)
+    add_trace(report, *trace, _TRACED)
     return report
 
 

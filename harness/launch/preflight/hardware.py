@@ -24,9 +24,9 @@ _SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_powe
 # What nvidia-smi prints in place of any value of a GPU that does not answer, in brackets in tables. The last two stand
 # for a fan or a sensor that fails, too.
 _LOST_GPU = re.compile(r"GPU requires reset|GPU is lost", re.IGNORECASE)
-NO_ANSWER = re.compile(rf"\[?({_LOST_GPU.pattern}|Unknown Error|ERR!)\]?", re.IGNORECASE)
+_NO_ANSWER = re.compile(rf"\[?({_LOST_GPU.pattern}|Unknown Error|ERR!)\]?", re.IGNORECASE)
 # Its exit code where it prints everything, and a warning about the GPU's infoROM, which training does not need.
-WARNED = 14
+_WARNED = 14
 _END = "</nvidia_smi_log>"
 # Each is "Yes" on a GPU that needs what the message says; other words are for GPUs and drivers that do not have it.
 _STATES = {
@@ -47,7 +47,9 @@ _LEAST_READ_BYTES = 4 << 20
 
 
 def parse_gpu_states(text: str) -> list[dict[str, Any]]:
-    """Return address, driver's recovery action and faults of each GPU in the output of `nvidia-smi -q -x`.
+    """Return name, used memory, address, recovery action and faults of each GPU in the output of `nvidia-smi -q -x`.
+
+    GPUs that share the memory of the node do not report how much of it is in use.
 
     Understands drivers from 390 (double bit errors of Volta) to 590. The action is empty before 560.
 
@@ -62,8 +64,10 @@ def parse_gpu_states(text: str) -> list[dict[str, Any]]:
         ) from None
     return [
         {
+            "name": gpu.findtext("product_name", ""),
+            "used_mib": int(re.sub(r"\D", "", _text_of(gpu, "fb_memory_usage/used")) or 0),
+            "driver": root.findtext("driver_version", "none"),
             "bus": gpu.get("id", ""),
-            "uuid": gpu.findtext("uuid", ""),
             "action": _text_of(gpu, "gpu_recovery_action"),
             "faults": _gpu_faults(gpu),
         }
@@ -80,7 +84,7 @@ def _text_of(gpu: ElementTree.Element, path: str) -> str:
 def _gpu_faults(gpu: ElementTree.Element) -> list[str]:
     texts = [text.strip() for text in gpu.itertext()]
     words = [text for text in texts if _LOST_GPU.fullmatch(text)]
-    words += [text for text in [_text_of(gpu, "fb_memory_usage/used")] if NO_ANSWER.fullmatch(text)]
+    words += [text for text in [_text_of(gpu, "fb_memory_usage/used")] if _NO_ANSWER.fullmatch(text)]
     faults = [f"it does not answer: nvidia-smi prints {word!r}" for word in dict.fromkeys(words)]
     # Those of earlier days (aggregate) were repaired by a reset; one that is volatile was not.
     for entry in gpu.iterfind("ecc_errors/volatile/*"):
@@ -88,7 +92,7 @@ def _gpu_faults(gpu: ElementTree.Element) -> list[str]:
         if ("uncorrectable" in entry.tag or entry.tag == "double_bit") and count.isdecimal() and int(count):
             faults.append(f"{count} uncorrectable ECC errors since the last reset ({entry.tag})")
     faults += dict.fromkeys(message for path, message in _STATES.items() if _text_of(gpu, path) == "Yes")
-    if (action := _text_of(gpu, "gpu_recovery_action")) not in ("", "None") and not NO_ANSWER.fullmatch(action):
+    if (action := _text_of(gpu, "gpu_recovery_action")) not in ("", "None") and not _NO_ANSWER.fullmatch(action):
         faults.append(f"the driver asks for recovery: {action}")
     for group in ("clocks_event_reasons/clocks_event_reason_", "clocks_throttle_reasons/clocks_throttle_reason_"):
         faults += [
@@ -121,26 +125,26 @@ def _fabric_faults(gpu: ElementTree.Element) -> Iterator[str]:
         yield "NVSwitch's fabric is unhealthy"
 
 
-def read_gpu_states() -> dict[str, Any]:
+def read_gpus() -> dict[str, Any]:
     """Check the GPUs by what `nvidia-smi -q -x`, the kernel's log and DCGM know.
 
     Returns:
-        `notes`, where there are any: what is worth knowing and no fault.
+        `gpus`, none where there is no nvidia-smi, `driver`, and `notes`: what is worth knowing and no fault.
 
     Raises:
         HarnessError: with all faults of the node's GPUs.
     """
     if shutil.which("nvidia-smi") is None:
-        return {}
+        return {"gpus": [], "driver": "none"}
     printed, code = _output("nvidia-smi", "-q", "-x")
-    if code not in (0, WARNED) and _END not in printed:
+    if code not in (0, _WARNED) and _END not in printed:
         raise HarnessError(
             f"nvidia-smi -q -x ends with code {code}: {printed.strip()[:300]}", where="nvidia-smi", fix=_DRAIN
         )
     notes = [line.strip() for line in printed.partition(_END)[2].splitlines() if line.strip()]
     gpus = parse_gpu_states(printed)
     faults = [f"GPU {number} ({gpu['bus']}): {fault}" for number, gpu in enumerate(gpus) for fault in gpu["faults"]]
-    if code not in (0, WARNED) and not faults:
+    if code not in (0, _WARNED) and not faults:
         faults.append(f"nvidia-smi -q -x ends with code {code}")
     log, code = _output("dmesg")
     notes += [] if code == 0 else ["the kernel's log is closed to this user: it was not searched for Xid errors"]
@@ -157,7 +161,8 @@ def read_gpu_states() -> dict[str, Any]:
         notes.append(f"dcgmi health: {report.strip()[:120] or f'code {code}'}")
     if faults:
         raise HarnessError("; ".join(faults), where="nvidia-smi -q -x, dmesg, dcgmi health", fix=_DRAIN)
-    return {"notes": notes} if notes else {}
+    shown = [{name: gpu[name] for name in ("name", "used_mib")} for gpu in gpus]
+    return {"gpus": shown, "driver": gpus[0]["driver"] if gpus else "none", "notes": notes}
 
 
 def _address(bus: str) -> str:

@@ -26,12 +26,21 @@ _SAME_EVERYWHERE = {
 
 COPY_OF = "copy of "
 # Faults that say nothing about the node itself: the address or port of the first node, and what another node did.
-_NOT_ITS_OWN = ("first node", "own name", "live chunks", "all-reduce")
+_NOT_ITS_OWN = ("first node", "own name", "live chunks", "all-reduce", "rank ")
 # A rank or a link with less than this share of the median of all is faulty, whatever the limits are.
 _LEAST_SHARE = 0.7
 _SLOW_LINK = (
     "NCCL has lost rails or fell back to TCP: cluster.env.NCCL_DEBUG=INFO prints the network in use; "
     "NCCL_IB_HCA selects the rails, NCCL_SOCKET_IFNAME the interface for TCP, NCCL_NET_PLUGIN the plugin of the fabric"
+)
+_SHM_FIX = (
+    "make it larger (--shm-size of a container engine; /etc/fstab of the node), or set loader.num_workers=0 and "
+    "cluster.preflight.min_shm_mib=0"
+)
+_DISK_FIX = "free space, set runs= to another folder, or lower the limit in cluster.preflight"
+_READ_FIX = (
+    "the node's mount or network is slow, or the file system is busy: compare with another node, or lower "
+    "cluster.preflight.min_read_mib_s"
 )
 _SLOW_GLOO = "gloo uses the interface of GLOO_SOCKET_IFNAME, or by default that of the node's own name"
 
@@ -49,36 +58,15 @@ _CANCELED = (" CANCELLED AT ", "srun: forcing job termination")
 _BY_CANCELING = (": Killed", ": Terminated", ": Exited with exit code 137", ": Exited with exit code 143")
 _STOPPED = ("Job step aborted", "Force Terminated")
 
-_CONTAINER_FIX = "check the image (cluster.image), cluster.mounts, and the free space for Enroot's folders"
-_MEMORY_FIX = "another job uses the node's memory, or cluster.memory is too small"
-_LAUNCH_FIX = "the node's clock or its munge key differs from the controller's"
-# What a message is about, by a part of it: the first that fits. The fix says what to do on this node.
-_KINDS = (
-    ("pyxis", "container", _CONTAINER_FIX),
-    ("enroot", "container", _CONTAINER_FIX),
-    ("oom", "memory", _MEMORY_FIX),
-    ("Out Of Memory", "memory", _MEMORY_FIX),
-    (
-        "Permission denied",
-        "permission",
-        "make it and its folders readable and executable there for the user of the job",
-    ),
-    (
-        "bad interpreter",
-        "interpreter",
-        "the interpreter of the script does not exist on this node: set cluster.python",
-    ),
-    (
-        "No such file or directory",
-        "interpreter",
-        "mount the environment on this node, or set cluster.python to one on a shared file system",
-    ),
-    ("Exec format error", "interpreter", "the node has another processor than the environment was built for"),
-    ("credential", "launch", _LAUNCH_FIX),
-    ("uthentication", "launch", _LAUNCH_FIX),
-)
-_LAUNCH_FIX = "its slurmd does not start steps: `scontrol show node {0}` and its slurmd.log show the cause"
-_ENDED_FIX = "run the command there by hand (`srun --nodelist={0}`), and check the kernel's log"
+# What to do on a node, by a part of the message about it: the first that fits.
+_FIXES = {
+    "pyxis": "check the image (cluster.image), cluster.mounts, and the free space for Enroot's folders",
+    "Out Of Memory": "another job uses the node's memory, or cluster.memory is too small",
+    "Permission denied": "make it and its folders readable and executable there for the user of the job",
+    "No such file": "mount the environment on this node, or set cluster.python to one on a shared file system",
+    "credential": "the node's clock or its munge key differs from the controller's",
+    "": "run the command there by hand (`srun --nodelist={0}`); see `scontrol show node {0}`, its slurmd.log and dmesg",
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +80,7 @@ class Fault:
     @property
     def is_own(self) -> bool:
         """True if the job can run on other nodes."""
-        return "," not in self.node and not self.what.startswith(_NOT_ITS_OWN) and not self.what.startswith("rank ")
+        return "," not in self.node and not self.what.startswith(_NOT_ITS_OWN)
 
     def __str__(self) -> str:
         return f"{self.node}: {self.what}" + (f"\n  fix:   {self.fix}" if self.fix else "")
@@ -105,12 +93,10 @@ def culprits(faults: Sequence[Fault], nodes: Sequence[str]) -> dict[str, str]:
         nodes: of the job.
     """
     own = {fault.node: fault.what for fault in reversed(faults) if fault.is_own}
-    others = [fault for fault in faults if not fault.is_own and not set(fault.node.split(",")) & own.keys()]
     # Ranks that fail or wait because of a faulty node report that, too.
-    blames = [
-        fault for fault in others if not fault.what.startswith(_NOT_ITS_OWN) and not fault.what.startswith("rank ")
-    ]
-    return own if own and not blames and 2 * len(own) <= len(nodes) else {}
+    of_several = [fault for fault in faults if "," in fault.node and not fault.what.startswith(_NOT_ITS_OWN)]
+    is_clear = all(set(fault.node.split(",")) & own.keys() for fault in of_several)
+    return own if own and is_clear and 2 * len(own) <= len(nodes) else {}
 
 
 @dataclass
@@ -206,30 +192,15 @@ def _below_limits(
                     f"gpus: {gpu['used_mib']:,} MiB of GPU {number} are in use before the job has begun",
                     "end the process that an earlier job left there, or drain the node",
                 )
-    if facts.get("shm", {}).get("mib", limits.min_shm_mib) < limits.min_shm_mib:
-        yield (
-            f"shm: /dev/shm has {facts['shm']['mib']:,} MiB, loader workers need {limits.min_shm_mib:,}",
-            "make it larger (--shm-size of a container engine; /etc/fstab of the node), or set loader.num_workers=0 "
-            "and cluster.preflight.min_shm_mib=0",
-        )
-    if facts.get("disk", {}).get("gib", limits.min_disk_gib) < limits.min_disk_gib:
-        yield (
-            f"disk: {facts['disk']['gib']:.1f} GiB are free for the run's folder, {limits.min_disk_gib:g} are required",
-            "free space, set runs= to another folder, or lower cluster.preflight.min_disk_gib",
-        )
-    if facts.get("inodes", {}).get("free", limits.min_inodes) < limits.min_inodes:
-        yield (
-            f"inodes: {facts['inodes']['free']:,} files can be created in the run's folder, {limits.min_inodes:,} are "
-            "required",
-            "remove files there, set runs= to another folder, or lower cluster.preflight.min_inodes",
-        )
-    for check, found in facts.items():
-        if check.startswith("read rate") and found.get("mib_s", limits.min_read_mib_s) < limits.min_read_mib_s:
-            yield (
-                f"{check}: {found['mib_s']:.3g} MiB/s, {limits.min_read_mib_s:g} are required",
-                "the node's mount or network is slow, or the file system is busy: compare with another node, or lower "
-                "cluster.preflight.min_read_mib_s",
-            )
+    for check, name, lowest, what, fix in (
+        ("shm", "mib", limits.min_shm_mib, "/dev/shm has {:,} MiB, loader workers need {:,}", _SHM_FIX),
+        ("disk", "gib", limits.min_disk_gib, "{:.1f} GiB are free for the run's folder, {:g} are required", _DISK_FIX),
+        ("inodes", "free", limits.min_inodes, "{:,} files can be created for the run, {:,} are required", _DISK_FIX),
+        ("read rate", "mib_s", limits.min_read_mib_s, "{:.3g} MiB/s, {:g} are required", _READ_FIX),
+    ):
+        for place, found in facts.items():
+            if place.startswith(check) and found.get(name, lowest) < lowest:
+                yield f"{place}: {what.format(found[name], lowest)}", fix
     if code and facts.get("versions", {}).get("code", code) != code:
         yield (
             f"versions: the code or configs of the container differ from those that submitted the job ({code})",
@@ -335,7 +306,7 @@ def _notes(facts: dict[str, dict[str, dict[str, Any]]]) -> Iterable[str]:
     """Yield what is worth knowing about nodes and no fault, once for all nodes that have it in common."""
     having: dict[str, list[str]] = {}
     for node, of_node in facts.items():
-        for note in of_node.get("gpu health", {}).get("notes", []):
+        for note in of_node.get("gpus", {}).get("notes", []):
             having.setdefault(note, []).append(node)
     for note, nodes in having.items():
         others = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
@@ -382,7 +353,7 @@ def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tup
         was_stopped |= any(words in text for words in _STOPPED)
         was_canceled |= any(words in text for words in _CANCELED)
         if launch := _LAUNCH.fullmatch(text):
-            causes[launch[1]] = (f"launch: {launch[2]}", _LAUNCH_FIX.format(launch[1]))
+            causes[launch[1]] = _explain(launch[2], launch[1])
         elif stepd := _STEPD.fullmatch(text):
             node = stepd[1] or of_task
             if node is not None and not stepd[2].startswith(_NOT_A_CAUSE):
@@ -397,18 +368,13 @@ def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tup
     for node, (what, fix) in ends.items():
         if was_canceled and what.endswith(_BY_CANCELING):
             continue  # by the time limit of the step
-        if what.startswith("launch: ") and node in printed:
-            causes.setdefault(node, (f"{what}: {printed[node][:300]}", fix))
-        causes.setdefault(node, (what, fix))
+        causes.setdefault(node, (f"{what}: {printed[node][:300]}" if node in printed else what, fix))
     return causes, was_stopped
 
 
 def _explain(message: str, node: str) -> tuple[str, str]:
-    message = message.removeprefix("execve(): ")
-    for part, kind, fix in _KINDS:
-        if part in message:
-            return f"{kind}: {message}", fix
-    return f"launch: {message}", _ENDED_FIX.format(node)
+    fix = next(fix for part, fix in _FIXES.items() if part in message)
+    return f"launch: {message.removeprefix('execve(): ')}", fix.format(node)
 
 
 def _expand(names: str, nodes: Sequence[str]) -> list[str]:

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ import harness
 from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.formats import PackReader
 from harness.indexed.index import BIN, IDX, MappedIndex, with_suffix
-from harness.launch.preflight.hardware import NO_ANSWER, WARNED, read_gpu_states, read_inodes, read_ports, read_rate
+from harness.launch.preflight.hardware import read_gpus, read_inodes, read_ports, read_rate
 from harness.launch.preflight.judge import COPY_OF
 from harness.launch.ranks import NodePlace
 from harness.loader import DataConfig, open_datasets
@@ -83,7 +82,6 @@ def node_checks(
         "versions": read_versions,
         "gpus": read_gpus,
         "shm": lambda: {"mib": shutil.disk_usage("/dev/shm").total >> 20},
-        "gpu health": read_gpu_states,
         "infiniband": read_ports,
         "disk": partial(read_free_space, run_dir),
         "inodes": partial(read_inodes, run_dir),
@@ -128,31 +126,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-def read_gpus() -> Facts:
-    """Return the GPUs and the driver that nvidia-smi reports; no GPUs where there is no nvidia-smi.
-
-    GPUs that share the memory of the node do not report how much of it is in use.
-
-    Raises:
-        HarnessError: nvidia-smi fails, or a GPU does not answer.
-    """
-    if shutil.which("nvidia-smi") is None:
-        return {"gpus": [], "driver": "none"}
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version,memory.used", "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.strip() and not line.startswith("WARNING:")]
-    rows = [[word.strip() for word in line.split(",")] for line in lines]
-    if done.returncode not in (0, WARNED) or any(len(row) != 3 or NO_ANSWER.fullmatch(row[2]) for row in rows):
-        what = f"nvidia-smi ends with code {done.returncode}: {(done.stdout + done.stderr).strip()[:300]}"
-        raise HarnessError(what, where=socket.gethostname(), fix="drain the node: a GPU or its driver has failed")
-    gpus = [{"name": name, "used_mib": int(used) if used.isdecimal() else 0} for name, _, used in rows]
-    return {"gpus": gpus, "driver": rows[0][1] if rows else "none"}
 
 
 def read_free_space(folder: Path) -> Facts:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -21,9 +20,9 @@ from harness.parity.pages import words
 from harness.parity.pages.curves import FLOOR, Pool, draw_charts, styles_of
 from harness.parity.pages.matrix import group_cells, tabulate_costs
 from harness.parity.result import REPORT_FILE, STATUSES, CellResult, ParityReport, to_json
-from harness.printing import escape_markdown, indented, one_line, printable
+from harness.printing import duration, escape_markdown, indented, one_line, printable
 from harness.storage import write_atomically
-from harness.tables import SIGNS, Table, open_templates, shorten
+from harness.tables import SIGNS, open_templates, shorten
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 HTML_FILE, MESSAGE_FILE, JUNIT_FILE = "report.html", "report.md", "junit.xml"
 # Chats cut messages at 4,000 characters.
 LONGEST = 3800
-_MOST_PROBLEMS, _MOST_GROUPS, _MOST_COSTS = 5, 8, 8
-_LONGEST_NAME, _LONGEST_TEXT, _LONGEST_COMMAND = 40, 240, 400
+_MOST_PROBLEMS = 5
+_LONGEST_TEXT, _LONGEST_COMMAND = 240, 400
 # What XML 1.0 cannot hold, escaped or not.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -109,6 +108,7 @@ def render_page(report: ParityReport) -> str:
         numbers={cell.name: number for number, cell in enumerate(report.cells)},
         costs=tabulate_costs(report),
         w=words,
+        duration=duration,
         signs=SIGNS,
         charts=charts,
         data=Markup(text),
@@ -117,17 +117,16 @@ def render_page(report: ParityReport) -> str:
 
 
 def render_message(report: ParityReport) -> str:
-    """Render `report.md`, at most `LONGEST` characters: verdict, differences, checks, speed and memory by format."""
+    """Render `report.md`, at most `LONGEST` characters: verdict, differences, environment, and how to run it again."""
     verdict = f"**{SIGNS[report.verdict]} {words.verdict(report)}**"
     head = [f"{verdict}: {_text(report.title)}", "", words.summary(report)]
-    parts = [head, _problems(report), _checks(report), _costs(report)]
+    parts = [head, _problems(report)]
     environment = [f"{_text(name, 40)} {_text(value, 60)}" for name, value in list(report.environment.items())[:12]]
     parts.append(["; ".join([_text(report.created, 40), *environment])])
     parts.append([f"Again: {_code(report.command)}"])
     text = ""
     for part in parts:
         more = "\n".join(part) + "\n"
-        # Whole parts or nothing: half a table looks like all of it.
         if part and len(text) + len(more) + 1 <= LONGEST:
             text += ("\n" if text else "") + more
     return text
@@ -139,38 +138,6 @@ def _problems(report: ParityReport) -> list[str]:
     if len(bad) > _MOST_PROBLEMS:
         lines = [*lines[:_MOST_PROBLEMS], f"- and {len(bad) - _MOST_PROBLEMS:,} more"]
     return lines + ([f"- again: {_code(bad[0].command)}"] if bad and bad[0].command else [])
-
-
-def _checks(report: ParityReport) -> list[str]:
-    groups = group_cells(report)
-    if not groups:
-        return []
-    statuses = ("same", "different", "failed", "skipped")
-    rows = []
-    for group in groups[:_MOST_GROUPS]:
-        cells = [cell for cell in group.cells if not cell.is_reference or cell.status != "same"]
-        counts = Counter(cell.status for cell in cells)
-        numbers = (str(counts[status]) for status in statuses)
-        rows.append((shorten(group.name, _LONGEST_NAME), str(len(cells)), *numbers, _largest(group.cells)))
-    if len(groups) > _MOST_GROUPS:
-        rows.append((f"and {len(groups) - _MOST_GROUPS} more", *[""] * 6))
-    return [Table(("check", "cells", *statuses, "largest"), rows, "lrrrrrl").to_markdown()]
-
-
-def _largest(cells: list[CellResult]) -> str:
-    largest: dict[str, float] = {}
-    for cell in cells:
-        for check in cell.checks:
-            if check.largest is not None:
-                largest[check.name] = max(check.largest, largest.get(check.name, 0.0))
-    moved = {name: value for name, value in largest.items() if value > 0}
-    shown = ", ".join(f"{shorten(name, 24)} {words.ratio(value)}" for name, value in moved.items())
-    return shown or ("0" if largest else "")
-
-
-def _costs(report: ParityReport) -> list[str]:
-    table = tabulate_costs(report)
-    return [] if table is None else [replace(table, rows=table.rows[:_MOST_COSTS]).to_markdown(longest=_LONGEST_NAME)]
 
 
 def _text(text: str, longest: int = _LONGEST_TEXT) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from harness.parity.pages import words
 from harness.parity.result import CellResult, Check, ParityReport
+from harness.printing import duration
 from harness.tables import Row, Table, TableCell
 
 # A wider or emptier table is harder to read than a list.
@@ -135,7 +136,7 @@ def tabulate_costs(report: ParityReport) -> Table | None:
         seconds = statistics.median(cell.seconds for cell in cells)
         speed = TableCell(words.rate(rate), share=(rate or 0) / fastest)
         size = TableCell(words.size(peak), share=(peak or 0) / largest)
-        rows.append((value, str(len(cells)), speed, span, size, words.duration(seconds)))
+        rows.append((value, str(len(cells)), speed, span, size, duration(seconds)))
     return Table((_spaced(axis), "cells", "tokens/s", "from – to", "peak memory", "run"), rows, "lr")  # noqa: RUF001
 
 

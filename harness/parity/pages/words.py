@@ -98,9 +98,3 @@ def size(value: float | None) -> str:
     if value is None:
         return "not measured"
     return f"{value / _GIGA:.2f} GB" if value >= _GIGA else f"{value / _MEGA:,.0f} MB"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as `12 s` or `3 min 5 s`."""
-    whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 60:,} min {whole % 60} s"

@@ -13,13 +13,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from harness.bench import BENCHES, load, scheduling
-from harness.bench.apart import measure_apart
-from harness.bench.figures import BenchReport, Case, Figure, rate, render_report, show_number, take_turns
+from harness.bench.figures import BenchReport, Case, Figure, rate, render_report, take_turns
 from harness.bench.scheduling import NEXT_FIT
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError
 from harness.formats import open_dataset
 from tests.benchmarks.__main__ import PEERS
 
@@ -82,14 +81,6 @@ def test_a_report_takes_medians_and_divides_what_it_names():
     with pytest.raises(ValueError, match="two figures"):
         report.add_samples("ours", [1.0], "packs/s")
     check(report)
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0, "0"), (0.0004, "0.0004"), (0.5, "0.500"), (1.00412, "1.004"), (12.345, "12.3"), (123456.7, "123,457")],
-)
-def test_numbers_are_short(value, shown):
-    assert show_number(value) == shown
 
 
 def test_sides_take_turns_and_the_warm_up_is_not_counted():
@@ -181,11 +172,6 @@ def test_a_list_that_is_too_short_and_too_few_ranks_are_refused_by_name():
         done = CliRunner().invoke(app, ["bench", *words])
         assert isinstance(done.exception, ConfigError)
         assert what in done.exception.what
-
-
-def test_a_failed_probe_reports_its_error(tmp_path):
-    with pytest.raises(HarnessError, match="there is no dataset"):
-        measure_apart("tests.benchmarks.probes:open_apart", tmp_path / "nothing")
 
 
 def test_packing_is_measured_against_plain_best_fit(tmp_path):
@@ -287,19 +273,6 @@ def test_a_microbatch_launches_what_the_golden_table_says(tmp_path):
     assert few == many
 
 
-def test_packs_that_do_not_fit_a_row_are_a_note(tmp_path):
-    with Workspace(tmp_path, keep=True) as workspace:
-        path = workspace.dataset("memmap", packs=8, pack_size=64)
-    # Packs of 64 tokens, whose longest sequence has 33.
-    sizes = {"path": str(path), "sequences": ()}
-    report = measure("schedule", tmp_path / "of", ranks=2, max_tokens_per_rank=40, global_batch=8, **sizes)
-    assert any("as_packed cannot" in note for note in report.notes)
-    placed = [figure.name for figure in report.figures if figure.name.endswith("step cost")]
-    assert placed == [f"{name}, step cost" for name in ("dp_balanced", "cost_balanced", NEXT_FIT)]
-    with pytest.raises(ConfigError, match="fewer than the 9"):
-        measure("schedule", tmp_path / "of", global_batch=9, **sizes)
-
-
 def test_the_command_prints_a_table_or_json_and_saves_it(tmp_path):
     arguments = ["bench", "schedule", "steps=2", "rounds=1", "ranks=4", "parts=cost_balanced"]
     run = CliRunner()
@@ -311,12 +284,6 @@ def test_the_command_prints_a_table_or_json_and_saves_it(tmp_path):
     assert [report["subject"] for report in reports] == ["schedule"]
     assert reports[0]["settings"]["ranks"] == 4
     assert json.loads((tmp_path / "new" / "a.json").read_text()) == {"reports": reports}
-
-
-def test_an_unknown_setting_names_the_nearest():
-    done = CliRunner().invoke(app, ["bench", "loader", "wokers=2"])
-    assert isinstance(done.exception, ConfigError)
-    assert "did you mean workers?" in str(done.exception)
 
 
 def test_a_setting_of_another_bench_is_refused_and_those_of_this_one_are_named():
@@ -350,9 +317,3 @@ def test_a_missed_target_is_exit_code_1_only_with_check(monkeypatch):
     done = CliRunner().invoke(app, ["bench", "schedule", "--check"])
     assert done.exit_code == 1
     assert "subject: speed" in done.stderr
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path):
-    (tmp_path / "file").write_text("")
-    done = CliRunner().invoke(app, ["bench", "schedule", "--save", str(tmp_path / "file" / "a.json")])
-    assert isinstance(done.exception, ConfigError)

@@ -43,7 +43,6 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         ("inspect data", A_DATASET, "specify one of them: data/mine"),
         ("inspect chats.csv", "a .csv file, not a dataset", PACK_TABLE),
         ("diff data/mine data/mine", A_DATASET, "specify one of them: data/mine/train"),
-        ("diff runs/first runs/second", "both are runs, not datasets", "harness compare runs/first runs/second"),
         ("diff data/mine/train runs/second", NO_DATASET, "`harness status runs/second` shows the run, `harness compar"),
         ("convert data/mine out", "FORMAT is missing", "harness convert data/mine out FORMAT (FORMAT: one of npy"),
         ("convert data/mine", "DST is missing", "harness convert data/mine DST FORMAT (DST: folder to write"),

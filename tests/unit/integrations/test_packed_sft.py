@@ -85,19 +85,6 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     assert "GPTSFTPackedMemmapDataset" in error.value.fix
     with pytest.raises(ConfigError, match="above the seq_length of 4"):
         create_sft_dataset(path, seq_length=4)
-    for create in (create_sft_dataset, GPTSFTPackedMemmapDataset):
-        with pytest.raises(ConfigError, match="no argument chat, prompt_template"):
-            create(path, chat=True, prompt_template="{input}")
-        # Names of other datasets are refused before the missing path, whose name they may be.
-        with pytest.raises(ConfigError, match="no argument chat, file_path") as error:
-            create(file_path=path, chat=True)
-        assert error.value.fix == "pass the location of the dataset as `path`"
-        with pytest.raises(ConfigError, match="above the seq_length of 4"):
-            create(path, None, 4)
-        with pytest.raises(ConfigError, match="and 5 were given"):
-            create(path, None, 8, 16, True)
-        with pytest.raises(ConfigError, match="no dataset is specified"):
-            create()
     with pytest.raises(ConfigError, match="'pickle' is not known"):
         open_packed_writer(tmp_path / "out", packed_storage="pickle", pack_size=8)
 

@@ -105,7 +105,7 @@ IN_CONTAINER = ("sft_tiny", "name=tiny", "cluster=h100_pyxis", "runs=/shared/run
         ),
         (
             [*IN_CONTAINER, "data.path=/shared/data", "trainer.local_checkpoints=/scratch/me"],
-            "/scratch/me is inside the container, and its checkpoints would be lost with it",
+            "no mount of the container shows /scratch/me",
         ),
         ([*IN_CONTAINER, "data.path=/data"], "shows /data: /shared:/shared\n  where: data.path, data.evaluation, cl"),
         ([*IN_CONTAINER, "data.evaluation={a: /e/a}"], "shows /e/a: /shared:/shared\n  where: data.path"),

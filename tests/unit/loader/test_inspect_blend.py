@@ -66,7 +66,7 @@ def test_without_weights_an_epoch_is_shown(monkeypatch, capsys, tmp_path, source
         ({"data": {"path": "x"}}, "configures no blend"),
         ({"blend": [{"wieght": 1}]}, "there is no setting 'wieght'"),
         ({"blend": [{"path": "x", "weight": -1.0}]}, "weight is -1.0"),
-        (["a"], "contains no settings"),
+        (["a"], "configures no blend"),
         ({"blend": [{"path": "x", "weight": "abc"}]}, "weight is 'abc'"),
         ({"blend": [{"path": "x", "epochs": 1.5}]}, "epochs is '1.5'"),
         ({"blend": [{"path": 3}]}, "path is '3'"),

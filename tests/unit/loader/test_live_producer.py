@@ -174,19 +174,6 @@ def killed(folder: Path, given: list[Item], **settings: bool) -> None:
     producer.close()
 
 
-@pytest.mark.parametrize("killed_at", [0, 1, 3, 4, 7, 9, 10])
-def test_a_killed_producer_resumes_after_its_last_whole_chunk(tmp_path: Path, killed_at: int) -> None:
-    killed(tmp_path, items(10)[:killed_at])
-    (tmp_path / "chunk_00009.jsonl.tmp").write_text("half")
-    with LiveProducer(tmp_path, rows_per_chunk=3, max_waiting=100) as again:
-        assert again.num_rows == killed_at - killed_at % 3
-        produce_chunks(again, items(10))
-        again.end()
-    assert rows_of(tmp_path) == some_chats(10)
-    assert [path.name for path in sorted(tmp_path.glob("chunk_*.jsonl"))] == [chunk_name(index) for index in range(4)]
-    assert not list(tmp_path.glob("*.tmp"))
-
-
 def test_a_chunk_without_its_record_is_written_again_and_one_of_another_producer_is_not(tmp_path: Path) -> None:
     with LiveProducer(tmp_path, rows_per_chunk=2) as producer:
         produce_chunks(producer, items(4))
@@ -288,14 +275,6 @@ def test_an_input_with_more_or_other_rows_than_a_stream_that_has_ended_is_refuse
     assert rows_of(tmp_path) == some_chats(4)
 
 
-def test_a_stream_that_has_ended_takes_no_more(tmp_path: Path) -> None:
-    write_stream(tmp_path, some_chats(2), [2])
-    with LiveProducer(tmp_path) as producer:
-        assert producer.ended
-        with pytest.raises(LoaderError, match="the stream has ended"):
-            producer.add(some_chats(1)[0])
-
-
 @pytest.mark.parametrize(
     ("over_long", "killed_after"), [("drop", 1), ("drop", 5), *(("split", n) for n in (1, 2, 3, 8))]
 )
@@ -372,8 +351,7 @@ def test_it_pauses_while_too_many_chunks_wait_and_deletes_completed_ones(tmp_pat
         assert log.get(timeout=60) == "paused until a run reads: 3 chunks are unread (chunks.max_waiting)"
         assert sorted(folder.look().ready) == [0, 1, 2]
         folder.complete([0, 1])  # two are read: two more come, and of the read ones the newest stays
-        assert log.get(timeout=60) == "paused until a run reads: 3 chunks are unread (chunks.max_waiting)"
-        assert sorted(folder.look().chunks) == [1, 2, 3, 4]
+        wait_until(lambda: sorted(folder.look().chunks) == [1, 2, 3, 4])
         # A rank that waits for a chunk far ahead gets it, whatever others have left to read.
         (tmp_path / "_consumer").write_text(json.dumps({"waiting_for": [5], "read_below": 1, "read": []}))
         adding.join(300)
@@ -399,12 +377,6 @@ def test_rows_that_cannot_be_used_are_refused_by_name_or_left_out(tmp_path: Path
         producer.add({"messages": []})
     with LiveProducer(tmp_path / "d") as producer, pytest.raises(FormatError, match="no_messages"):
         producer.add({"input_ids": []})
-
-
-def test_a_folder_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FormatError, match="cannot be written to: Not a directory"):
-        LiveProducer(tmp_path / "file" / "live")
 
 
 def test_input_comes_from_files_datasets_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

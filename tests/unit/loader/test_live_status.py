@@ -161,7 +161,7 @@ def test_weights_of_tokens_are_refused_on_the_way_into_a_stream(tmp_path, harnes
     assert (code, "live data does not support token weights" in err) == (2, True)
 
 
-@pytest.mark.parametrize("source", ["chats.jsonl", "chats", "-"])
+@pytest.mark.parametrize("source", ["chats.jsonl", "-"])
 def test_the_folder_before_the_input_is_refused_and_nothing_is_written(tmp_path, harness, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chats").mkdir()
@@ -169,11 +169,3 @@ def test_the_folder_before_the_input_is_refused_and_nothing_is_written(tmp_path,
     code, _, err = harness("live", "produce", "live", source)
     assert (code, f"harness live produce {source} live" in err) == (2, True)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["chats", "chats.jsonl"]
-
-
-def test_the_order_is_refused_where_the_folder_holds_a_stream_already(tmp_path, harness):
-    write_stream(tmp_path / "live", some_packs(1), [1])
-    (tmp_path / "chats").mkdir()
-    (tmp_path / "chats" / "some.jsonl").write_text("{}\n")
-    code, _, err = harness("live", "produce", tmp_path / "live", tmp_path / "chats")
-    assert (code, "the input comes first" in err) == (2, True)

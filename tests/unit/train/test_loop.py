@@ -220,14 +220,6 @@ def test_garbage_is_collected_at_the_interval_and_at_no_other_time(collections):
     assert step.most == 4 * Cycles.per_batch
 
 
-def test_batches_of_a_validation_count_toward_the_interval(collections):
-    step = Cycles()
-    config = TrainerConfig(steps=1, eval_interval=0, collect_interval=2)
-    run(config, step, validation={"validation": lambda: range(10)})
-    # The step before it counts once all of its validations are done.
-    assert step.most == 3 * Cycles.per_batch
-
-
 @pytest.mark.parametrize("is_enabled", [True, False])
 @pytest.mark.parametrize("nan_at", [0, 5])
 def test_the_collector_is_as_before_after_the_last_step_and_after_an_error(collections, is_enabled, nan_at):

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from step_metrics import metrics
 
+from harness.printing import duration
 from harness.train.metrics import StepMetrics
-from harness.train.progress import RunProgress, duration
+from harness.train.progress import RunProgress
 
 ROOT = Path(__file__).resolve().parents[3]
 FIGURES = re.compile(r"lr 1\.00e-03, grad norm 1\.5, 500 tokens/s, about \d+ s left$")

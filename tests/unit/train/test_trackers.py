@@ -13,10 +13,11 @@ import pytest
 from step_metrics import metrics
 
 from harness.errors import ConfigError
+from harness.settings import flatten
 from harness.train import metrics as metrics_module
 from harness.train.local import begin_attempt
 from harness.train.metrics import MetricsWriter, StepMetrics
-from harness.train.tracker_process import NewLines, SentState, flatten
+from harness.train.tracker_process import NewLines, SentState
 from harness.train.trackers import SERVICES, check_trackers, curve_values
 
 # Stand-in for the package in the process: it appends everything that it receives to a file.
@@ -119,7 +120,7 @@ def test_a_run_that_ends_without_a_status_has_failed(run, package):
     writer.write(metrics(1, 3.0))
     (tracker,) = writer._trackers
     tracker.end("")
-    assert tracker.wait(time.monotonic() + 300) is None
+    assert tracker.wait(time.monotonic() + 300) == ""
     assert lines(notes)[1:] == [[1, 3.0, None], ["failed", 1]]
 
 
