@@ -38,27 +38,27 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
     "harness": 2_634,
-    "harness/bench": 3_168,
+    "harness/bench": 2_993,
     "harness/cli": 2_760,
-    "harness/formats": 5_901,
-    "harness/indexed": 1_298,
+    "harness/formats": 5_882,
+    "harness/indexed": 1_292,
     "harness/integrations": 3_046,
     "harness/launch": 2_473,
     "harness/loader": 4_870,
-    "harness/megatron": 10_799,
-    "harness/parity": 3_071,
-    "harness/plan": 4_385,
-    "harness/prep": 10_416,
+    "harness/megatron": 11_388,
+    "harness/parity": 3_087,
+    "harness/plan": 4_837,
+    "harness/prep": 10_271,
     "harness/recipes": 10,
     "harness/schedule": 966,
-    "harness/storage": 2_800,
+    "harness/storage": 2_724,
     "harness/train": 3_139,
-    "recipes": 501,
-    "tests": 52_019,
-    "tests/benchmarks": 1_987,
+    "recipes": 504,
+    "tests": 52_148,
+    "tests/benchmarks": 2_163,
 }
 SHAPE = {
-    "core ring, lines": 19_974,
+    "core ring, lines": 20_038,
     "from packs to the optimizer's step, lines": 4_030,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -67,7 +67,7 @@ SHAPE = {
     "names in __all__": 189,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 103,
+    "Markdown by hand, kB": 106,
 }
 MOST_LINES_IN_ALL = 62_802
 
