@@ -234,6 +234,10 @@ class KnownSettings:
             text = written if isinstance(written, str) else str(value) if type(value) is int else "text"
             if str(value) != text:
                 raise self.error(f"{key}: {text} is read as {value}", where=where, fix="write it in quotes; ")
+        # YAML reads 012 as 10, and 1:30 as 90.
+        digits = written.replace("_", "") if isinstance(written, str) else ""
+        if type(value) is int and digits[:2].lower() not in ("0x", "0b") and digits not in ("", str(value)):
+            raise self.error(f"{key}: {written} is read as {value}", where=where, fix=f"{key}: {value}; ")
         is_fraction = isinstance(value, float) and not (abs(value) < _EXACT and value.is_integer())
         if (kind == "int" and is_fraction) or (kind == "bool" and _is_other_number(value)):
             raise self.error(f"{value} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")

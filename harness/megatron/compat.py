@@ -174,11 +174,11 @@ def has_scan_kernels() -> bool:
 def import_mixer(reference: Any) -> tuple[Any, Any]:
     """Return Megatron's Mamba-2 mixer and its parts, also where its kernels, Triton or einops are not installed.
 
-    Its module refuses to make one without them. Of these, only the norm is used here: `GatedRMSNorm` of `reference`
+    Its module refuses to make one without them. Of these, only the norm is used here: `GroupedRMSNorm` of `reference`
     where that of the kernels is missing.
     """
     stand_in = mock.MagicMock()
-    stand_in.RMSNorm = reference.GatedRMSNorm
+    stand_in.RMSNorm = reference.GroupedRMSNorm
     names = [] if has_scan_kernels() else [f"mamba_ssm.ops.triton.{end}" for end in _OF_KERNELS]
     names += [name for name in ("triton", "triton.language", "einops") if find_spec(name.split(".")[0]) is None]
     with mock.patch.dict(sys.modules, dict.fromkeys(names, stand_in)):

@@ -156,8 +156,8 @@ OF_SCANS = {
         "harness.megatron.model.mamba_reference",
         """
 def plant(module):
-    right = module.mamba_chunk_scan_combined
-    module.mamba_chunk_scan_combined = lambda *values, seq_idx, **options: right(*values, **options)
+    right = module.ChunkedRow.of
+    module.ChunkedRow.of = lambda lengths, slots: right(lengths.sum().reshape(1), slots)
 """,
     ),
     "convolution window crosses a boundary": (

@@ -37,7 +37,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_634,
+    "harness": 2_638,
     "harness/bench": 2_993,
     "harness/cli": 2_760,
     "harness/formats": 5_882,
@@ -45,8 +45,8 @@ LINES = {
     "harness/integrations": 3_046,
     "harness/launch": 2_473,
     "harness/loader": 4_870,
-    "harness/megatron": 11_388,
-    "harness/parity": 3_087,
+    "harness/megatron": 11_319,
+    "harness/parity": 3_056,
     "harness/plan": 4_837,
     "harness/prep": 10_271,
     "harness/recipes": 10,
@@ -54,7 +54,7 @@ LINES = {
     "harness/storage": 2_724,
     "harness/train": 3_139,
     "recipes": 504,
-    "tests": 52_148,
+    "tests": 52_124,
     "tests/benchmarks": 2_163,
 }
 SHAPE = {

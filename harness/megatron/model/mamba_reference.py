@@ -12,7 +12,6 @@ outputs of a document, and the gradients of its inputs, are the same bits whatev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch.nn import functional
 # The most slots of a chunk; callers may ask for fewer. It changes results by rounding only. Of 16 to 128, 32 trained
 # fastest (4,096 tokens in 8 heads of 16: 84 ms of one core, for 168 ms with 128).
 MOST_SLOTS = 32
-NO_LIMITS = (0.0, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,6 @@ def positions_of(lengths: torch.Tensor) -> torch.Tensor:
     return torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
 
 
-def refuse(function: str, unsupported: dict[str, object]) -> None:
-    """Raise NotImplementedError for arguments in use that Megatron-Core does not pass when it trains."""
-    if used := [name for name, value in unsupported.items() if value is not None and value is not False]:
-        raise NotImplementedError(f"{function}: the CPU reference has no {', '.join(used)}; install its CUDA package")
-
-
 def working_type(x: torch.Tensor) -> torch.dtype:
     """Return the type to compute in: float32, or float64 for inputs of that type."""
     return torch.promote_types(x.dtype, torch.float32)
@@ -117,45 +109,6 @@ def segment_decays(log_decays: torch.Tensor) -> torch.Tensor:
     return torch.where(causal, summed, float("-inf")).exp()
 
 
-def mamba_chunk_scan_combined(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,  # noqa: N803
-    B: torch.Tensor,  # noqa: N803
-    C: torch.Tensor,  # noqa: N803
-    chunk_size: int,
-    *,
-    D: torch.Tensor | None = None,  # noqa: N803
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = NO_LIMITS,
-    **unsupported: object,
-) -> torch.Tensor:
-    """Return the scan of every document, [batch, length, heads, head_dim], gated by silu(z) where `z` is given.
-
-    Args:
-        x: [batch, length, heads, head_dim]; `z` alike.
-        dt: [batch, length, heads]; steps before bias, softplus and limits.
-        A: [heads], negative.
-        B: [batch, length, groups, state]; `C` alike. A group serves heads / groups consecutive heads.
-        D: [heads] or [heads, head_dim]; weight of the input that skips the scan.
-        seq_idx: int32 [batch, length]; states restart wherever it changes.
-    """
-    refuse("mamba_chunk_scan_combined", unsupported)
-    inner = working_type(x)
-    steps = dt.to(inner) if dt_bias is None else dt.to(inner) + dt_bias.to(inner)
-    steps = (functional.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
-    values, keys, queries = x.to(inner), B.to(inner), C.to(inner)
-    row = ChunkedRow.of(document_lengths(x.shape, seq_idx), chunk_size)
-    inputs = (values * steps[..., None], keys, queries, steps * A.to(inner))
-    scanned = row.merge(_scan(row, *(row.split(each.flatten(0, 1)) for each in inputs))).view_as(values)
-    if D is not None:
-        scanned = scanned + values * (D.to(inner) if D.dim() == 2 else D.to(inner)[:, None])
-    return (scanned if z is None else scanned * functional.silu(z.to(inner))).to(x.dtype)
-
-
 def _scan(
     row: ChunkedRow, values: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor, log_decays: torch.Tensor
 ) -> torch.Tensor:
@@ -191,74 +144,53 @@ def mamba_split_conv1d_scan_combined(
     A: torch.Tensor,  # noqa: N803
     D: torch.Tensor,  # noqa: N803
     chunk_size: int,
-    initial_states: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
-    dt_limit: tuple[float, float] = NO_LIMITS,
-    return_final_states: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
     activation: str = "silu",
-    rmsnorm_weight: torch.Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: torch.Tensor | None = None,
-    outproj_bias: torch.Tensor | None = None,
-    headdim: int | None = None,
+    *,
+    headdim: int,
     ngroups: int = 1,
-    norm_before_gate: bool = True,
 ) -> torch.Tensor:
-    """Return a Mamba-2 mixer's output after its input projection, [batch, length, heads * head_dim or outputs].
+    """Return a Mamba-2 mixer's gated output, before its norm and output projection, [batch, length, heads * head_dim].
 
     Args:
         zxbcdt: [batch, length, 2 * heads * head_dim + 2 * groups * state + heads]: gate, x, B, C and dt.
         conv1d_weight: [channels of x, B and C, width].
+        dt_bias, A, D: [heads]; added to steps before softplus and limits, negative, weight of the input that is not
+            scanned.
         seq_idx: int32 [batch, length]; states and windows restart wherever it changes.
-        rmsnorm_weight: [heads * head_dim]; without it the output is gated but not normalized.
-        outproj_weight: [outputs, heads * head_dim]; omit to leave the projection to the caller.
+        ngroups: of B and C; a group serves heads / groups consecutive heads.
     """
-    refuse("mamba_split_conv1d_scan_combined", {"initial_states": initial_states})
-    refuse("mamba_split_conv1d_scan_combined", {"return_final_states": return_final_states})
     heads, inner = len(A), working_type(zxbcdt)
-    channels = D.numel() if headdim is None else heads * headdim
+    channels, lengths = heads * headdim, document_lengths(zxbcdt.shape, seq_idx)
     states = (len(conv1d_weight) - channels) // 2
     z, mixed, dt = torch.split(zxbcdt.to(inner), [channels, len(conv1d_weight), heads], dim=-1)
-    mixed = convolve(mixed, conv1d_weight, conv1d_bias, activation, document_lengths(zxbcdt.shape, seq_idx))
-    x, B, C = torch.split(mixed, [channels, states, states], dim=-1)  # noqa: N806
-    z, x = (each.reshape(*dt.shape, -1) for each in (z, x))
-    B, C = (each.reshape(*dt.shape[:2], ngroups, -1) for each in (B, C))  # noqa: N806
-    gate = z if rmsnorm_weight is None else None
-    scan = partial(mamba_chunk_scan_combined, dt_bias=dt_bias, dt_softplus=True, dt_limit=dt_limit, seq_idx=seq_idx)
-    mixed = scan(x, dt, A, B, C, chunk_size, D=D, z=gate).flatten(2)
-    if rmsnorm_weight is not None:
-        group = channels // ngroups
-        mixed = gated_rms_norm(mixed, rmsnorm_weight, z.flatten(2), rmsnorm_eps, group, norm_before_gate)
-    if outproj_weight is not None:
-        bias = None if outproj_bias is None else outproj_bias.to(inner)
-        mixed = functional.linear(mixed, outproj_weight.to(inner), bias)
-    return mixed.to(zxbcdt.dtype)
+    mixed = convolve(mixed, conv1d_weight, conv1d_bias, activation, lengths)
+    values, keys, queries = torch.split(mixed, [channels, states, states], dim=-1)
+    values = values.reshape(*dt.shape, headdim)
+    keys, queries = (each.reshape(*dt.shape[:2], ngroups, -1) for each in (keys, queries))
+    steps = functional.softplus(dt + dt_bias.to(inner)).clamp(*dt_limit)
+    row = ChunkedRow.of(lengths, chunk_size)
+    inputs = (values * steps[..., None], keys, queries, steps * A.to(inner))
+    scanned = row.merge(_scan(row, *(row.split(each.flatten(0, 1)) for each in inputs))).view_as(values)
+    scanned = scanned + values * D.to(inner)[:, None]
+    return (scanned.flatten(2) * functional.silu(z)).to(zxbcdt.dtype)
 
 
-def gated_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, z: torch.Tensor | None, eps: float, group_size: int, norm_before_gate: bool
-) -> torch.Tensor:
-    """Return `x` [..., channels] normalized by groups of channels and gated by silu(z), before or after the norm."""
-    inner = working_type(x)
-    gate = None if z is None else functional.silu(z.to(inner))
-    values = x.to(inner) if gate is None or norm_before_gate else x.to(inner) * gate
-    grouped = values.reshape(*x.shape[:-1], -1, group_size)
-    normed = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).view_as(x) * weight.to(inner)
-    return (normed * gate if gate is not None and norm_before_gate else normed).to(x.dtype)
-
-
-class GatedRMSNorm(torch.nn.Module):
-    """Normalization by groups of channels with an optional gate, as `RMSNorm` of `mamba_ssm` next to the scan."""
+class GroupedRMSNorm(torch.nn.Module):
+    """RMS norm by groups of channels, made as the `RMSNorm` of `mamba_ssm`, without its gate."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-5, *, group_size: int, norm_before_gate: bool, **kw: Any
+        self, hidden_size: int, eps: float = 1e-5, *, group_size: int, norm_before_gate: bool = False, **kw: Any
     ) -> None:
         """Make the weight; `kw` are its device and dtype."""
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, **kw))
         self.register_parameter("bias", None)
-        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.eps, self.group_size = eps, group_size
 
-    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """Return `x` [..., hidden_size] normalized, and gated where `z` of the same shape is given."""
-        return gated_rms_norm(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` [..., hidden_size] normalized, computed in float32 or better."""
+        values = x.to(working_type(x)).reshape(*x.shape[:-1], -1, self.group_size)
+        normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
+        return (normed.view_as(x) * self.weight.to(normed.dtype)).to(x.dtype)

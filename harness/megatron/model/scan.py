@@ -59,7 +59,6 @@ class RowMamba(MambaMixer):  # type: ignore[misc, valid-type]
             activation=self.activation,
             headdim=self.headdim,
             ngroups=cp.ngroups_local_tpcp,
-            norm_before_gate=self.norm_before_gate,
             seq_idx=owners,
         )
         scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), cp, order)

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 from harness.errors import ConfigError, os_errors_as
 from harness.parity.pages import words
 from harness.parity.pages.curves import FLOOR, Pool, draw_charts, styles_of
-from harness.parity.pages.matrix import group_cells, tabulate_costs
+from harness.parity.pages.matrix import group_cells
 from harness.parity.result import REPORT_FILE, STATUSES, CellResult, ParityReport, to_json
 from harness.printing import duration, escape_markdown, indented, one_line, printable
 from harness.storage import write_atomically
@@ -106,7 +106,6 @@ def render_page(report: ParityReport) -> str:
         counts={status: counts[status] for status in reversed(STATUSES) if counts[status]},
         drawn=[(cell, styles[cell.name]) for cell in report.cells if cell.name in styles],
         numbers={cell.name: number for number, cell in enumerate(report.cells)},
-        costs=tabulate_costs(report),
         w=words,
         duration=duration,
         signs=SIGNS,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.parity.pages import words
 from harness.parity.result import CellResult, Check, ParityReport
-from harness.printing import duration
 from harness.tables import Row, Table, TableCell
 
 # A wider or emptier table is harder to read than a list.
@@ -110,34 +108,6 @@ def arrange(cells: Sequence[CellResult], links: Mapping[str, str]) -> tuple[Tabl
 
 def _tiles(cells: Sequence[CellResult], links: Mapping[str, str]) -> list[TableCell]:
     return [replace(_status(cell), link=links.get(cell.name, "")) for cell in cells]
-
-
-def tabulate_costs(report: ParityReport) -> Table | None:
-    """Return speed and memory by format, or by the first axis where no cell has a format; None if no cell ran.
-
-    A row has the medians of its cells and the memory of the largest.
-    """
-    ran = [cell for cell in report.cells if cell.series.step and cell.axes]
-    if not ran:
-        return None
-    axis = "format" if any("format" in cell.axes for cell in ran) else next(iter(ran[0].axes))
-    found = []
-    for value in dict.fromkeys(cell.axes[axis] for cell in ran if axis in cell.axes):
-        cells = [cell for cell in ran if cell.axes.get(axis) == value]
-        rates = [cell.tokens_per_s for cell in cells if cell.tokens_per_s is not None]
-        memory = [cell.peak_memory_bytes for cell in cells if cell.peak_memory_bytes is not None]
-        found.append((value, cells, rates, max(memory, default=None)))
-    fastest = max((statistics.median(rates) for _, _, rates, _ in found if rates), default=0) or 1
-    largest = max((memory or 0 for _, _, _, memory in found), default=0) or 1
-    rows = []
-    for value, cells, rates, peak in found:
-        rate = statistics.median(rates) if rates else None
-        span = f"{words.rate(min(rates))} – {words.rate(max(rates))}" if rates and len(cells) > 1 else "–"  # noqa: RUF001
-        seconds = statistics.median(cell.seconds for cell in cells)
-        speed = TableCell(words.rate(rate), share=(rate or 0) / fastest)
-        size = TableCell(words.size(peak), share=(peak or 0) / largest)
-        rows.append((value, str(len(cells)), speed, span, size, duration(seconds)))
-    return Table((_spaced(axis), "cells", "tokens/s", "from – to", "peak memory", "run"), rows, "lr")  # noqa: RUF001
 
 
 def _spaced(name: str) -> str:

@@ -136,6 +136,7 @@ def test_a_mistake_in_a_file_is_reported_with_the_file_and_the_setting(own):
     ("content", "message"),
     [
         ("model: {num_layers: 2.7}", "2.7 is not of type int"),
+        ("trainer: {steps: 1:30}", "1:30 is read as 90"),
         ("loader: {persistent_workers: 2}", "2 is not of type bool"),
         ("name: 1:30", "name: 1:30 is read as 90"),
         ("name: no", "name: no is read as False"),

@@ -12,10 +12,9 @@ from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from harness.megatron.model.mamba_reference import (
-    GatedRMSNorm,
+    GroupedRMSNorm,
     convolve,
     document_lengths,
-    mamba_chunk_scan_combined,
     mamba_split_conv1d_scan_combined,
 )
 
@@ -43,7 +42,7 @@ def mixer_inputs(
     return {name: value.requires_grad_() for name, value in {**made, "A": -made["A"].exp()}.items()}
 
 
-def token_by_token(inputs: dict[str, torch.Tensor], groups: int, rows: list[list[int]], before: bool) -> torch.Tensor:
+def token_by_token(inputs: dict[str, torch.Tensor], groups: int, rows: list[list[int]]) -> torch.Tensor:
     """The convolution and the recurrence as their definitions state them, [batch, length, outputs]."""
     heads, channels, (conv, width) = len(inputs["A"]), len(inputs["rmsnorm_weight"]), inputs["conv1d_weight"].shape
     outputs = []
@@ -60,10 +59,9 @@ def token_by_token(inputs: dict[str, torch.Tensor], groups: int, rows: list[list
                 decay = (step * inputs["A"]).exp()
                 state = state * decay[:, None, None] + (step[:, None] * x)[..., None] * key[:, None]
                 y = ((state * query[:, None]).sum(-1) + inputs["D"][:, None] * x).flatten()
-                gate = functional.silu(z[t])
-                y = (y if before else y * gate).view(groups, -1)
+                y = (y * functional.silu(z[t])).view(groups, -1)
                 y = (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()).flatten() * inputs["rmsnorm_weight"]
-                outputs.append(inputs["outproj_weight"] @ (y * gate if before else y))
+                outputs.append(inputs["outproj_weight"] @ y)
     return torch.stack(outputs).unflatten(0, (len(rows), -1))
 
 
@@ -71,7 +69,11 @@ def mix_by_chunks(inputs: dict[str, torch.Tensor], groups: int, rows: list[list[
     heads = len(inputs["A"])
     channels = inputs["zxbcdt"].shape[-1] - heads - len(inputs["conv1d_weight"])
     settings = {"chunk_size": 8, "headdim": channels // heads, "ngroups": groups, "seq_idx": seq_idx_of(*rows)}
-    return mamba_split_conv1d_scan_combined(**inputs, **{**settings, **options})
+    norm = GroupedRMSNorm(channels, options.pop("eps", 1e-6), group_size=channels // groups)
+    weights = {name: inputs[name] for name in inputs if not name.startswith(("rms", "outproj"))}
+    mixed = mamba_split_conv1d_scan_combined(**weights, **{**settings, **options})
+    normed = torch.func.functional_call(norm, {"weight": inputs["rmsnorm_weight"]}, mixed)
+    return functional.linear(normed, inputs["outproj_weight"])
 
 
 def gradients(output: torch.Tensor, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -90,16 +92,16 @@ def gradient_distance(found: torch.Tensor, expected: torch.Tensor, inputs: dict[
 
 
 @pytest.mark.parametrize("lengths", ROWS, ids=str)
-@pytest.mark.parametrize(("groups", "before"), [(1, False), (2, True)])
-def test_mixer_equals_a_loop_over_tokens(lengths: list[int], groups: int, before: bool) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mixer_equals_a_loop_over_tokens(lengths: list[int], groups: int) -> None:
     inputs = mixer_inputs(1, sum(lengths), groups)
-    output = mix_by_chunks(inputs, groups, [lengths], norm_before_gate=before)
-    looped = token_by_token(inputs, groups, [lengths], before)
+    output = mix_by_chunks(inputs, groups, [lengths])
+    looped = token_by_token(inputs, groups, [lengths])
 
     assert distance(output, looped) < 1e-10
     assert gradient_distance(output, looped, inputs) < 1e-10
     single = {name: value.detach().float() for name, value in inputs.items()}
-    rounded = mix_by_chunks(single, groups, [lengths], norm_before_gate=before)
+    rounded = mix_by_chunks(single, groups, [lengths])
     assert rounded.dtype == torch.float32
     assert distance(rounded, looped) < 1e-5
 
@@ -113,7 +115,7 @@ def test_mixer_of_random_shapes_equals_a_loop_over_tokens(seed: int) -> None:
     sizes = {"heads": groups * draw.randint(1, 2), "head_dim": draw.randint(1, 5), "state": draw.randint(1, 6)}
     inputs = mixer_inputs(len(rows), length, groups, **sizes, width=draw.randint(1, 5))
     output = mix_by_chunks(inputs, groups, rows, chunk_size=draw.choice([1, 3, 8, 256]))
-    looped = token_by_token(inputs, groups, rows, True)
+    looped = token_by_token(inputs, groups, rows)
 
     assert distance(output, looped) < 1e-10
     assert gradient_distance(output, looped, inputs) < 1e-10
@@ -130,7 +132,7 @@ def test_mixer_equals_that_of_transformers() -> None:
     inputs = {"zxbcdt": mixer.in_proj(hidden), "conv1d_weight": mixer.conv1d.weight[:, 0], "dt_bias": mixer.dt_bias}
     inputs |= {"conv1d_bias": mixer.conv1d.bias, "A": -mixer.A_log.exp(), "D": mixer.D}
     inputs |= {"rmsnorm_weight": mixer.norm.weight, "outproj_weight": mixer.out_proj.weight}
-    options = {"dt_limit": (0.01, 0.5), "rmsnorm_eps": config.layer_norm_epsilon, "norm_before_gate": False}
+    options = {"dt_limit": (0.01, 0.5), "eps": config.layer_norm_epsilon}
 
     found = mix_by_chunks(inputs, 2, [[37], [37]], **options)
     torch.testing.assert_close(found, mixer(hidden), rtol=1e-5, atol=1e-5)
@@ -168,27 +170,6 @@ def test_convolution_reads_no_token_of_another_document() -> None:
     )
 
 
-def test_parts_make_the_mixer_without_the_memory_efficient_path() -> None:
-    """Megatron's path without the fused function: convolution, scan and gated norm by themselves."""
-    inputs = mixer_inputs(2, 19, 2)
-    norm = GatedRMSNorm(12, group_size=6, norm_before_gate=False, dtype=torch.float64)
-    z, mixed, dt = inputs["zxbcdt"].split([12, 32, 4], dim=-1)
-    alone = document_lengths(torch.Size([2, 19]), None)
-    mixed = convolve(mixed, inputs["conv1d_weight"], inputs["conv1d_bias"], "silu", alone)
-    x, B, C = mixed.split([12, 10, 10], dim=-1)  # noqa: N806
-    z, x = z.reshape(2, 19, 4, 3), x.reshape(2, 19, 4, 3)
-    arguments = (x, dt, inputs["A"], B.reshape(2, 19, 2, 5), C.reshape(2, 19, 2, 5), 8)
-    steps = {"dt_bias": inputs["dt_bias"], "dt_softplus": True}
-    plain = {name: inputs[name] for name in inputs if not name.startswith(("rms", "outproj"))}
-
-    gated = mamba_chunk_scan_combined(*arguments, D=inputs["D"], z=z, **steps).flatten(2)
-    torch.testing.assert_close(gated, mix_by_chunks(plain, 2, [[19], [19]]))
-    by_channel = inputs["D"][:, None].expand(4, 3)
-    normed = norm(mamba_chunk_scan_combined(*arguments, D=by_channel, **steps).flatten(2), z.flatten(2))
-    options = {"rmsnorm_weight": norm.weight, "rmsnorm_eps": 1e-5, "norm_before_gate": False, "headdim": None}
-    torch.testing.assert_close(normed, mix_by_chunks({**plain, "D": by_channel}, 2, [[19], [19]], **options))
-
-
 def test_strong_decay_and_bfloat16_stay_finite() -> None:
     inputs = {name: value.detach().bfloat16() for name, value in mixer_inputs(1, 50, 1).items()}
     inputs["zxbcdt"].requires_grad_()
@@ -198,9 +179,3 @@ def test_strong_decay_and_bfloat16_stay_finite() -> None:
     assert output.dtype == torch.bfloat16
     assert output.isfinite().all()
     assert grad.isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["initial_states", "return_final_states"])
-def test_arguments_that_training_does_not_pass_are_refused(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=name):
-        mix_by_chunks(mixer_inputs(1, 5, 1), 1, [[5]], **{name: True})
