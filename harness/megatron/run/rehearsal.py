@@ -228,19 +228,22 @@ def _rehearse_rank(
             optimizer=optimizer,
         )
         memory = replace(memory, optimizer=memory.optimizer + memory.host)
+        # The plan has the activations of the scan's kernel, and a CPU those of its reference.
+        parts = _PARTS[:-1] if model.layer_pattern else _PARTS
+        found = {
+            "weights": sum(weight.numel() * weight.element_size() for weight in weights),
+            "gradients": sum(one.main_grad.numel() * one.main_grad.element_size() for one in trained),
+            "optimizer": _optimizer_bytes(step),
+            "activations": kept.peak,
+        }
         return RankRehearsal(
             rank=rank,
             place={"tp": layout.tp_rank, "cp": layout.cp_rank, "dp": layout.dp_rank, "pp": layout.pp_rank},
             layers=sum(len(chunk.module.decoder.layers) for chunk in step.chunks),
             microbatches=microbatches,
             sharded_tensors=count_sharded_tensors(step),
-            found={
-                "weights": sum(weight.numel() * weight.element_size() for weight in weights),
-                "gradients": sum(one.main_grad.numel() * one.main_grad.element_size() for one in trained),
-                "optimizer": _optimizer_bytes(step),
-                "activations": kept.peak,
-            },
-            planned={name: getattr(memory, name) for name in _PARTS},
+            found={name: found[name] for name in parts},
+            planned={name: getattr(memory, name) for name in parts},
         )
 
 

@@ -24,12 +24,15 @@ def check(done: list[RankRehearsal], model: ModelConfig, parallel: ParallelConfi
     for one in done:
         assert one.layers == model.num_layers // stages
         assert one.microbatches == 2 * stages
-        assert one.sharded_tensors >= 6 * one.layers
+        assert one.sharded_tensors >= (6 if model.layer_pattern is None else 3) * one.layers
         assert one.found["weights"] == one.planned["weights"]
         assert one.found["gradients"] == one.planned["gradients"]
         # The distributed optimizer pads its buffers, and cuts them where weights do not end.
         assert one.found["optimizer"] <= 1.05 * one.planned["optimizer"] + 100_000
-        assert one.found["activations"] == pytest.approx(one.planned["activations"], rel=0.05)
+        # A scan keeps others on a CPU than its kernel.
+        assert ("activations" in one.found) == (model.layer_pattern is None)
+        if model.layer_pattern is None:
+            assert one.found["activations"] == pytest.approx(one.planned["activations"], rel=0.05)
     assert done[-1].place["pp"] == stages - 1
 
 
@@ -46,10 +49,11 @@ EXPERTS = ParallelConfig(expert_parallel_size=32, pipeline_parallel_size=2)
 
 @pytest.mark.parametrize(
     ("preset", "parallel", "world_size", "offload"),
-    [("llama3_8b", DENSE, 512, 0.5), ("qwen3_30b_a3b", EXPERTS, 64, 0.0)],
+    [("llama3_8b", DENSE, 512, 0.5), ("qwen3_30b_a3b", EXPERTS, 64, 0.0), ("nemotron3_nano_30b_a3b", EXPERTS, 64, 0.0)],
 )
 def test_ranks_of_a_large_job_train_a_step_and_have_the_planned_bytes(preset, parallel, world_size, offload) -> None:
-    model = replace(compose_config("sft", SftConfig, [f"model={preset}"]).model, num_layers=4)
+    model = compose_config("sft", SftConfig, [f"model={preset}"]).model
+    model = replace(model, num_layers=4, layer_pattern="ME*E" if model.layer_pattern else None)
     done = rehearse(
         model, parallel, world_size=world_size, ranks=[0, world_size - 1], optimizer=OptimizerConfig(offload=offload)
     )
