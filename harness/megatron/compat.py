@@ -181,8 +181,12 @@ def import_mixer(reference: Any) -> tuple[Any, Any]:
     stand_in.RMSNorm = reference.GroupedRMSNorm
     names = [] if has_scan_kernels() else [f"mamba_ssm.ops.triton.{end}" for end in _OF_KERNELS]
     names += [name for name in ("triton", "triton.language", "einops") if find_spec(name.split(".")[0]) is None]
-    with mock.patch.dict(sys.modules, dict.fromkeys(names, stand_in)):
+    sys.modules.update(dict.fromkeys(names, stand_in))
+    try:
         from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    finally:
+        for name in names:
+            del sys.modules[name]
     return MambaMixer, MambaMixerSubmodules
 
 
@@ -193,6 +197,8 @@ def why_no_packed_scan() -> str | None:
     """Return which versions of Mamba-2's kernels know where sequences begin, where those installed do not."""
     from megatron.core.ssm.mamba_mixer import _check_mamba_sequence_packing_support
 
+    if find_spec("causal_conv1d") is None:
+        return "causal_conv1d >= 1.4.0 is required"
     supported, reason = _check_mamba_sequence_packing_support(for_inference_not_training=False)
     return None if supported else str(reason)
 
