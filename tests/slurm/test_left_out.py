@@ -34,10 +34,10 @@ def test_a_node_that_cannot_run_the_interpreter_is_left_out_and_the_job_runs_on_
     with mounted(slurm, "node2", closed, python):
         job = submit("trainer.steps=2", ONE_RANK, f"cluster.python={python}")
         assert job.wait() == "COMPLETED", job.log
-    assert f"preflight: node2: permission: {python}: Permission denied" in job.log
+    assert f"preflight: node2: launch: {python}: Permission denied" in job.log
     assert "preflight: node1" not in job.log
     assert (job.facts["Restarts"], job.facts["NodeList"]) == ("1", "node[1,3]"), job.log
-    assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 permission: ")
+    assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 launch: ")
 
 
 def test_a_spare_replaces_a_node_that_fails_the_preflight_and_nodes_that_train_copy_the_data(
@@ -58,9 +58,9 @@ def test_a_spare_replaces_a_node_that_fails_the_preflight_and_nodes_that_train_c
         assert job.wait() == "COMPLETED", job.log
         copies = {node: slurm.on(node, "find", local, "-name", "*.copied").strip() for node in slurm.nodes}
     assert (job.facts["Restarts"], job.facts["NodeList"]) == ("0", "node[1-3]")
-    assert f"preflight: node2: permission: {python}: Permission denied" in job.log
+    assert f"preflight: node2: launch: {python}: Permission denied" in job.log
     assert "training on node1 node3, spare:" in job.log
-    assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 permission: ")
+    assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 launch: ")
     assert copies == {"node1": f"{local}{data}.copied", "node2": "", "node3": f"{local}{data}.copied"}
     assert f"preflight: 2 nodes, copy of {data}: " in job.log
     assert f"{local}{data}/train" in (job.run_dir / "report.md").read_text()
