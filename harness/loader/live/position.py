@@ -105,8 +105,9 @@ class LivePosition:
                 **values,
                 "finished": frozenset(values["finished"]),
                 "taken": dict(values["taken"]),
-                "begun": dict(values["begun"]),
-                "open_packs": tuple(tuple(map(tuple, pack)) for pack in values["open_packs"]),
+                # Positions of earlier versions have one sequence a row.
+                "begun": dict(values.get("begun", ())),
+                "open_packs": tuple(tuple(map(_place, pack)) for pack in values["open_packs"]),
             }
         )
 
@@ -133,3 +134,8 @@ def positions_from_json(text: str, num_folders: int) -> list[LivePosition]:
             fix="use the folders that the run started with, or start a new run",
         )
     return [LivePosition.from_json(part) for part in parts]
+
+
+def _place(values: Sequence[Any]) -> Place:
+    chunk, row, sequence = (*values, 0) if len(values) == 2 else values
+    return chunk, row, sequence

@@ -15,7 +15,7 @@ import numpy as np
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, ScheduleError
 from harness.loader.config import RankLayout
 from harness.loader.datasets import LiveConfig
-from harness.loader.live.folder import CHAT, PACKS, LiveChunk, LiveFolder, chunk_name, open_chunk
+from harness.loader.live.folder import CHAT, PACKS, SUFFIXES, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place
 from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.prep.chat import BadReason
@@ -434,6 +434,9 @@ class FolderReader:
             if self._config.require_ready and not contents.ready:
                 return "it exists without a ready record; data.live.require_ready=false accepts such chunks"
             return "it exists, but is not marked as ready"
+        for name in (f"chunk_{index}{suffix}" for suffix in SUFFIXES if index < 10_000):
+            if self._folder.files.size(name) is not None:
+                return f"{name} exists, but names must have five digits"
         if later := [other for other in contents.chunks if other > index]:
             return f"the numbering has a gap: {chunk_name(min(later))} exists"
         if end is not None:

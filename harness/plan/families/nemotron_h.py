@@ -1,7 +1,6 @@
 """Nemotron-H and Nemotron 3 Nano: layers of one part each (Mamba-2, attention without positions, an MLP, or experts).
 
-Source: NVIDIA, "Nemotron-H: A Family of Accurate and Efficient Hybrid Mamba-Transformer Models", 2025; config.json of
-the published models, and of transformers 5.
+Source: NVIDIA, "Nemotron-H: A Family of Accurate and Efficient Hybrid Mamba-Transformer Models", 2025.
 """
 
 from __future__ import annotations

@@ -162,6 +162,16 @@ def test_sequences_of_one_conversation_are_trained_under_ids_of_their_own(
     assert trained.log == [f"the stream ended: {sum(SIZES)} rows in {len(SIZES)} chunks"]
 
 
+def test_a_position_of_an_earlier_version_has_one_sequence_a_row() -> None:
+    text = (
+        '{"done_below": 2, "finished": [], "taken": [[2, 5]], "open_packs": [[[1, 4], [2, 3]]], "rows": 9, "steps": 3}'
+    )
+    position = LivePosition.from_json(text)
+    assert position.open_packs == (((1, 4, 0), (2, 3, 0)),)
+    assert position.begun == {}
+    assert LivePosition.from_json(position.to_json()) == position
+
+
 def test_a_chunk_counts_as_trained_only_when_none_of_its_rows_waits_in_an_open_pack(
     chats: Path, tokenizer: ChatTokenizer
 ) -> None:
@@ -266,6 +276,12 @@ def test_a_chunk_that_is_written_in_place_is_not_read_before_it_is_whole(
     trained = train(tmp_path, size=2, tokenizer=tokenizer, require_ready=False, settle_s=3600.0)
     writing.join()
     assert trained_tokens(trained).total() == 12
+
+
+def test_a_misnamed_chunk_is_pointed_at(tmp_path: Path) -> None:
+    (tmp_path / "chunk_0.jsonl").write_text("{}\n")
+    with pytest.raises(LoaderError, match=r"chunk_0.jsonl exists, but names must have five digits"):
+        train(tmp_path, timeout_s=0.2)
 
 
 def test_a_run_does_not_resume_on_another_stream(packs: Path, tmp_path: Path) -> None:
