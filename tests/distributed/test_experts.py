@@ -296,20 +296,21 @@ def test_further_tokens_have_the_losses_of_plain_training_too_and_come_back_bit_
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_every_layout_trains_experts_for_twenty_steps_as_one_rank_does(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("check", "kinds"),
+    [("experts", ("qwen3_moe", "olmoe", "deepseek_like", "gpt_oss_like")), ("hybrid", ("hybrid", "hybrid_moe"))],
+)
+def test_every_layout_trains_a_kind_for_twenty_steps_as_one_rank_does(tmp_path, check, kinds) -> None:
     folder = tmp_path / "parity"
     code, output = run_command(
-        [sys.executable, "-m", "harness.recipes.parity", "check=experts", f"folder={folder}"], timeout_s=3000
+        [sys.executable, "-m", "harness.recipes.parity", f"check={check}", f"folder={folder}"], timeout_s=3000
     )
     assert code == 0, output
     cells = read_report(folder / REPORT_FILE).cells
     assert len(cells) >= 16
     assert {len(cell.series.step) for cell in cells} == {22}
     assert {cell.reference for cell in cells if cell.reference is not None} == {
-        "experts qwen3_moe: data",
-        "experts olmoe: data",
-        "experts deepseek_like: data",
-        "experts gpt_oss_like: data",
+        f"{check} {kind}: data" for kind in kinds
     }
 
 
