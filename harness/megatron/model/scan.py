@@ -1,4 +1,4 @@
-"""Layers of hybrid models: Megatron-Core's Mamba-2 mixer, whose state begins anew with every sequence of a packed row.
+"""Layers of hybrid models: Megatron-Core's Mamba-2 mixer, whose state restarts at every sequence of a packed row.
 
 The scan is the kernel of mamba-ssm on a GPU that has it, and PyTorch's in `mamba_reference` elsewhere. Here a layer
 with a scan is a layer of GPTModel, with the mixer in the place of attention. Megatron's own hybrid models ask the
@@ -142,7 +142,7 @@ def only(part: str, layer: ModuleSpec) -> ModuleSpec:
         )
     attention = parts.self_attention
     if part == "M":
-        # The layers of attention that a rank has parts of; the first may include the norm.
+        # Tensor-parallel ranks divide both; in Transformer Engine's, the first includes the norm.
         linear = attention.submodules
         mixer = MambaMixerSubmodules(in_proj=linear.linear_qkv, out_proj=linear.linear_proj)
         attention = ModuleSpec(module=RowMamba, submodules=mixer)
