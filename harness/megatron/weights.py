@@ -280,7 +280,7 @@ def global_parameters(chunk: GPTModel, *, adapters: bool = False) -> Iterator[tu
         if (expert := _LOCAL_EXPERT.fullmatch(end)) is not None:
             index = layer.mlp.local_expert_indices[int(expert[1] or expert[6])]
             end = f"mlp.experts.{index}.linear_fc{expert[2] or expert[4]}.{expert[3] or expert[5]}"
-        yield f"decoder.layers.{number}.{end}", parameter
+        yield f"decoder.layers.{number}.{end.replace('.conv1d_', '.conv1d.')}", parameter  # as 0.16 names it
 
 
 def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:

@@ -224,7 +224,9 @@ def train_all(layouts: list[Layout], place: Path, fault: str = "") -> list[dict[
         file = place / f"{ranks}.pkl"
         file.write_bytes(pickle.dumps([(str(layout), layout.kind, layout.config) for layout in wanted]))
         start = [sys.executable, "-m", "tests.distributed.forked", str(ranks), "tests.distributed.test_layouts_agree"]
-        code, output = run_command(["env", *[fault] * bool(fault and ranks > 1), *start, str(file)], timeout_s=7000)
+        code, output = run_command(
+            ["env", "OMP_NUM_THREADS=1", *[fault] * bool(fault and ranks > 1), *start, str(file)], timeout_s=7000
+        )
         assert code == 0, output
         lines = file.with_suffix(".jsonl").read_text().splitlines()
         assert len(lines) == len(wanted), output
@@ -508,5 +510,6 @@ def summary(everyone: list[dict[str, Any]]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     prepare_process()
-    torch.set_num_threads(1)
+    if torch.get_num_threads() > 1:  # after a fork, PyTorch may find its pool of threads invalid
+        torch.set_num_threads(1)
     sys.exit(main(Path(sys.argv[1])))
