@@ -66,7 +66,7 @@ test-install: setup
 # (see .ci/versions; VERSIONS_DIR names another place for it). What every change has to pass; the nightly tests run more.
 # Skipped by name on a machine that has no Python 3.12 and cannot get it.
 VERSIONS ?= tests/distributed/test_checksums.py tests/distributed/test_experts.py tests/distributed/test_golden_losses.py \
-	tests/distributed/test_layouts_agree.py::test_an_eighth_of_the_accepted_layouts_trains_as_one_rank_does \
+	tests/distributed/test_layouts_agree.py::test_losses_by_conversation_and_of_sequences_are_those_of_one_rank_on_layouts_of_two \
 	tests/distributed/test_megatron_lm.py tests/distributed/test_streams.py tests/distributed/test_weights.py \
 	tests/unit/bench/test_bench.py::test_a_microbatch_launches_what_the_golden_table_says
 test-versions:
