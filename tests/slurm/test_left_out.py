@@ -25,6 +25,7 @@ def slurm() -> Iterator[Cluster]:
     yield from started(Cluster(3, kill_wait_s=30, credential_s=20))
 
 
+@pytest.mark.nightly
 def test_a_node_that_cannot_run_the_interpreter_is_left_out_and_the_job_runs_on_the_others(submit, slurm, tmp_path):
     python, closed = tmp_path / "python", tmp_path / "closed"
     for path in (python, closed):

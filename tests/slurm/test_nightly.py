@@ -24,6 +24,7 @@ TESTS = (
 )
 
 
+@pytest.mark.nightly
 def test_a_night_is_an_array_and_a_report_that_depends_on_it(slurm, tmp_path):
     slurm.wait_idle()
     printed = slurm.on(

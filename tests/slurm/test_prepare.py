@@ -19,6 +19,7 @@ from .conftest import SlurmJob
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 
+@pytest.mark.nightly
 def test_preparation_on_two_nodes_writes_the_same_dataset_as_one_machine(slurm, tmp_path):
     python = os.environ.get("PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import ray"], capture_output=True, check=False).returncode:
