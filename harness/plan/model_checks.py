@@ -6,7 +6,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from harness.checks import SET, Rule, check_rules, other_than
+from harness.checks import NOT_SET, SET, Rule, check_rules, other_than
 from harness.errors import ConfigError
 from harness.plan.families import FAMILIES
 from harness.plan.layout import (
@@ -84,9 +84,12 @@ RULES = (
     Rule({**_MTP, "model.tie_embeddings": True}, "MTP layers do not support tied embeddings", "model.mtp_layers=0"),
     Rule({**_HYBRID, "model.fp8": other_than("off")}, "FP8 is not supported with hybrid models", "model.fp8=off"),
     Rule(
-        {**_HYBRID, "model.rope_scaling": other_than("none")},
-        "attention of hybrid models has no positions",
-        "model.rope_scaling=none",
+        {**_HYBRID, "model.rope_scaling": other_than("none")}, "attention has no positions", "model.rope_scaling=none"
+    ),
+    Rule({**_HYBRID, "model.dense_layers": SET}, "the pattern names layers with experts", "model.dense_layers=0"),
+    *(
+        Rule({"model.layer_pattern": NOT_SET, f"model.{name}": SET}, "only hybrid models use it", f"model.{name}=0")
+        for name in ("mamba_num_heads", "mamba_head_dim")
     ),
 )
 _GRAPHS, _OVERLAP = {"parallel.cuda_graphs": True}, {"parallel.overlap_tensor_parallel": True}
@@ -184,9 +187,7 @@ def _check_family(model: ModelConfig) -> None:
 def _check_pattern(model: ModelConfig) -> None:
     pattern, where = model.layer_pattern, "model.layer_pattern"
     if (pattern is not None) != FAMILIES[model.family].is_hybrid:
-        only = (
-            "only models of the family nemotron_h are hybrid" if pattern else "a hybrid model has a pattern of layers"
-        )
+        only = "only models of nemotron_h are hybrid" if pattern else "a hybrid model has a pattern of layers"
         fix = "model.layer_pattern=null" if pattern else "set it, such as model.layer_pattern=M*-E"
         raise ConfigError(f"model.family is {model.family}, and layer_pattern {pattern}: {only}", where=where, fix=fix)
     if pattern is None:
@@ -201,8 +202,7 @@ def _check_pattern(model: ModelConfig) -> None:
         what = f"num_experts is {model.num_experts}, and the pattern has {pattern.count('E')} layers with experts"
         raise ConfigError(what, where=f"{where}, model.num_experts", fix="set both, or neither")
     if not (model.mamba_num_heads and model.mamba_head_dim):
-        fix = "set both to the sizes of the Mamba-2 layers"
-        raise ConfigError("a size is 0", where="model.mamba_num_heads, model.mamba_head_dim", fix=fix)
+        raise ConfigError("a size is 0", where="model.mamba_num_heads, model.mamba_head_dim", fix="set both")
     _check_multiple("mamba_num_heads", model.mamba_num_heads, "model.mamba_num_groups", model.mamba_num_groups)
 
 

@@ -325,3 +325,26 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_128_on_every_layout() -> None
         ModelConfig(num_attention_heads=6, num_query_groups=3, hidden_size=96).check(
             ParallelConfig(tensor_parallel_size=3)
         )
+
+
+HYBRID = {"family": "nemotron_h", "layer_pattern": "M*-E", "num_experts": 4, "mamba_num_heads": 8, "mamba_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"family": "llama"}, "only models of nemotron_h are hybrid"),
+        ({"layer_pattern": None}, "only hybrid models use it"),
+        ({"layer_pattern": "M*-"}, "3 letters"),
+        ({"layer_pattern": "M*-A"}, "for 4 layers"),
+        ({"num_experts": 0}, "the pattern has 1 layers with experts"),
+        ({"dense_layers": 1}, "the pattern names layers with experts"),
+        ({"mamba_head_dim": 0}, "a size is 0"),
+        ({"rope_scaling": "linear"}, "attention has no positions"),
+        ({"fp8": "tensorwise"}, "FP8 is not supported with hybrid models"),
+    ],
+)
+def test_a_pattern_that_does_not_fit_the_model_is_refused(change, message) -> None:
+    ModelConfig(**HYBRID)
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**{**HYBRID, **change})
