@@ -64,7 +64,9 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
     ahead: tuple[Any, ...] = ()
     is_static: bool = False
     _angles: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, repr=False)
-    _scanned: tuple[torch.Tensor, torch.Tensor | None] | None = dataclasses.field(default=None, repr=False)
+    _scanned: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = dataclasses.field(
+        default=None, repr=False
+    )
 
     def forget_angles(self) -> None:
         """Gather the angles again: the positions are those of another row now."""
@@ -84,13 +86,13 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
         self._angles.append((freqs, dtype, mscale, cos, sin))
         return cos, sin
 
-    def scan_order(self, cp_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def scan_order(self, cp_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return what a scan of the whole row needs, without a wait of the host; all layers share it.
 
         Returns:
-            int32 [1, T], the number of each token's sequence, padding included (padding at the end of a row has its
-            own); and for ranks that share the row int64 [T], the place of each token among their slices, one after the
-            other (`harness.thd.context_parallel_indices`).
+            the sequences, padding included (padding at the end of a row is one more), as bounds, int64 [S + 1], and by
+            token, int32 [1, T]; and for ranks that share the row int64 [T], the place of each token among their slices,
+            one after the other (`harness.thd.context_parallel_indices`).
         """
         if self._scanned is None:
             assert self.positions is not None
@@ -106,7 +108,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
                 rank = torch.minimum(number, 2 * cp_size - 1 - number)
                 second = torch.where(number < cp_size, 0, chunk)
                 order = rank * held + bounds[owners] // cp_size + second + places % chunk
-            self._scanned = owners.to(torch.int32).unsqueeze(0), order
+            self._scanned = bounds.long(), owners.to(torch.int32).unsqueeze(0), order
         return self._scanned
 
 
@@ -166,31 +168,35 @@ def make_ring_stream() -> None:
         TEDotProductAttention.cp_stream = TEDotProductAttention.cp_stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def has_scan_kernels() -> bool:
-    """Return True if the package of Mamba-2's kernels is installed."""
-    return find_spec("mamba_ssm") is not None
+def missing_kernels(*, delta_rule: bool) -> str | None:
+    """Return the package that has the kernels of Mamba-2 or of the gated delta rule, where it is not installed."""
+    module, package = ("fla", "flash-linear-attention") if delta_rule else ("mamba_ssm", "mamba-ssm")
+    return package if find_spec(module) is None else None
 
 
-def import_mixer(reference: Any) -> tuple[Any, Any]:
-    """Return Megatron's Mamba-2 mixer and its parts, also where its kernels, Triton or einops are not installed.
+def import_scans(reference: Any) -> Any:
+    """Return Megatron's modules of Mamba-2 and of the gated delta rule, also where packages that they need are missing.
 
-    Its module refuses to make one without them. Of these, only the norm is used here: `GroupedRMSNorm` of `reference`
-    where that of the kernels is missing.
+    They refuse to make a layer without the kernels, Triton or einops. Of these, only a norm is used here:
+    `GroupedRMSNorm` of `reference` where that of the kernels is missing.
     """
     stand_in = mock.MagicMock()
     stand_in.RMSNorm = reference.GroupedRMSNorm
-    names = [] if has_scan_kernels() else [f"mamba_ssm.ops.triton.{end}" for end in _OF_KERNELS]
-    names += [name for name in ("triton", "triton.language", "einops") if find_spec(name.split(".")[0]) is None]
+    names = [name for name in _OF_KERNELS if find_spec(name.split(".")[0]) is None]
     sys.modules.update(dict.fromkeys(names, stand_in))
     try:
-        from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+        from megatron.core.ssm import gated_delta_net, mamba_mixer
     finally:
         for name in names:
             del sys.modules[name]
-    return MambaMixer, MambaMixerSubmodules
+    return mamba_mixer, gated_delta_net
 
 
-_OF_KERNELS = ("layernorm_gated", "ssd_combined", "selective_state_update")
+_OF_KERNELS = (
+    *(f"mamba_ssm.ops.triton.{end}" for end in ("layernorm_gated", "ssd_combined", "selective_state_update")),
+    *(f"fla.{end}" for end in ("modules.convolution", "modules.l2norm", "ops.gated_delta_rule")),
+    *("triton", "triton.language", "einops"),
+)
 
 
 def why_no_packed_scan() -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -17,7 +18,7 @@ from harness.errors import ConfigError, FormatError
 from harness.megatron import compat
 from harness.megatron.hf_files import HfWeights
 from harness.plan import FAMILIES, ModelConfig
-from harness.plan.families.base import ExpertNames
+from harness.plan.families.base import SCANS, ExpertNames
 
 # Part of the names of parameters that `harness.megatron.model.lora` adds to the model's own.
 ADAPTER = "_adapter."
@@ -33,11 +34,11 @@ _NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.out_norm.weight": "linear_attn.norm.weight",
 }
 _HEAD_NORMS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
 _COLUMNS = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "self_attention.out_proj.weight": "self_attn.out_proj.weight",
 }
 # The same with latent attention; tensor-parallel ranks divide the rows of the second.
 _LATENT = {
@@ -65,13 +66,22 @@ _PREDICTING = {
 }
 # Copies of the model's own that such a layer has in published weights, by the names of these.
 _COPIES = {_EMBEDDING: "embed_tokens.weight", _OUTPUT: "shared_head.head.weight"}
-# Of a Mamba-2 layer, and which of `ModelConfig.mamba_pieces` their rows are; ranks divide each piece.
-_SCAN = {
+# Of a Mamba-2 layer, and which of `ModelConfig.scan_pieces` their rows are; ranks divide each piece.
+_MAMBA = {
     "in_proj.weight": slice(0, 5),
     "conv1d.weight": slice(1, 4),
     "conv1d.bias": slice(1, 4),
     **dict.fromkeys(("A_log", "D", "dt_bias"), slice(4, 5)),
     "norm.weight": slice(0, 1),
+}
+# The same of a layer with the gated delta rule; its first matrix is several tensors, by whether key heads group rows.
+_DELTA = {"conv1d.weight": slice(0, 3), "A_log": slice(5, 6), "dt_bias": slice(5, 6)}
+_DELTA_INPUTS = {
+    True: {"in_proj_qkvz.weight": slice(0, 4), "in_proj_ba.weight": slice(4, 6)},
+    False: {
+        "in_proj_qkv.weight": slice(0, 3),
+        **{f"in_proj_{name}.weight": slice(place, place + 1) for place, name in ((3, "z"), (4, "b"), (5, "a"))},
+    },
 }
 _ROUTER_BIAS = "mlp.router.bias"
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -123,7 +133,8 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
         if model.q_lora_rank is not None:
             layer["self_attn.q_a_layernorm.weight"] = (model.q_lora_rank,)
     else:
-        layer |= {f"{name}.weight": (rows, hidden) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)}
+        rows_of = (heads * (1 + model.has_output_gate), groups, groups)
+        layer |= {f"{name}.weight": (rows, hidden) for name, rows in zip(_QKV, rows_of, strict=True)}
     if model.has_qkv_bias:
         layer |= {f"{name}.bias": (rows,) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)}
     if model.has_biases:
@@ -136,7 +147,7 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
     dense = dict.fromkeys(_GATED[-model.halves :], (ffn, hidden))
     parts: dict[str, dict[str, tuple[int, ...]]] = {
         "*": layer,
-        "M": {**norm, **_scan_shapes(model)} if model.layer_pattern else {},
+        **dict.fromkeys(SCANS, norm | _scan_shapes(model) if model.layer_pattern else {}),
         "-": {**after, **dense, "mlp.down_proj.weight": (hidden, ffn)},
         "E": {**after, **_expert_shapes(model)} if model.num_experts else {},
     }
@@ -152,10 +163,39 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
 
 
 def _scan_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    rows = {name: sum(model.mamba_pieces[pieces]) for name, pieces in _SCAN.items()}
-    inner: dict[str, tuple[int, ...]] = {"in_proj.weight": (model.hidden_size,), "conv1d.weight": (1, 4)}
-    shapes = {f"self_attn.{name}": (count, *inner.get(name, ())) for name, count in rows.items()}
-    return shapes | {"self_attn.out_proj.weight": (model.hidden_size, model.mamba_pieces[0])}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for end in (*(_DELTA if model.has_delta_rule else _MAMBA), "in_proj.weight"):
+        columns = {"in_proj.weight": (model.hidden_size,), "conv1d.weight": (1, 4)}.get(end, ())
+        for name, pieces in _scan_tensors(end, model).items():
+            shapes[name] = (sum(model.scan_pieces[pieces]), *columns)
+    if model.has_delta_rule:
+        shapes["linear_attn.norm.weight"] = (model.scan_head_dim,)
+    inner = model.scan_num_heads * model.scan_head_dim
+    return shapes | {f"{_scan_module(model)}.out_proj.weight": (model.hidden_size, inner)}
+
+
+def _scan_module(model: ModelConfig) -> str:
+    return "linear_attn" if model.has_delta_rule else "self_attn"
+
+
+def scan_inputs(model: ModelConfig) -> tuple[str, ...]:
+    """Return the linear layers of transformers that the first matrix of a layer with a scan is."""
+    return tuple(name.split(".")[1] for name in _scan_tensors("in_proj.weight", model))
+
+
+def _scan_tensors(end: str, model: ModelConfig) -> dict[str, slice]:
+    """Return the tensors in a layer with a scan that the rows of a parameter are in, and which pieces they have.
+
+    Args:
+        end: its name in the layer's scan; for others the result is empty.
+    """
+    if not model.has_delta_rule:
+        found = {end: _MAMBA[end]} if end in _MAMBA else {}
+    elif end == "in_proj.weight":
+        found = _DELTA_INPUTS[FAMILIES[model.family].groups_scan_rows]
+    else:
+        found = {end: _DELTA[end]} if end in _DELTA else {}
+    return {f"{_scan_module(model)}.{name}": pieces for name, pieces in found.items()}
 
 
 def copied_names(model: ModelConfig) -> dict[str, str]:
@@ -198,6 +238,8 @@ def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[names.down.format(number)] = (hidden, inner)
     if model.expert_bias:
         shapes[names.bias] = (model.num_experts,)
+    if model.gates_shared_experts:
+        shapes[names.shared_gate] = (1, hidden)
     if names.shared is not None and shared:
         *first, down = names.shared
         shapes |= {**{name: (shared, hidden) for name in first if name}, down: (hidden, shared)}
@@ -213,6 +255,7 @@ def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int, mtp_l
     expected = expected_shapes(model, vocab_size)
     expected |= {copy: expected[own] for copy, own in copied_names(model).items() if copy in weights.names}
     left_out = tuple(f"model.layers.{model.num_layers + number}." for number in range(mtp_layers))
+    left_out += FAMILIES[model.family].left_out
     names = {name for name in weights.names if not name.startswith(left_out)}
     names -= {_OUTPUT} if model.tie_embeddings else set()  # some store a tied matrix twice
     wrong = {name: weights.shape(name) for name in expected if name in names and weights.shape(name) != expected[name]}
@@ -298,8 +341,11 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
         return
     layer, end = f"model.layers.{match[1]}.", match[2]
     expert = _EXPERT.fullmatch(end)
-    if (pieces := _SCAN.get(end.removeprefix("self_attention."))) is not None:
-        _read_pieces(f"{layer}self_attn.{end.partition('.')[2]}", target, weights, model.mamba_pieces[pieces], shard)
+    if pieces := _row_pieces(end, model, shard):
+        place = 0
+        for tensor, first, count in pieces:
+            target[place : place + count].copy_(weights.rows(layer + tensor, first, first + count))
+            place += count
     elif expert is not None and expert_names(model).are_stacked:
         whole_expert, part = _from_stack(expert, layer, weights, model), shard.of_experts
         if expert[2] == "1":
@@ -321,26 +367,14 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
             target.copy_(weights.columns(layer + tensors[0], *part.of(weights.shape(layer + tensors[0])[1])))
         else:
             target.copy_(weights.rows(layer + tensors[0]))
-    elif end in _COLUMNS:
-        tensor = layer + _COLUMNS[end]
-        target.copy_(weights.columns(tensor, *shard.of(weights.shape(tensor)[1])))
     else:
-        kind = end.rpartition(".")[2]
-        groups = target.view(-1, _group_rows(model), *target.shape[1:])
-        for group, tensor, first, start, stop in _qkv_pieces(model, shard):
-            read = weights.rows(f"{layer}{tensor}.{kind}", first, first + stop - start)
-            groups[group, start:stop].copy_(read)
+        tensor = layer + _columns_of(end, model)
+        target.copy_(weights.columns(tensor, *shard.of(weights.shape(tensor)[1])))
 
 
-def _read_pieces(
-    name: str, target: torch.Tensor, weights: HfWeights, pieces: tuple[int, ...], shard: TensorShard
-) -> None:
-    """Fill a parameter with this rank's rows of each piece of a tensor, one after the other."""
-    first = 0
-    for piece, own in zip(pieces, torch.split(target, [count // shard.size for count in pieces]), strict=True):
-        start, stop = shard.of(piece)
-        own.copy_(weights.rows(name, first + start, first + stop))
-        first += piece
+def _columns_of(end: str, model: ModelConfig) -> str:
+    """Return the tensor in a layer that tensor-parallel ranks divide by columns."""
+    return f"{_scan_module(model)}.out_proj.weight" if end == "self_attention.out_proj.weight" else _COLUMNS[end]
 
 
 def _one_tensor(end: str, model: ModelConfig) -> tuple[str, bool] | None:
@@ -373,6 +407,8 @@ def _mlp_tensors(end: str, model: ModelConfig) -> tuple[str, ...]:
         number = int(expert[1])
         pair = names.gate.format(number), names.up.format(number)
         return pair[-model.halves :] if expert[2] == "1" else (names.down.format(number),)
+    if end == "mlp.shared_experts.gate_weight":
+        return (names.shared_gate,)
     if end.startswith("mlp.shared_experts."):
         assert names.shared is not None
         return names.shared[2 - model.halves : 2] if end.endswith("linear_fc1.weight") else names.shared[2:]
@@ -381,18 +417,43 @@ def _mlp_tensors(end: str, model: ModelConfig) -> tuple[str, ...]:
     return (names.bias if end == "mlp.router.expert_bias" else names.router,)
 
 
-def _group_rows(model: ModelConfig) -> int:
-    return (model.num_attention_heads // model.num_query_groups + 2) * model.head_size
+def _row_pieces(end: str, model: ModelConfig, shard: TensorShard) -> list[tuple[str, int, int]]:
+    """Return where a parameter's rows are, one after the other, if they are of several tensors or places.
+
+    Returns:
+        the tensor in the layer, its first row, and how many; none for other parameters.
+    """
+    kind = end.rpartition(".")[2]
+    if end == f"self_attention.linear_qkv.{kind}":
+        return [(f"{tensor}.{kind}", first, count) for tensor, first, count in _qkv_rows(model, shard)]
+    found = []
+    for tensor, own in _scan_tensors(end.removeprefix("self_attention."), model).items():
+        pieces, groups = model.scan_pieces[own], 1
+        if "in_proj" in tensor and FAMILIES[model.family].groups_scan_rows:
+            groups = model.scan_num_groups
+        # Each group has its part of all pieces; ranks have groups, or a part of the only one.
+        whole = sum(pieces) // groups
+        for place, piece in enumerate(pieces):
+            before, size = sum(pieces[:place]) // groups, piece // groups
+            if groups > 1:
+                found += [(tensor, group * whole + before, size) for group in range(*shard.of(groups))]
+            else:
+                start, stop = shard.of(size)
+                found.append((tensor, before + start, stop - start))
+    return found
 
 
-def _qkv_pieces(model: ModelConfig, shard: TensorShard) -> Iterator[tuple[int, str, int, int, int]]:
-    """Yield for each group of this rank its place, the tensor and first row of q, k or v, and its own rows' bounds."""
-    head = model.head_size
-    query = _group_rows(model) - 2 * head
-    for place, group in enumerate(range(*shard.of(model.num_query_groups))):
-        yield place, _QKV[0], group * query, 0, query
-        yield place, _QKV[1], group * head, query, query + head
-        yield place, _QKV[2], group * head, query + head, query + 2 * head
+def _qkv_rows(model: ModelConfig, shard: TensorShard) -> Iterator[tuple[str, int, int]]:
+    """Yield the tensor of queries, keys or values, first row and count of all rows: those of a group together."""
+    head, each = model.head_size, model.num_attention_heads // model.num_query_groups
+    for group in range(*shard.of(model.num_query_groups)):
+        if model.has_output_gate:  # the rows of a head's gate follow those of its query
+            for part in range(2):
+                yield from ((_QKV[0], (2 * (group * each + number) + part) * head, head) for number in range(each))
+        else:
+            yield _QKV[0], group * each * head, each * head
+        yield _QKV[1], group * head, head
+        yield _QKV[2], group * head, head
 
 
 def hf_tensors(chunk: GPTModel, model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -429,12 +490,14 @@ def _to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int)
             return {_EMBEDDING: tensor[:vocab_size]}
         return {} if model.tie_embeddings else {_OUTPUT: tensor[:vocab_size]}
     layer, end = f"model.layers.{match[1]}.", match[2]
-    if end.removeprefix("self_attention.") in _SCAN:
-        return {f"{layer}self_attn.{end.partition('.')[2]}": tensor}
+    if pieces := _row_pieces(end, model, TensorShard()):
+        found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for (other, first, _), rows in zip(pieces, tensor.split([count for *_, count in pieces]), strict=True):
+            found.setdefault(layer + other, []).append((first, rows))
+        in_order = {other: sorted(parts, key=itemgetter(0)) for other, parts in found.items()}
+        return {other: torch.cat([rows for _, rows in parts]) for other, parts in in_order.items()}
     if (whole := _one_tensor(end, model)) is not None:
         return {layer + whole[0]: tensor}
-    if end in _COLUMNS:
-        return {layer + _COLUMNS[end]: tensor}
     if (expert := _EXPERT.fullmatch(end)) is not None and (names := expert_names(model)).are_stacked:
         stack = (names.gate if expert[2] == "1" else names.down) + ("_bias" if expert[3] == "bias" else "")
         if expert[2] == "1":
@@ -443,9 +506,4 @@ def _to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int)
     if end.startswith("mlp."):
         tensors = _mlp_tensors(end, model)
         return {layer + other: part for other, part in zip(tensors, tensor.chunk(len(tensors)), strict=True)}
-    kind = end.rpartition(".")[2]
-    groups = tensor.view(-1, _group_rows(model), *tensor.shape[1:])
-    pieces: dict[str, list[torch.Tensor]] = {}
-    for group, other, _, start, stop in _qkv_pieces(model, TensorShard()):
-        pieces.setdefault(f"{layer}{other}.{kind}", []).append(groups[group][start:stop])
-    return {other: torch.cat(parts) for other, parts in pieces.items()}
+    return {layer + _columns_of(end, model): tensor}

@@ -64,6 +64,17 @@ _LATENT = {
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_DELTAS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # A norm of a head whose output is almost zero would amplify rounding errors.
+    "rms_norm_eps": 1e-2,
+}
 # Values of a small model's config.json, by family.
 _MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **_LLAMA3}},
@@ -99,6 +110,9 @@ _MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "moe_shared_expert_intermediate_size": 40,
     },
+    "qwen3_next": {**_DELTAS, **_EXPERTS, "shared_expert_intermediate_size": 40},
+    "qwen3_5_text": _DELTAS,
+    "qwen3_5_moe_text": {**_DELTAS, **_EXPERTS, "shared_expert_intermediate_size": 40},
 }
 
 
@@ -113,9 +127,8 @@ def make_model(family: str, folder: Path) -> list[str]:
     if not (folder / "model.safetensors").exists():
         transformers = _transformers()
         torch.manual_seed(8)
-        name = FAMILIES[family].architecture
-        config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**{**_ANY, **_MODELS[family]})
-        model = getattr(transformers, name)(config)
+        config = transformers.AutoConfig.for_model(family, **{**_ANY, **_MODELS[family]})
+        model = transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for weight, values in [*model.named_parameters(), *model.named_buffers()]:
                 # Initially ones and zeros, which hide a mistake.

@@ -19,7 +19,9 @@ from harness.plan.model import ModelConfig
 from harness.settings import CONFIGS
 
 _FEATURES = {
-    "is_hybrid": "layers of Mamba-2, attention without positions, MLPs or experts",
+    "pattern_letters": "layers of different parts, some with a scan (`model.layer_pattern`)",
+    "has_output_gate": "gated attention",
+    "norms_add_one": "norms whose weights are relative to 1",
     "experts": "mixture of experts",
     "has_latents": "latent attention",
     "has_qkv_bias": "biases of queries, keys and values",

@@ -27,9 +27,6 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 # Number of layers that predict further tokens, by the names that models and transformers have for it.
 MTP_SETTINGS = ("num_nextn_predict_layers", "num_mtp_layers")
 
-# Settings of a family without experts.
-_DENSE = {"num_experts": 0}
-
 
 @dataclass(frozen=True)
 class HfModel:
@@ -94,7 +91,8 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
             "rope_scaling_factor": 1.0 if kind == "default" else float(rope["factor"]),
             **(_read_yarn(rope, family, refuse) if kind == "yarn" else {}),
             "norm_epsilon": float(values.get("rms_norm_eps", family.norm_epsilon) or values["rms_norm_eps"]),
-            **(_DENSE if family.experts is None else family.read(values, refuse)),
+            "num_experts": 0,
+            **family.read(values, refuse),
         },
         vocab_size=int(values["vocab_size"]),
         max_positions=int(values["max_position_embeddings"]),

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from harness.plan.dispatch import dispatch_bytes
+from harness.plan.families.base import SCANS, has_scan
 from harness.plan.layout import (
     DIVIDED_BY_COLUMNS,
     DTYPE_BYTES,
@@ -166,9 +167,12 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
     # Each with its norm; routed experts are counted apart.
     weights = {
         "*": hidden + _count_attention(model, tp),
-        "M": hidden + _count_scan(model) // tp,
+        **dict.fromkeys(SCANS, hidden + _count_scan(model, tp)),
         "-": hidden + mlp * model.ffn_hidden_size // tp,
-        "E": hidden + model.num_experts * (hidden + model.has_biases) + mlp * model.shared_ffn_hidden_size // tp,
+        "E": hidden
+        + model.num_experts * (hidden + model.has_biases)
+        + mlp * model.shared_ffn_hidden_size // tp
+        + hidden * model.gates_shared_experts,
     }
     parts = parts_of_stage(model, parallel, stage)
     total = sum(weights[part] for part in parts) + count_experts(model, parallel, stage=stage)
@@ -199,11 +203,16 @@ def _count_attention(model: ModelConfig, tp: int) -> int:
     return weights
 
 
-def _count_scan(model: ModelConfig) -> int:
-    """Return the weights of a Mamba-2 layer: both projections, the convolution of width 4, its heads, and its norm."""
-    inner, _, states, *_ = model.mamba_pieces
-    projections = sum(inputs * outputs for inputs, outputs in model.mamba_sizes.values())
-    return projections + 5 * (inner + 2 * states) + 3 * model.mamba_num_heads + inner
+def _count_scan(model: ModelConfig, tp: int) -> int:
+    """Return the weights of a layer with a scan: both projections, the convolution of width 4, its heads, and its norm.
+
+    With the delta rule the convolution has no biases, and heads of all ranks share the norm.
+    """
+    inner, states = model.scan_num_heads * model.scan_head_dim, model.scan_num_groups * model.scan_state_dim
+    projections = sum(inputs * outputs for inputs, outputs in model.scan_sizes.values())
+    if model.has_delta_rule:
+        return (projections + 4 * (inner + 2 * states) + 2 * model.scan_num_heads) // tp + model.scan_head_dim
+    return (projections + 5 * (inner + 2 * states) + 3 * model.scan_num_heads + inner) // tp
 
 
 def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, experts_only: bool = False) -> int:
@@ -226,7 +235,7 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, 
     if experts_only:
         return model.lora_rank * routed
     numbers = parts.count("-") * mlp(model.ffn_hidden_size, tp) + routed
-    for part in "*M":
+    for part in "*" + SCANS:
         for name, (inputs, outputs) in model.adapted_in(part).items():
             if name in ON_EVERY_RANK:
                 each = inputs + outputs
@@ -273,17 +282,24 @@ def layer_activation_bytes(
     if "*" in parts:
         of_all, of_rank = _attention_bytes(model, parallel)
         whole, inner = whole + of_all, inner + of_rank
-    if "M" in parts:
+    if has_scan(parts):
         inner += _scan_bytes(model) + (
-            tp * item * model.lora_rank * len(model.adapted_in("M")) if model.lora_rank else 0
+            tp * item * model.lora_rank * len(model.adapted_in(parts[0])) if model.lora_rank else 0
         )
     return whole / split + inner / tp + experts
 
 
 def _scan_bytes(model: ModelConfig) -> float:
-    """Return the bytes per token that the kernel of a Mamba-2 layer keeps, and the norm and the matrix after it."""
-    item, pieces = DTYPE_BYTES[model.number], model.mamba_pieces
-    return item * (sum(pieces) + 3.0 * pieces[0]) + 4 * model.mamba_num_groups
+    """Return the bytes per token that the kernel of a scan keeps, and the norm and the matrix after it.
+
+    The kernels of the delta rule keep what the convolution gives, queries and keys of each head with their norms, the
+    products of a chunk of 64 keys, and the outputs.
+    """
+    item, pieces, inner = DTYPE_BYTES[model.number], model.scan_pieces, model.scan_num_heads * model.scan_head_dim
+    if model.has_delta_rule:
+        keys = 2 * model.scan_num_heads * (model.scan_state_dim + 32)
+        return item * (sum(pieces) + sum(pieces[:3]) + keys + 3.0 * inner) + 16 * model.scan_num_heads
+    return item * (sum(pieces) + 3.0 * inner) + 4 * model.scan_num_groups
 
 
 def _attention_bytes(model: ModelConfig, parallel: ParallelConfig) -> tuple[float, float]:
@@ -308,6 +324,7 @@ def _attention_bytes(model: ModelConfig, parallel: ParallelConfig) -> tuple[floa
     if model.recompute == "selective":
         divided -= item * query + 4 * model.num_attention_heads
         divided -= item * (query - model.value_size) if model.kv_lora_rank else 0  # values, not padded
+    divided += (4 + item) * query * model.has_output_gate  # its sigmoid in float32, and the product
     if model.has_head_norms:
         divided += 8 * (query + key) + 4 * (model.num_attention_heads + model.num_query_groups)
     if model.lora_rank:
@@ -329,7 +346,7 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels
     tp, heads, again = parallel.tensor_parallel_size, model.num_attention_heads, kernels.recomputed
     # A norm keeps its input and a float32 factor, and the product after it its output.
     whole = len(parts) * ((item + (0 if "norm" in again else kept)) * model.hidden_size + 4)
-    divided = _scan_bytes(model) if "M" in parts else 0.0
+    divided = _scan_bytes(model) if has_scan(parts) else 0.0
     if "-" in parts and "mlp" not in again:
         # The gate keeps its two inputs, and its product the output; separate kernels keep two more.
         gate = 1 if model.halves == 1 else 2 if kernels.swiglu else 4
@@ -338,7 +355,7 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels
         whole += (item * model.hidden_size) * ("linear_qkv" in model.lora_targets) * ("*" in parts)
         mlps = len({"linear_fc1", "linear_fc2"} & set(model.lora_targets)) * (parts[-1] in "-E")
         divided += (
-            tp * item * model.lora_rank * (mlps + sum(len(model.adapted_in(one)) for one in parts if one in "*M"))
+            tp * item * model.lora_rank * (mlps + sum(len(model.adapted_in(one)) for one in parts if one not in "-E"))
         )
     if "*" not in parts:
         return whole / (tp if parallel.sequence_parallel else 1) + divided / tp
@@ -349,7 +366,8 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels
         latent = (model.q_lora_rank or 0) + model.kv_lora_rank
         whole += (item + kept) * latent
         attended = item * ((0 if "latent" in again else 4 * query) + model.value_size) + 4 * heads
-    divided += attended
+    # Of a gate of the output, its sigmoid in float32, and the product.
+    divided += attended + (4 + item) * query * model.has_output_gate
     if kept < item:  # of the input of the output matrix, which attention keeps too
         divided += kept * model.value_size
     if model.has_head_norms:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from harness.checks import CheckedSettings, bounded, one_of
 from harness.plan.families import FAMILIES
+from harness.plan.families.base import SCANS, has_scan
 from harness.plan.layout import DTYPE_BYTES, FP8_BLOCKS, LORA_TARGETS, ParallelConfig
 from harness.plan.model_checks import LAYOUT_RULES, RULES, check_division, check_fields
 from harness.schedule import SequenceCost
@@ -23,15 +24,18 @@ class ModelConfig(CheckedSettings, section="model"):
         family: model architecture. Dense: llama, mistral, qwen2 (biases of query, key and value), qwen3 (query and key
             norms). Mixture of experts: qwen3_moe, mixtral, olmoe (query and key norms over all heads), deepseek_v2 and
             deepseek_v3 (latent attention, also for Moonlight), glm4_moe (GLM-4.5), glm4_moe_lite (GLM-4.7-Flash) and
-            gpt_oss (attention sinks, sliding windows, biases). Hybrid: nemotron_h (Mamba-2; also Nemotron 3 Nano).
+            gpt_oss (attention sinks, sliding windows, biases). Hybrid: nemotron_h (Mamba-2; also Nemotron 3 Nano);
+            qwen3_next, qwen3_5_text and qwen3_5_moe_text (gated delta rule).
         init_from: folder of Hugging Face weights (safetensors), or a model on the hub; null initializes random weights.
             Family, sizes, vocabulary and max_sequence_length default to its config.json; other values are refused.
         num_layers: number of layers.
-        layer_pattern: the part of each layer of a hybrid model, a letter per layer: `M` (Mamba-2), `*` (attention),
-            `-` (MLP) or `E` (experts); null for other families, whose layers each have attention and an MLP or experts.
-        mamba_num_heads, mamba_head_dim: number and size of the heads of a Mamba-2 layer; 0 for other families.
-        mamba_state_dim: size of the state of each number of a head.
-        mamba_num_groups: groups of heads that share the input and output matrices of the state.
+        layer_pattern: a letter per layer of a hybrid model; null for other families. With nemotron_h a layer has that
+            part alone: `M` (Mamba-2), `*` (attention), `-` (MLP) or `E` (experts). With the gated delta rule it is `D`
+            or `*` (attention), and each layer has an MLP or experts too.
+        scan_num_heads, scan_head_dim: number and size of the heads of a layer with a scan (Mamba-2), or of its value
+            heads (gated delta rule); 0 for other families.
+        scan_state_dim: size of the state of each number of a head (of a key head).
+        scan_num_groups: groups of heads that share the input and output matrices of the state (key heads).
         hidden_size: size of the hidden states.
         ffn_hidden_size: inner size of the MLP.
         num_attention_heads: number of query heads.
@@ -75,7 +79,7 @@ class ModelConfig(CheckedSettings, section="model"):
         lora_rank: rank of the LoRA adapters, in which case only the adapters are trained; 0 trains all weights.
         lora_alpha: scale of LoRA; the output of an adapter is multiplied by lora_alpha / lora_rank.
         lora_targets: linear layers with an adapter: linear_qkv (all projections of queries, keys and values, and the
-            input projection of Mamba-2), linear_proj (also the output projection of Mamba-2), and linear_fc1 and
+            input projection of a layer with a scan), linear_proj (also its output projection), and linear_fc1 and
             linear_fc2 of dense layers, of each expert and of shared experts.
         num_experts: number of routed experts per layer; 0 for a dense model.
         experts_per_token: number of experts that each token is routed to.
@@ -106,10 +110,10 @@ class ModelConfig(CheckedSettings, section="model"):
     init_from: str | None = None
     num_layers: int = bounded(4, lowest=1, highest=10_000)
     layer_pattern: str | None = None
-    mamba_num_heads: int = bounded(0, lowest=0, highest=1_000_000)
-    mamba_head_dim: int = bounded(0, lowest=0, highest=1_000_000)
-    mamba_state_dim: int = bounded(128, lowest=1, highest=1_000_000)
-    mamba_num_groups: int = bounded(8, lowest=1, highest=1_000_000)
+    scan_num_heads: int = bounded(0, lowest=0, highest=1_000_000)
+    scan_head_dim: int = bounded(0, lowest=0, highest=1_000_000)
+    scan_state_dim: int = bounded(128, lowest=1, highest=1_000_000)
+    scan_num_groups: int = bounded(8, lowest=1, highest=1_000_000)
     hidden_size: int = bounded(128, lowest=1, highest=1_000_000)
     ffn_hidden_size: int = bounded(384, lowest=1, highest=1_000_000)
     num_attention_heads: int = bounded(4, lowest=1, highest=1_000_000)
@@ -232,6 +236,11 @@ class ModelConfig(CheckedSettings, section="model"):
         return FAMILIES[self.family].swiglu_limit
 
     @property
+    def has_output_gate(self) -> bool:
+        """True if the output of each head is multiplied by a gate that is made with its query."""
+        return FAMILIES[self.family].has_output_gate
+
+    @property
     def has_head_norms(self) -> bool:
         """True if queries and keys are normalized."""
         return FAMILIES[self.family].has_head_norms if self.qk_norm is None else self.qk_norm
@@ -273,7 +282,8 @@ class ModelConfig(CheckedSettings, section="model"):
         """Inputs and outputs of the linear layers of one Megatron attention, by their names."""
         hidden, query, values = self.hidden_size, self.query_size, self.value_size
         if not self.kv_lora_rank:
-            return {"linear_qkv": (hidden, query + 2 * self.key_size), "linear_proj": (values, hidden)}
+            made_at_once = query * (1 + self.has_output_gate) + 2 * self.key_size
+            return {"linear_qkv": (hidden, made_at_once), "linear_proj": (values, hidden)}
         made = {"linear_q_proj": (hidden, query)}
         if self.q_lora_rank is not None:
             made = {"linear_q_down_proj": (hidden, self.q_lora_rank), "linear_q_up_proj": (self.q_lora_rank, query)}
@@ -292,24 +302,32 @@ class ModelConfig(CheckedSettings, section="model"):
     @property
     def adapted(self) -> list[str]:
         """Linear layers that have adapters: `linear_qkv` stands for all that make q, k and v, or what is scanned."""
-        mixers = dict.fromkeys(name for part in ("M*" if self.layer_pattern else "*") for name in self.adapted_in(part))
+        parts = sorted({"*", *(self.layer_pattern or "")} & {"*", *SCANS}, reverse=True)
+        mixers = dict.fromkeys(name for part in parts for name in self.adapted_in(part))
         return [*mixers, *(name for name in ("linear_fc1", "linear_fc2") if name in self.lora_targets)]
 
     def adapted_in(self, part: str) -> dict[str, tuple[int, int]]:
-        """Return the inputs and outputs of the layers with adapters, by name, of attention (`*`) or Mamba-2 (`M`)."""
-        sizes, last = (self.attention_sizes, "linear_proj") if part == "*" else (self.mamba_sizes, "out_proj")
+        """Return the inputs and outputs of the layers with adapters, by name, of attention (`*`) or a scan."""
+        sizes, last = (self.attention_sizes, "linear_proj") if part == "*" else (self.scan_sizes, "out_proj")
         targets = {name: "linear_proj" if name == last else "linear_qkv" for name in sizes}
         return {name: size for name, size in sizes.items() if targets[name] in self.lora_targets}
 
     def parts(self, layer: int) -> str:
         """Return the parts of a layer, 0 for the first, as letters of `layer_pattern`."""
-        if self.layer_pattern is not None:
-            return self.layer_pattern[layer]
-        return "*E" if self.num_experts and layer >= self.dense_layers else "*-"
+        mixer = "*" if self.layer_pattern is None else self.layer_pattern[layer]
+        if "-" in FAMILIES[self.family].pattern_letters:
+            return mixer
+        return mixer + ("E" if self.num_experts and layer >= self.dense_layers else "-")
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, 0 for the first, has experts."""
         return "E" in self.parts(layer)
+
+    @property
+    def gates_shared_experts(self) -> bool:
+        """True if a gate of each token multiplies what the shared experts give."""
+        names = FAMILIES[self.family].experts
+        return bool(self.num_experts and names is not None and names.shared_gate)
 
     @property
     def halves(self) -> int:
@@ -317,16 +335,27 @@ class ModelConfig(CheckedSettings, section="model"):
         return 2 if FAMILIES[self.family].is_gated else 1
 
     @property
-    def mamba_pieces(self) -> tuple[int, ...]:
-        """Outputs of the first matrix of a Mamba-2 layer: gate, input, both state matrices, and the steps of heads."""
-        inner, states = self.mamba_num_heads * self.mamba_head_dim, self.mamba_num_groups * self.mamba_state_dim
-        return inner, inner, states, states, self.mamba_num_heads
+    def scan_pieces(self) -> tuple[int, ...]:
+        """Outputs of the first matrix of a layer with a scan.
+
+        Mamba-2: gate, input, both state matrices, and the steps of heads. Gated delta rule: queries, keys, values,
+        gate, and the rates and the decays of heads.
+        """
+        inner, states = self.scan_num_heads * self.scan_head_dim, self.scan_num_groups * self.scan_state_dim
+        if self.has_delta_rule:
+            return states, states, inner, inner, self.scan_num_heads, self.scan_num_heads
+        return inner, inner, states, states, self.scan_num_heads
 
     @property
-    def mamba_sizes(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the linear layers of a Mamba-2 layer, by their names."""
-        inner = self.mamba_pieces[0]
-        return {"in_proj": (self.hidden_size, sum(self.mamba_pieces)), "out_proj": (inner, self.hidden_size)}
+    def has_delta_rule(self) -> bool:
+        """True if layers with a scan have the gated delta rule."""
+        return "D" in FAMILIES[self.family].pattern_letters
+
+    @property
+    def scan_sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of a layer with a scan, by their names."""
+        inner = self.scan_num_heads * self.scan_head_dim
+        return {"in_proj": (self.hidden_size, sum(self.scan_pieces)), "out_proj": (inner, self.hidden_size)}
 
     def window(self, layer: int) -> int | None:
         """Return the tokens that a token of a layer, 0 for the first, attends to; None for all before it."""
@@ -337,7 +366,7 @@ class ModelConfig(CheckedSettings, section="model"):
         inner = self.experts_per_token * self.expert_size + self.shared_ffn_hidden_size
         weights = {
             "*": sum(inputs * outputs for inputs, outputs in self.attention_sizes.values()),
-            "M": sum(inputs * outputs for inputs, outputs in self.mamba_sizes.values()),
+            **dict.fromkeys(SCANS, sum(inputs * outputs for inputs, outputs in self.scan_sizes.values())),
             "-": (1 + self.halves) * self.hidden_size * self.ffn_hidden_size,
             "E": self.hidden_size * ((1 + self.halves) * inner + self.num_experts),
         }
@@ -366,18 +395,23 @@ def sequence_cost(model: ModelConfig) -> SequenceCost:
     quadratic = 1.0 * (len(attending) - len(windows)) * sizes
     values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
     sent = len(attending) * DTYPE_BYTES["bfloat16"] * (1 + values) * model.key_size
-    scans = sum("M" in model.parts(layer) for layer in numbers) * scan_products(model)
+    scans = sum(has_scan(model.parts(layer)) for layer in numbers) * scan_products(model)
     linear = 2.0 * (layers + output + scans + sum(windows) * sizes)
     return SequenceCost(linear=linear, quadratic=quadratic, exchange=_FLOPS_PER_BYTE * sent)
 
 
 def scan_products(model: ModelConfig) -> float:
-    """Return the products per token of the scan of a Mamba-2 layer, in chunks of 128 tokens.
+    """Return the products per token of a scan, in chunks of 128 tokens (Mamba-2) or 64 (gated delta rule).
 
     Inside a chunk each token meets half of the others, once a group by state and once a head by value; between chunks
-    it is added to the state and read from it.
+    it is added to the state and read from it. With the delta rule keys also meet keys, values and keys are corrected by
+    those before, and the state is read once more.
 
-    Source: Dao and Gu, "Transformers are SSMs", 2024, section 6.
+    Source: Dao and Gu, "Transformers are SSMs", 2024, section 6; Yang et al., "Gated Delta Networks", 2024, section
+    3.3.
     """
-    inner, _, states, *_ = model.mamba_pieces
-    return 64.0 * (states + inner) + 2 * inner * model.mamba_state_dim
+    inner, states = model.scan_num_heads * model.scan_head_dim, model.scan_num_groups * model.scan_state_dim
+    if model.has_delta_rule:
+        keys = model.scan_num_heads * model.scan_state_dim
+        return 32.0 * (states + 2 * keys + 2 * inner) + 3 * inner * model.scan_state_dim
+    return 64.0 * (states + inner) + 2 * inner * model.scan_state_dim

@@ -84,12 +84,14 @@ RULES = (
     Rule({**_MTP, "model.tie_embeddings": True}, "MTP layers do not support tied embeddings", "model.mtp_layers=0"),
     Rule({**_HYBRID, "model.fp8": other_than("off")}, "FP8 is not supported with hybrid models", "model.fp8=off"),
     Rule(
-        {**_HYBRID, "model.rope_scaling": other_than("none")}, "attention has no positions", "model.rope_scaling=none"
+        {**_HYBRID, "model.rope_scaling": other_than("none")},
+        "it is not supported with hybrid models",
+        "model.rope_scaling=none",
     ),
-    Rule({**_HYBRID, "model.dense_layers": SET}, "the pattern names layers with experts", "model.dense_layers=0"),
+    Rule({**_HYBRID, "model.dense_layers": SET}, "it is not supported with hybrid models", "model.dense_layers=0"),
     *(
         Rule({"model.layer_pattern": NOT_SET, f"model.{name}": SET}, "only hybrid models use it", f"model.{name}=0")
-        for name in ("mamba_num_heads", "mamba_head_dim")
+        for name in ("scan_num_heads", "scan_head_dim")
     ),
 )
 _GRAPHS, _OVERLAP = {"parallel.cuda_graphs": True}, {"parallel.overlap_tensor_parallel": True}
@@ -121,6 +123,7 @@ def check_fields(model: ModelConfig) -> None:
     _check_pattern(model)
     _check_latents(model)
     _check_heads(model)
+    _check_rotated(model)
     if not model.lora_targets or not set(model.lora_targets) <= set(LORA_TARGETS):
         what = f"lora_targets are {', '.join(map(str, model.lora_targets)) or 'none'}"
         raise ConfigError(what, where="model.lora_targets", fix=f"some of {', '.join(LORA_TARGETS)}")
@@ -151,6 +154,12 @@ def _check_heads(model: ModelConfig) -> None:
         )
 
 
+def _check_rotated(model: ModelConfig) -> None:
+    if model.rotated_size % 2:
+        what = f"{model.rotated_size} numbers of a head of {model.head_size} would be rotated, and pairs are"
+        raise ConfigError(what, where="model.head_dim", fix="a multiple of 8")
+
+
 def _check_family(model: ModelConfig) -> None:
     family = FAMILIES[model.family]
     if (model.qk_norm is not None) != family.chooses_head_norms:
@@ -179,48 +188,52 @@ def _check_family(model: ModelConfig) -> None:
             where="model.mtp_layers, model.family",
             fix="model.mtp_layers=0, or a family such as deepseek_v3",
         )
-    if not model.num_experts and family.experts is not None and not family.is_hybrid:
+    if not model.num_experts and family.experts is not None and "-" not in family.pattern_letters:
         what = f"models of the family {model.family} have experts, but num_experts is 0"
         raise ConfigError(what, where="model.num_experts", fix="set it, or choose a dense family")
 
 
+_LETTERS = {"M": "M (Mamba-2)", "D": "D (delta rule)", "*": "* (attention)", "-": "- (MLP)", "E": "E (experts)"}
+
+
 def _check_pattern(model: ModelConfig) -> None:
     pattern, where = model.layer_pattern, "model.layer_pattern"
-    if (pattern is not None) != FAMILIES[model.family].is_hybrid:
-        only = "only models of nemotron_h are hybrid" if pattern else "a hybrid model has a pattern of layers"
-        fix = "model.layer_pattern=null" if pattern else "set it, such as model.layer_pattern=M*-E"
+    letters = FAMILIES[model.family].pattern_letters
+    if (pattern is not None) != bool(letters):
+        only = "its models are not hybrid" if pattern else "a hybrid model has a pattern of layers"
+        fix = "model.layer_pattern=null" if pattern else f"set it, such as model.layer_pattern={letters}"
         raise ConfigError(f"model.family is {model.family}, and layer_pattern {pattern}: {only}", where=where, fix=fix)
     if pattern is None:
         return
-    if len(pattern) != model.num_layers or set(pattern) - set("M*-E"):
+    if len(pattern) != model.num_layers or set(pattern) - set(letters):
         raise ConfigError(
             f"layer_pattern has {len(pattern)} letters ({''.join(sorted(set(pattern)))}) for {model.num_layers} layers",
             where=f"{where}, model.num_layers",
-            fix="a letter per layer: M (Mamba-2), * (attention), - (MLP) or E (experts)",
+            fix="a letter per layer: " + ", ".join(_LETTERS[letter] for letter in letters),
         )
-    if bool(model.num_experts) != ("E" in pattern):
+    if "E" in letters and bool(model.num_experts) != ("E" in pattern):
         what = f"num_experts is {model.num_experts}, and the pattern has {pattern.count('E')} layers with experts"
         raise ConfigError(what, where=f"{where}, model.num_experts", fix="set both, or neither")
-    if not (model.mamba_num_heads and model.mamba_head_dim):
-        raise ConfigError("a size is 0", where="model.mamba_num_heads, model.mamba_head_dim", fix="set both")
-    _check_multiple("mamba_num_heads", model.mamba_num_heads, "model.mamba_num_groups", model.mamba_num_groups)
+    if not (model.scan_num_heads and model.scan_head_dim):
+        raise ConfigError("a size is 0", where="model.scan_num_heads, model.scan_head_dim", fix="set both")
+    _check_multiple("scan_num_heads", model.scan_num_heads, "model.scan_num_groups", model.scan_num_groups)
 
 
 def _check_scan_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError unless tensor- and context-parallel ranks can divide the heads of Mamba-2 layers.
+    """Raise ConfigError unless tensor- and context-parallel ranks can divide the heads of layers with a scan.
 
     Context-parallel ranks exchange their tokens for all tokens of a share of the heads, so each has whole sequences.
     """
     if model.layer_pattern is None:
         return
     tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
-    for name in ("mamba_num_heads", "mamba_num_groups"):
+    for name in ("scan_num_heads", "scan_num_groups"):
         _check_multiple(name, getattr(model, name), _TP, tp)
-    heads, groups = model.mamba_num_heads // tp, model.mamba_num_groups // tp
+    heads, groups = model.scan_num_heads // tp, model.scan_num_groups // tp
     if heads % cp or (groups % cp and cp % groups):
         raise ConfigError(
             f"{cp} context-parallel ranks cannot share {heads} heads in {groups} groups of a tensor-parallel rank",
-            where="model.mamba_num_heads, model.mamba_num_groups, parallel.context_parallel_size",
+            where="model.scan_num_heads, model.scan_num_groups, parallel.context_parallel_size",
             fix="a context_parallel_size that divides both",
         )
 
@@ -275,6 +288,9 @@ def _check_experts(model: ModelConfig) -> None:
             where="model.dense_layers, model.family",
             fix="model.dense_layers=0, or a family such as qwen3_moe",
         )
+    if names is not None and names.shared_gate and not model.shared_ffn_hidden_size:
+        what = f"models of the family {model.family} have shared experts, and shared_ffn_hidden_size is 0"
+        raise ConfigError(what, where="model.shared_ffn_hidden_size", fix="set it, such as to expert_ffn_hidden_size")
     if names is not None and names.shared is not None and model.layer_pattern is None:
         shared = model.shared_ffn_hidden_size
         _check_multiple("shared_ffn_hidden_size", shared, "model.expert_ffn_hidden_size", model.expert_size)

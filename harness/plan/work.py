@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from harness.errors import ConfigError
+from harness.plan.families.base import has_scan
 from harness.plan.layout import (
     DIVIDED_BY_COLUMNS,
     DTYPE_BYTES,
@@ -228,7 +229,7 @@ class _RankStep:
     def products(self, parts: str) -> Iterator[_Product]:
         """Yield the products of a layer with these parts, as a rank computes them."""
         model, tp, hidden, again = self.model, self.parallel.tensor_parallel_size, self.model.hidden_size, self.again
-        sizes = model.attention_sizes if "*" in parts else model.mamba_sizes if "M" in parts else {}
+        sizes = model.attention_sizes if "*" in parts else model.scan_sizes if has_scan(parts) else {}
         for name, (inputs, outputs) in sizes.items():
             if name in ON_EVERY_RANK:
                 yield _Product(self.tokens / tp, inputs, outputs, again)
@@ -297,13 +298,13 @@ class _RankStep:
             moved += sum(map(self.cast_bytes, products))
         times = {
             "matrix products": sum(self.product_s(one, in_8_bits=in_8_bits) for one in products),
-            "attention": self.attention_s() if "*" in parts else self.scan_s() if "M" in parts else 0.0,
+            "attention": self.attention_s() if "*" in parts else self.scan_s() if has_scan(parts) else 0.0,
             "memory": moved / self.machine.memory_bytes_per_s,
         }
         return times | self.exchange(parts, times)
 
     def scan_s(self) -> float:
-        """Return the time of the scan of one layer of Mamba-2, at the rate of attention."""
+        """Return the time of one scan, at the rate of attention."""
         flops = 2 * scan_products(self.model) * self.tokens / self.parallel.tensor_parallel_size
         return (_ATTENTION_PASSES + self.again) * flops / (self.machine.peak_flops * self.machine.attention_share)
 
@@ -348,8 +349,9 @@ class _RankStep:
         # Tokens go to their experts and come back, in every pass.
         is_shared = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size > 1
         expert = passes * 2 * ("E" in parts) * is_shared * self.expert_exchange_s()
-        if "M" in parts and cp > 1:  # tokens for heads and back
-            size = self.tokens * item * (sum(model.mamba_pieces) + model.mamba_pieces[0]) / tp * (cp - 1) / cp
+        if has_scan(parts) and cp > 1:  # tokens for heads and back
+            heads = sum(model.scan_pieces) + model.scan_num_heads * model.scan_head_dim
+            size = self.tokens * item * heads / tp * (cp - 1) / cp
             context = passes * (size / machine.link(cp, tp) + 2 * machine.message_s)
         if self.kernels.overlap_experts:
             expert = max(0.0, expert - sum(computed.values()))

@@ -161,6 +161,29 @@ MODELS |= {
         },
     ),
 }
+DELTAS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # A norm of a head whose output is almost zero would amplify rounding errors.
+    "rms_norm_eps": 1e-2,
+    "tie_word_embeddings": False,
+}
+GATED_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+MODELS |= {
+    "qwen3_next": ("Qwen3Next", {**DELTAS, **GATED_EXPERTS}),
+    "qwen3_5": ("Qwen3_5Text", DELTAS),
+    "qwen3_5_moe": ("Qwen3_5MoeText", {**DELTAS, **GATED_EXPERTS}),
+}
 # Sizes of tensor, pipeline, expert and expert tensor parallelism; the last two are of models with experts.
 LAYOUTS = {"tp1": (1, 1, 1, 1), "tp2": (2, 1, 1, 1), "pp2": (1, 2, 1, 1), "ep2": (1, 1, 2, 1), "etp2": (2, 1, 1, 2)}
 # Of the layers of deepseek_v3: one layout of each number of ranks is enough.
@@ -178,7 +201,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, (family, settings) in MODELS.items():
         torch.manual_seed(len(name))
         config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for parameter_name, parameter in [*model.named_parameters(), *model.named_buffers()]:
                 kinds = ("norm", "bias", "gate.weight", "sinks", "router.weight", "A_log")

@@ -20,8 +20,11 @@ from harness.schedule.batch import largest_share
 
 RANKS = (1, 2, 4)
 # Adapters stand on experts too. Those of `LATER` differ from others in few operations.
-KINDS = ("dense", "lora", "qwen3_moe", "deepseek_like", "lora qwen3_moe", "hybrid", "hybrid_moe")
-LATER = ("olmoe", "gpt_oss_like", "lora deepseek_like", "lora hybrid", "lora hybrid_moe")
+KINDS = ("dense", "lora", "qwen3_moe", "deepseek_like", "lora qwen3_moe", "hybrid", "hybrid_moe", "delta", "delta_moe")
+LATER = (
+    *("olmoe", "gpt_oss_like", "lora deepseek_like", "lora hybrid", "lora hybrid_moe"),
+    *("lora delta", "lora delta_moe"),
+)
 # Losses that are means over conversations, of tokens with weights, and of experts balanced over sequences, on two
 # ranks alone.
 AVERAGED = (

@@ -204,7 +204,7 @@ class RMSNorm(torch.nn.Module):
     """Root-mean-square norm whose weight is marked: under sequence parallelism its gradient is partial.
 
     Args:
-        config: reads `sequence_parallel` and `params_dtype`.
+        config: reads `sequence_parallel`, `params_dtype` and `layernorm_zero_centered_gamma`: weights relative to 1.
         hidden_size: size of the last dimension.
         eps: added to the mean square.
 
@@ -213,15 +213,16 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps, self.origin = eps, float(config.layernorm_zero_centered_gamma)
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1 - self.origin, dtype=config.params_dtype))
         # Read by finalize_model_grads, which sums the gradient over the TP group.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalize [..., hidden_size] in float32; shape and dtype stay."""
         wide = hidden.float()
-        return (functional.rms_norm(wide, (wide.shape[-1],), eps=self.eps) * self.weight.float()).type_as(hidden)
+        weight = self.weight.float() + self.origin if self.origin else self.weight.float()
+        return (functional.rms_norm(wide, (wide.shape[-1],), eps=self.eps) * weight).type_as(hidden)
 
 
 class LatentNorm(RMSNorm):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron.compat import has_scan_kernels
+from harness.megatron.compat import missing_kernels
 from harness.plan import ModelConfig, ParallelConfig
 
 # Megatron-Core's linear layers call this extension of Apex to add a weight's gradient inside the product.
@@ -88,8 +88,8 @@ def slow_parts(
         and (reason := model.why_not_grouped or _no_engine(has_engine))
     ):
         found.append(f"model.grouped_gemm is auto, but {reason}: experts are computed one after another")
-    if model.layer_pattern is not None and not has_scan_kernels():
-        found.append("mamba-ssm is not installed: the scan of Mamba-2 layers runs in PyTorch, which is much slower")
+    if model.layer_pattern is not None and (package := missing_kernels(delta_rule=model.has_delta_rule)):
+        found.append(f"{package} is not installed: the scans of layers run in PyTorch, which is much slower")
     if parallel.cuda_graphs and parallel.overlap_gradients:
         found.append("parallel.cuda_graphs is true: gradients are reduced after the last row, without overlap")
     if parallel.cuda_graphs and not has_engine:

@@ -143,6 +143,8 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
         "layernorm_epsilon": model.norm_epsilon,
         "init_method_std": model.init_std,
         "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": FAMILIES[model.family].norms_add_one,
+        "attention_output_gate": model.has_output_gate,
         "gated_linear_unit": model.halves == 2,
         "add_bias_linear": model.has_biases,
         "softmax_type": "learnable" if model.has_sinks else "vanilla",
@@ -247,8 +249,11 @@ def _layers_with_experts(model: ModelConfig) -> dict[str, Any]:
 
 
 def _scans(model: ModelConfig) -> dict[str, Any]:
+    ours = ("scan_num_heads", "scan_head_dim", "scan_state_dim", "scan_num_groups")
     names = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
-    return {name: getattr(model, name) for name in names} if model.layer_pattern else {}
+    if model.has_delta_rule:
+        names = ("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim", "linear_num_key_heads")
+    return {name: getattr(model, own) for name, own in zip(names, ours, strict=True)} if model.layer_pattern else {}
 
 
 # Compute capability of GPUs whose kernels have a recipe. Those of 10 and later have `blockwise` by way of another.
@@ -287,6 +292,7 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device)
         "moe_router_topk": model.experts_per_token,
         "moe_ffn_hidden_size": model.expert_size,
         "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": model.gates_shared_experts,
         "moe_router_load_balancing_type": "aux_loss" if model.aux_loss else "none",
         "moe_aux_loss_coeff": model.aux_loss,
         "moe_z_loss_coeff": model.z_loss or None,
@@ -324,7 +330,9 @@ def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine
 
             stage = {"vp_stage": vp_stage} if compat.accepts(get_transformer_layer_offset, "vp_stage") else {}
             first = get_transformer_layer_offset(config, **stage)
-            layers = [only(model.layer_pattern[first + place], layer) for place, layer in enumerate(layers)]
+            is_whole = "-" in FAMILIES[model.family].pattern_letters
+            letters = model.layer_pattern[first : first + len(layers)]
+            layers = [only(*pair, is_whole=is_whole) for pair in zip(letters, layers, strict=True)]
         if transformer_engine:
             return replace(block, layer_specs=layers)
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -28,8 +28,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
 from harness.errors import ConfigError
-from harness.megatron.weights import ADAPTER, TensorShard, to_hf
+from harness.megatron.weights import ADAPTER, TensorShard, scan_inputs, to_hf
 from harness.plan import ModelConfig
+from harness.plan.families.base import SCANS
 from harness.plan.layout import DIVIDED_BY_COLUMNS, LORA_TARGETS, ON_EVERY_RANK
 
 _HF_MODULES = {
@@ -40,7 +41,6 @@ _HF_MODULES = {
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "linear_kv_up_proj": ("kv_b_proj",),
     "linear_proj": ("o_proj",),
-    "in_proj": ("in_proj",),
     "out_proj": ("out_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
@@ -90,10 +90,10 @@ def places(chunk: GPTModel, model: ModelConfig) -> Iterator[AdapterPlace]:
 
     for layer in chunk.decoder.layers:
         parts = model.parts(layer.layer_number - 1)
-        mixer = next((part for part in parts if part in "*M"), None)
+        mixer = next((part for part in parts if part in "*" + SCANS), None)
         for number, (name, (inputs, outputs)) in enumerate(model.adapted_in(mixer).items() if mixer else ()):
             seed = LORA_TARGETS.index(name) if name in LORA_TARGETS else len(LORA_TARGETS) * (1 + number)
-            pieces = model.mamba_pieces if name == "in_proj" else (outputs,)
+            pieces = model.scan_pieces if name == "in_proj" else (outputs,)
             weight = f"self_attention.{name}.weight"
             yield AdapterPlace(layer.layer_number - 1, layer.self_attention, name, weight, inputs, pieces, seed)
         if parts == mixer:
@@ -215,18 +215,19 @@ def add_adapters(chunk: GPTModel, model: ModelConfig, shard: TensorShard, device
             seed = (seed * 1_000_003 + place.seed) % (1 << 63)  # a generator takes no more
         adapter = Adapter(config, model, place, shard=shard, seed=seed, device=device)
         setattr(place.parent, place.linear + ADAPTER[:-1], adapter)
-        getattr(place.parent, place.linear).register_forward_hook(_adding(adapter, config.layernorm_epsilon))
+        getattr(place.parent, place.linear).register_forward_hook(_adding(adapter, config))
     if chunk.pre_process:
         # Recomputed layers compute gradients only if their input requires one, and the embedding is frozen.
         chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
-def _adding(adapter: Adapter, epsilon: float) -> Any:
+def _adding(adapter: Adapter, config: TransformerConfig) -> Any:
     def add(layer: torch.nn.Module, inputs: Any, output: Any) -> Any:
         values = inputs[0]
         norm = getattr(layer, "layer_norm_weight", None)
         if norm is not None:  # the layer of Transformer Engine includes the norm
-            values = functional.rms_norm(values, norm.shape, norm, epsilon)
+            weight = norm + 1 if config.layernorm_zero_centered_gamma else norm
+            values = functional.rms_norm(values, norm.shape, weight, config.layernorm_epsilon)
         return output[0] + adapter(values), *output[1:]
 
     return add
@@ -273,7 +274,10 @@ def peft_config(model: ModelConfig) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": [
-            name for target in model.adapted for name in _HF_MODULES[target] if name != "gate_proj" or model.halves == 2
+            name
+            for target in model.adapted
+            for name in _HF_MODULES.get(target, scan_inputs(model))
+            if name != "gate_proj" or model.halves == 2
         ],
     }
 

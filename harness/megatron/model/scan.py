@@ -1,9 +1,10 @@
-"""Layers of hybrid models: Megatron-Core's Mamba-2 mixer, whose state restarts at every sequence of a packed row.
+"""Layers of hybrid models: Megatron-Core's Mamba-2 and gated delta rule, whose states restart at every sequence.
 
-The scan is the kernel of mamba-ssm on a GPU that has it, and PyTorch's in `mamba_reference` elsewhere. Here a layer
-with a scan is a layer of GPTModel, with the mixer in the place of attention. Megatron's own hybrid models ask the
-device for the sequence of each token in every layer (0.16), need Transformer Engine for rows that context-parallel
-ranks share, and have no interleaved pipeline.
+The scan is the kernel of mamba-ssm, or of flash-linear-attention, on a GPU that has it, and PyTorch's in
+`mamba_reference` and `delta_reference` elsewhere. Here a layer with a scan is a layer of GPTModel, with the mixer in
+the place of attention. Megatron's own hybrid models ask the device for the sequence of each token in every layer
+(0.16), need Transformer Engine for rows that context-parallel ranks share, and have no interleaved pipeline; its layer
+of the gated delta rule takes no packed rows (0.16).
 """
 
 from __future__ import annotations
@@ -12,25 +13,23 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import all_to_all
+from megatron.core.tensor_parallel import all_to_all, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch.nn import functional
 
 from harness.errors import ConfigError
 from harness.megatron import compat
 from harness.megatron.compat import PackedRow
-from harness.megatron.model import mamba_reference
+from harness.megatron.model import delta_reference, mamba_reference
 
-if TYPE_CHECKING:
-    from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
-
-MambaMixer, MambaMixerSubmodules = compat.import_mixer(mamba_reference)
+_mamba, _delta = compat.import_scans(mamba_reference)
 
 
-class RowMamba(MambaMixer):  # type: ignore[misc, valid-type]
+class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
     """Megatron's Mamba-2 mixer on a packed row."""
 
     def __init__(self, config: Any, submodules: Any, layer_number: int, pg_collection: Any, **unused: Any) -> None:
@@ -45,9 +44,14 @@ class RowMamba(MambaMixer):  # type: ignore[misc, valid-type]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return [T / cp, 1, hidden_size] for the same, as attention does; with sequence parallelism, T / cp / tp."""
         cp = self.cp
-        owners, order = packed_seq_params.scan_order(cp.cp_size)
+        _, owners, order = packed_seq_params.scan_order(cp.cp_size)
         mixed, _ = self.in_proj(hidden_states)
-        mixed = _gather_tokens(mixed, cp, order)
+        if order is not None:
+            states = cp.ngroups_local_tp * cp.d_state
+            sizes = [cp.d_inner_local_tp, cp.d_inner_local_tp, states, states, cp.nheads_local_tp]
+            gate, values, *of_groups, steps = torch.split(mixed, sizes, dim=-1)
+            copied = (_copy_groups(piece, cp.ngroups_local_tp, cp.cp_size) for piece in of_groups)
+            mixed = _gather_tokens([gate, values, *copied, steps], cp.cp_group, order)
         scanned = self._scan(
             mixed.transpose(0, 1).contiguous(),
             cp.get_conv1d_weight().squeeze(1),
@@ -61,9 +65,75 @@ class RowMamba(MambaMixer):  # type: ignore[misc, valid-type]
             ngroups=cp.ngroups_local_tpcp,
             seq_idx=owners,
         )
-        scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), cp, order)
+        scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), cp.cp_group, order)
         output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(self.norm(scanned))
         return output
+
+
+class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
+    """Megatron's layer of the gated delta rule on a packed row."""
+
+    def __init__(self, config: Any, submodules: Any, layer_number: int, pg_collection: Any, **unused: Any) -> None:
+        super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
+        tp = self.pg_collection.tp.size()
+        self._groups = self.num_key_heads // tp
+        # Queries, keys, values, gate, rates and decays, of this rank's heads.
+        heads = self.num_value_heads // tp
+        self._sizes = [self.qk_dim // tp, self.qk_dim // tp, self.v_dim // tp, self.v_dim // tp, heads, heads]
+        self._scan, self._convolve = choose_delta_rule(self.A_log.device)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRow, **unused: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return [T / cp, 1, hidden_size] for the same, as attention does; with sequence parallelism, T / cp / tp."""
+        group = self.pg_collection.cp
+        bounds, _, order = packed_seq_params.scan_order(group.size())
+        mixed, _ = self.in_proj(hidden_states)
+        filters, decay, bias = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
+        if order is not None:
+            mixed = _gather_tokens(self._by_rank(mixed, -1), group, order)
+            filters = torch.cat([piece.chunk(group.size())[group.rank()] for piece in self._by_rank(filters, 0)])
+            decay, bias = (each.chunk(group.size())[group.rank()] for each in (decay, bias))
+        heads, keys = len(decay), filters.shape[0] - len(decay) * self.value_head_dim
+        pieces = [filters.shape[0], heads * self.value_head_dim, heads, heads]
+        inputs, gate, rates, steps = torch.split(mixed.transpose(0, 1), pieces, dim=-1)
+        inputs, _ = self._convolve(inputs.contiguous(), filters, None, activation="silu", cu_seqlens=bounds)
+        query, key, value = torch.split(inputs, [keys // 2, keys // 2, pieces[1]], dim=-1)
+        query, key = (part.unflatten(-1, (-1, self.key_head_dim)) for part in (query, key))
+        copies = heads // query.shape[2]
+        scanned, _ = self._scan(
+            q=query.repeat_interleave(copies, dim=2),
+            k=key.repeat_interleave(copies, dim=2),
+            v=value.unflatten(-1, (heads, -1)).contiguous(),
+            g=-decay.float().exp() * functional.softplus(steps.float() + bias.float()),
+            beta=rates.sigmoid(),
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=bounds,
+        )
+        scanned = delta_reference.gate(self.out_norm(scanned), gate.unflatten(-1, (heads, -1))).flatten(2)
+        scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), group, order)
+        output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(scanned)
+        return output
+
+    def _by_rank(self, whole: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        """Return the pieces of what has channels in a dimension, which context-parallel ranks divide each."""
+        count = 6 if dim else 3  # the convolution has queries, keys and values
+        cp = self.pg_collection.cp.size()
+        query, key, *others = torch.split(whole, self._sizes[:count], dim=dim)
+        return [_copy_groups(query, self._groups, cp, dim), _copy_groups(key, self._groups, cp, dim), *others]
+
+
+class HeadNorm(torch.nn.Module):
+    """The norm of what each head gives: all share its weight, and each tensor-parallel rank has a part of the gradient."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype)), eps
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """Normalize [..., hidden_size] in float32; shape and dtype stay."""
+        weight = copy_to_tensor_model_parallel_region(self.weight).float()
+        return functional.rms_norm(heads.float(), weight.shape, weight, self.eps).type_as(heads)
 
 
 @contextmanager
@@ -84,7 +154,7 @@ def choose_scan(device: torch.device) -> Callable[..., torch.Tensor]:
     Raises:
         ConfigError: installed versions would ignore where sequences begin.
     """
-    if device.type != "cuda" or not compat.has_scan_kernels():
+    if device.type != "cuda" or compat.missing_kernels(delta_rule=False):
         return mamba_reference.mamba_split_conv1d_scan_combined
     if (reason := compat.why_no_packed_scan()) is not None:
         raise ConfigError(
@@ -97,41 +167,64 @@ def choose_scan(device: torch.device) -> Callable[..., torch.Tensor]:
     return mamba_split_conv1d_scan_combined  # type: ignore[no-any-return]
 
 
-def _gather_tokens(mixed: torch.Tensor, cp: MambaContextParallel, order: torch.Tensor | None) -> torch.Tensor:
-    """Exchange [T / cp, 1, F], this rank's tokens, for [T, 1, F / cp]: all tokens of this rank's heads, in order."""
-    if order is None:
-        return mixed
-    states = cp.ngroups_local_tp * cp.d_state
-    sizes = [cp.d_inner_local_tp, cp.d_inner_local_tp, states, states, cp.nheads_local_tp]
-    gate, values, keys, queries, steps = torch.split(mixed, sizes, dim=-1)
-    # A group whose heads are on several ranks is sent to each of them.
-    copies = cp.group_repeat_count
-    tokens = mixed.shape[:2]
-    keys, queries = (
-        part.reshape(*tokens, cp.ngroups_local_tp, cp.d_state).repeat_interleave(copies, dim=2).flatten(2)
-        for part in (keys, queries)
-    )
-    of_ranks = [part.reshape(*tokens, cp.cp_size, -1) for part in (gate, values, keys, queries, steps)]
-    return _exchange(torch.cat(of_ranks, dim=-1).movedim(-2, 0), cp).flatten(0, 1)[order]
+def choose_delta_rule(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the gated delta rule and the convolution before it: fla's on a GPU that has it, PyTorch's elsewhere.
+
+    Raises:
+        ConfigError: the installed version would ignore where sequences begin.
+    """
+    if device.type != "cuda" or compat.missing_kernels(delta_rule=True):
+        return delta_reference.chunk_gated_delta_rule, delta_reference.causal_conv1d
+    from fla.modules.convolution import causal_conv1d
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    if not all(compat.accepts(kernel, "cu_seqlens") for kernel in (chunk_gated_delta_rule, causal_conv1d)):
+        raise ConfigError(
+            "the installed kernels would carry the state of a sequence over to the next: they have no cu_seqlens",
+            where="package flash-linear-attention",
+            fix="install version 0.4 or later, or remove the package",
+        )
+    return chunk_gated_delta_rule, causal_conv1d
 
 
-def _gather_heads(scanned: torch.Tensor, cp: MambaContextParallel, order: torch.Tensor | None) -> torch.Tensor:
+def _copy_groups(piece: torch.Tensor, groups: int, cp_size: int, dim: int = -1) -> torch.Tensor:
+    """Repeat each group whose heads are on several context-parallel ranks, which all get it."""
+    copies = max(1, cp_size // groups)
+    dim %= piece.dim()
+    return piece.unflatten(dim, (groups, -1)).repeat_interleave(copies, dim=dim).flatten(dim, dim + 1)
+
+
+def _gather_tokens(pieces: list[torch.Tensor], group: Any, order: torch.Tensor) -> torch.Tensor:
+    """Exchange [T / cp, 1, F], this rank's tokens, for [T, 1, F / cp]: all tokens of this rank's heads, in order.
+
+    Args:
+        pieces: of all heads, each of which ranks divide.
+    """
+    of_ranks = [piece.unflatten(-1, (group.size(), -1)) for piece in pieces]
+    return _exchange(torch.cat(of_ranks, dim=-1).movedim(-2, 0), group).flatten(0, 1)[order]
+
+
+def _gather_heads(scanned: torch.Tensor, group: Any, order: torch.Tensor | None) -> torch.Tensor:
     """Exchange [T, 1, F / cp] back for this rank's tokens with all heads, [T / cp, 1, F]."""
     if order is None:
         return scanned
     by_rank = torch.empty_like(scanned).index_copy(0, order, scanned)
-    by_rank = by_rank.reshape(cp.cp_size, -1, *scanned.shape[1:])
-    return _exchange(by_rank, cp).movedim(0, -2).flatten(-2)
+    by_rank = by_rank.reshape(group.size(), -1, *scanned.shape[1:])
+    return _exchange(by_rank, group).movedim(0, -2).flatten(-2)
 
 
-def _exchange(of_ranks: torch.Tensor, cp: MambaContextParallel) -> torch.Tensor:
+def _exchange(of_ranks: torch.Tensor, group: Any) -> torch.Tensor:
     """Send part r of [cp, ...] to context-parallel rank r; return what they sent, by rank."""
-    sent: torch.Tensor = all_to_all(cp.cp_group, of_ranks.contiguous().flatten(0, 1))
+    sent: torch.Tensor = all_to_all(group, of_ranks.contiguous().flatten(0, 1))
     return sent.view(of_ranks.shape)
 
 
-def only(part: str, layer: ModuleSpec) -> ModuleSpec:
-    """Return a layer of attention and an MLP or experts with one part alone, a letter of `model.layer_pattern`."""
+def only(part: str, layer: ModuleSpec, *, is_whole: bool) -> ModuleSpec:
+    """Return a layer of attention and an MLP or experts with the part that a letter of `model.layer_pattern` names.
+
+    Args:
+        is_whole: the layer has no other part; otherwise it keeps its MLP or experts.
+    """
     parts = layer.submodules
     if part in "-E":
         return replace(
@@ -141,14 +234,15 @@ def only(part: str, layer: ModuleSpec) -> ModuleSpec:
             ),
         )
     attention = parts.self_attention
+    # Tensor-parallel ranks divide both; in Transformer Engine's, the first includes the norm.
+    linear = attention.submodules
     if part == "M":
-        # Tensor-parallel ranks divide both; in Transformer Engine's, the first includes the norm.
-        linear = attention.submodules
-        mixer = MambaMixerSubmodules(in_proj=linear.linear_qkv, out_proj=linear.linear_proj)
+        mixer = _mamba.MambaMixerSubmodules(in_proj=linear.linear_qkv, out_proj=linear.linear_proj)
         attention = ModuleSpec(module=RowMamba, submodules=mixer)
-    return replace(
-        layer,
-        submodules=replace(
-            parts, self_attention=attention, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
-        ),
-    )
+    elif part == "D":
+        mixer = _delta.GatedDeltaNetSubmodules(
+            in_proj=linear.linear_qkv, out_norm=HeadNorm, out_proj=linear.linear_proj
+        )
+        attention = ModuleSpec(module=RowDelta, submodules=mixer)
+    none = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp} if is_whole else {}
+    return replace(layer, submodules=replace(parts, self_attention=attention, **none))

@@ -19,7 +19,10 @@ from harness.plan.families import (
     olmoe,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from harness.plan.families.base import Family
 
@@ -41,9 +44,13 @@ FAMILIES: dict[str, Family] = {
         glm4_moe_lite,
         gpt_oss,
         nemotron_h,
+        qwen3_next,
+        qwen3_5,
+        qwen3_5_moe,
     )
 }
 
+_IMAGES = "an encoder of images (AutoModelForCausalLM loads the text model alone, and save_pretrained writes it)"
 _HYBRID = "layers with a recurrent state (Mamba, gated delta rule), which must not leak over packed conversations"
 # By `model_type`: what a model of that family needs that is not built.
 MISSING = {
@@ -58,16 +65,13 @@ MISSING = {
             "lfm2_moe",
             "mamba",
             "mamba2",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen3_5_moe_text",
-            "qwen3_5_text",
-            "qwen3_next",
             "zamba",
             "zamba2",
         ),
         _HYBRID,
     ),
+    "qwen3_5": _IMAGES,
+    "qwen3_5_moe": _IMAGES,
     "deepseek_v32": "sparse attention over the tokens that an indexer chooses",
     "kimi_k2": "a class in transformers (its layers are those of deepseek_v3)",
     "llama4": "attention in chunks, and layers without positions",

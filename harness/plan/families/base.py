@@ -8,6 +8,8 @@ from typing import Any
 
 from harness.errors import ConfigError
 
+# Letters of `model.layer_pattern` for layers with a scan: Mamba-2, and the gated delta rule.
+SCANS = "MD"
 # Returns the error for a feature of a config.json that is not supported.
 Refuse = Callable[[str], ConfigError]
 
@@ -21,6 +23,7 @@ class ExpertNames:
         gate, up, down: matrices of one routed expert; no gate where its family has none.
         bias: of the experts' bias; empty where there is none.
         shared: gate, up and down of the shared experts; empty where there are none.
+        shared_gate: of the gate of the shared experts' output; empty where there is none.
         are_stacked: the experts of a layer are in one tensor [experts, inputs, outputs], with gate and up in alternate
             columns of one, and biases (`_bias` after its name) in another [experts, outputs].
     """
@@ -31,7 +34,13 @@ class ExpertNames:
     down: str = "mlp.experts.{}.down_proj.weight"
     bias: str = ""
     shared: tuple[str, str, str] | None = None
+    shared_gate: str = ""
     are_stacked: bool = False
+
+
+def has_scan(parts: str) -> bool:
+    """Return True if a layer with these parts, letters of `model.layer_pattern`, has a scan."""
+    return any(part in SCANS for part in parts)
 
 
 def count_experts(values: Mapping[str, Any]) -> int:
@@ -87,7 +96,11 @@ class Family:
         window_setting: setting that switches its sliding window on; empty where `sliding_window` alone does.
         predicts_further: its models may have layers after their own that predict further tokens (MTP).
         has_experts_everywhere: no layer of its models is dense.
-        is_hybrid: a layer has one part, which `model.layer_pattern` names.
+        pattern_letters: letters of `model.layer_pattern`, empty where its models have none. A layer has that part alone
+            if `-` is one of them, otherwise also an MLP or experts.
+        has_output_gate: the output of each head is multiplied by a gate, whose rows follow those of its query.
+        norms_add_one: the weights of norms are relative to 1, but those of the norm of a scan.
+        groups_scan_rows: the rows that make what is scanned are stored by key head.
         is_gated: the MLP and the experts have a gate (SwiGLU); otherwise they square what is positive.
         norm_epsilon: where config.json has none; None if it must have one.
         experts: None for a dense family.
@@ -95,6 +108,8 @@ class Family:
         write: returns further values of a config.json from the settings of `ModelConfig`.
         standard: returns a config.json under the names that all other families use.
         stored_name: returns the name in published weights of a tensor that Llama's names name.
+        left_out: beginnings of the names of tensors in published weights that are neither trained nor exported: layers
+            that predict further tokens, which transformers does without.
         unwritten: values that other families write into a config.json.
     """
 
@@ -115,7 +130,10 @@ class Family:
     window_setting: str = "use_sliding_window"
     predicts_further: bool = False
     has_experts_everywhere: bool = False
-    is_hybrid: bool = False
+    pattern_letters: str = ""
+    has_output_gate: bool = False
+    norms_add_one: bool = False
+    groups_scan_rows: bool = False
     is_gated: bool = True
     norm_epsilon: float | None = None
     experts: ExpertNames | None = None
@@ -123,4 +141,5 @@ class Family:
     write: Callable[[Any], dict[str, Any]] = lambda model: {"attention_bias": False}
     standard: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
     stored_name: Callable[[str], str] = lambda name: name
+    left_out: tuple[str, ...] = ()
     unwritten: tuple[str, ...] = ()

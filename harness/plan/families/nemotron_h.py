@@ -27,10 +27,10 @@ _CONSTANTS = {
     "moe_latent_size": None,
 }
 _SIZES = {
-    "mamba_num_heads": "mamba_num_heads",
-    "mamba_head_dim": "mamba_head_dim",
-    "mamba_state_dim": "ssm_state_size",
-    "mamba_num_groups": "n_groups",
+    "scan_num_heads": "mamba_num_heads",
+    "scan_head_dim": "mamba_head_dim",
+    "scan_state_dim": "ssm_state_size",
+    "scan_num_groups": "n_groups",
 }
 
 
@@ -105,7 +105,7 @@ def _stored_name(name: str) -> str:
 FAMILY = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
-    is_hybrid=True,
+    pattern_letters="M*-E",
     is_gated=False,
     rotated_part=0.0,
     ranks_groups_by=2,

@@ -327,7 +327,7 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_128_on_every_layout() -> None
         )
 
 
-HYBRID = {"family": "nemotron_h", "layer_pattern": "M*-E", "num_experts": 4, "mamba_num_heads": 8, "mamba_head_dim": 8}
+HYBRID = {"family": "nemotron_h", "layer_pattern": "M*-E", "num_experts": 4, "scan_num_heads": 8, "scan_head_dim": 8}
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ HYBRID = {"family": "nemotron_h", "layer_pattern": "M*-E", "num_experts": 4, "ma
         ({"layer_pattern": "M*-A"}, "for 4 layers"),
         ({"num_experts": 0}, "the pattern has 1 layers with experts"),
         ({"dense_layers": 1}, "the pattern names layers with experts"),
-        ({"mamba_head_dim": 0}, "a size is 0"),
+        ({"scan_head_dim": 0}, "a size is 0"),
         ({"rope_scaling": "linear"}, "attention has no positions"),
         ({"fp8": "tensorwise"}, "FP8 is not supported with hybrid models"),
     ],

@@ -1,0 +1,103 @@
+"""Qwen3-Next: three of four layers with the gated delta rule, gated attention, and experts whose shared one has a gate.
+
+Source: Qwen team, "Qwen3-Next: Towards Ultimate Training & Inference Efficiency", 2025; the names of its config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax
+
+_ROTATED = 0.25
+_WORDS = {"D": "linear_attention", "*": "full_attention"}
+# What Megatron-Core's layers compute, whatever the settings; a model with other values is refused.
+_CONSTANTS = {"linear_conv_kernel_dim": 4, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_SIZES = {
+    "scan_num_heads": "linear_num_value_heads",
+    "scan_head_dim": "linear_value_head_dim",
+    "scan_state_dim": "linear_key_head_dim",
+    "scan_num_groups": "linear_num_key_heads",
+}
+
+
+def read_layers(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """Return the settings of layers that are the same in Qwen3-Next and Qwen3.5."""
+    for name, known in _CONSTANTS.items():
+        if (values.get(name) or known) != known:
+            raise refuse(f"{name} {values[name]!r} is not supported ({known!r} is)")
+    rope = values.get("rope_parameters") or {}
+    part = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", _ROTATED))
+    if part != _ROTATED:
+        raise refuse(f"rotary positions in {part:g} of each head are not supported ({_ROTATED:g} is)")
+    every = int(values.get("full_attention_interval") or 4)
+    layers = range(1, int(values["num_hidden_layers"]) + 1)
+    kinds = values.get("layer_types") or [_WORDS["D" if number % every else "*"] for number in layers]
+    letters = {word: letter for letter, word in _WORDS.items()}
+    sizes = {ours: int(values[theirs]) for ours, theirs in _SIZES.items()}
+    return {"layer_pattern": "".join(letters.get(kind, "?") for kind in kinds), **sizes}
+
+
+def write_layers(model: Any) -> dict[str, Any]:
+    """Return their values of a config.json."""
+    return {
+        "attention_bias": False,
+        "linear_conv_kernel_dim": _CONSTANTS["linear_conv_kernel_dim"],
+        **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
+        "layer_types": [_WORDS[letter] for letter in model.layer_pattern],
+        "partial_rotary_factor": _ROTATED,
+    }
+
+
+def read_experts(values: Mapping[str, Any], *, normalize: bool) -> dict[str, Any]:
+    """Return the settings of experts."""
+    shared = int(values["shared_expert_intermediate_size"])
+    inner = int(values["moe_intermediate_size"])
+    return {**read_softmax(values, normalize=normalize, inner=inner), "shared_ffn_hidden_size": shared}
+
+
+def write_experts(model: Any) -> dict[str, Any]:
+    """Return their values of a config.json."""
+    return {
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_size,
+        "shared_expert_intermediate_size": model.shared_ffn_hidden_size,
+        "router_aux_loss_coef": model.aux_loss,
+    }
+
+
+def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    normalize = bool(values.get("norm_topk_prob", True))
+    return read_layers(values, refuse) | read_experts(values, normalize=normalize)
+
+
+def _write(model: Any) -> dict[str, Any]:
+    others = {name: _CONSTANTS[name] for name in ("decoder_sparse_step", "mlp_only_layers")}
+    return write_layers(model) | write_experts(model) | others | {"norm_topk_prob": model.router_normalize}
+
+
+EXPERTS = ExpertNames(
+    shared=tuple(f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")),  # type: ignore[arg-type]
+    shared_gate="mlp.shared_expert_gate.weight",
+)
+# Features of a `Family` that models of Qwen3-Next and Qwen3.5 share.
+LAYERS: dict[str, Any] = {
+    "has_head_norms": True,
+    "rotated_part": _ROTATED,
+    "pattern_letters": "D*",
+    "has_output_gate": True,
+    "norms_add_one": True,
+    "left_out": ("mtp.",),
+}
+FAMILY = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    **LAYERS,
+    groups_scan_rows=True,
+    has_experts_everywhere=True,
+    experts=EXPERTS,
+    read=_read,
+    write=_write,
+)
