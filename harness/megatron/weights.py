@@ -492,7 +492,7 @@ def _to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int)
     layer, end = f"model.layers.{match[1]}.", match[2]
     if pieces := _row_pieces(end, model, TensorShard()):
         found: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        for (other, first, _), rows in zip(pieces, tensor.split([count for *_, count in pieces]), strict=True):
+        for (other, first, _), rows in zip(pieces, torch.split(tensor, [count for *_, count in pieces]), strict=True):
             found.setdefault(layer + other, []).append((first, rows))
         in_order = {other: sorted(parts, key=itemgetter(0)) for other, parts in found.items()}
         return {other: torch.cat([rows for _, rows in parts]) for other, parts in in_order.items()}

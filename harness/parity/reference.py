@@ -20,7 +20,7 @@ import torch
 
 from harness.errors import ConfigError
 from harness.loader import Loader, open_datasets
-from harness.plan import FAMILIES, OptimizerConfig, SftConfig, read_hf_config
+from harness.plan import OptimizerConfig, SftConfig, read_hf_config
 from harness.records import Pack
 from harness.settings import to_yaml
 from harness.train import DigestWriter, Evaluation, MetricsWriter, StepRecord, StepResult, is_due, merge_ranks

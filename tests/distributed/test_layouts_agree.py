@@ -177,8 +177,10 @@ def plant(module):
     right = module.PackedRow.scan_order
 
     def lost(self, cp_size):
-        owners, order = right(self, cp_size)
-        return owners * (module.torch.distributed.get_rank() == 0), order
+        bounds, owners, order = right(self, cp_size)
+        if module.torch.distributed.get_rank() == 0:
+            return bounds, owners, order
+        return bounds[[0, -1]], owners * 0, order
 
     module.PackedRow.scan_order = lost
 """,
@@ -191,8 +193,8 @@ def plant(module):
     right = module.PackedRow.scan_order
 
     def as_sliced(self, cp_size):
-        owners, order = right(self, cp_size)
-        return owners, None if order is None else order.sort().values
+        bounds, owners, order = right(self, cp_size)
+        return bounds, owners, None if order is None else order.sort().values
 
     module.PackedRow.scan_order = as_sliced
 """,
@@ -277,11 +279,12 @@ def test_rows_that_data_parallel_ranks_share_train_as_on_one_rank(tmp_path) -> N
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["hybrid", "delta"])
 @pytest.mark.parametrize("name", OF_SCANS)
-def test_a_fault_of_a_scan_is_seen(name, tmp_path) -> None:
+def test_a_fault_of_a_scan_is_seen(name, kind, tmp_path) -> None:
     sizes, *fault = OF_SCANS[name]
     parallel = ParallelConfig(static_rows=False, **sizes)
-    chosen = next(one for one in accepted(["hybrid"]) if one.ranks == 2 and one.config.parallel == parallel)
+    chosen = next(one for one in accepted([kind]) if one.ranks == 2 and one.config.parallel == parallel)
     (wrong, *_) = differing(train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault)))
     assert re.search(r"loss|grad_norm", wrong), wrong
 

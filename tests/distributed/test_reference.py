@@ -30,7 +30,7 @@ STEPS = (
     "optimizer.weight_decay=0.1",
 )
 # The others in the nightly tests.
-FAMILIES_HERE = ("qwen2", "deepseek_v3", "gpt_oss", "nemotron_h")
+FAMILIES_HERE = ("qwen2", "deepseek_v3", "gpt_oss", "nemotron_h", "qwen3_next")
 BY_CONVERSATION = "trainer.loss_average=conversation"
 ALIKE = Tolerances()
 

@@ -25,6 +25,7 @@ from harness.errors import ConfigError
 from harness.megatron import compat
 from harness.megatron.compat import PackedRow
 from harness.megatron.model import delta_reference, mamba_reference
+from harness.plan.families.base import SCANS
 
 _mamba, _delta = compat.import_scans(mamba_reference)
 
@@ -99,18 +100,18 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
         inputs, gate, rates, steps = torch.split(mixed.transpose(0, 1), pieces, dim=-1)
         inputs, _ = self._convolve(inputs.contiguous(), filters, None, activation="silu", cu_seqlens=bounds)
         query, key, value = torch.split(inputs, [keys // 2, keys // 2, pieces[1]], dim=-1)
-        query, key = (part.unflatten(-1, (-1, self.key_head_dim)) for part in (query, key))
-        copies = heads // query.shape[2]
+        groups = keys // 2 // self.key_head_dim
+        query, key = (_apart(part, groups).repeat_interleave(heads // groups, dim=2) for part in (query, key))
         scanned, _ = self._scan(
-            q=query.repeat_interleave(copies, dim=2),
-            k=key.repeat_interleave(copies, dim=2),
-            v=value.unflatten(-1, (heads, -1)).contiguous(),
+            q=query,
+            k=key,
+            v=_apart(value, heads).contiguous(),
             g=-decay.float().exp() * functional.softplus(steps.float() + bias.float()),
             beta=rates.sigmoid(),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=bounds,
         )
-        scanned = delta_reference.gate(self.out_norm(scanned), gate.unflatten(-1, (heads, -1))).flatten(2)
+        scanned = delta_reference.gate(self.out_norm(scanned), _apart(gate, heads)).flatten(2)
         scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), group, order)
         output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(scanned)
         return output
@@ -124,7 +125,7 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
 
 
 class HeadNorm(torch.nn.Module):
-    """The norm of what each head gives: all share its weight, and each tensor-parallel rank has a part of the gradient."""
+    """The norm of what each head gives, whose weight all share: a tensor-parallel rank has a part of its gradient."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -187,11 +188,16 @@ def choose_delta_rule(device: torch.device) -> tuple[Callable[..., Any], Callabl
     return chunk_gated_delta_rule, causal_conv1d
 
 
+def _apart(whole: torch.Tensor, count: int, dim: int = -1) -> torch.Tensor:
+    """Return `whole` with a dimension as two: that of `count` parts, and of the numbers of each."""
+    dim %= whole.dim()
+    return whole.reshape(*whole.shape[:dim], count, -1, *whole.shape[dim + 1 :])
+
+
 def _copy_groups(piece: torch.Tensor, groups: int, cp_size: int, dim: int = -1) -> torch.Tensor:
     """Repeat each group whose heads are on several context-parallel ranks, which all get it."""
-    copies = max(1, cp_size // groups)
     dim %= piece.dim()
-    return piece.unflatten(dim, (groups, -1)).repeat_interleave(copies, dim=dim).flatten(dim, dim + 1)
+    return _apart(piece, groups, dim).repeat_interleave(max(1, cp_size // groups), dim=dim).flatten(dim, dim + 1)
 
 
 def _gather_tokens(pieces: list[torch.Tensor], group: Any, order: torch.Tensor) -> torch.Tensor:
@@ -200,7 +206,7 @@ def _gather_tokens(pieces: list[torch.Tensor], group: Any, order: torch.Tensor) 
     Args:
         pieces: of all heads, each of which ranks divide.
     """
-    of_ranks = [piece.unflatten(-1, (group.size(), -1)) for piece in pieces]
+    of_ranks = [_apart(piece, group.size()) for piece in pieces]
     return _exchange(torch.cat(of_ranks, dim=-1).movedim(-2, 0), group).flatten(0, 1)[order]
 
 
@@ -244,5 +250,13 @@ def only(part: str, layer: ModuleSpec, *, is_whole: bool) -> ModuleSpec:
             in_proj=linear.linear_qkv, out_norm=HeadNorm, out_proj=linear.linear_proj
         )
         attention = ModuleSpec(module=RowDelta, submodules=mixer)
-    none = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp} if is_whole else {}
-    return replace(layer, submodules=replace(parts, self_attention=attention, **none))
+    changed: dict[str, Any] = {"self_attention": attention}
+    if part in SCANS:
+        # Where Transformer Engine's first matrix has the norm, and PyTorch's layers have it in checkpoints.
+        names = {
+            name: stored.replace("linear_qkv", "in_proj") for name, stored in parts.sharded_state_dict_keys_map.items()
+        }
+        changed["sharded_state_dict_keys_map"] = names
+    if is_whole:
+        changed |= {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+    return replace(layer, submodules=replace(parts, **changed))

@@ -40,13 +40,14 @@ def test_a_scan_has_each_token_in_order_with_the_number_of_its_sequence(cp_size,
         context_parallel_indices(whole.cu_seqlens_padded, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)
     ]
     tensors = to_device(whole, torch.device("cpu"), cp_size=cp_size, cp_rank=cp_size - 1, is_static=is_static)
-    owners, order = tensors.packed_seq_params.scan_order(cp_size)
+    bounds, owners, order = tensors.packed_seq_params.scan_order(cp_size)
     lengths = np.diff(whole.cu_seqlens_padded)
     assert owners.tolist() == [np.repeat(np.arange(len(lengths)), lengths).tolist()]
-    assert owners.dtype == torch.int32
+    assert bounds.tolist() == whole.cu_seqlens_padded.tolist()
+    assert (bounds.dtype, owners.dtype) == (torch.int64, torch.int32)
     # The tokens of all ranks, one slice after the other, come back in the order of the row.
     assert order is None if cp_size == 1 else np.concatenate(slices)[order.numpy()].tolist() == list(range(len(whole)))
-    assert tensors.packed_seq_params.scan_order(cp_size)[0] is owners  # once for all layers
+    assert tensors.packed_seq_params.scan_order(cp_size)[1] is owners  # once for all layers
 
 
 def test_a_row_is_copied_before_the_one_before_it_is_computed() -> None:

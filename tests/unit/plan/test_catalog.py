@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_trained_is_printed_with_every_reason(harness, tm
 @pytest.mark.parametrize(
     ("preset", "changes", "reason"),
     [
-        ("qwen3_8b", {"model_type": "qwen3_next"}, "they need layers with a recurrent state"),
+        ("qwen3_8b", {"model_type": "jamba"}, "they need layers with a recurrent state"),
         ("qwen3_8b", {"model_type": "bert"}, "models of type 'bert' are not supported"),
         ("mistral_7b", {"sliding_window": 4096}, "attention with a window of 4,096 tokens is not supported"),
         ("qwen3_30b_a3b", {"decoder_sparse_step": 2}, "experts in one of 2 layers are not supported"),

@@ -333,14 +333,14 @@ HYBRID = {"family": "nemotron_h", "layer_pattern": "M*-E", "num_experts": 4, "sc
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"family": "llama"}, "only models of nemotron_h are hybrid"),
+        ({"family": "llama"}, "its models are not hybrid"),
         ({"layer_pattern": None}, "only hybrid models use it"),
         ({"layer_pattern": "M*-"}, "3 letters"),
         ({"layer_pattern": "M*-A"}, "for 4 layers"),
         ({"num_experts": 0}, "the pattern has 1 layers with experts"),
-        ({"dense_layers": 1}, "the pattern names layers with experts"),
+        ({"dense_layers": 1}, "dense_layers is 1: it is not supported with hybrid models"),
         ({"scan_head_dim": 0}, "a size is 0"),
-        ({"rope_scaling": "linear"}, "attention has no positions"),
+        ({"rope_scaling": "linear"}, "rope_scaling is linear: it is not supported with hybrid models"),
         ({"fp8": "tensorwise"}, "FP8 is not supported with hybrid models"),
     ],
 )
