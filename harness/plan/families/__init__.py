@@ -77,5 +77,4 @@ MISSING = {
     "llama4": "attention in chunks, and layers without positions",
     "llama4_text": "attention in chunks, and layers without positions",
     "phimoe": "layer norms with biases, and its router of one expert at a time",
-    "qwen2_moe": "a gate of the shared expert",
 }

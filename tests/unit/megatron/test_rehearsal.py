@@ -49,11 +49,17 @@ EXPERTS = ParallelConfig(expert_parallel_size=32, pipeline_parallel_size=2)
 
 @pytest.mark.parametrize(
     ("preset", "parallel", "world_size", "offload"),
-    [("llama3_8b", DENSE, 512, 0.5), ("qwen3_30b_a3b", EXPERTS, 64, 0.0), ("nemotron3_nano_30b_a3b", EXPERTS, 64, 0.0)],
+    [
+        ("llama3_8b", DENSE, 512, 0.5),
+        ("qwen3_30b_a3b", EXPERTS, 64, 0.0),
+        ("nemotron3_nano_30b_a3b", EXPERTS, 64, 0.0),
+        ("qwen3_5_35b_a3b", EXPERTS, 64, 0.0),
+    ],
 )
 def test_ranks_of_a_large_job_train_a_step_and_have_the_planned_bytes(preset, parallel, world_size, offload) -> None:
     model = compose_config("sft", SftConfig, [f"model={preset}"]).model
-    model = replace(model, num_layers=4, layer_pattern="ME*E" if model.layer_pattern else None)
+    pattern = {"nemotron_h": "ME*E", "qwen3_5_moe_text": "DD*D"}.get(model.family)
+    model = replace(model, num_layers=4, layer_pattern=pattern)
     done = rehearse(
         model, parallel, world_size=world_size, ranks=[0, world_size - 1], optimizer=OptimizerConfig(offload=offload)
     )
