@@ -13,7 +13,7 @@ from harness.errors import ConfigError
 from harness.loader import RankLayout
 from harness.megatron.hf_files import HfWeights
 from harness.megatron.weights import TensorShard, check_weights, fill_model
-from harness.plan import ModelConfig, read_hf_config
+from harness.plan import FAMILIES, ModelConfig, read_hf_config
 from harness.plan.hf_config import check_model, find_weights
 from harness.prep import tokenizer_hash
 
@@ -37,6 +37,11 @@ class Pretrained:
     @property
     def warnings(self) -> list[str]:
         """Sentences about what of the weights is not used."""
+        if prefixes := FAMILIES[self.model.family].left_out:
+            with HfWeights(self.folder) as weights:
+                left_out = sorted(name for name in weights.names if name.startswith(prefixes))
+            what = f"{len(left_out)} tensors of the weights are neither trained nor exported, such as"
+            return [f"{what} {left_out[0]}: layers that predict further tokens (MTP)"] if left_out else []
         if not self.mtp_layers:
             return []
         return [

@@ -523,6 +523,22 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(models, 
                     check_weights(weights, model, 300, pretrained.mtp_layers)
 
 
+def test_tensors_that_transformers_leaves_out_are_left_out_with_a_warning(models, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    shutil.copytree(models["qwen3_next"], tmp_path / "model")
+    model = ModelConfig(
+        max_sequence_length=64, init_from=str(tmp_path / "model"), **read_hf_config(tmp_path / "model").settings
+    )
+    assert find_pretrained(model).warnings == []
+    (tmp_path / "model" / INDEX_FILE).unlink()  # then every file counts
+    save_file({"mtp.fc.weight": torch.zeros(32, 64)}, tmp_path / "model" / "mtp.safetensors")
+    with HfWeights(tmp_path / "model") as weights:
+        check_weights(weights, model, 300)
+    (warning,) = find_pretrained(model).warnings
+    assert "1 tensors of the weights are neither trained nor exported, such as mtp.fc.weight" in warning
+
+
 @pytest.mark.nightly
 def test_an_export_keeps_the_layers_that_predict_further_tokens_as_they_were(models, dataset, tmp_path) -> None:
     from safetensors.torch import save_file
