@@ -101,26 +101,12 @@ BENCHES = {
         {"packs": 16, "steps": 4},
         uses_megatron=True,
     ),
-    "kernels": Bench(
-        "kernels:bench_kernels",
-        "kernels, waits and copied bytes of one microbatch, counted on a CPU",
-        {"sequences": (8, 32, 64), "pack_size": 1024, "hidden": 64},
-        {"sequences": (2, 8), "pack_size": 64},
-        uses_megatron=True,
-    ),
     "gpu": Bench(
         "gpu.parts:bench_gpu",
         "first measurements on GPUs, in parts that a later call continues: attention, layouts, speed",
         {"out": "gpu-report", "device": "auto", "size": "full", "parts": (), "ranks": 0}
         | {"part_limit_s": 480.0, "total_limit_s": 0.0},
         {"size": "tiny"},
-    ),
-    "checkpoint": Bench(
-        "checkpoints:bench_checkpoint",
-        "save a checkpoint with and without hashes, and check it at resume against loading it",
-        {"layers": 8, "hidden": 512, "ranks": 8, "rounds": 5},
-        {"layers": 1, "hidden": 64, "ranks": 2, "rounds": 1},
-        uses_megatron=True,
     ),
 }
 

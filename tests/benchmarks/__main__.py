@@ -77,6 +77,20 @@ PEERS = {
         {"packs": 20, "sequences": (50, 20_000), "global_batch": 8, "steps": 50, "rounds": 2},
         uses_megatron=True,
     ),
+    "kernels": _peer(
+        "kernels:bench_kernels",
+        "kernels, waits and copied bytes of one microbatch, counted on a CPU",
+        {"sequences": (8, 32, 64), "pack_size": 1024, "hidden": 64},
+        {"sequences": (2, 8), "pack_size": 64},
+        uses_megatron=True,
+    ),
+    "checkpoint": _peer(
+        "checkpoints:bench_checkpoint",
+        "save a checkpoint with and without hashes, and check it at resume against loading it",
+        {"layers": 8, "hidden": 512, "ranks": 8, "rounds": 5},
+        {"layers": 1, "hidden": 64, "ranks": 2, "rounds": 1},
+        uses_megatron=True,
+    ),
 }
 
 if __name__ == "__main__":

@@ -166,7 +166,6 @@ def test_formats_are_measured_against_plain_arrays_and_the_row_group_reader(tmp_
 def test_a_list_that_is_too_short_and_too_few_ranks_are_refused_by_name():
     for words, what in (
         (["loader", "workers=[]"], "0 numbers, 1 needed"),
-        (["kernels", "sequences=[]"], "0 numbers, 1 needed"),
         (["schedule", "ranks=0"], "0 is too small"),
     ):
         done = CliRunner().invoke(app, ["bench", *words])
@@ -287,12 +286,12 @@ def test_the_command_prints_a_table_or_json_and_saves_it(tmp_path):
 
 
 def test_a_setting_of_another_bench_is_refused_and_those_of_this_one_are_named():
-    done = CliRunner().invoke(app, ["bench", "kernels", "workers=2"])
+    done = CliRunner().invoke(app, ["bench", "gpu", "workers=2"])
     assert isinstance(done.exception, ConfigError)
-    assert done.exception.fix == "use sequences, pack_size, hidden"
-    printed = CliRunner().invoke(app, ["bench", "kernels", "hidden=128", "--quick", "--cfg"]).stdout
+    assert done.exception.fix == "use out, device, size, parts, ranks, part_limit_s, total_limit_s"
+    printed = CliRunner().invoke(app, ["bench", "gpu", "ranks=2", "--quick", "--cfg"]).stdout
     lines = [line for line in printed.splitlines() if line and line[0] not in "#-"]
-    assert lines == ["pack_size: 64", "sequences:", "hidden: 128"]
+    assert lines[:5] == ["out: gpu-report", "device: auto", "size: tiny", "parts: []", "ranks: 2"]
 
 
 @pytest.mark.parametrize("name", ALL)
