@@ -42,7 +42,7 @@ LINES = {
     "harness/cli": 2_760,
     "harness/formats": 5_882,
     "harness/indexed": 1_292,
-    "harness/integrations": 3_046,
+    "harness/integrations": 3_004,
     "harness/launch": 2_473,
     "harness/loader": 4_884,
     "harness/megatron": 11_328,
@@ -54,7 +54,7 @@ LINES = {
     "harness/storage": 2_724,
     "harness/train": 3_139,
     "recipes": 504,
-    "tests": 52_257,
+    "tests": 52_300,
     "tests/benchmarks": 2_523,
 }
 SHAPE = {
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 106,
 }
-MOST_LINES_IN_ALL = 62_453
+MOST_LINES_IN_ALL = 62_411
 
 
 def tree(path: Path) -> ast.Module:
