@@ -1,4 +1,4 @@
-"""`harness bench loader`: THD batches a second, shares of a step, bytes read by many ranks, and the first batch."""
+"""`harness bench loader`: THD batches a second, and shares of a step."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ import pickle
 import time
 from pathlib import Path
 
-import numpy as np
-
-from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Case, Figure, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
-from harness.formats import FORMATS, PackReader, load_format, open_dataset
+from harness.formats import PackReader, open_dataset
 from harness.loader import BatchRange, Blend, Loader, LoaderConfig, LoaderState, RankLayout, build_batch
 from harness.loader.plan import BatchReader
-from harness.printing import count_of
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 
@@ -25,10 +21,6 @@ _FORMATS = ("memmap", "binidx", "parquet", "npy", "jsonl")
 _TARGETS = {"memmap": 30.0, "parquet": 15.0}
 # Text is slow to read, and a pickled file is held whole by every worker.
 _FEW_PACKS = {"jsonl": 1000, "npy": 1000}
-_FIRST_BATCH_WORKERS = 4
-# Bytes read over bytes stored that are allowed, by schedule; and ranks and workers of each that read.
-_BYTES_AT_MOST = {"as_packed": 1.2, "dp_balanced": 2.0, "cost_balanced": 2.0}
-_RANKS, _WORKERS = (1, 64, 512), (1, 4)
 _STAGES = ("plan", "read packs", "join", "between processes", "build rows")
 
 
@@ -38,30 +30,18 @@ def bench_loader(sizes: Sizes, workspace: Workspace, progress: Progress) -> Benc
     report = BenchReport("loader")
     progress("the loader: writing the data")
     paths = {
-        name: workspace.dataset(name, packs=_packs_of(name, sizes), pack_size=sizes.pack_size)
+        name: workspace.dataset(name, packs=packs_of(name, sizes), pack_size=sizes.pack_size)
         for name in sizes.choose(_FORMATS)
     }
     _measure_rates(sizes, paths, report, progress)
     for name, path in paths.items():
         progress(f"stages of a step, {name}")
         _measure_stages(sizes, name, path, report)
-    if "parquet" in paths:
-        progress("bytes read by one of many ranks, parquet")
-        _measure_bytes(sizes, paths["parquet"], report)
-    # Not for npy: it unpickles the sixteen whole files of a first batch, which took 40 s.
-    for name in (name for name in paths if name != "npy" and sizes.large_packs):
-        progress(f"the first batch of {sizes.large_packs:,} packs, {name}")
-        path = workspace.large_dataset(
-            name, packs=sizes.large_packs, shard_packs=_packs_of(name, sizes), pack_size=sizes.pack_size
-        )
-        place, arguments = f"{__name__}:wait_for_first_batch", (path, sizes.global_batch, sizes.max_tokens_per_rank)
-        samples = [measure_apart(place, *arguments) for _ in range(min(sizes.rounds, 3))]
-        title = f"{name}, first batch of {samples[0]['packs']:,} packs, {_FIRST_BATCH_WORKERS} workers"
-        report.add_samples(title, [sample["seconds"] for sample in samples], "s", at_most=2.0)
     return report
 
 
-def _packs_of(name: str, sizes: Sizes) -> int:
+def packs_of(name: str, sizes: Sizes) -> int:
+    """Return the packs of a dataset in this format, fewer where it is slow to read."""
     return min(sizes.packs, _FEW_PACKS.get(name, sizes.packs))
 
 
@@ -151,59 +131,3 @@ def _measure_stages(sizes: Sizes, name: str, path: Path, report: BenchReport) ->
     total = sum(seconds.values())
     for stage in _STAGES:
         report.add(Figure(f"{name}, share of {stage}", 100 * seconds[stage] / total, "%"))
-
-
-def _measure_bytes(sizes: Sizes, path: Path, report: BenchReport) -> None:
-    """Count the bytes that ranks read from shards, over the stored bytes of the tokens that they train."""
-    reader = open_dataset(path)
-    per_token = sum(Path(str(place)).stat().st_size for place in reader.files()) / int(reader.sequence_lengths.sum())
-    ids = np.random.default_rng(0).permutation(len(reader))[:512]
-    for count in (64, 1):
-        reader.read(ids[:count])  # which also loads libraries
-        start = time.process_time()
-        tokens = sum(len(pack) for at in range(0, len(ids), count) for pack in reader.read(ids[at : at + count]))
-        seconds = time.process_time() - start
-        report.add(Figure(f"parquet, packs {count} by {count}", 1e9 * seconds / tokens, "ns/token"))
-    report.add_ratio("parquet, packs 1 by 1 to 64 by 64", "parquet, packs 1 by 1", "parquet, packs 64 by 64")
-    for (name, at_most), ranks, workers in itertools.product(_BYTES_AT_MOST.items(), _RANKS, _WORKERS):
-        num_bytes, tokens = _read_as_ranks(sizes, path, name, ranks, workers)
-        title = f"parquet, {name}, bytes read, {count_of(ranks, 'rank')}, {count_of(workers, 'worker')}"
-        report.add(Figure(title, num_bytes / (tokens * per_token), "x", at_most=at_most))
-
-
-def _read_as_ranks(sizes: Sizes, path: Path, name: str, ranks: int, workers: int) -> tuple[int, int]:
-    """Return the bytes that some of the ranks read, whose workers take turns, and the tokens that they train."""
-    config = LoaderConfig(global_batch_size=max(sizes.global_batch, ranks))
-    schedule = ScheduleConfig(name=name, max_tokens_per_rank=sizes.max_tokens_per_rank)
-    # Two windows of the shuffle, within which a rank meets the same parts of a file again.
-    num_steps = max(1, 2 * config.block_packs * config.window_blocks // config.global_batch_size)
-    num_bytes, tokens = 0, 1  # not 0, in a dataset with too few packs for these ranks
-    for rank in range(0, ranks, max(1, ranks // 4)):
-        layout = RankLayout(dp_rank=rank, dp_size=ranks)
-        sources = [open_dataset(path) for _ in range(workers)]
-        readers = [BatchReader(source, config, schedule=schedule, layout=layout) for source in sources]
-        steps = Blend.of_one(len(sources[0])).steps(config, epoch=0, packs_consumed=0)
-        before = _bytes_read()
-        for reader, step in zip(itertools.cycle(readers), itertools.islice(steps, num_steps), strict=False):
-            tokens += reader.read(step).tokens["input_ids"].shape[0]
-        num_bytes += _bytes_read() - before
-    return num_bytes, tokens
-
-
-def _bytes_read() -> int:
-    """Return the bytes that this process has read from files; mapped ones do not count."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def wait_for_first_batch(path: str, global_batch: str, max_tokens_per_rank: str) -> dict[str, float]:
-    """Open a dataset and build the first batch, in a process that has PyTorch already, as a training process has."""
-    import torch.utils.data  # noqa: F401
-
-    for name in FORMATS:
-        load_format(name)
-    config = LoaderConfig(num_workers=_FIRST_BATCH_WORKERS, global_batch_size=int(global_batch))
-    start = time.perf_counter()
-    reader = open_dataset(path)
-    with Loader(reader, config, schedule=ScheduleConfig(max_tokens_per_rank=int(max_tokens_per_rank))) as loader:
-        next(iter(loader))
-        return {"seconds": time.perf_counter() - start, "packs": len(reader)}

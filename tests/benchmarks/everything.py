@@ -29,7 +29,7 @@ from tests.benchmarks.__main__ import PEERS
 ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 7200.0
 # Benches whose datasets are the same, and made once.
-_SHARING = ("formats", "repack", "loader", "integrations")
+_SHARING = ("formats", "repack", "loader", "reading", "integrations")
 _HEAD = """# Benchmarks
 
 `python -m tests.benchmarks all` runs all benchmarks and writes this page, with fifteen of the figures. The command of
@@ -86,6 +86,7 @@ SECTIONS = (
         ("megatron-core",),
     ),
     Section("Loader", "loader", "THD batches from each format."),
+    Section("Reading", "reading", "bytes that many ranks read, and the first batch of 2 million packs."),
     Section("Live data", "live", "one stream on 8 ranks."),
     Section(
         "Integrations",

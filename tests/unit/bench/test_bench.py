@@ -21,6 +21,7 @@ from harness.cli.app import app
 from harness.errors import ConfigError
 from harness.formats import open_dataset
 from tests.benchmarks.__main__ import PEERS
+from tests.benchmarks.links import large_dataset
 
 ALL = BENCHES | PEERS
 KERNELS = Path(__file__).resolve().parents[2] / "golden" / "kernels.json"
@@ -132,7 +133,7 @@ def test_a_workspace_is_removed_unless_it_is_kept(tmp_path):
 @pytest.mark.parametrize("format_name", ["parquet", "memmap", "binidx", "jsonl"])
 def test_a_large_dataset_of_links_is_read_and_checked_like_any_other(tmp_path, format_name):
     with Workspace(tmp_path, keep=True) as workspace:
-        path = workspace.large_dataset(format_name, packs=40, shard_packs=16, pack_size=32)
+        path = large_dataset(workspace, format_name, packs=40, shard_packs=16, pack_size=32)
     reader = open_dataset(path)
     packs = list(make_packs(16, 32))
     assert len(reader) == 48
@@ -203,13 +204,18 @@ def test_preparing_is_measured_against_the_library_and_as_the_input_grows(tmp_pa
 
 def test_a_loader_is_measured_by_tokens_and_by_stages(tmp_path):
     sizes = {"packs": 40, "pack_size": 64, "max_tokens_per_rank": 128, "global_batch": 4, "steps": 3, "workers": (0, 1)}
-    report = measure("loader", tmp_path, large_packs=0, **sizes)
+    report = measure("loader", tmp_path, **sizes)
     best = report.figure("memmap, best of 0, 1 workers")
     assert best.value == max(report.figure(name).value for name in best.of)
     assert best.at_least == 30
     shares = [figure.value for figure in report.figures if figure.name.startswith("parquet, share of")]
     assert len(shares) == 5
     assert sum(shares) == pytest.approx(100)
+
+
+def test_bytes_of_many_ranks_are_counted(tmp_path):
+    sizes = {"packs": 40, "pack_size": 64, "max_tokens_per_rank": 128, "global_batch": 4}
+    report = measure("reading", tmp_path, large_packs=0, **sizes)
     # Counted, so the same on every machine: 40 packs, each on another rank.
     alone = report.figure("parquet, as_packed, bytes read, 64 ranks, 4 workers")
     assert 1.0 < alone.value < alone.at_most == 1.2
