@@ -38,7 +38,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
     "harness": 2_638,
-    "harness/bench": 2_501,
+    "harness/bench": 2_495,
     "harness/cli": 2_760,
     "harness/formats": 5_882,
     "harness/indexed": 1_292,
@@ -46,7 +46,7 @@ LINES = {
     "harness/launch": 2_473,
     "harness/loader": 4_884,
     "harness/megatron": 11_328,
-    "harness/parity": 3_056,
+    "harness/parity": 2_994,
     "harness/plan": 4_836,
     "harness/prep": 10_271,
     "harness/recipes": 10,
@@ -54,7 +54,7 @@ LINES = {
     "harness/storage": 2_724,
     "harness/train": 3_139,
     "recipes": 504,
-    "tests": 52_306,
+    "tests": 52_385,
     "tests/benchmarks": 2_714,
 }
 SHAPE = {
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 106,
 }
-MOST_LINES_IN_ALL = 62_268
+MOST_LINES_IN_ALL = 62_200
 
 
 def tree(path: Path) -> ast.Module:
