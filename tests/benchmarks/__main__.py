@@ -43,6 +43,12 @@ PEERS = {
         {"packs": 20_000, "pack_size": 1000, "rounds": 3},
         {"packs": 500, "rounds": 1},
     ),
+    "planning": _peer(
+        "planning:bench_planning",
+        "processor time of the schedulers for one large global batch on 64 ranks",
+        {"parts": (), "sequences": (8192,), "max_tokens_per_rank": 8192, "rounds": 9},
+        {"rounds": 3},
+    ),
     "reading": _peer(
         "reading:bench_reading",
         "bytes that ranks and workers read of Parquet, and the wait for the first batch of a large dataset",

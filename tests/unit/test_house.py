@@ -38,7 +38,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
     "harness": 2_638,
-    "harness/bench": 2_495,
+    "harness/bench": 2_468,
     "harness/cli": 2_760,
     "harness/formats": 5_882,
     "harness/indexed": 1_292,
@@ -54,8 +54,8 @@ LINES = {
     "harness/storage": 2_724,
     "harness/train": 3_139,
     "recipes": 504,
-    "tests": 52_385,
-    "tests/benchmarks": 2_714,
+    "tests": 52_386,
+    "tests/benchmarks": 2_766,
 }
 SHAPE = {
     "core ring, lines": 20_038,
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 106,
 }
-MOST_LINES_IN_ALL = 62_200
+MOST_LINES_IN_ALL = 62_173
 
 
 def tree(path: Path) -> ast.Module:
