@@ -86,7 +86,7 @@ BENCHES = {
     ),
     "loader": Bench(
         "loading:bench_loader",
-        "THD batches per second, shares of a step",
+        "THD batches per second from each format",
         {"parts": (), "packs": 20_000, "pack_size": 4096, "max_tokens_per_rank": 8192, "global_batch": 64}
         | {"workers": (0, 2, 4), "steps": 120, "rounds": 5},
         {"parts": ("memmap", "parquet"), "packs": 2000, "workers": (0, 2), "steps": 20, "rounds": 1},

@@ -87,7 +87,7 @@ SECTIONS = (
         ("megatron-core",),
     ),
     Section("Loader", "loader", "THD batches from each format."),
-    Section("Reading", "reading", "bytes that many ranks read, and the first batch of 2 million packs."),
+    Section("Reading", "reading", "stages of a step, bytes that many ranks read, the first batch of 2 million packs."),
     Section("Live data", "live", "one stream on 8 ranks."),
     Section(
         "Integrations",

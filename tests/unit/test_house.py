@@ -38,7 +38,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
     "harness": 2_620,
-    "harness/bench": 2_468,
+    "harness/bench": 2_406,
     "harness/cli": 2_760,
     "harness/formats": 5_882,
     "harness/indexed": 1_292,
@@ -55,7 +55,7 @@ LINES = {
     "harness/train": 3_139,
     "recipes": 504,
     "tests": 52_392,
-    "tests/benchmarks": 2_766,
+    "tests/benchmarks": 2_826,
 }
 SHAPE = {
     "core ring, lines": 20_022,
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 106,
 }
-MOST_LINES_IN_ALL = 62_145
+MOST_LINES_IN_ALL = 62_083
 
 
 def tree(path: Path) -> ast.Module:

@@ -202,20 +202,20 @@ def test_preparing_is_measured_against_the_library_and_as_the_input_grows(tmp_pa
     assert len([figure for figure in report.figures if figure.name.startswith("memory, ")]) == 2
 
 
-def test_a_loader_is_measured_by_tokens_and_by_stages(tmp_path):
+def test_a_loader_is_measured_by_tokens(tmp_path):
     sizes = {"packs": 40, "pack_size": 64, "max_tokens_per_rank": 128, "global_batch": 4, "steps": 3, "workers": (0, 1)}
     report = measure("loader", tmp_path, **sizes)
     best = report.figure("memmap, best of 0, 1 workers")
     assert best.value == max(report.figure(name).value for name in best.of)
     assert best.at_least == 30
+
+
+def test_stages_of_a_step_are_shares_and_bytes_of_many_ranks_are_counted(tmp_path):
+    sizes = {"packs": 40, "pack_size": 64, "max_tokens_per_rank": 128, "global_batch": 4, "steps": 3}
+    report = measure("reading", tmp_path, large_packs=0, **sizes)
     shares = [figure.value for figure in report.figures if figure.name.startswith("parquet, share of")]
     assert len(shares) == 5
     assert sum(shares) == pytest.approx(100)
-
-
-def test_bytes_of_many_ranks_are_counted(tmp_path):
-    sizes = {"packs": 40, "pack_size": 64, "max_tokens_per_rank": 128, "global_batch": 4}
-    report = measure("reading", tmp_path, large_packs=0, **sizes)
     # Counted, so the same on every machine: 40 packs, each on another rank.
     alone = report.figure("parquet, as_packed, bytes read, 64 ranks, 4 workers")
     assert 1.0 < alone.value < alone.at_most == 1.2
