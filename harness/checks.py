@@ -179,7 +179,23 @@ def check_numbers(config: Any, section: str) -> None:
     """
     for field in dataclasses.fields(config):
         if (bounds := bounds_of(field)) is not None:
-            _check(getattr(config, field.name), bounds, field.name, section)
+            require_bounds(getattr(config, field.name), bounds, field.name, section)
+
+
+def require_bounds(value: Any, bounds: Bounds, name: str, section: str) -> None:
+    """Raise ConfigError unless a number, or each of several, is finite and within its bounds; None passes.
+
+    Args:
+        name: of the setting.
+        section: where it is in a run's configuration, such as `loader`; "" for the top.
+    """
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    for one in values:
+        if one is None:
+            continue
+        if one not in bounds:
+            where = f"{section}.{name}" if section else name
+            raise ConfigError(f"{name} is {value}", where=where, fix=f"set it to {bounds}")
 
 
 def require_choice(value: str, choices: Iterable[str], *, setting: str) -> None:
@@ -193,30 +209,6 @@ def require_at_least(value: int, minimum: int, *, setting: str) -> None:
     """Raise ConfigError where `value` is below `minimum`."""
     if value < minimum:
         raise ConfigError(f"{value:,} is too small", where=setting, fix=f"set it to {minimum:,} or more")
-
-
-def require_numbers(
-    config: object,
-    section: str,
-    *names: str,
-    lowest: float | None = None,
-    above: float | None = None,
-    highest: float | None = None,
-    below: float | None = None,
-) -> None:
-    """Raise ConfigError unless each of these fields is a finite number within bounds that depend on other settings.
-
-    Bounds that do not are declared with `bounded`, beside the field. A field of None passes.
-
-    Args:
-        config: the dataclass.
-        section: where its settings are in a run's configuration, such as `loader`; "" for the top.
-        names: fields of `config`.
-        lowest, highest: bounds that are allowed themselves.
-        above, below: bounds that are not.
-    """
-    for name in names:
-        _check(getattr(config, name), Bounds(lowest, above, highest, below), name, section)
 
 
 def require_cores(num_processes: int, *, setting: str, cores: int | None = None) -> None:
@@ -240,13 +232,3 @@ def show_value(value: object) -> str:
     if isinstance(value, list | tuple):
         value = ", ".join("{...}" if dataclasses.is_dataclass(item) else str(item) for item in value)
     return str(value)[:80] or "empty"
-
-
-def _check(value: Any, bounds: Bounds, name: str, section: str) -> None:
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    for one in values:
-        if one is None:
-            continue
-        if one not in bounds:
-            where = f"{section}.{name}" if section else name
-            raise ConfigError(f"{name} is {value}", where=where, fix=f"set it to {bounds}")

@@ -19,7 +19,7 @@ from harness.errors import HarnessError
 from harness.printing import print_text
 
 _LIMIT_S = 1800.0
-_WITH_MEGATRON = ("harness.bench.gpu", "harness.bench.checkpoints")
+_WITH_MEGATRON = "harness.bench.gpu"
 
 
 def measure_apart(

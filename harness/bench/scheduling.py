@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 
 from harness.bench import BENCHES
-from harness.bench.figures import CPU, BenchReport, Figure, Progress, milliseconds, take_turns
+from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import require_at_least
@@ -24,10 +23,9 @@ from harness.schedule import DYNAMIC, SCHEDULERS, Imbalance, SequenceCost, measu
 from harness.thd import padded_lengths, padding_multiple
 
 NEXT_FIT = "next fit"
-_PLANNED_RANKS = 64
 # Median of simulated lengths, and the tokens at which attention costs as much as everything else in a sequence.
-_MEDIAN, _ATTENTION_AT = 600.0, 8192
-_COST = SequenceCost(1.0, 1.0 / _ATTENTION_AT)
+MEDIAN, _ATTENTION_AT = 600.0, 8192
+COST = SequenceCost(1.0, 1.0 / _ATTENTION_AT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +74,10 @@ def bench_schedule(sizes: Sizes, workspace: Workspace, progress: Progress) -> Be
             report.notes.append(f"as_packed cannot place them: {error.what}")
             continue
         _add_placement(name, placed, batches, sizes, report)
-    for planned in sizes.sequences:
-        progress(f"planning {planned:,} sequences")
-        _measure_planning(planned, schedulers, sizes, report)
     return report
 
 
-def simulate_batches(sizes: Sizes, *, median: float = _MEDIAN) -> Iterator[SimulatedBatch]:
+def simulate_batches(sizes: Sizes, *, median: float = MEDIAN) -> Iterator[SimulatedBatch]:
     """Yield batches of lognormal sequences, cut at the length of a row, packed by best-fit decreasing."""
     pad_to_multiple = padding_multiple(cp_size=sizes.cp_size)
     longest = sizes.max_tokens_per_rank * sizes.cp_size // pad_to_multiple * pad_to_multiple
@@ -130,9 +125,9 @@ def _place(name: str, batch: SimulatedBatch, sizes: Sizes) -> Imbalance:
         cp_size=sizes.cp_size,
         max_tokens_per_rank=sizes.max_tokens_per_rank,
         pack_offsets=_next_fit_offsets(lengths, row) if name == NEXT_FIT else batch.pack_offsets,
-        cost=_COST,
+        cost=COST,
     )
-    return measure_imbalance(placed, lengths, max_tokens_per_row=row, cost=_COST)
+    return measure_imbalance(placed, lengths, max_tokens_per_row=row, cost=COST)
 
 
 def _next_fit_offsets(lengths: Int64Array, max_tokens_per_row: int) -> Int64Array:
@@ -171,25 +166,3 @@ def _add_placement(
 
         over = max(count - best_fit(batch) for count, batch in zip(rows, batches, strict=True))
         report.add(Figure(f"{name}, most microbatches above best fit", over, "", at_most=1 if targeted else None))
-
-
-def _measure_planning(planned: int, schedulers: list[str], sizes: Sizes, report: BenchReport) -> None:
-    """Measure the milliseconds that placing one large global batch takes, in turns."""
-    sizes = replace(sizes, cp_size=1, global_batch=planned, steps=1)
-    batch = next(simulate_batches(sizes, median=min(_MEDIAN, sizes.max_tokens_per_rank / 4)))
-
-    def plan(name: str, number: int) -> None:
-        schedule(
-            name,
-            batch.lengths_for(name),
-            dp_size=_PLANNED_RANKS,
-            max_tokens_per_rank=sizes.max_tokens_per_rank,
-            pack_offsets=batch.pack_offsets,
-            cost=_COST,
-        )
-
-    sides = {name: milliseconds(partial(plan, name), CPU) for name in schedulers}
-    for name, samples in take_turns(sides, rounds=sizes.rounds).items():
-        title = f"{name}, {planned:,} sequences on {_PLANNED_RANKS} ranks"
-        target = 15.0 if planned in BENCHES["schedule"].full["sequences"] and name != "as_packed" else None
-        report.add_samples(title, samples, "ms", at_most=target)

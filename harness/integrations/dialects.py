@@ -11,11 +11,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.errors import ConfigError, HarnessError, ScheduleError
 from harness.settings import nearest_name
-from harness.thd import ThdBatch, rows_from_model_tokens
+from harness.thd import ThdBatch
 
 IGNORED = -100
 
@@ -58,10 +57,6 @@ class Row(dict[str, Any]):
     @classmethod
     def of(cls, row: ThdBatch) -> Self:
         """Return a row of the loader in this dialect, as arrays."""
-        raise NotImplementedError
-
-    def thd(self) -> ThdBatch:
-        """Return the row that `of` was given, from the values that are here now."""
         raise NotImplementedError
 
     def tensors(self, *, pin: bool = False) -> Self:
@@ -144,19 +139,6 @@ class MegatronRow(Row):
             padding_mask=row.padding_mask[None],
         )
 
-    def thd(self) -> ThdBatch:
-        """Return the row that `of` was given, from the values that are here now."""
-        return ThdBatch(
-            tokens=_array(self["tokens"])[0],
-            labels=_array(self["labels"])[0],
-            position_ids=_array(self["position_ids"])[0],
-            loss_mask=_array(self["loss_mask"])[0],
-            cu_seqlens=_array(self["cu_seqlens"]),
-            cu_seqlens_padded=_array(self["cu_seqlens_padded"]),
-            max_seqlen=int(self["max_seqlen"]),
-            padding_mask=_array(self["padding_mask"])[0],
-        )
-
 
 class HuggingFaceRow(Row):
     """One row as models of Hugging Face take it without padding: T stored tokens, S sequences; the model shifts.
@@ -218,25 +200,6 @@ class HuggingFaceRow(Row):
             max_length_k=longest,
         )
 
-    def thd(self) -> ThdBatch:
-        """Return the row that `of` was given, from the values that are here now.
-
-        Its padding mask is False: this dialect has no padding, and does not tell a row of nobody's tokens.
-        """
-        input_ids, labels = _array(self["input_ids"])[0], _array(self["labels"])[0]
-        bounds = _array(self["cu_seq_lens_q"]).astype(np.int64)
-        is_last, is_first = np.zeros(input_ids.shape[0], np.bool_), np.zeros(input_ids.shape[0], np.bool_)
-        is_last[bounds[1:] - 1] = True
-        is_first[bounds[:-1]] = True
-        (row,) = rows_from_model_tokens(
-            [np.diff(bounds) - 1],
-            tokens=input_ids[~is_last],
-            labels=input_ids[~is_first],
-            loss_mask=labels[~is_first] != IGNORED,
-            position_ids=_array(self["position_ids"])[0][~is_last],
-        )
-        return row
-
 
 DIALECTS: Mapping[str, type[Row]] = MappingProxyType({kind.dialect: kind for kind in (MegatronRow, HuggingFaceRow)})
 
@@ -251,8 +214,3 @@ def require_dialect(name: str) -> type[Row]:
             fix=(f"did you mean {near!r}? " if near else "") + f"choose one of {', '.join(DIALECTS)}",
         )
     return DIALECTS[name]
-
-
-def _array(value: Any) -> npt.NDArray[Any]:
-    """Return an array of a tensor on any device, or the array itself."""
-    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)

@@ -16,6 +16,7 @@ from typing import Any, Self
 from harness.checks import (
     LONGEST_S,
     SET,
+    Bounds,
     CheckedSettings,
     Condition,
     Rule,
@@ -23,7 +24,7 @@ from harness.checks import (
     check_rules,
     one_of,
     other_than,
-    require_numbers,
+    require_bounds,
     show_value,
 )
 from harness.errors import ConfigError
@@ -593,7 +594,8 @@ class PretrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_numbers(self.loader, "loader", "seed", lowest=0, highest=2**32 - 1)  # what Megatron's shuffle takes
+        # What Megatron's shuffle takes.
+        require_bounds(self.loader.seed, Bounds(0, highest=2**32 - 1), "seed", "loader")
 
     def on(self, device: str) -> Self:
         parallel = self.parallel

@@ -43,6 +43,19 @@ PEERS = {
         {"packs": 20_000, "pack_size": 1000, "rounds": 3},
         {"packs": 500, "rounds": 1},
     ),
+    "planning": _peer(
+        "planning:bench_planning",
+        "processor time of the schedulers for one large global batch on 64 ranks",
+        {"parts": (), "sequences": (8192,), "max_tokens_per_rank": 8192, "rounds": 9},
+        {"rounds": 3},
+    ),
+    "reading": _peer(
+        "reading:bench_reading",
+        "stages of a step, bytes that ranks and workers read of Parquet, the wait for the first batch of large data",
+        {"parts": (), "packs": 20_000, "pack_size": 4096, "large_packs": 2_000_000, "max_tokens_per_rank": 8192}
+        | {"global_batch": 64, "steps": 120, "rounds": 5},
+        {"parts": ("memmap", "parquet"), "packs": 2000, "large_packs": 50_000, "steps": 20, "rounds": 1},
+    ),
     "integrations": _peer(
         "integrations:bench_integrations",
         "rows for other trainers, against the data paths of TRL, Bridge and torchtitan",
@@ -75,6 +88,20 @@ PEERS = {
         {"packs": 1000, "sequences": (2000, 300_000), "pack_size": 2048, "global_batch": 64, "steps": 150_000}
         | {"rounds": 5},
         {"packs": 20, "sequences": (50, 20_000), "global_batch": 8, "steps": 50, "rounds": 2},
+        uses_megatron=True,
+    ),
+    "kernels": _peer(
+        "kernels:bench_kernels",
+        "kernels, waits and copied bytes of one microbatch, counted on a CPU",
+        {"sequences": (8, 32, 64), "pack_size": 1024, "hidden": 64},
+        {"sequences": (2, 8), "pack_size": 64},
+        uses_megatron=True,
+    ),
+    "checkpoint": _peer(
+        "checkpoints:bench_checkpoint",
+        "save a checkpoint with and without hashes, and check it at resume against loading it",
+        {"layers": 8, "hidden": 512, "ranks": 8, "rounds": 5},
+        {"layers": 1, "hidden": 64, "ranks": 2, "rounds": 1},
         uses_megatron=True,
     ),
 }

@@ -29,7 +29,7 @@ from tests.benchmarks.__main__ import PEERS
 ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 7200.0
 # Benches whose datasets are the same, and made once.
-_SHARING = ("formats", "repack", "loader", "integrations")
+_SHARING = ("formats", "repack", "loader", "reading", "integrations")
 _HEAD = """# Benchmarks
 
 `python -m tests.benchmarks all` runs all benchmarks and writes this page, with fifteen of the figures. The command of
@@ -79,6 +79,7 @@ SECTIONS = (
     Section("Planning again", "repack", "writing a plan, reading packs through it."),
     Section("Token shards", "tokens", "Parquet to `.bin` and `.idx`.", ("megatron-core",)),
     Section("Scheduling", "schedule", "simulated batches on 8 ranks."),
+    Section("Planning of batches", "planning", "processor time for 8,192 sequences on 64 ranks."),
     Section(
         "Context parallelism",
         "context",
@@ -86,6 +87,7 @@ SECTIONS = (
         ("megatron-core",),
     ),
     Section("Loader", "loader", "THD batches from each format."),
+    Section("Reading", "reading", "stages of a step, bytes that many ranks read, the first batch of 2 million packs."),
     Section("Live data", "live", "one stream on 8 ranks."),
     Section(
         "Integrations",
@@ -119,7 +121,7 @@ HEADLINES = {
     ("Preparing", "prepare to tokenizers alone"): "the tokenizers library",
     ("Token shards", "median 600: to tensors of rows"): "Megatron-Core's IndexedDatasetBuilder",
     ("Scheduling", "cost_balanced, synchronised cost"): "a perfect balance",
-    ("Scheduling", "cost_balanced, 8,192 sequences on 64 ranks"): "",
+    ("Planning of batches", "cost_balanced, 8,192 sequences on 64 ranks"): "",
     ("Loader", "parquet, best of 0, 2, 4 workers"): "",
     ("Live data", "cost_balanced windows, training speed to modulo"): "ms-swift's modulo reading",
     ("Integrations", "TRL, ours to theirs, 2 workers"): "TRL's data path",

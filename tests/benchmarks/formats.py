@@ -28,6 +28,7 @@ from harness.formats import PackReader, open_dataset, open_writer
 from harness.formats.base import ShardReader
 from harness.loader import EpochOrder, LoaderConfig
 from harness.records import Int64Array, Pack
+from tests.benchmarks.links import large_dataset
 
 _NUMPY, _PREAD = "np.memmap rows, copied, random", "pread of rows, random"
 _ARROW = "datasets' Arrow, random"
@@ -324,7 +325,9 @@ def _measure_open(sizes: Sizes, workspace: Workspace, report: BenchReport) -> No
     """Open a dataset of millions of packs whose shards are links to one another, each time in a new process."""
     shard_packs = min(_SHARD_PACKS, sizes.packs)
     paths = {
-        name: workspace.large_dataset(name, packs=sizes.large_packs, shard_packs=shard_packs, pack_size=sizes.pack_size)
+        name: large_dataset(
+            workspace, name, packs=sizes.large_packs, shard_packs=shard_packs, pack_size=sizes.pack_size
+        )
         for name in _OPENED
     }
     rounds = range(min(sizes.rounds, _MOST_PROCESSES))

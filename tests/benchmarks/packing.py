@@ -20,6 +20,7 @@ from harness.formats import open_dataset
 from harness.prep import plan_packs
 from harness.prep.pipeline import repack_store
 from harness.records import Int64Array
+from tests.benchmarks.links import large_dataset
 
 _PACKERS = ("best_fit_decreasing", "first_fit_decreasing", "next_fit")
 
@@ -137,8 +138,8 @@ def bench_repacking(sizes: Sizes, workspace: Workspace, progress: Progress) -> B
     """Measure seconds on the clock of planning and writing a plan, and packs a second of processor time through one."""
     report = BenchReport("repack")
     progress("making a sequence store")
-    store = workspace.large_dataset(
-        "virtual", packs=sizes.large_packs, shard_packs=sizes.packs, pack_size=sizes.pack_size
+    store = large_dataset(
+        workspace, "virtual", packs=sizes.large_packs, shard_packs=sizes.packs, pack_size=sizes.pack_size
     )
     sequences = open_dataset(store).sequence_lengths.shape[0]
     plan = workspace.folder / "plan"

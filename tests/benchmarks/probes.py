@@ -10,6 +10,8 @@ import os
 import time
 from pathlib import Path
 
+from harness.bench import load
+
 _MEMORY_FILE = Path("/proc/self/statm")
 # Of a soak: three in each quarter.
 MIN_PASSES = 12
@@ -186,3 +188,9 @@ def _text_megabytes(source: str, tokenizer: str) -> tuple[list[str], float]:
         for record in records
     ]
     return texts, sum(len(text.encode()) for text in texts) / 1e6
+
+
+def measure_saving(*arguments: str) -> list[dict[str, float]]:
+    """Return what `checkpoints.measure_saving` does on a rank that is prepared for Megatron-Core."""
+    found: list[dict[str, float]] = load("tests.benchmarks.checkpoints:measure_saving", uses_megatron=True)(*arguments)
+    return found

@@ -15,7 +15,7 @@ import numpy as np
 from harness.bench.figures import BenchReport, Case, Figure, Progress, Side, rate
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
-from harness.checks import require_numbers
+from harness.checks import Bounds, require_bounds
 from harness.loader import LiveConfig, LoaderState, RankBatch, RankLayout
 from harness.loader.live import LiveProducer
 from harness.loader.live.consumer import LiveLoader
@@ -30,7 +30,7 @@ _TIMEOUT_S = 60
 
 def bench_live(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Read one stream by several ranks in four ways, and compare rates and imbalance."""
-    require_numbers(sizes, "", "ranks", lowest=1, highest=64)
+    require_bounds(sizes.ranks, Bounds(1, highest=64), "ranks", "")
     report = BenchReport("live")
     progress("writing the streams")
     alone, packed = workspace.folder / "live-sequences", workspace.folder / "live-packs"

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from harness.bench.checkpoints import HeldBytes, make_step
 from harness.loader import LoaderState
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
@@ -17,6 +16,7 @@ from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
 from harness.megatron.step import MegatronStep
 from harness.plan import OptimizerConfig, ParallelConfig
 from harness.train import Progress
+from tests.benchmarks.checkpoints import HeldBytes, make_step
 
 
 def tensors_of(step: MegatronStep) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from harness import LoaderConfig
 from harness.integrations import RankStream
 from harness.integrations.huggingface import PackedTraining
 from harness.schedule import ScheduleConfig
+from tests.integrations.probes import thd_of
 
 OPTIMIZER = {
     "learning_rate": 2e-3,
@@ -31,7 +32,7 @@ class PackedTrainer(PackedTraining, Trainer):
     """The Trainer on packed data, recording what its model is given."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.given.append(inputs.thd())
+        self.given.append(thd_of(inputs))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 

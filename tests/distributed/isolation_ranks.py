@@ -17,11 +17,12 @@ from harness.config import compose_config
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
-from harness.parity.isolation import IsolationCheck, planted_defects, sample_documents
+from harness.parity.isolation import IsolationCheck, sample_documents
 from harness.plan.model import ModelConfig
 from harness.plan.settings import SftConfig
 
 from .forked import jobs_of
+from .planted_defects import planted_defects
 
 VOCAB = 256
 MODEL = ModelConfig(

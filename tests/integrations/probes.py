@@ -21,12 +21,14 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.errors import exit_on_error
 from harness.integrations import RankStream
+from harness.integrations.dialects import IGNORED, HuggingFaceRow, Row
 from harness.loader import LoaderConfig
 from harness.schedule import ScheduleConfig
-from harness.thd import ThdBatch
+from harness.thd import ThdBatch, rows_from_model_tokens
 from harness.train.digests import sequence_digests
 
 Steps = list[list[ThdBatch]]
@@ -89,6 +91,46 @@ class Probe:
     packages: tuple[str, ...] = ()
 
 
+def thd_of(row: Row) -> ThdBatch:
+    """Return the row that `of` was given, from the values that are here now."""
+    return _of_huggingface(row) if isinstance(row, HuggingFaceRow) else _of_megatron(row)
+
+
+def _of_megatron(row: Row) -> ThdBatch:
+    return ThdBatch(
+        tokens=_array(row["tokens"])[0],
+        labels=_array(row["labels"])[0],
+        position_ids=_array(row["position_ids"])[0],
+        loss_mask=_array(row["loss_mask"])[0],
+        cu_seqlens=_array(row["cu_seqlens"]),
+        cu_seqlens_padded=_array(row["cu_seqlens_padded"]),
+        max_seqlen=int(row["max_seqlen"]),
+        padding_mask=_array(row["padding_mask"])[0],
+    )
+
+
+def _of_huggingface(row: Row) -> ThdBatch:
+    """Padding masks are False: this dialect has no padding, and does not tell a row of nobody's tokens."""
+    input_ids, labels = _array(row["input_ids"])[0], _array(row["labels"])[0]
+    bounds = _array(row["cu_seq_lens_q"]).astype(np.int64)
+    is_last, is_first = np.zeros(input_ids.shape[0], np.bool_), np.zeros(input_ids.shape[0], np.bool_)
+    is_last[bounds[1:] - 1] = True
+    is_first[bounds[:-1]] = True
+    (made,) = rows_from_model_tokens(
+        [np.diff(bounds) - 1],
+        tokens=input_ids[~is_last],
+        labels=input_ids[~is_first],
+        loss_mask=labels[~is_first] != IGNORED,
+        position_ids=_array(row["position_ids"])[0][~is_last],
+    )
+    return made
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    """Return an array of a tensor on any device, or the array itself."""
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
 def read_torch(job: ProbeJob) -> tuple[Steps, Position]:
     """Read with a plain loop over PackedDataset, in the Megatron dialect."""
     from harness.integrations.torch import PackedDataset
@@ -96,7 +138,7 @@ def read_torch(job: ProbeJob) -> tuple[Steps, Position]:
     data = PackedDataset(job.stream(), dialect="megatron", device="cpu")
     if job.position is not None:
         data.load_state_dict(job.position)
-    steps = [[row.thd() for row in step.rows] for step in islice(data.steps(), job.num_steps)]
+    steps = [[thd_of(row) for row in step.rows] for step in islice(data.steps(), job.num_steps)]
     data.close()
     return steps, data.state_dict()
 
@@ -113,7 +155,7 @@ def read_torchdata(job: ProbeJob) -> tuple[Steps, Position]:
     saved = Path(job.folder) / "loader.pt"
     if job.position is not None:
         loader.load_state_dict(torch.load(saved, weights_only=False))
-    steps = group_rows((row.thd() for row in passes(loader)), job.rows_of_steps())
+    steps = group_rows((thd_of(row) for row in passes(loader)), job.rows_of_steps())
     if job.rank == 0:
         torch.save(loader.state_dict(), saved)
     data.close()
@@ -133,7 +175,7 @@ def read_accelerate(job: ProbeJob) -> tuple[Steps, Position]:
     if job.position is not None:
         accelerator.load_state(saved)
     prepared = accelerator.prepare(data)
-    steps = [[row.thd() for row in step.rows] for step in islice(prepared.steps(), job.num_steps)]
+    steps = [[thd_of(row) for row in step.rows] for step in islice(prepared.steps(), job.num_steps)]
     accelerator.wait_for_everyone()
     accelerator.save_state(saved)
     accelerator.wait_for_everyone()
@@ -156,7 +198,7 @@ def read_lightning(job: ProbeJob) -> tuple[Steps, Position]:
             self.rows: list[ThdBatch] = []
 
         def training_step(self, row: Any, index: int) -> Any:
-            self.rows.append(row.thd())
+            self.rows.append(thd_of(row))
             return self.weight * 0
 
         def configure_optimizers(self) -> Any:
@@ -217,7 +259,7 @@ def _read_trainer(job: ProbeJob, trainer_class: Any, arguments: Any, **more: Any
             return rows, num_items
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            given[-1].append(inputs.thd())
+            given[-1].append(thd_of(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     stream = job.stream()
@@ -245,7 +287,6 @@ def _read_trainer(job: ProbeJob, trainer_class: Any, arguments: Any, **more: Any
 def read_torchtitan(job: ProbeJob) -> tuple[Steps, Position]:
     """Read with torchtitan's dataloader component; its rows are padded, and have no labels where nothing is trained."""
     from harness.integrations.torchtitan import HarnessDataLoader
-    from harness.thd import rows_from_model_tokens
 
     def unpadded(tokens: Any, positions: Any, labels: Any) -> ThdBatch:
         bounds = np.append(np.flatnonzero(positions == 0), tokens.shape[0])
@@ -310,7 +351,7 @@ def read_megatron_lm(job: ProbeJob) -> tuple[Steps, Position]:
         assert loader is not None
         if job.position is not None:
             loader.restore_state(job.position)
-        rows = (row.thd() for row in loader)
+        rows = (thd_of(row) for row in loader)
         steps = group_rows(rows, [size // job.world_size] * job.num_steps)
         loader.close()
         return steps, loader.save_state()

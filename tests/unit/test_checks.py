@@ -9,6 +9,7 @@ import pytest
 from harness.checks import (
     NOT_SET,
     SET,
+    Bounds,
     CheckedSettings,
     Rule,
     bounded,
@@ -16,9 +17,9 @@ from harness.checks import (
     one_of,
     other_than,
     require_at_least,
+    require_bounds,
     require_choice,
     require_cores,
-    require_numbers,
 )
 from harness.errors import ConfigError
 
@@ -29,30 +30,35 @@ class Settings:
     workers: int = 2
 
 
+def require_all(settings: Settings, section: str, *names: str, **bounds: float) -> None:
+    for name in names:
+        require_bounds(getattr(settings, name), Bounds(**bounds), name, section)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, None])
 def test_numbers_within_bounds_and_none_pass(share: float | None) -> None:
-    require_numbers(Settings(share), "loader", "share", "workers", lowest=0, highest=2)
+    require_all(Settings(share), "loader", "share", "workers", lowest=0, highest=2)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan"), float("inf")])
 def test_numbers_outside_bounds_are_refused_by_name(share: float) -> None:
     with pytest.raises(ConfigError) as error:
-        require_numbers(Settings(share), "loader", "share", lowest=0, below=1)
+        require_all(Settings(share), "loader", "share", lowest=0, below=1)
     assert error.value.what == f"share is {share}"
     assert error.value.where == "loader.share"
     assert error.value.fix == "set it to 0 or more and below 1"
 
 
 def test_open_bounds_exclude_their_ends() -> None:
-    require_numbers(Settings(), "", "share", above=0, highest=0.5)
+    require_all(Settings(), "", "share", above=0, highest=0.5)
     with pytest.raises(ConfigError, match=r"above 0\.5"):
-        require_numbers(Settings(), "", "share", above=0.5)
+        require_all(Settings(), "", "share", above=0.5)
 
 
 def test_without_bounds_a_number_only_has_to_be_finite() -> None:
-    require_numbers(Settings(), "", "share")
+    require_all(Settings(), "", "share")
     with pytest.raises(ConfigError, match="finite"):
-        require_numbers(Settings(float("inf")), "", "share")
+        require_all(Settings(float("inf")), "", "share")
 
 
 def test_choices_and_minimums_name_the_setting() -> None:

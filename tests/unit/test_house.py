@@ -37,28 +37,28 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_638,
-    "harness/bench": 2_993,
+    "harness": 2_620,
+    "harness/bench": 2_406,
     "harness/cli": 2_760,
     "harness/formats": 5_882,
     "harness/indexed": 1_292,
-    "harness/integrations": 3_046,
+    "harness/integrations": 3_004,
     "harness/launch": 2_473,
     "harness/loader": 4_884,
     "harness/megatron": 11_328,
-    "harness/parity": 3_056,
-    "harness/plan": 4_836,
-    "harness/prep": 10_271,
+    "harness/parity": 2_987,
+    "harness/plan": 4_838,
+    "harness/prep": 10_266,
     "harness/recipes": 10,
     "harness/schedule": 966,
     "harness/storage": 2_724,
     "harness/train": 3_139,
     "recipes": 504,
-    "tests": 52_248,
-    "tests/benchmarks": 2_163,
+    "tests": 52_392,
+    "tests/benchmarks": 2_826,
 }
 SHAPE = {
-    "core ring, lines": 20_038,
+    "core ring, lines": 20_022,
     "from packs to the optimizer's step, lines": 4_030,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 106,
 }
-MOST_LINES_IN_ALL = 62_802
+MOST_LINES_IN_ALL = 62_083
 
 
 def tree(path: Path) -> ast.Module:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.checks import require_numbers
+from harness.checks import Bounds, require_bounds
 from harness.cli.settings import parse_settings
 from harness.errors import CheckpointError, ConfigError
 from harness.settings import (
@@ -52,7 +52,7 @@ class Inner:
     sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        require_numbers(self, "data", "pack_size", lowest=2)
+        require_bounds(self.pack_size, Bounds(2), "pack_size", "data")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Backends of attention in a whole model, forward and backward, against plain attention; and isolation, both ways."""
+"""Backends of attention in a whole model, forward and backward, against plain attention; and isolation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
-from harness.parity.isolation import IsolationCheck, planted_defects
+from harness.parity.isolation import IsolationCheck
 from harness.plan import ModelConfig, ParallelConfig, SftConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch, pad_row
@@ -193,12 +193,6 @@ def _distance(values: torch.Tensor, of: torch.Tensor) -> float:
 
 
 def _isolate(report: BenchReport, model: ModelConfig, job: runtime.Runtime) -> None:
-    check = IsolationCheck.of_job(SftConfig(model=model), job)
-    findings = check.run()
+    findings = IsolationCheck.of_job(SftConfig(model=model), job).run()
     report.add(Figure("isolation: findings", len(findings), "findings", at_most=0))
     report.notes += [f"isolation: {finding}" for finding in findings[:10]]
-    planted = planted_defects(check.layout, check.parallel, check.pad_to_multiple)
-    missed = [name for name, prepare in planted.items() if not check.run(prepare)]
-    found = len(planted) - len(missed)
-    report.add(Figure("isolation: planted defects found", found, "defects", at_least=len(planted)))
-    report.notes += [f"isolation: planted and not found: {name}" for name in missed]

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import time
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from harness.bench.checkpoints import SavingRank
 from harness.bench.figures import BenchReport, Case, Figure
 from harness.bench.gpu.environment import add_memory, fit, matrix_of, peak_of, shape_of
 from harness.bench.gpu.profiling import add_trace, trace_steps
 from harness.bench.sizes import Sizes
-from harness.bench.step import LoopBench, bare_step, flops_of, write_rows
+from harness.bench.step import LoopBench, bare_step, flops_of, wait_for, write_rows
 from harness.bench.workspace import Workspace
 from harness.formats import open_dataset
-from harness.loader import RankLayout
+from harness.loader import LoaderState, RankLayout
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join, on_rank_0
 from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import engine_layers
+from harness.megatron.state.checkpoint import CheckpointWriter
 from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, ParallelConfig, plan_memory, sequence_cost
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
+from harness.train import Progress
 
 _LEAST_OF_DENSE = 0.95
 # Training may wait as long as one copy of a rank's own state takes.
@@ -141,6 +144,63 @@ def _dense(row: ThdBatch, count: int, length: int, device: torch.device) -> RowT
     fields = (row.tokens, row.labels, positions, row.loss_mask, row.padding_mask)
     tokens, labels, position_ids, loss_mask, padding_mask = map(grid, fields)
     return RowTensors(tokens, labels, position_ids, loss_mask, padding_mask, loss_mask.sum().to(torch.int), None)
+
+
+def owned_tensors(step: MegatronStep, ranks: int) -> list[torch.Tensor]:
+    """Return views of as many bytes as a rank has to save: its optimizer state, and an equal part of the weights."""
+    (part,) = getattr(step.optimizer, "chained_optimizers", [step.optimizer])
+    mains = [main for group in part.optimizer.param_groups for main in group["params"]]
+    states = [value for main in mains for value in part.optimizer.state[main].values() if value.dim()]
+    weights = [weight for chunk in step.chunks for weight in chunk.parameters()]
+    parts = [weight.detach().view(-1)[: weight.numel() // ranks] for weight in weights]
+    return [*(main.detach() for main in mains), *states, *parts]
+
+
+class SavingRank:
+    """Saves of one rank in the background, each with the seconds that training waits and that one copy takes.
+
+    Args:
+        step: the model and its optimizer's state.
+        folder: of the checkpoints.
+        job: of this process; every rank of it makes one.
+    """
+
+    def __init__(self, step: MegatronStep, folder: Path, job: Any) -> None:
+        self._device = job.device
+        self._owned = owned_tensors(step, job.world_size)
+        self.owned_bytes = sum(tensor.nbytes for tensor in self._owned)
+        self._writer = CheckpointWriter(folder, step, keep=1)
+        self._number, self._began = 0, 0.0
+
+    def begin(self) -> float:
+        """Begin a save on all ranks at once; return the seconds that training waits for it."""
+        self._number += 1
+        torch.distributed.barrier()
+        self._began = time.perf_counter()
+        self._writer.start(Progress(self._number, LoaderState(0)))
+        return time.perf_counter() - self._began
+
+    def finish(self) -> float:
+        """Wait until the checkpoint is complete; return the seconds since its save began."""
+        self._writer.finish()
+        return time.perf_counter() - self._began
+
+    def copy(self) -> float:
+        """Return the seconds of one copy of the rank's own state: to pinned memory from a GPU, else to new memory."""
+        on_gpu = self._device.type == "cuda"
+        own = self._owned
+        room = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) if on_gpu else None for one in own]
+        torch.distributed.barrier()
+        wait_for(self._device)
+        start = time.perf_counter()
+        made = [
+            tensor.clone() if target is None else target.copy_(tensor, non_blocking=True)
+            for target, tensor in zip(room, own, strict=True)
+        ]
+        wait_for(self._device)
+        spent = time.perf_counter() - start
+        del made
+        return spent
 
 
 def measure_checkpoint(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:

@@ -135,12 +135,12 @@ class _Traces:
         self.drawn = sorted(cells, key=lambda cell: (cell.reference is not None, cell.status != "same"))
         self.points = max(100, POINTS // max(1, len(self.drawn)))
 
-    def _trace(self, cell: CellResult, steps: Sequence[int], values: Values, **changed: Any) -> list[dict[str, Any]]:
+    def _trace(self, cell: CellResult, steps: Sequence[int], values: Values) -> list[dict[str, Any]]:
         """Return the trace of one cell; none if it has no value to show."""
         kept_steps, kept = thin(steps, values, self.points)
         if all(value is None for value in kept):
             return []
-        trace = {
+        trace: dict[str, Any] = {
             "name": plain(cell.name),
             "x": self._pool.add(kept_steps),
             "y": self._pool.add(kept),
@@ -149,10 +149,16 @@ class _Traces:
             "opacity": 0.5 if cell.reference is None else 1,
             "meta": cell.name,
         }
-        return [trace | changed]
+        return [trace]
 
-    def column(self, name: str, **changed: Any) -> list[dict[str, Any]]:
-        traces = (self._trace(cell, cell.series.step, getattr(cell.series, name), **changed) for cell in self.drawn)
+    def column(self, name: str, label: str = "", *, as_marks: bool = False) -> list[dict[str, Any]]:
+        """Return a column of every cell as lines; those with a label are dotted, or diamonds."""
+        traces = [self._trace(cell, cell.series.step, getattr(cell.series, name)) for cell in self.drawn]
+        for trace in chain.from_iterable(traces if label else ()):
+            line = trace["line"]
+            dotted = {"line": line | {"dash": "dot"}}
+            marks = {"mode": "markers", "marker": {"symbol": "diamond-open", "size": 8, "color": line["color"]}}
+            trace.update(marks if as_marks else dotted, name=f"{trace['name']}, {label}")
         return [*chain.from_iterable(traces)]
 
     def apart(self, name: str) -> list[dict[str, Any]]:
@@ -164,19 +170,6 @@ class _Traces:
                 steps, values = differences(other.series, cell.series, name)
                 floored = [None if value is None else max(value, FLOOR) for value in values]
                 traces += self._trace(cell, steps, floored)
-        return traces
-
-    def dotted(self, name: str, label: str) -> list[dict[str, Any]]:
-        traces = self.column(name)
-        for dots in traces:
-            dots |= {"name": f"{dots['name']}, {label}", "line": dots["line"] | {"dash": "dot"}}
-        return traces
-
-    def validation(self) -> list[dict[str, Any]]:
-        traces = self.column("validation_loss", mode="markers", marker={"symbol": "diamond-open", "size": 8})
-        for marks in traces:
-            color = {"color": marks["line"]["color"]}
-            marks |= {"name": f"{marks['name']}, validation", "marker": marks["marker"] | color}
         return traces
 
 
@@ -192,7 +185,7 @@ def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
     def chart(name: str, title: str, note: str, traces: list[dict[str, Any]], y_title: str, y_format: str) -> Chart:
         return Chart(name, title, note + thinned, traces, _layout(y_title, y_format, hover, ends))
 
-    validation = traces.validation()
+    validation = traces.column("validation_loss", "validation", as_marks=True)
     note = "Mean of a trained token, nats; references are thick and gray, diamonds are validation."
     charts = [chart("loss", "Loss", note, traces.column("loss") + validation, "loss", ".6f")]
     for name, title in (("loss", "Loss"), ("grad_norm", "Gradient norm")):
@@ -203,10 +196,10 @@ def draw_charts(report: ParityReport, pool: Pool) -> list[Chart]:
     note = "Share of the rows that holds tokens, per step."
     charts.append(chart("fill", "Fill", note, traces.column("fill"), "fill", ".2%"))
     note = "Busiest data-parallel rank over the mean, per step; 1 is even. Lines are attention cost, dots are tokens."
-    both = traces.column("imbalance_cost") + traces.dotted("imbalance_tokens", "tokens")
+    both = traces.column("imbalance_cost") + traces.column("imbalance_tokens", "tokens")
     charts.append(chart("imbalance", "Imbalance", note, both, "busiest / mean", ".4f"))
     note = "Seconds on the clock; dots are the wait for data within them. Cells that ran side by side share a machine."
-    both = traces.column("step_s") + traces.dotted("data_wait_s", "waiting")
+    both = traces.column("step_s") + traces.column("data_wait_s", "waiting")
     charts.append(chart("time", "Time of a step", note, both, "seconds", ".3f"))
     return [drawn_chart for drawn_chart in charts if drawn_chart.traces]
 

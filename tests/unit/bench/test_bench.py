@@ -21,6 +21,7 @@ from harness.cli.app import app
 from harness.errors import ConfigError
 from harness.formats import open_dataset
 from tests.benchmarks.__main__ import PEERS
+from tests.benchmarks.links import large_dataset
 
 ALL = BENCHES | PEERS
 KERNELS = Path(__file__).resolve().parents[2] / "golden" / "kernels.json"
@@ -132,7 +133,7 @@ def test_a_workspace_is_removed_unless_it_is_kept(tmp_path):
 @pytest.mark.parametrize("format_name", ["parquet", "memmap", "binidx", "jsonl"])
 def test_a_large_dataset_of_links_is_read_and_checked_like_any_other(tmp_path, format_name):
     with Workspace(tmp_path, keep=True) as workspace:
-        path = workspace.large_dataset(format_name, packs=40, shard_packs=16, pack_size=32)
+        path = large_dataset(workspace, format_name, packs=40, shard_packs=16, pack_size=32)
     reader = open_dataset(path)
     packs = list(make_packs(16, 32))
     assert len(reader) == 48
@@ -166,7 +167,6 @@ def test_formats_are_measured_against_plain_arrays_and_the_row_group_reader(tmp_
 def test_a_list_that_is_too_short_and_too_few_ranks_are_refused_by_name():
     for words, what in (
         (["loader", "workers=[]"], "0 numbers, 1 needed"),
-        (["kernels", "sequences=[]"], "0 numbers, 1 needed"),
         (["schedule", "ranks=0"], "0 is too small"),
     ):
         done = CliRunner().invoke(app, ["bench", *words])
@@ -202,12 +202,17 @@ def test_preparing_is_measured_against_the_library_and_as_the_input_grows(tmp_pa
     assert len([figure for figure in report.figures if figure.name.startswith("memory, ")]) == 2
 
 
-def test_a_loader_is_measured_by_tokens_and_by_stages(tmp_path):
+def test_a_loader_is_measured_by_tokens(tmp_path):
     sizes = {"packs": 40, "pack_size": 64, "max_tokens_per_rank": 128, "global_batch": 4, "steps": 3, "workers": (0, 1)}
-    report = measure("loader", tmp_path, large_packs=0, **sizes)
+    report = measure("loader", tmp_path, **sizes)
     best = report.figure("memmap, best of 0, 1 workers")
     assert best.value == max(report.figure(name).value for name in best.of)
     assert best.at_least == 30
+
+
+def test_stages_of_a_step_are_shares_and_bytes_of_many_ranks_are_counted(tmp_path):
+    sizes = {"packs": 40, "pack_size": 64, "max_tokens_per_rank": 128, "global_batch": 4, "steps": 3}
+    report = measure("reading", tmp_path, large_packs=0, **sizes)
     shares = [figure.value for figure in report.figures if figure.name.startswith("parquet, share of")]
     assert len(shares) == 5
     assert sum(shares) == pytest.approx(100)
@@ -228,11 +233,12 @@ def test_a_soak_counts_memory_files_and_threads_of_all_processes(tmp_path):
 
 
 def test_schedulers_are_compared_on_simulated_batches(tmp_path):
-    report = measure("schedule", tmp_path, steps=3, sequences=(300,), rounds=2)
+    report = measure("schedule", tmp_path, steps=3)
     ours, theirs = (report.figure(f"{name}, step cost") for name in ("cost_balanced", NEXT_FIT))
     assert ours.value == statistics.mean(ours.samples) < theirs.value
     assert (ours.at_most, theirs.at_most) == (1.01, None)
-    assert report.figure("cost_balanced, 300 sequences on 64 ranks").unit == "ms"
+    planned = measure("planning", tmp_path, sequences=(300,), rounds=2)
+    assert planned.figure("cost_balanced, 300 sequences on 64 ranks").unit == "ms"
 
 
 def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
@@ -240,7 +246,7 @@ def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
         path = workspace.dataset("memmap", packs=30, pack_size=64)
     for shard in path.glob("shard_*/input_ids.npy"):
         shard.write_bytes(bytes(shard.stat().st_size))
-    sizes = {"ranks": 2, "cp_size": 2, "max_tokens_per_rank": 64, "global_batch": 8, "steps": 9, "sequences": ()}
+    sizes = {"ranks": 2, "cp_size": 2, "max_tokens_per_rank": 64, "global_batch": 8, "steps": 9}
     report = measure("schedule", tmp_path / "of", path=str(path), **sizes)
     assert "means over 3 batches" in report.notes[0]
     assert sum(figure.name.endswith("step cost") for figure in report.figures) == 4
@@ -274,7 +280,7 @@ def test_a_microbatch_launches_what_the_golden_table_says(tmp_path):
 
 
 def test_the_command_prints_a_table_or_json_and_saves_it(tmp_path):
-    arguments = ["bench", "schedule", "steps=2", "rounds=1", "ranks=4", "parts=cost_balanced"]
+    arguments = ["bench", "schedule", "steps=2", "ranks=4", "parts=cost_balanced"]
     run = CliRunner()
     printed = run.invoke(app, arguments)
     assert printed.exit_code == 0
@@ -287,12 +293,12 @@ def test_the_command_prints_a_table_or_json_and_saves_it(tmp_path):
 
 
 def test_a_setting_of_another_bench_is_refused_and_those_of_this_one_are_named():
-    done = CliRunner().invoke(app, ["bench", "kernels", "workers=2"])
+    done = CliRunner().invoke(app, ["bench", "gpu", "workers=2"])
     assert isinstance(done.exception, ConfigError)
-    assert done.exception.fix == "use sequences, pack_size, hidden"
-    printed = CliRunner().invoke(app, ["bench", "kernels", "hidden=128", "--quick", "--cfg"]).stdout
+    assert done.exception.fix == "use out, device, size, parts, ranks, part_limit_s, total_limit_s"
+    printed = CliRunner().invoke(app, ["bench", "gpu", "ranks=2", "--quick", "--cfg"]).stdout
     lines = [line for line in printed.splitlines() if line and line[0] not in "#-"]
-    assert lines == ["pack_size: 64", "sequences:", "hidden: 128"]
+    assert lines[:5] == ["out: gpu-report", "device: auto", "size: tiny", "parts: []", "ranks: 2"]
 
 
 @pytest.mark.parametrize("name", ALL)

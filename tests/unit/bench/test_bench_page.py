@@ -65,7 +65,7 @@ def test_a_report_of_another_process_is_the_same():
 
 def test_a_failed_section_reports_its_error_and_loses_no_other(monkeypatch, tmp_path, capsys):
     broken = Section("Broken", "formats parts=nonsense", "")
-    whole = Section("Scheduling", "schedule parts=as_packed sequences=300", "")
+    whole = Section("Scheduling", "schedule parts=as_packed", "")
     monkeypatch.setattr(everything, "SECTIONS", [broken, whole])
     page = tmp_path / "BENCHMARKS.md"
     with pytest.raises(SystemExit):

@@ -12,6 +12,7 @@ from harness.errors import ConfigError, ScheduleError
 from harness.integrations import DialectError, HuggingFaceRow, MegatronRow, Row, require_dialect
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch, zero_loss_row
+from tests.integrations.probes import thd_of
 
 
 def row_of(*sequences: tuple[list[int], list[int]], pad_to_multiple: int = 1) -> ThdBatch:
@@ -55,14 +56,14 @@ def same(one: ThdBatch, other: ThdBatch) -> bool:
 @pytest.mark.parametrize("row", [TWO, zero_loss_row(), row_of(([4, 4], [1, 0]))])
 @pytest.mark.parametrize("kind", [MegatronRow, HuggingFaceRow])
 def test_a_row_comes_back_from_both_dialects(kind: type[Row], row: ThdBatch) -> None:
-    assert same(kind.of(row).thd(), kept_by(kind, row))
-    assert same(kind.of(row).tensors().thd(), kept_by(kind, row))
+    assert same(thd_of(kind.of(row)), kept_by(kind, row))
+    assert same(thd_of(kind.of(row).tensors()), kept_by(kind, row))
 
 
 def test_padding_comes_back_from_the_megatron_dialect_and_is_refused_by_the_other() -> None:
     padded = row_of(([5, 6, 7, 8], [0, 1, 1, 0]), ([3, 2, 9], [1, 0, 0]), pad_to_multiple=4)
 
-    assert same(MegatronRow.of(padded).tensors().thd(), padded)
+    assert same(thd_of(MegatronRow.of(padded).tensors()), padded)
     with pytest.raises(ScheduleError, match="3 padding tokens"):
         HuggingFaceRow.of(padded)
 

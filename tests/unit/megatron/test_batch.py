@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from harness.bench.kernels import _Waits
 from harness.megatron.batch import RowsAhead, padding_argument, run_row, sum_loss, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
@@ -23,6 +22,7 @@ from harness.thd import (
     tokens_ahead,
     zero_loss_row,
 )
+from tests.benchmarks.kernels import _Waits
 
 
 def row(length: int):

@@ -19,7 +19,6 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 import harness.megatron.step
-from harness.bench.checkpoints import HeldBytes
 from harness.config import compose_config
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
@@ -28,6 +27,7 @@ from harness.plan.memory import plan_stage_memory
 from harness.plan.settings import SftConfig
 from harness.records import SequenceView
 from harness.thd import build_thd_batch
+from tests.benchmarks.checkpoints import HeldBytes
 
 SEQUENCES = 16
 

@@ -10,14 +10,14 @@ from stock_templates import SHAPES, stock_templates
 from harness.errors import ConfigError
 from harness.prep.chat import BadRecord, Conversation, Message
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
-from harness.prep.tokenize.templates.builtin import built_in_templates, load_template, template_tokens
+from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template, template_tokens
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.\n",
     "def f(x):\n    return x + 1\n",
     "Grüße, 世界! \U0001f600",
 ] * 20
-NAMES = built_in_templates()
+NAMES = tuple(BUILT_IN)
 # This template has no tools, and takes nothing but texts.
 CHATML_SHAPES = [
     name for name, (_, tools) in SHAPES.items() if not tools and "reasoning" not in name and name != "text_parts"

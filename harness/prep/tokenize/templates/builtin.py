@@ -32,7 +32,7 @@ class TemplateTokens:
 
 _CHATML = TemplateTokens(("<|im_end|>",), ("<|im_start|>",))
 _LLAMA = TemplateTokens(("<|eot_id|>",), ("<|start_header_id|>", "<|end_header_id|>"), "<|begin_of_text|>")
-_BUILT_IN = {
+BUILT_IN = {
     "chatml": _CHATML,
     "llama3": _LLAMA,
     "llama3_1": _LLAMA,
@@ -68,17 +68,12 @@ _BUILT_IN = {
 _CONTROL = re.compile(
     r"<\|[^<>|\s'\"{}]+\|?>|<[A-Za-z_]+\|>|<\uff5c[^<>\s'\"]+\uff5c>|<\w+_of_\w+>|</s>|\[/?(?:INST|[A-Z]+_[A-Z_]+)\]"
 )
-_KNOWN_ENDS = frozenset(end for tokens in _BUILT_IN.values() for end in tokens.ends)
-
-
-def built_in_templates() -> tuple[str, ...]:
-    """Return the names of the built-in templates."""
-    return tuple(_BUILT_IN)
+_KNOWN_ENDS = frozenset(end for tokens in BUILT_IN.values() for end in tokens.ends)
 
 
 def template_tokens(name: str) -> TemplateTokens | None:
     """Return the special tokens of a built-in template; None for any other name."""
-    return _BUILT_IN.get(name)
+    return BUILT_IN.get(name)
 
 
 def spelled_tokens(template: str, *, end_of_text: str) -> TemplateTokens:
@@ -105,19 +100,19 @@ def load_template(name: str) -> str:
     Raises:
         ConfigError: there is neither, or the file cannot be read.
     """
-    if name in _BUILT_IN:
+    if name in BUILT_IN:
         text = files(__package__).joinpath(f"{name}.jinja").read_text(encoding="utf-8")
         return text.removesuffix("\n")
     path = Path(name).expanduser()
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = nearest_name(name, _BUILT_IN)
+        near = nearest_name(name, BUILT_IN)
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError(
             f"chat template {name!r} is neither a built-in template nor a file",
             where="tokenizer.chat_template",
-            fix=f"{hint}use a Jinja file, or one of {', '.join(_BUILT_IN)}",
+            fix=f"{hint}use a Jinja file, or one of {', '.join(BUILT_IN)}",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         what, fix = f"the template cannot be read: {error}", "check tokenizer.chat_template"

@@ -1,10 +1,9 @@
-"""`harness bench checkpoint`: cost of hashing a checkpoint, of checking it at resume, and of saving it on each rank."""
+"""`python -m tests.benchmarks checkpoint`: cost of hashing a checkpoint, checking it at resume, saving it by ranks."""
 
 from __future__ import annotations
 
 import os
 import statistics
-import time
 import weakref
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Case, Figure, Progress, milliseconds
+from harness.bench.gpu.training import SavingRank
 from harness.bench.sizes import Sizes
-from harness.bench.step import give_state, small_model, wait_for
+from harness.bench.step import give_state, small_model
 from harness.bench.workspace import Workspace
 from harness.loader import LoaderState, RankLayout
 from harness.megatron.job import runtime
@@ -82,7 +82,7 @@ def bench_checkpoint(sizes: Sizes, workspace: Workspace, progress: Progress) -> 
     for ranks in (count for count in (2, 4, 8, 16, 32, 64) if count <= sizes.ranks):
         progress(f"saving on {ranks} ranks")
         arguments = (workspace.folder / f"ranks-{ranks}", sizes.layers, sizes.hidden, sizes.rounds)
-        _add_ranks(report, ranks, measure_apart(f"{__name__}:measure_saving", *arguments, ranks=ranks))
+        _add_ranks(report, ranks, measure_apart("tests.benchmarks.probes:measure_saving", *arguments, ranks=ranks))
     report.notes.append(f"a checkpoint of {num_bytes / 1e6:,.1f} MB; each rank of a job checks a share of the files")
     return report
 
@@ -120,21 +120,11 @@ def make_step(
     return step
 
 
-def owned_tensors(step: MegatronStep, ranks: int) -> list[torch.Tensor]:
-    """Return views of as many bytes as a rank has to save: its optimizer state, and an equal part of the weights."""
-    (part,) = getattr(step.optimizer, "chained_optimizers", [step.optimizer])
-    mains = [main for group in part.optimizer.param_groups for main in group["params"]]
-    states = [value for main in mains for value in part.optimizer.state[main].values() if value.dim()]
-    weights = [weight for chunk in step.chunks for weight in chunk.parameters()]
-    parts = [weight.detach().view(-1)[: weight.numel() // ranks] for weight in weights]
-    return [*(main.detach() for main in mains), *states, *parts]
-
-
-class HeldBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class HeldBytes(TorchDispatchMode):
     """Counts the bytes of the host's tensors that operations make inside the block, and the most at any time."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now = self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,53 +149,6 @@ def _is_on_host(value: Any) -> bool:
 
 def _storage(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()
-
-
-class SavingRank:
-    """Saves of one rank in the background, each with the seconds that training waits and that one copy takes.
-
-    Args:
-        step: the model and its optimizer's state.
-        folder: of the checkpoints.
-        job: of this process; every rank of it makes one.
-    """
-
-    def __init__(self, step: MegatronStep, folder: Path, job: Any) -> None:
-        self._device = job.device
-        self._owned = owned_tensors(step, job.world_size)
-        self.owned_bytes = sum(tensor.nbytes for tensor in self._owned)
-        self._writer = CheckpointWriter(folder, step, keep=1)
-        self._number, self._began = 0, 0.0
-
-    def begin(self) -> float:
-        """Begin a save on all ranks at once; return the seconds that training waits for it."""
-        self._number += 1
-        torch.distributed.barrier()
-        self._began = time.perf_counter()
-        self._writer.start(RunPosition(self._number, LoaderState(0)))
-        return time.perf_counter() - self._began
-
-    def finish(self) -> float:
-        """Wait until the checkpoint is complete; return the seconds since its save began."""
-        self._writer.finish()
-        return time.perf_counter() - self._began
-
-    def copy(self) -> float:
-        """Return the seconds of one copy of the rank's own state: to pinned memory from a GPU, else to new memory."""
-        on_gpu = self._device.type == "cuda"
-        own = self._owned
-        room = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) if on_gpu else None for one in own]
-        torch.distributed.barrier()
-        wait_for(self._device)
-        start = time.perf_counter()
-        made = [
-            tensor.clone() if target is None else target.copy_(tensor, non_blocking=True)
-            for target, tensor in zip(room, own, strict=True)
-        ]
-        wait_for(self._device)
-        spent = time.perf_counter() - start
-        del made
-        return spent
 
 
 def measure_saving(folder: str, layers: str, hidden: str, rounds: str) -> list[dict[str, float]]:

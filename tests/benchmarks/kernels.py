@@ -1,4 +1,4 @@
-"""`harness bench kernels`: kernels, copies and waits of one microbatch, counted without a GPU."""
+"""`python -m tests.benchmarks kernels`: kernels, copies and waits of one microbatch, counted without a GPU."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _VIEWS |= {"squeeze", "expand", "detach", "alias", "select", "as_strided", "unbi
 _WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "equal", "__bool__", "__int__", "__float__", "__index__"}
 
 
-class _Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counts(TorchDispatchMode):
     """Counts kernels that PyTorch dispatches: every operation but those that return a view."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.kernels = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +67,7 @@ class _OneKernel(torch.nn.Module):
     """A core attention of one kernel a row, as Transformer Engine's is; it attends to nothing."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return _Copy.apply(query, key, value)  # type: ignore[no-untyped-call,no-any-return]
+        return _Copy.apply(query, key, value)
 
 
 class _Copy(torch.autograd.Function):
@@ -83,7 +83,7 @@ class _Copy(torch.autograd.Function):
         return gradient, gradient[:, :num_groups], gradient[:, :num_groups]
 
 
-class _Unrotated(SelfAttention):  # type: ignore[misc]
+class _Unrotated(SelfAttention):
     """Self-attention without a rotary embedding."""
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, **options: Any) -> Any:
