@@ -19,6 +19,7 @@ from harness.thd import (
     padding_multiple,
     rows_from_arrays,
     rows_from_model_tokens,
+    shared_multiple,
     static_row,
     tokens_ahead,
     visible_bounds,
@@ -145,10 +146,27 @@ def test_the_multiple_lets_every_rank_hold_equal_parts(
         assert multiple // cp_size % tp_size == 0
 
 
+@pytest.mark.parametrize(
+    ("multiple", "ranks", "shared"), [(1, 1, 1), (3, 1, 3), (1, 2, 4), (4, 2, 8), (3, 2, 12), (2, 3, 6)]
+)
+def test_ranks_that_share_a_row_hold_two_equal_chunks_of_every_sequence(multiple: int, ranks: int, shared: int) -> None:
+    assert shared_multiple(multiple, ranks) == shared
+
+
 def test_without_parallelism_nothing_is_padded() -> None:
     assert padding_multiple() == padding_multiple(tp_size=4) == padding_multiple(sequence_parallel=True) == 1
     assert padding_multiple(cp_size=2) == 4
     assert len(zero_loss_row()) == len(build_thd_batch([view([1, 2], [1, 0])])) == 1
+    ids, mask = np.arange(6, dtype=np.int32), np.ones(6, np.uint8)
+    assert [len(row) for row in rows_from_arrays(ids, mask, [np.asarray([2, 4])])] == [4]
+    labeled = {"tokens": ids, "labels": ids, "loss_mask": mask}
+    assert [len(row) for row in rows_from_model_tokens([np.asarray([1, 4]), np.asarray([1])], **labeled)] == [5, 1]
+
+
+def test_rows_without_any_sequence_are_laid_out() -> None:
+    none = np.zeros(0, dtype=np.int64)
+    rows = rows_from_arrays(none.astype(np.int32), none.astype(np.uint8), [none, none], pad_to_multiple=2)
+    assert [(len(row), row.num_trained_tokens) for row in rows] == [(2, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("pad_to_multiple", [1, 4])
@@ -359,5 +377,11 @@ def test_a_conversation_s_weight_is_shared_by_its_trained_tokens_and_one_that_tr
     assert (loss_weights(row)[0].tolist(), loss_weights(row)[1]) == (row.loss_mask.tolist(), 3)
     assert loss_weights(zero_loss_row(4), "conversation")[1] == loss_weights(zero_loss_row(4))[1] == 0
     # Weights are on any scale.
-    again, same = loss_weights(replace(row, loss_mask=row.loss_mask * 100), "conversation")
-    assert (again.tolist(), same) == (weights.tolist(), 2)
+    for scale in (100, 0.25):
+        again, same = loss_weights(replace(row, loss_mask=row.loss_mask * scale), "conversation")
+        assert (again.tolist(), same) == (weights.tolist(), 2)
+
+
+def test_weights_are_summed_exactly_past_what_float32_counts() -> None:
+    row = replace(build_thd_batch(TWO), loss_mask=np.full(2**17 + 1, 255, dtype=np.float32))
+    assert loss_weights(row)[1] == 255 * (2**17 + 1) > 2**24

@@ -149,6 +149,7 @@ def test_steps_in_epochs_count_the_ragged_batch_as_what_it_holds() -> None:
     assert epochs_after(config(4), 10, 4, epoch=0, packs_consumed=0) == 1.4
     assert epochs_after(config(4), 10, 1, epoch=2, packs_consumed=3) == 2.7
     assert epochs_after(config(4), 10, 2, epoch=2, packs_consumed=3) == 3
+    assert epochs_after(config(4), 4, 3, epoch=0, packs_consumed=0) == 3
 
 
 def test_steps_go_on_from_any_position() -> None:
@@ -170,9 +171,10 @@ def test_settings_below_one_are_refused() -> None:
         config(window=0)
 
 
-def test_positions_past_the_end_are_refused() -> None:
+@pytest.mark.parametrize(("start", "stop"), [(8, 11), (-1, 4), (8, 8)])
+def test_positions_past_either_end_and_none_at_all_are_refused(start: int, stop: int) -> None:
     with pytest.raises(IndexError):
-        EpochOrder(config(), 10, 0).packs(8, 11)
+        EpochOrder(config(), 10, 0).packs(start, stop)
 
 
 def test_opening_two_million_packs_hashes_blocks_and_a_batch_hashes_its_window(monkeypatch) -> None:

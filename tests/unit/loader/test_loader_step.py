@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ from harness.loader import (
 from harness.loader.blend import BlendOrder
 from harness.loader.plan import BatchReader
 from harness.records import Int32Array, Int64Array, Pack
-from harness.schedule import DYNAMIC, SCHEDULERS, ScheduleConfig
-from harness.thd import build_thd_batch, padding_multiple
+from harness.schedule import DYNAMIC, SCHEDULERS, ScheduleConfig, SequenceCost
+from harness.thd import ThdBatch, build_thd_batch, padding_multiple, rows_from_arrays
 
 
 class MemorySource:
@@ -118,6 +119,19 @@ def test_rows_hold_the_sequences_that_they_name(name: str, laid_out_at_once: int
             assert getattr(row, field).tolist() == getattr(alone, field).tolist()
 
 
+def test_rows_are_laid_out_together_until_their_tokens_reach_the_next_multiple(monkeypatch) -> None:
+    together = []
+
+    def build(*, row_lengths: list[Int64Array], **rest: Any) -> list[ThdBatch]:
+        together.append(len(row_lengths))
+        return rows_from_arrays(row_lengths=row_lengths, **rest)
+
+    monkeypatch.setattr("harness.loader.plan._TOKENS_AT_ONCE", 20)
+    monkeypatch.setattr("harness.loader.plan.rows_from_arrays", build)
+    assert batch(MemorySource([pack(10)] * 5), BatchRange(0, 0, 0, 5), "as_packed").num_microbatches == 5
+    assert together == [1, 2, 2]
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     packs=st.lists(st.lists(st.integers(2, 30), min_size=1, max_size=4), min_size=1, max_size=6),
@@ -196,6 +210,59 @@ def test_a_pack_over_capacity_is_refused_as_packed() -> None:
     reader(data, "dp_balanced", capacity=31).check()
     with pytest.raises(ScheduleError, match="pack 1 of the dataset has 33 model tokens"):
         reader(MemorySource([pack(17, 17), pack(4, 31)]), "as_packed", capacity=32).check()
+
+
+def test_rows_of_context_parallel_ranks_hold_as_many_times_the_tokens_and_are_measured_by_them() -> None:
+    made = reader(MemorySource([pack(50)]), capacity=26, cp_size=2, pad_to_multiple=4)
+    _, _, placed, imbalance = made.plan(BatchRange(0, 0, 0, 1))
+    assert (placed.num_microbatches, imbalance.fill) == (1, 1.0)
+
+
+def test_sequences_are_placed_and_measured_by_their_cost() -> None:
+    # 8 tokens in one sequence cost as much as four sequences of 4.
+    made = BatchReader(
+        MemorySource([pack(9, 5, 5, 5, 5)]),
+        LoaderConfig(),
+        schedule=ScheduleConfig("cost_balanced", 16),
+        layout=RankLayout(dp_size=2),
+        cost=SequenceCost(linear=0.0, quadratic=1.0),
+    )
+    imbalance = made.plan(BatchRange(0, 0, 0, 1))[3]
+    assert sorted(imbalance.rank_tokens.tolist()) == [8, 16]
+    assert imbalance.rank_cost.tolist() == [64.0, 64.0]
+
+
+def test_a_row_names_the_ranks_that_share_it() -> None:
+    data, step = MemorySource([pack(39), pack(9), pack(9)]), BatchRange(0, 0, 0, 3)
+    for dp_size, rank in ((2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)):
+        size = {"dp_rank": rank, "dp_size": dp_size}
+        made = reader(data, DYNAMIC, capacity=24, **size)
+        made.check()
+        raw = made.read(step)
+        assert raw.shared_by == (dp_size, 1)
+        rows = build_batch(raw, layout=RankLayout(**size), before=LoaderState(seed=3), num_packs=3).rows
+        # 38 tokens become 4 or 8 equal chunks; two of four ranks have no sequence in the other microbatch.
+        assert [(row.shared_by, len(row)) for row in rows] == [(dp_size, 40), (1, 8 if rank < 2 else 1)]
+    with pytest.raises(ScheduleError, match="38 model tokens after padding, more than the 36 of a row"):
+        reader(data, DYNAMIC, capacity=18, dp_size=2).check()
+    assert reader(data, capacity=40).read(step).shared_by == ()
+
+
+def test_a_message_of_model_tokens_is_laid_out_as_it_is() -> None:
+    values = {name: np.arange(3) + 10 * number for number, name in enumerate(("tokens", "labels", "loss_mask"))}
+    raw = reader(source()).read(BatchRange(0, 0, 0, 4))
+    raw = dataclasses.replace(raw, tokens=values, row_lengths=[np.asarray([2, 1])])
+    (row,) = build_batch(raw, layout=RankLayout(), before=LoaderState(seed=3), num_packs=11).rows
+    assert (row.tokens.tolist(), row.labels.tolist(), row.position_ids.tolist()) == ([0, 1, 2], [10, 11, 12], [0, 1, 0])
+
+
+def test_a_source_that_returns_another_number_of_packs_is_noticed() -> None:
+    class Repeating(MemorySource):
+        def read(self, indices: list[int]) -> list[Pack]:
+            return super().read([*indices, indices[-1]])
+
+    with pytest.raises(ValueError, match="longer"):
+        batch(Repeating([pack(5), pack(4)]), BatchRange(0, 0, 0, 2))
 
 
 def test_a_sequence_of_one_token_is_refused_by_name() -> None:

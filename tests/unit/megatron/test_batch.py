@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,6 +71,29 @@ def test_a_row_is_copied_before_the_one_before_it_is_computed() -> None:
     assert list(RowsAhead(given, copy, None)) == given  # for who makes tensors by other means
 
 
+def test_copies_go_through_a_stream_of_their_own_for_which_the_computation_waits(monkeypatch) -> None:
+    """The order of calls, which is the same with streams that are stood in for."""
+    events: list[tuple[str, object]] = []
+
+    @contextmanager
+    def through(stream):
+        events.append(("through", stream))
+        yield
+        events.append(("end", stream))
+
+    def copy(one):
+        events.append(("copy", len(one)))
+        tensor = SimpleNamespace(record_stream=lambda stream: events.append(("keep for", stream)))
+        return SimpleNamespace(all=lambda: [tensor])
+
+    computing = SimpleNamespace(wait_stream=lambda stream: events.append(("wait for", stream)))
+    monkeypatch.setattr(torch.cuda, "stream", through)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: computing)
+    assert len(RowsAhead([row(3), row(4)], copy, "copies").take()[0]) == 3
+    begun = [[("through", "copies"), ("copy", length), ("end", "copies")] for length in (3, 4)]
+    assert events == [*begun[0], ("wait for", "copies"), ("keep for", computing), *begun[1]]
+
+
 @pytest.mark.parametrize("cp_size", [1, 2])
 @pytest.mark.parametrize("is_static", [False, True])
 def test_the_ranks_of_a_row_hold_each_of_its_tokens_with_all_that_belongs_to_it(cp_size, is_static) -> None:
@@ -131,6 +156,23 @@ def test_a_row_is_on_the_device_what_its_arrays_are(cp_size, kind) -> None:
         few = sum(bounds.nbytes for bounds in (whole.cu_seqlens, whole.cu_seqlens_padded)) + 4
         assert a_token * len(keep) < waits.copied_bytes <= a_token * len(keep) + few
         assert waits.ours == waits.others == 0
+
+
+@pytest.mark.parametrize("positions", [[0, 2, 4, 0, 2], [3, 4, 5, 3, 4], [0, 1, 2, 3, 4]])
+def test_positions_that_do_not_count_from_0_in_every_sequence_are_kept(positions) -> None:
+    views = [SequenceView(np.arange(n, dtype=np.int32), np.ones(n, np.uint8)) for n in (4, 3)]
+    whole = replace(build_thd_batch(views), position_ids=np.asarray(positions))
+    made = to_device(whole, torch.device("cpu"))
+    assert made.position_ids.tolist() == [positions]
+    assert made.packed_seq_params.positions.tolist() == [0, 1, 2, 0, 1]
+
+
+def test_a_row_counts_itself_once_and_names_the_ranks_that_share_it() -> None:
+    made = to_device(row(4), torch.device("cpu"))
+    assert (made.divisor.item(), made.packed_seq_params.cp_group) == (4, None)
+    group = SimpleNamespace(size=lambda: 2)
+    shared = to_device(row(4), torch.device("cpu"), cp_size=2, cp_group=group).packed_seq_params
+    assert (shared.cp_group, shared.local_cp_size) == (group, 2)
 
 
 def test_every_tensor_of_a_row_is_on_the_device_that_is_asked_for() -> None:
@@ -203,3 +245,10 @@ def test_a_row_s_loss_is_the_weighted_sum_over_its_tokens_and_its_report_is_exac
     assert losses.grad.tolist() == [[1.0, 0.0, 0.5]]
     assert (total.item(), divisor.item(), report.tolist()) == (4.5, 3, [4.5, 3.0, 2.0])
     assert (divisor.dtype, report.dtype, report.requires_grad) == (torch.int32, torch.float64, False)
+
+
+def test_the_report_of_a_row_has_the_loss_and_the_weight_of_each_source() -> None:
+    losses, mask = torch.tensor([[2.0, 3.0, 5.0]]), torch.tensor([[1.0, 0.0, 0.5]])
+    sources = torch.tensor([[2, 1, 2]])
+    report = sum_loss(mask, torch.tensor(3), losses, sources=sources, num_sources=4)[2]
+    assert report.tolist() == [4.5, 3, 2, 0, 0, 4.5, 0, 0, 0, 1.5, 0]

@@ -19,6 +19,7 @@ from harness.schedule import (
     most_sequences,
     schedule,
 )
+from harness.schedule.batch import check_lengths, largest_share
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -85,6 +86,8 @@ def test_settings_that_cannot_work_are_refused() -> None:
     for linear, quadratic in ((-1.0, 2.0), (2.0, -1.0), (0.0, 0.0), (math.nan, 1.0)):
         with pytest.raises(ConfigError, match=f"cannot cost {linear} per token and {quadratic} per squared token"):
             SequenceCost(linear=linear, quadratic=quadratic)
+    with pytest.raises(ConfigError, match="cannot cost"):
+        SequenceCost(exchange=-1.0)
 
 
 @pytest.mark.parametrize(("linear", "quadratic", "cost"), [(0.0, 0.25, 1.0), (0.25, 0.0, 0.5), (0.25, 0.5, 2.5)])
@@ -127,3 +130,63 @@ def test_one_rank_is_always_even() -> None:
         Schedule(1, np.asarray([0, 1]), np.asarray([0, 1, 2])), np.asarray([5, 1]), max_tokens_per_row=5
     )
     assert (found.token_ratio, found.cost_ratio, found.sync_ratio) == (1.0, 1.0, 1.0)
+
+
+def test_ranks_that_share_a_row_have_an_equal_part_of_it_and_wait_for_its_keys() -> None:
+    # First, two ranks share 8 tokens, one trains 4 + 2 and one 6; then all four share 16.
+    lengths, order = np.asarray([16, 8, 2, 4, 6]), np.asarray([1, 3, 2, 4, 0])
+    shared_by = np.asarray([2, 2, 1, 1, 4, 4, 4, 4])
+    placed = Schedule(4, order, np.asarray([0, 1, 1, 3, 4, 5, 5, 5, 5]), shared_by)
+    cost = SequenceCost(linear=1.0, quadratic=0.5, exchange=3.0)
+    found = measure_imbalance(placed, lengths, max_tokens_per_row=8, cost=cost)
+    assert found.rank_tokens.tolist() == [8, 8, 10, 10]
+    # Scores of 8 tokens take longer than their keys to one other rank, those of 16 less than theirs to three.
+    assert found.rank_cost.tolist() == [20 + 40, 20 + 40, 12 + 4 + 40, 24 + 40]
+    assert (found.token_ratio, found.cost_ratio, found.fill) == (10 / 9, 64 / 60, 36 / 64)
+
+
+@pytest.mark.parametrize(("dp_size", "ranks"), [(1, 1), (2, 2), (6, 2), (7, 1), (12, 4), (16, 16)])
+def test_the_most_ranks_that_share_a_row_are_the_largest_power_of_two_that_divides_them(dp_size, ranks) -> None:
+    assert largest_share(dp_size) == ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "dp_size", "cp_size", "fits", "ranks", "least"),
+    [
+        ("dp_balanced", 4, 2, 18, "cp_size", 11),
+        ("dynamic_context", 3, 1, 9, "1, the largest power of two that divides 3 data-parallel ranks", 13),
+        # Each of four ranks holds two equal chunks of 4 tokens.
+        ("dynamic_context", 12, 1, 32, "4, the largest power of two that divides 12 data-parallel ranks", 10),
+    ],
+)
+def test_a_sequence_that_its_ranks_cannot_hold_is_refused_with_what_would(
+    name, dp_size, cp_size, fits, ranks, least
+) -> None:
+    check_lengths(np.asarray([fits, 1]), None, name, 9, dp_size=dp_size, cp_size=cp_size)
+    long = np.asarray([1, fits + 1, fits + 4])
+    for offsets, where in ((None, "schedule.max_tokens_per_rank"), ([0, 1, 3], "pack 1, its sequence 0")):
+        with pytest.raises(ScheduleError) as caught:
+            check_lengths(long, offsets and np.asarray(offsets), name, 9, dp_size=dp_size, cp_size=cp_size)
+        assert caught.value.what == (
+            f"sequence 1 has {fits + 1} model tokens after padding, more than the {fits} of a row "
+            f"(max_tokens_per_rank * {ranks}); 2 of 3 sequences are that long"
+        )
+        assert caught.value.where == where
+        fix = f"raise schedule.max_tokens_per_rank to {least} or more, or prepare the data with a smaller limit"
+        assert caught.value.fix == fix
+
+
+def test_a_pack_that_no_row_holds_is_refused_where_packs_are_rows_and_an_empty_sequence_everywhere() -> None:
+    lengths, offsets = np.asarray([8, 4, 5]), np.asarray([0, 1, 3])
+    check_lengths(lengths, offsets, "dp_balanced", 8, dp_size=1, cp_size=1)
+    check_lengths(lengths, offsets, "as_packed", 9, dp_size=1, cp_size=1)
+    check_lengths(lengths, None, "as_packed", 8, dp_size=1, cp_size=1)
+    with pytest.raises(
+        ScheduleError, match=r"^pack 1 of a set has 9 .* than the 8 .*; 1 of 2 packs are that"
+    ) as caught:
+        check_lengths(lengths, offsets, "as_packed", 8, dp_size=1, cp_size=1, of=" of a set")
+    assert caught.value.where == "pack 1"
+    assert caught.value.fix.endswith("to 9 or more, or prepare smaller packs, or choose the dp_balanced schedule")
+    with pytest.raises(ScheduleError, match=r"^sequence 2 of a set has 0 model tokens") as caught:
+        check_lengths(np.asarray([8, 1, 0]), offsets, "dp_balanced", 8, dp_size=1, cp_size=1, of=" of a set")
+    assert caught.value.where == "pack 1, its sequence 1"
