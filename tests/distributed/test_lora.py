@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 
 from harness.errors import ConfigError
 from harness.megatron.export.folder import export_checkpoint
+from harness.plan.layout import LORA_TARGETS
 from harness.plan.settings import SftConfig
 from harness.recipes import sft
 
 from .conftest import command, overrides_of, read_metrics, run_command, run_here
-from .test_weights import LATENT, SIZES, settings_of, tensors
+from .test_weights import LATENT, MODELS, SIZES, settings_of, tensors
 
 RANK = 4
 LORA = (
@@ -27,18 +29,28 @@ LORA = (
 )
 STEPS = ("trainer.steps=6", "trainer.checkpoint_interval=3", "trainer.eval_interval=0")
 SEQUENCE = list(range(3, 40))
+EXPERTS = ("qwen3_moe_unnormalized", LORA_TARGETS)
 GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def save_model(folder: Path, name: str, **settings: object) -> Path:
+    """Save a tiny random model of `test_weights.MODELS`."""
+    import transformers
+
+    torch.manual_seed(5)
+    family, own = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **own, **settings})
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import transformers
+    return save_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
 
-    torch.manual_seed(5)
-    folder = tmp_path_factory.mktemp("models") / "qwen3"
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True))
-    model.save_pretrained(folder)
-    return folder
+
+def targets_of(names: Iterable[str]) -> str:
+    return f"model.lora_targets=[{','.join(names)}]"
 
 
 def train(base: Path, dataset: Path, folder: Path, *overrides: str, ranks: int = 1) -> list[dict[str, float]]:
@@ -68,14 +80,23 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(torch.tensor([SEQUENCE])).logits[0]
 
 
-def test_peft_loads_the_adapters_and_merges_to_the_same_weights(base: Path, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen3", LORA_TARGETS),
+        ("nemotron_h", ("linear_qkv", "linear_fc1", "linear_fc2")),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in (("nemotron3", ("linear_qkv",)), EXPERTS)),
+    ],
+)
+def test_peft_loads_the_adapters_and_merges_to_the_same_weights(dataset, tmp_path, name, targets) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    losses = [line["loss"] for line in read_metrics(trained)]
-    assert losses[-1] < losses[0] - 0.2
-    adapter = exported(trained, tmp_path / "adapter", adapters_only=True)
-    merged = exported(trained, tmp_path / "merged")
+    base = save_model(tmp_path / "base", name)
+    losses = [line["loss"] for line in train(base, dataset, tmp_path / "run", targets_of(targets))]
+    assert min(losses) < losses[0] - 0.2
+    adapter = exported(tmp_path / "run", tmp_path / "adapter", adapters_only=True)
+    merged = exported(tmp_path / "run", tmp_path / "merged")
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (RANK, 16.0, str(base))
     original = AutoModelForCausalLM.from_pretrained(base).eval()
@@ -83,15 +104,26 @@ def test_peft_loads_the_adapters_and_merges_to_the_same_weights(base: Path, trai
     adapted = peft.PeftModel.from_pretrained(original, adapter).eval()
     # PEFT loads every exported tensor, and none of its own stays at its initial values.
     held = tensors(adapter)
-    places = {name.replace(".default", "") for name, _ in adapted.named_parameters() if "lora_" in name}
-    assert set(held) == places
-    assert all(held[name].any() for name in held)
+    assert all(held[tensor].any() for tensor in held)
+    assert any(".mixer.in_proj." in tensor for tensor in held) == ("nemotron" in name)
+    assert not any("mlp.gate." in tensor for tensor in held)  # a router stays as it is
+    if (name, targets) == EXPERTS:  # PEFT has one tensor for all experts of a layer
+        assert {f"base_model.model.model.layers.1.mlp.experts.3.{one}.lora_B.weight" for one in GATED} < set(held)
+    else:
+        assert set(held) == {one.replace(".default", "") for one, _ in adapted.named_parameters() if "lora_" in one}
     assert (logits(adapted) - plain).abs().max() > 0.1
     again = AutoModelForCausalLM.from_pretrained(merged).eval()
-    torch.testing.assert_close(logits(adapted), logits(again), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits(adapted), logits(again), atol=1e-5, rtol=0)
 
 
-def test_only_the_adapters_of_linear_layers_are_trained(base: Path, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "nemotron3"])
+def test_only_the_adapters_of_linear_layers_are_trained(base, trained, dataset, tmp_path, family) -> None:
+    if family != "qwen3":
+        base, trained = save_model(tmp_path / "base", family), tmp_path / "run"
+        train(base, dataset, trained)
+        with pytest.raises(ConfigError, match="adapters of linear_fc1, linear_fc2, linear_proj into") as refused:
+            exported(trained, tmp_path / "adapter", adapters_only=True)
+        assert "omit --adapter" in refused.value.fix
     before, after = tensors(base), tensors(exported(trained, tmp_path / "merged"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.endswith("proj.weight")}
@@ -160,46 +192,9 @@ def test_missing_adapters_are_not_exported(base: Path, dataset: Path, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
-def save_experts(folder: Path, *, latent: bool) -> Path:
-    """Save a tiny random model with experts; with latent attention also shared experts and a dense layer."""
-    import transformers
-
-    torch.manual_seed(5)
-    if latent:
-        config = transformers.DeepseekV3Config(
-            **{**SIZES, **LATENT, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0}
-        )
-        model = transformers.DeepseekV3ForCausalLM(config)
-    else:
-        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **sizes, head_dim=16))
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.nightly
-def test_peft_loads_the_adapters_of_experts_and_merges_to_the_same_weights(dataset: Path, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    base = save_experts(tmp_path / "base", latent=False)
-    losses = [line["loss"] for line in train(base, dataset, tmp_path / "run")]
-    assert losses[-1] < losses[0] - 0.2
-    adapter = exported(tmp_path / "run", tmp_path / "adapter", adapters_only=True)
-    held = tensors(adapter)
-    assert all(held[f"base_model.model.model.layers.1.mlp.experts.3.{name}.lora_B.weight"].any() for name in GATED)
-    assert not any("mlp.gate." in name for name in held)  # the router stays as it is
-    original = AutoModelForCausalLM.from_pretrained(base).eval()
-    plain = logits(original)
-    adapted = peft.PeftModel.from_pretrained(original, adapter).eval()
-    assert (logits(adapted) - plain).abs().max() > 0.1
-    again = AutoModelForCausalLM.from_pretrained(exported(tmp_path / "run", tmp_path / "merged")).eval()
-    torch.testing.assert_close(logits(adapted), logits(again), atol=1e-4, rtol=0)
-
-
 @pytest.mark.nightly
 def test_every_layout_draws_the_same_adapters_of_experts_and_only_linear_layers_change(dataset, tmp_path) -> None:
-    base = save_experts(tmp_path / "base", latent=True)
+    base = save_model(tmp_path / "base", "moonlight", q_lora_rank=LATENT["q_lora_rank"])
     settings = ("schedule=as_packed", "model.seed=20261123")  # a seed as people write them
     expected = train(base, dataset, tmp_path / "one", *settings)
     more = ("parallel=pp2_ep2", "trainer.steps=3")

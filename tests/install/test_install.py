@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.samples.chat_models import save_qwen3
+from tests.samples.chat_models import save_nemotron3, save_qwen3
 from tests.samples.stock_templates import TOOLS, call, result, turn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,49 +231,72 @@ def test_torchrun_starts_the_recipe_from_any_folder_with_a_users_own_experiment(
     assert "step" in (tmp_path / "runs" / "mine-001" / "metrics.jsonl").read_text()
 
 
-# Asks an exported model for the next turn of a conversation, as a server does.
+# Asks an exported model for the next turn of a conversation after some of its turns, as a server does.
 ASK = """import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer, model = (kind.from_pretrained(sys.argv[1]) for kind in (AutoTokenizer, AutoModelForCausalLM))
 chat = json.loads(sys.argv[2])
-turns, tools = chat["messages"], chat["tools"]
-prompt = tokenizer.apply_chat_template(turns, tools=tools, add_generation_prompt=True, tokenize=False)
-ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-answer = model.generate(**ids, max_new_tokens=200)[0, ids["input_ids"].shape[1]:]
-print("answer", json.dumps(tokenizer.decode(answer)))
+for number in map(int, sys.argv[3:]):
+    turns, tools = chat["messages"][:number], chat["tools"]
+    prompt = tokenizer.apply_chat_template(turns, tools=tools, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    answer = model.generate(**ids, max_new_tokens=200)[0, ids["input_ids"].shape[1]:]
+    print("answer", json.dumps(tokenizer.decode(answer)))
 """
 
 
-def test_the_first_hour_goes_from_chats_with_tools_to_a_model_that_calls_answers_and_stops(train, tmp_path):
+SLOWLY = ("trainer.steps=160", "optimizer.lr=4e-3")
+ROW_BY_ROW = (
+    *("trainer.steps=100", "optimizer.lr=8e-3"),
+    *("loader.global_batch_size=1", "schedule.max_tokens_per_rank=1024"),
+)
+
+
+@pytest.mark.parametrize(
+    ("save", "settings", "opened", "called"),
+    [
+        (save_qwen3, SLOWLY, "<think>", '{"name": "get_weather", "arguments": {"city": "Paris"}}'),
+        # Its prompt opens the thought.
+        (save_nemotron3, ROW_BY_ROW, "", "<function=get_weather><parameter=city>Paris</parameter></function>"),
+    ],
+    ids=["qwen3", "nemotron3"],
+)
+def test_the_first_hour_goes_from_chats_with_tools_to_a_model_that_thinks_calls_answers_and_stops(
+    train, tmp_path, save, settings, opened, called
+):
     chats = [
         {
             "messages": [
                 turn("user", f"How warm is it in {city}?"),
-                turn("assistant", "", tool_calls=[call("get_weather", {"city": city})]),
+                turn(
+                    "assistant",
+                    "",
+                    tool_calls=[call("get_weather", {"city": city})],
+                    reasoning_content=f"A tool knows {city}.",
+                ),
                 result(f"{degrees} degrees"),
-                turn("assistant", f"It is {degrees} degrees."),
+                turn("assistant", f"It is {degrees} degrees.", reasoning_content=f"It says {degrees}."),
             ],
             "tools": TOOLS,
         }
         for city, degrees in (("Paris", 12), ("Rome", 20), ("Oslo", 3))
     ]
     lines = [json.dumps(chat) for chat in chats]
-    save_qwen3(tmp_path / "model", texts=lines)
+    save(tmp_path / "model", texts=lines)
     (tmp_path / "chats.jsonl").write_text("\n".join(lines * 20))
 
     shown = train.run(
         "harness", "prepare", "source.path=chats.jsonl", "tokenizer.name=model", "--preview", "1", cwd=tmp_path
     )
     assert "get_weather" in shown
-    settings = ("data.validation_fraction=0", "data.pack_size=1024", "trainer.steps=160", "optimizer.lr=4e-3")
-    train.run("harness", "sft", "model", "chats.jsonl", "out", "trainer.device=cpu", *settings, cwd=tmp_path)
+    more = ("data.validation_fraction=0", "data.pack_size=1024", "trainer.device=cpu", *settings)
+    train.run("harness", "sft", "model", "chats.jsonl", "out", *more, cwd=tmp_path)
     assert "nothing wrong" in train.run("harness", "verify", "out/run", cwd=tmp_path)
 
-    expected = (
-        (1, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>'),
-        (3, "It is 12 degrees.<|im_end|>"),
-    )
-    for turns, answer in expected:
-        asked = json.dumps(chats[0] | {"messages": chats[0]["messages"][:turns]})
-        printed = train.run("python", "-c", ASK, "out/model-step-160", asked, cwd=tmp_path)
-        assert json.loads(printed.split("answer ", 1)[1].splitlines()[0]).endswith(answer)
+    (model,) = (tmp_path / "out").glob("model-step-*")
+    printed = train.run("python", "-c", ASK, model, lines[0], 1, 3, cwd=tmp_path)
+    answers = [json.loads(line.removeprefix("answer ")) for line in printed.splitlines() if line.startswith("answer ")]
+    assert [answer.replace("\n", "") for answer in answers] == [
+        f"{opened}A tool knows Paris.</think><tool_call>{called}</tool_call><|im_end|>",
+        f"{opened}It says 12.</think>It is 12 degrees.<|im_end|>",
+    ]

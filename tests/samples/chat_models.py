@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,21 +35,36 @@ def save_chat_model(folder: Path, *, layers: int, positions: int, spread: float)
 
 def save_qwen3(folder: Path, *, texts: list[str]) -> Path:
     """Save a Qwen3 with its published template and a tokenizer of these texts."""
+    return _save(folder, "qwen3", "Qwen3", texts, num_hidden_layers=2)
+
+
+def save_nemotron3(folder: Path, *, texts: list[str]) -> Path:
+    """Save a Nemotron 3 Nano of four layers with its published template and a tokenizer of these texts."""
+    scans = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sizes = {**scans, **experts, "moe_shared_expert_intermediate_size": 64, "num_hidden_layers": None}
+    return _save(folder, "nemotron_3_nano", "NemotronH", texts, hybrid_override_pattern="M*ME", **sizes)
+
+
+def _save(folder: Path, template: str, family: str, texts: list[str], **sizes: Any) -> Path:
     import transformers
 
     from tests.samples.stock_templates import stock_templates, tokenizer_for
 
-    tokenizer_for(stock_templates()["qwen3"], folder, texts=texts)
+    # The template's own words too, which are most of a chat with tools.
+    text = stock_templates()[template]
+    tokenizer_for(text, folder, texts=[*texts, text], size=900)
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
+    config = getattr(transformers, f"{family}Config")(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        vocab_size=400,
-        max_position_embeddings=1024,
+        vocab_size=1000,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        **sizes,
     )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
     return folder

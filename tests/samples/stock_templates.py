@@ -68,9 +68,9 @@ def control_tokens(template: str) -> list[str]:
     return list(dict.fromkeys(_CONTROL.findall(template)))
 
 
-def tokenizer_for(template: str, folder: Path, *, texts: list[str] | None = None) -> Path:
-    """Train a small tokenizer that has a template's special tokens, and save it with the template."""
-    train_bpe(texts or TEXTS, folder, vocab_size=320)
+def tokenizer_for(template: str, folder: Path, *, texts: list[str] | None = None, size: int = 320) -> Path:
+    """Train a small tokenizer of `size` and a template's special tokens, and save it with the template."""
+    train_bpe(texts or TEXTS, folder, vocab_size=size)
     file = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
     control = control_tokens(template)

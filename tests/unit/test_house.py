@@ -45,20 +45,20 @@ LINES = {
     "harness/integrations": 3_004,
     "harness/launch": 2_473,
     "harness/loader": 4_884,
-    "harness/megatron": 11_328,
-    "harness/parity": 2_987,
-    "harness/plan": 4_838,
+    "harness/megatron": 11_608,
+    "harness/parity": 3_000,
+    "harness/plan": 5_079,
     "harness/prep": 10_266,
     "harness/recipes": 10,
     "harness/schedule": 966,
     "harness/storage": 2_724,
     "harness/train": 3_139,
     "recipes": 504,
-    "tests": 52_392,
+    "tests": 52_832,
     "tests/benchmarks": 2_826,
 }
 SHAPE = {
-    "core ring, lines": 20_022,
+    "core ring, lines": 20_065,
     "from packs to the optimizer's step, lines": 4_030,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -67,9 +67,9 @@ SHAPE = {
     "names in __all__": 189,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 106,
+    "Markdown by hand, kB": 107,
 }
-MOST_LINES_IN_ALL = 62_083
+MOST_LINES_IN_ALL = 62_617
 
 
 def tree(path: Path) -> ast.Module:

@@ -133,12 +133,12 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
         raise ConfigError(what, where=str(path), fix="export the full model: omit --adapter")
     # Refuses a family that has none.
     is_stacked = bool(model.num_experts) and expert_names(model).are_stacked
-    if adapters_only and is_stacked and {"linear_fc1", "linear_fc2"} & set(model.lora_targets):
-        raise ConfigError(
-            f"the run has expert adapters, which PEFT does not support for the family {model.family}",
-            where=str(path),
-            fix="export the full model with merged adapters: omit --adapter",
-        )
+    # PEFT skips those of experts that it does not know, and refuses those of Mamba's output projections.
+    odd = ["linear_fc1", "linear_fc2"] * (is_stacked or (model.num_experts > 0 and model.layer_pattern is not None))
+    odd = [name for name in (*odd, *["linear_proj"] * ("out_proj" in model.adapted)) if name in model.lora_targets]
+    if adapters_only and odd:
+        what = f"PEFT does not load all adapters of {', '.join(odd)} into models of the family {model.family}"
+        raise ConfigError(what, where=str(path), fix="export the full model with merged adapters: omit --adapter")
     if adapters_only and keep_mtp:
         raise ConfigError("adapters have no MTP layers", where="--adapter and --mtp", fix="omit one of them")
     if model.mtp_layers and keep_mtp:
