@@ -37,7 +37,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_620,
+    "harness": 2_616,
     "harness/bench": 2_406,
     "harness/cli": 2_760,
     "harness/formats": 5_882,
@@ -54,7 +54,7 @@ LINES = {
     "harness/storage": 2_724,
     "harness/train": 3_139,
     "recipes": 504,
-    "tests": 52_392,
+    "tests": 52_391,
     "tests/benchmarks": 2_826,
 }
 SHAPE = {
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 106,
 }
-MOST_LINES_IN_ALL = 62_083
+MOST_LINES_IN_ALL = 62_079
 
 
 def tree(path: Path) -> ast.Module:
