@@ -74,16 +74,12 @@ class Table:
             table.add_row(*map(Text(" ").join, texts))
         return table
 
-    def to_markdown(self, *, longest: int | None = None) -> str:
-        """Return the lines of the table.
-
-        Args:
-            longest: characters of a cell; None for all.
-        """
+    def to_markdown(self) -> str:
+        """Return the lines of the table."""
         names = self._names()
         lines: list[Iterable[str]] = [map(escape_markdown, names)]
         lines.append("--:" if self._is_right(place) else "---" for place in range(len(names)))
-        lines += [[" ".join(_marked(cell, longest) for cell in _cells(value)) for value in row] for row in self.rows]
+        lines += [[" ".join(map(_marked, _cells(value))) for value in row] for row in self.rows]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def to_html(self, label: str) -> str:
@@ -162,8 +158,8 @@ def _plain(cell: TableCell) -> str:
     return one_line(cell.text) or "█" * math.ceil(_BAR_WIDTH * (cell.share or 0))
 
 
-def _marked(cell: TableCell, longest: int | None) -> str:
-    text = _plain(cell) if longest is None else shorten(_plain(cell), longest)
+def _marked(cell: TableCell) -> str:
+    text = _plain(cell)
     if cell.status == "code" and text:
         return code_span(text)
     return f"**{escape_markdown(text)}**" if text and "bold" in _STYLES.get(cell.status, "") else escape_markdown(text)

@@ -2,8 +2,8 @@
 
 Read `figures` first (a `Case` has sides that take turns, a report holds what they give), then one bench, such as
 `loading`. A bench is a line of `BENCHES`: a function, and its sizes as two presets of `Sizes`. Modules are imported
-when a bench runs, because each needs other packages. Only the command line imports this package. Benches against other
-packages are in `tests/benchmarks`, which adds its own to `BENCHES`.
+when a bench runs, because each needs other packages. Only the command line imports this package. Benches for developers
+and against other packages are in `tests/benchmarks`, which adds its own to `BENCHES`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ from harness.records import Int64Array
 # A backward pass costs two forward passes, and that of attention two and a half, because it computes scores again;
 # recomputation costs one more.
 _PASSES, _ATTENTION_PASSES = 3.0, 3.5
-# Kernels of a microbatch as `harness bench kernels` counts them: of a dense layer, and outside layers. Those of a
+# Kernels of a microbatch as `python -m tests.benchmarks kernels` counts them: of a dense layer, and outside layers.
+# Those of a
 # router and its permutations are in Megatron-Core's sources.
 LAYER_KERNELS, OTHER_KERNELS, _ROUTER_KERNELS = 93, 95, 60
 # Multiprocessors that NCCL is taken to need for sends and receives.

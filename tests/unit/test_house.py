@@ -37,7 +37,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_620,
+    "harness": 2_616,
     "harness/bench": 2_406,
     "harness/cli": 2_760,
     "harness/formats": 5_882,
@@ -47,14 +47,14 @@ LINES = {
     "harness/loader": 4_884,
     "harness/megatron": 11_608,
     "harness/parity": 3_000,
-    "harness/plan": 5_079,
+    "harness/plan": 5_049,
     "harness/prep": 10_266,
     "harness/recipes": 10,
     "harness/schedule": 966,
     "harness/storage": 2_724,
     "harness/train": 3_139,
     "recipes": 504,
-    "tests": 52_832,
+    "tests": 52_831,
     "tests/benchmarks": 2_826,
 }
 SHAPE = {
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 107,
 }
-MOST_LINES_IN_ALL = 62_617
+MOST_LINES_IN_ALL = 62_583
 
 
 def tree(path: Path) -> ast.Module:

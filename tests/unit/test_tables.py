@@ -48,7 +48,6 @@ def test_markdown_is_bold_where_something_is_wrong() -> None:
         "| parquet | 12.25 | **differs** |",
     ]
     assert Table((), [("name", TableCell("a_b*", "code"))]).to_markdown().splitlines()[-1] == "| name | `a_b*` |"
-    assert Table((), [("a" * 9, "")]).to_markdown(longest=4).splitlines()[-1] == "| aaa… |  |"
 
 
 def test_html_has_heads_of_rows_links_signs_and_bars() -> None:

@@ -1,4 +1,4 @@
-"""Published model families: one file each, and one line here.
+"""Published model families: a file each (those of Llama's shape share one), and a line here.
 
 A family is data: its differences from the Llama shape, how its config.json is read and written, and the names of its
 tensors. Models of other families are refused with what they need that is missing.
@@ -9,18 +9,14 @@ from __future__ import annotations
 from harness.plan.families import (
     deepseek_v2,
     deepseek_v3,
+    dense,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
-    llama,
-    mistral,
     mixtral,
     nemotron_h,
     olmoe,
-    qwen2,
-    qwen3,
     qwen3_5,
-    qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
 )
@@ -29,12 +25,9 @@ from harness.plan.families.base import Family
 __all__ = ["FAMILIES", "MISSING"]
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY
+    family.name: family
     for module in (
-        llama,
-        mistral,
-        qwen2,
-        qwen3,
+        dense,
         qwen3_moe,
         mixtral,
         olmoe,
@@ -46,8 +39,9 @@ FAMILIES: dict[str, Family] = {
         nemotron_h,
         qwen3_next,
         qwen3_5,
-        qwen3_5_moe,
     )
+    for family in vars(module).values()
+    if isinstance(family, Family)
 }
 
 _IMAGES = "an encoder of images (AutoModelForCausalLM loads the text model alone, and save_pretrained writes it)"
