@@ -11,6 +11,7 @@ Source: `mamba_split_conv1d_scan_combined`, `MambaSplitConv1dScanCombinedFn` (`m
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,3 +110,27 @@ def install(monkeypatch: Any) -> Kernel:
     monkeypatch.setattr(mamba_reference, "mamba_split_conv1d_scan_combined", kernel)
     monkeypatch.setattr(GroupedRMSNorm, "forward", _norm)
     return kernel
+
+
+def write_packages(folder: Path) -> None:
+    """Write packages of the names of mamba-ssm and causal-conv1d, with what Megatron's mixer imports."""
+    for name, text in _FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+_FILES = {
+    "mamba_ssm/__init__.py": "__version__ = '2.2.4'\n",
+    "mamba_ssm/ops/__init__.py": "",
+    "mamba_ssm/ops/triton/__init__.py": "",
+    "mamba_ssm/ops/triton/selective_state_update.py": "selective_state_update = None\n",
+    "mamba_ssm/ops/triton/layernorm_gated.py": (
+        "from harness.megatron.model.mamba_reference import GroupedRMSNorm as RMSNorm\n"
+    ),
+    "mamba_ssm/ops/triton/ssd_combined.py": (
+        "from tests.samples.scan_kernel import Kernel\n\n"
+        "mamba_split_conv1d_scan_combined = Kernel()\n\n\ndef mamba_chunk_scan_combined(): ...\n"
+    ),
+    "causal_conv1d/__init__.py": "__version__ = '1.5.0'\ncausal_conv1d_fn = causal_conv1d_update = None\n",
+    "causal_conv1d/causal_conv1d_varlen.py": "causal_conv1d_varlen_states = None\n",
+}
