@@ -306,10 +306,10 @@ def _attention_bytes(model: ModelConfig, parallel: ParallelConfig) -> tuple[floa
     """Return the bytes per token that attention keeps beside its norm: on every rank, and of all ranks' heads."""
     item, tp = DTYPE_BYTES[model.number], parallel.tensor_parallel_size
     query, key, whole = model.query_size, model.key_size, 0.0
-    divided = item * (4 * query + 3 * key) + 4.0 * model.num_attention_heads
+    divided = item * (4 * query + (3 if model.rotated_size else 2) * key) + 4.0 * model.num_attention_heads
     if parallel.context_parallel_size > 1:
         # Queries, and keys and values of all ranks, are copies; what the matrix made of them is not kept.
-        divided += item * ((2 * parallel.context_parallel_size - 3) * key - query)
+        divided = item * (3 * query + 2 * parallel.context_parallel_size * key) + 4.0 * model.num_attention_heads
     if model.has_sinks:
         # Queries, keys, values and what attention gives have one number more a head, and are copies.
         wide = 2 * (model.num_attention_heads + model.num_query_groups) * (model.head_size + 1)

@@ -28,6 +28,7 @@ from harness.plan.settings import OptimizerConfig, PretrainConfig, SftConfig
 from harness.plan.work import Machine
 from harness.records import Pack, SequenceView
 from harness.thd import build_thd_batch
+from tests.samples import scan_kernel
 
 TOKENS, VOCAB = 512, 300
 ONE = ParallelConfig()
@@ -45,6 +46,16 @@ LATENT = {
     "v_head_dim": 16,
     "num_experts": 4,
     "dense_layers": 2,
+}
+# Layers with a scan, by the stand-ins for its kernels.
+SCANS = {
+    "family": "nemotron_h",
+    "layer_pattern": "M*M",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_state_dim": 24,
+    "mamba_num_groups": 2,
+    "tie_embeddings": False,
 }
 
 
@@ -83,11 +94,17 @@ def model_of(**settings) -> ModelConfig:
         {**LATENT, "lora_rank": 4, "q_lora_rank": 40, "shared_ffn_hidden_size": 160},
         {"lora_rank": 4},
         {"lora_rank": 4, "dtype": "bfloat16", "recompute": "full"},
+        SCANS,
+        {**SCANS, "layer_pattern": "MMM", "dtype": "bfloat16"},
+        {**SCANS, "layer_pattern": "ME-", "num_experts": 8, "shared_ffn_hidden_size": 160, "dtype": "bfloat16"},
+        {**SCANS, "layer_pattern": "M*-", "lora_rank": 4, "dtype": "bfloat16"},
+        {**SCANS, "recompute": "full", "dtype": "bfloat16"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())) or "float32",
 )
-def test_memory_of_a_rank_is_what_its_tensors_take(settings) -> None:
+def test_memory_of_a_rank_is_what_its_tensors_take(settings, monkeypatch) -> None:
     model = model_of(**settings)
+    scan_kernel.install(monkeypatch)
     kernels = Kernels(swiglu=model.fuse_swiglu == "on")
     planned = plan_memory(model, ONE, vocab_size=VOCAB, dp_size=1, max_tokens_per_rank=TOKENS, kernels=kernels)
     with runtime.start("cpu"):
