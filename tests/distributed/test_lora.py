@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
+from harness.megatron.export.folder import _check_choices as check_choices
 from harness.megatron.export.folder import export_checkpoint
+from harness.plan.hf_config import read_hf_config
 from harness.plan.layout import LORA_TARGETS
+from harness.plan.model import ModelConfig
 from harness.plan.settings import SftConfig
 from harness.recipes import sft
 
@@ -40,7 +43,7 @@ def save_model(folder: Path, name: str, **settings: object) -> Path:
     torch.manual_seed(5)
     family, own = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **own, **settings})
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -85,7 +88,16 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     [
         ("qwen3", LORA_TARGETS),
         ("nemotron_h", ("linear_qkv", "linear_fc1", "linear_fc2")),
-        *(pytest.param(*one, marks=pytest.mark.nightly) for one in (("nemotron3", ("linear_qkv",)), EXPERTS)),
+        ("qwen3_5", LORA_TARGETS),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in (
+                ("nemotron3", ("linear_qkv",)),
+                ("olmoe", LORA_TARGETS),
+                ("qwen3_next", LORA_TARGETS[:2]),
+                EXPERTS,
+            )
+        ),
     ],
 )
 def test_peft_loads_the_adapters_and_merges_to_the_same_weights(dataset, tmp_path, name, targets) -> None:
@@ -93,7 +105,8 @@ def test_peft_loads_the_adapters_and_merges_to_the_same_weights(dataset, tmp_pat
     from transformers import AutoModelForCausalLM
 
     base = save_model(tmp_path / "base", name)
-    losses = [line["loss"] for line in train(base, dataset, tmp_path / "run", targets_of(targets))]
+    more = ["optimizer.lr=0.02", "trainer.steps=30", "trainer.checkpoint_interval=30"] * (name == "qwen3_next")
+    losses = [line["loss"] for line in train(base, dataset, tmp_path / "run", targets_of(targets), *more)]
     assert min(losses) < losses[0] - 0.2
     adapter = exported(tmp_path / "run", tmp_path / "adapter", adapters_only=True)
     merged = exported(tmp_path / "run", tmp_path / "merged")
@@ -107,13 +120,34 @@ def test_peft_loads_the_adapters_and_merges_to_the_same_weights(dataset, tmp_pat
     assert all(held[tensor].any() for tensor in held)
     assert any(".mixer.in_proj." in tensor for tensor in held) == ("nemotron" in name)
     assert not any("mlp.gate." in tensor for tensor in held)  # a router stays as it is
-    if (name, targets) == EXPERTS:  # PEFT has one tensor for all experts of a layer
+    if any(".mlp.experts." in one for one in held):  # PEFT has one tensor for all experts of a layer
         assert {f"base_model.model.model.layers.1.mlp.experts.3.{one}.lora_B.weight" for one in GATED} < set(held)
     else:
         assert set(held) == {one.replace(".default", "") for one, _ in adapted.named_parameters() if "lora_" in one}
     assert (logits(adapted) - plain).abs().max() > 0.1
     again = AutoModelForCausalLM.from_pretrained(merged).eval()
-    torch.testing.assert_close(logits(adapted), logits(again), atol=1e-5, rtol=0)
+    # Experts chosen by scores, and norms of small numbers, amplify the rounding of a merged matrix.
+    near = 1e-4 if name == "qwen3_next" else 1e-5
+    torch.testing.assert_close(logits(adapted), logits(again), atol=near, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_of_experts_that_peft_would_skip_are_not_written_alone(tmp_path, name) -> None:
+    folder = save_model(tmp_path, name)
+    stored = read_hf_config(folder)
+    model = ModelConfig(
+        **stored.settings,
+        init_from=str(folder),
+        vocab_size=300,
+        max_sequence_length=64,
+        lora_rank=RANK,
+        lora_targets=["linear_qkv", "linear_fc2"],
+    )
+    if not model.num_experts or model.family in ("qwen3_moe", "olmoe"):
+        check_choices(model, folder, adapters_only=True, keep_mtp=False)
+        return
+    with pytest.raises(ConfigError, match="PEFT does not load all adapters of linear_fc2"):
+        check_choices(model, folder, adapters_only=True, keep_mtp=False)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "nemotron3"])

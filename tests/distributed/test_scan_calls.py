@@ -30,7 +30,7 @@ from .conftest import ROOT, found_by, run_command
 GOLDEN = ROOT / "tests/golden/scan_calls.json"
 MODEL = ModelConfig(
     family="nemotron_h", layer_pattern="MM", num_layers=2, hidden_size=64, num_attention_heads=4, dtype="bfloat16",
-    mamba_num_heads=16, mamba_head_dim=8, mamba_state_dim=24, mamba_num_groups=2, tie_embeddings=False,
+    scan_num_heads=16, scan_head_dim=8, scan_state_dim=24, scan_num_groups=2, tie_embeddings=False,
 )  # fmt: skip
 # Tokens of each sequence, and of the row with its padding.
 LENGTHS, TOTAL = (9, 4, 6), 32
@@ -51,12 +51,12 @@ def test_layers_call_the_fused_scan_as_recorded(tmp_path, ranks) -> None:
     golden = json.loads(GOLDEN.read_text())[str(ranks)]
     # Ranks that share a row scan all of it, each a share of the heads.
     assert found == [golden] * ranks
-    call, heads, groups = golden["call"], MODEL.mamba_num_heads // ranks, MODEL.mamba_num_groups // ranks
-    inner, states = heads * MODEL.mamba_head_dim, groups * MODEL.mamba_state_dim
+    call, heads, groups = golden["call"], MODEL.scan_num_heads // ranks, MODEL.scan_num_groups // ranks
+    inner, states = heads * MODEL.scan_head_dim, groups * MODEL.scan_state_dim
     features = 2 * inner + 2 * states + heads
     assert call["zxbcdt"] == ["bfloat16", [1, TOTAL, features], [features, features, 1]]
     assert call["conv1d_weight"][1] == [inner + 2 * states, 4]
-    assert (call["headdim"], call["ngroups"]) == (MODEL.mamba_head_dim, groups)
+    assert (call["headdim"], call["ngroups"]) == (MODEL.scan_head_dim, groups)
     assert [call[name] for name in ("dt_bias", "A")] == [["float32", [heads], [1]]] * 2
     assert golden["decays"]
     # Padding at the end of the row is a sequence of its own; that of a sequence is a part of it.
@@ -70,7 +70,7 @@ def test_layers_call_the_fused_scan_as_recorded(tmp_path, ranks) -> None:
 
 def record(folder: Path) -> None:
     choose = scan.choose_scan
-    scan.choose_scan = lambda device: choose(torch.device("cuda"))  # as on a GPU
+    scan.choose_scan = lambda device, features: choose(torch.device("cuda"), features)  # as on a GPU
     with runtime.start("cpu", timeout_s=60):
         ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         parallel = ParallelConfig(context_parallel_size=ranks)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.samples.chat_models import save_nemotron3, save_qwen3
+from tests.samples.chat_models import save_nemotron3, save_qwen3, save_qwen3_5
 from tests.samples.stock_templates import TOOLS, call, result, turn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -258,8 +258,9 @@ ROW_BY_ROW = (
         (save_qwen3, SLOWLY, "<think>", '{"name": "get_weather", "arguments": {"city": "Paris"}}'),
         # Its prompt opens the thought.
         (save_nemotron3, ROW_BY_ROW, "", "<function=get_weather><parameter=city>Paris</parameter></function>"),
+        (save_qwen3_5, SLOWLY, "", "<function=get_weather><parameter=city>Paris</parameter></function>"),
     ],
-    ids=["qwen3", "nemotron3"],
+    ids=["qwen3", "nemotron3", "qwen3_5"],
 )
 def test_the_first_hour_goes_from_chats_with_tools_to_a_model_that_thinks_calls_answers_and_stops(
     train, tmp_path, save, settings, opened, called

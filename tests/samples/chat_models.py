@@ -46,6 +46,13 @@ def save_nemotron3(folder: Path, *, texts: list[str]) -> Path:
     return _save(folder, "nemotron_3_nano", "NemotronH", texts, hybrid_override_pattern="M*ME", **sizes)
 
 
+def save_qwen3_5(folder: Path, *, texts: list[str]) -> Path:
+    """Save the text model of a Qwen3.5 with its published template and a tokenizer of these texts."""
+    keys, values = {"linear_num_key_heads": 2, "linear_key_head_dim": 16}, {"linear_num_value_heads": 4}
+    sizes = {**keys, **values, "linear_value_head_dim": 16, "full_attention_interval": 2}
+    return _save(folder, "qwen3_5_think", "Qwen3_5Text", texts, num_hidden_layers=2, **sizes)
+
+
 def _save(folder: Path, template: str, family: str, texts: list[str], **sizes: Any) -> Path:
     import transformers
 
@@ -66,5 +73,5 @@ def _save(folder: Path, template: str, family: str, texts: list[str], **sizes: A
         tie_word_embeddings=False,
         **sizes,
     )
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

@@ -124,6 +124,10 @@ def export_checkpoint(
     return replace(exported, end_tokens=tuple(tokens.texts[token] for token in tokens.ends), pad_token=pad_token)
 
 
+# Families into whose experts PEFT 0.21 loads adapters; it skips those of others without a word.
+_EXPERTS_IN_PEFT = ("qwen3_moe", "olmoe")
+
+
 def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_mtp: bool) -> int:
     """Raise ConfigError where the model has nothing to write as chosen; return its vocabulary size."""
     if model.vocab_size is None:
@@ -131,11 +135,12 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
     if adapters_only and not (model.lora_rank and model.init_from):
         what = "the run trained all weights" if not model.lora_rank else "the adapters belong to random base weights"
         raise ConfigError(what, where=str(path), fix="export the full model: omit --adapter")
-    # Refuses a family that has none.
-    is_stacked = bool(model.num_experts) and expert_names(model).are_stacked
+    if model.num_experts:
+        expert_names(model)  # refuses a family that has none
     # PEFT skips those of experts that it does not know, and refuses those of Mamba's output projections.
-    odd = ["linear_fc1", "linear_fc2"] * (is_stacked or (model.num_experts > 0 and model.layer_pattern is not None))
-    odd = [name for name in (*odd, *["linear_proj"] * ("out_proj" in model.adapted)) if name in model.lora_targets]
+    odd = ["linear_fc1", "linear_fc2"] * (model.num_experts > 0 and model.family not in _EXPERTS_IN_PEFT)
+    has_mamba = "M" in (model.layer_pattern or "")
+    odd = [name for name in (*odd, *["linear_proj"] * has_mamba) if name in model.lora_targets]
     if adapters_only and odd:
         what = f"PEFT does not load all adapters of {', '.join(odd)} into models of the family {model.family}"
         raise ConfigError(what, where=str(path), fix="export the full model with merged adapters: omit --adapter")

@@ -38,7 +38,9 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
             super().__init__(
                 config, submodules, config.hidden_size, layer_number=layer_number, pg_collection=pg_collection
             )
-        self._scan = choose_scan(torch.device("cuda", 0) if self.D.is_cuda else torch.device("cpu"))
+        features = 2 * self.cp.d_inner_local_tpcp + 2 * self.cp.ngroups_local_tpcp * self.cp.d_state
+        device = torch.device("cuda", 0) if self.D.is_cuda else torch.device("cpu")
+        self._scan = choose_scan(device, features + self.cp.nheads_local_tpcp)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRow, **unused: Any
@@ -149,11 +151,14 @@ def _quiet_generator() -> Iterator[None]:
         log.setLevel(level)
 
 
-def choose_scan(device: torch.device) -> Callable[..., torch.Tensor]:
+def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tensor]:
     """Return the function that scans: mamba-ssm's on a GPU that has it, PyTorch's elsewhere.
 
+    Args:
+        features: numbers per token that a rank scans.
+
     Raises:
-        ConfigError: installed versions would ignore where sequences begin.
+        ConfigError: installed versions would ignore where sequences begin, or cannot scan so many features.
     """
     if device.type != "cuda" or compat.missing_kernels(delta_rule=False):
         return mamba_reference.mamba_split_conv1d_scan_combined
@@ -162,6 +167,12 @@ def choose_scan(device: torch.device) -> Callable[..., torch.Tensor]:
             f"the installed kernels would carry the state of a sequence over to the next: {reason}",
             where="packages mamba-ssm, causal-conv1d",
             fix=f"install {reason.partition(' is required')[0]}, or remove both packages",
+        )
+    if features % 8:
+        raise ConfigError(
+            f"a rank would scan {features} numbers per token, and causal-conv1d requires a multiple of 8",
+            where="model.scan_num_heads, parallel.tensor_parallel_size, parallel.context_parallel_size",
+            fix="fewer tensor- or context-parallel ranks",
         )
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 

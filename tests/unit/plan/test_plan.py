@@ -51,10 +51,10 @@ LATENT = {
 SCANS = {
     "family": "nemotron_h",
     "layer_pattern": "M*M",
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "mamba_state_dim": 24,
-    "mamba_num_groups": 2,
+    "scan_num_heads": 8,
+    "scan_head_dim": 16,
+    "scan_state_dim": 24,
+    "scan_num_groups": 2,
     "tie_embeddings": False,
 }
 
