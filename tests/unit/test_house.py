@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 107,
 }
-MOST_LINES_IN_ALL = 62_583
+MOST_LINES_IN_ALL = 62_599
 
 
 def tree(path: Path) -> ast.Module:
