@@ -15,6 +15,7 @@ import pytest
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, ToolCall, parse_record
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig, train_bpe
+from harness.prep.tokenize.masks import _without_reasoning
 
 TURN = "<|im_start|>{{ m.role }}\n"
 # Writes the reasoning of the last turn only, and a block for it in every prompt's place.
@@ -611,3 +612,9 @@ def test_marks_inside_text_that_moves_are_refused(tokenizer: Any) -> None:
 
     assert bad.reason == BadReason.TEMPLATE_FAILED
     assert "inside a block whose text is moved" in bad.detail
+
+
+def test_reasoning_inside_the_text_is_taken_out_of_every_part_of_it() -> None:
+    assert _without_reasoning("<think>Hm</think>\n\nHello") == "Hello"
+    assert _without_reasoning(("<think>Hm</think> Hello", "", " you<think>So</think>")) == ("Hello", "", " you")
+    assert (_without_reasoning(""), _without_reasoning(None)) == ("", None)

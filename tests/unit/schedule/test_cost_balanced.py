@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.records import Int64Array
-from harness.schedule import Imbalance, SequenceCost, measure_imbalance, schedule
+from harness.schedule import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, schedule
+from harness.schedule.cost_balanced import _targets, exchange_sequences, rows_needed
 
 
 def lengths_of(kind: str, count: int, max_tokens_per_rank: int, seed: int) -> Int64Array:
@@ -129,6 +130,47 @@ def test_sequences_just_above_half_a_row_take_one_each() -> None:
     found = measured("cost_balanced", np.full(64, 4097), dp_size=8, max_tokens_per_rank=8192)
     assert found.num_microbatches == 8
     assert found.cost_ratio == found.sync_ratio == 1.0
+
+
+def batch_of(lengths: list[int], *, dp_size: int = 1, cost: SequenceCost | None = None) -> GlobalBatch:
+    return GlobalBatch(np.asarray(lengths), dp_size, 10, 1, None, cost or SequenceCost())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ([1], 1),
+        ([10, 1], 2),
+        ([5, 5], 1),
+        ([5, 5, 5], 2),
+        ([6, 6, 6], 3),
+        ([6, 4, 6, 4], 2),
+        ([7, 7, 4], 3),
+        ([7, 7, 3, 3, 1], 3),
+        ([7, 7, 3, 3, 10], 3),
+        ([3] * 7, 3),
+        ([8, 3, 3, 3, 3, 2], 3),
+    ],
+)
+def test_the_rows_that_sequences_need_count_those_that_share_none(lengths: list[int], rows: int) -> None:
+    assert rows_needed(batch_of(lengths)) == rows
+
+
+@pytest.mark.parametrize(
+    ("costs", "dp_size", "targets"),
+    [([5, 3], 1, [5, 3]), ([8, 1, 1, 2], 1, [8, 2, 2]), ([5, 1, 5, 1, 2], 2, [5, 2])],
+)
+def test_microbatches_share_evenly_what_the_longest_sequences_leave(costs, dp_size, targets) -> None:
+    found = _targets(np.asarray(costs, dtype=np.float64), dp_size, len(targets))
+    assert found.tolist() == targets
+
+
+def test_rows_that_have_other_sequences_take_none_but_count_for_their_ranks() -> None:
+    batch = batch_of([1, 1, 1, 1], dp_size=2, cost=SequenceCost(linear=0.1, quadratic=0.0))
+    costs, taken = batch.cost.of(batch.lengths), np.asarray([0.2, 0.0, 0.0, 0.0])
+    made = exchange_sequences(np.ones(4, dtype=np.int64), costs, batch, 2, 1.003, taken)
+    # Rank 0 has a cost of 0.2 in its first row, rank 1 all four sequences there.
+    assert [made.row(number, rank).size for number in range(2) for rank in range(2)] == [0, 3, 1, 0]
 
 
 def test_the_placement_is_the_same_every_time() -> None:
