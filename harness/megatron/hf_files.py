@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,11 +15,35 @@ from harness.errors import FormatError
 INDEX_FILE = "model.safetensors.index.json"
 # Ends of the names of tensors that are quantized to MXFP4, whose eight numbers of either sign follow.
 _BLOCKS, _SCALES = "_blocks", "_scales"
+# Of all experts of a layer together, gate before up; with biases (gpt-oss) they are stacked in another way.
+_GATES, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+class _Stored(NamedTuple):
+    """A tensor of a file, or some rows of one of its experts: all of it where `expert` is None."""
+
+    file: Any
+    name: str
+    expert: int | None = None
+    first: int = 0
+    rows: int = 0
+
+    def read(self, start: int, stop: int | None, columns: slice = slice(None)) -> torch.Tensor:
+        whole = self.file.get_slice(self.name)
+        if self.expert is not None:
+            rows = slice(self.first + start, self.first + (self.rows if stop is None else stop))
+            part: torch.Tensor = whole[self.expert, rows, columns]
+        else:
+            rows = slice(start, whole.get_shape()[0] if stop is None else stop)
+            part = whole[rows] if columns == slice(None) else whole[rows, columns]
+        return part
 
 
 class HfWeights(ExitStack):
     """The safetensors files of a folder, mapped into memory. Use as a context manager.
+
+    Tensors have the names of a text model whose experts are apart, whatever the files have.
 
     Attributes:
         stored_name: as in `harness.plan.families.base.Family`, of each tensor that is read.
@@ -34,7 +58,7 @@ class HfWeights(ExitStack):
         super().__init__()
         self.folder = folder
         self.stored_name: Callable[[str], str] = lambda name: name
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, _Stored] = {}
         self._quantized: set[str] = set()
         try:
             if (folder / INDEX_FILE).is_file():
@@ -43,7 +67,8 @@ class HfWeights(ExitStack):
                 names = sorted(path.name for path in folder.glob("*.safetensors"))
             for name in names:
                 file = self.enter_context(safe_open(folder / name, framework="pt"))
-                self._files.update(dict.fromkeys(file.keys(), file))
+                self._files |= {_text_name(name): _Stored(file, name) for name in file.keys()}  # noqa: SIM118
+            self._divide_experts()
             for name in [name.removesuffix(_BLOCKS) for name in self._files if name.endswith(_BLOCKS)]:
                 if name + _SCALES in self._files:
                     *shape, _ = self.shape(name + _BLOCKS)
@@ -58,6 +83,23 @@ class HfWeights(ExitStack):
             fix = "write them with save_pretrained(..., safe_serialization=True)"
             raise FormatError("the folder has no *.safetensors", where=str(folder), fix=fix)
 
+    def _divide_experts(self) -> None:
+        for name in [name for name in self._files if name.endswith(_GATES) and f"{name}_bias" not in self._files]:
+            layer = name.removesuffix(_GATES)
+            shapes = [self.shape(part) for part in (name, layer + _DOWN) if part in self._files]
+            if [len(shape) for shape in shapes] != [3, 3]:
+                continue
+            gates, down = self._files.pop(name), self._files.pop(layer + _DOWN)
+            (experts, both, _), (_, hidden, _) = shapes
+            for number in range(experts):
+                for part, of, first, rows in (
+                    ("gate", gates, 0, both // 2),
+                    ("up", gates, both // 2, both // 2),
+                    ("down", down, 0, hidden),
+                ):
+                    stored = _Stored(of.file, of.name, number, first, rows)
+                    self._files[f"{layer}.mlp.experts.{number}.{part}_proj.weight"] = stored
+
     @property
     def names(self) -> set[str]:
         # Older files store values that are computed from the settings.
@@ -68,21 +110,22 @@ class HfWeights(ExitStack):
         if name in self._quantized:
             experts, outputs, groups, half = self.shape(name + _BLOCKS)
             return experts, groups * half * 2, outputs
-        name = self.stored_name(name)
-        return tuple(self._files[name].get_slice(name).get_shape())
+        stored = self._files[self.stored_name(name)]
+        shape = tuple(stored.file.get_slice(stored.name).get_shape())
+        return shape if stored.expert is None else (stored.rows, shape[-1])
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         if name in self._quantized:
             return _from_mxfp4(self.rows(name + _BLOCKS, start, stop), self.rows(name + _SCALES, start, stop))
-        name = self.stored_name(name)
-        part = self._files[name].get_slice(name)
-        rows: torch.Tensor = part[start : part.get_shape()[0] if stop is None else stop]
-        return rows
+        return self._files[self.stored_name(name)].read(start, stop)
 
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
-        name = self.stored_name(name)
-        columns: torch.Tensor = self._files[name].get_slice(name)[:, start:stop]
-        return columns
+        return self._files[self.stored_name(name)].read(0, None, slice(start, stop))
+
+
+def _text_name(name: str) -> str:
+    """Return the name in a text model of a tensor of a model that also encodes images."""
+    return name.replace("model.language_model.", "model.", 1)
 
 
 def _indexed_files(folder: Path) -> list[str]:

@@ -39,9 +39,9 @@ class Pretrained:
         """Sentences about what of the weights is not used."""
         if prefixes := FAMILIES[self.model.family].left_out:
             with HfWeights(self.folder) as weights:
-                left_out = sorted(name for name in weights.names if name.startswith(prefixes))
-            what = f"{len(left_out)} tensors of the weights are neither trained nor exported, such as"
-            return [f"{what} {left_out[0]}: layers that predict further tokens (MTP)"] if left_out else []
+                counts = {start: sum(name.startswith(start) for name in weights.names) for start in prefixes}
+            found = ", ".join(f"{start}* ({count:,} tensors)" for start, count in counts.items() if count)
+            return [f"a part of the weights is neither trained nor exported: {found}"] if found else []
         if not self.mtp_layers:
             return []
         return [

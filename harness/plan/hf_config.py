@@ -28,6 +28,10 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 MTP_SETTINGS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
+# Types of models that also encode images, whose text model is a family.
+_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
+
+
 @dataclass(frozen=True)
 class HfModel:
     """A config.json in the names of `ModelConfig`.
@@ -67,6 +71,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         fix = f"use a model of one of these families: {', '.join(FAMILIES)}"
         return ConfigError(what, where=str(path), fix=fix)
 
+    values = _text_config(values)
     name = values.get("model_type")
     if name not in FAMILIES:
         missing = f": they need {MISSING[name]}" if name in MISSING else ""
@@ -98,6 +103,14 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         max_positions=int(values["max_position_embeddings"]),
         mtp_layers=max(int(values.get(name) or 0) for name in MTP_SETTINGS),
     )
+
+
+def _text_config(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model alone, of a model that also encodes images."""
+    if values.get("model_type") not in _WITH_IMAGES:
+        return values
+    kept = ("tie_word_embeddings", "quantization_config")
+    return {**{name: values[name] for name in kept if name in values}, **values["text_config"]}
 
 
 def list_odd_features(values: Mapping[str, Any], family: Family) -> Iterator[str]:

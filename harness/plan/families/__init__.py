@@ -44,7 +44,6 @@ FAMILIES: dict[str, Family] = {
     if isinstance(family, Family)
 }
 
-_IMAGES = "an encoder of images (AutoModelForCausalLM loads the text model alone, and save_pretrained writes it)"
 _HYBRID = "layers with a recurrent state (Mamba, gated delta rule), which must not leak over packed conversations"
 # By `model_type`: what a model of that family needs that is not built.
 MISSING = {
@@ -64,8 +63,6 @@ MISSING = {
         ),
         _HYBRID,
     ),
-    "qwen3_5": _IMAGES,
-    "qwen3_5_moe": _IMAGES,
     "deepseek_v32": "sparse attention over the tokens that an indexer chooses",
     "kimi_k2": "a class in transformers (its layers are those of deepseek_v3)",
     "llama4": "attention in chunks, and layers without positions",

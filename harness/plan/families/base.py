@@ -108,8 +108,7 @@ class Family:
         write: returns further values of a config.json from the settings of `ModelConfig`.
         standard: returns a config.json under the names that all other families use.
         stored_name: returns the name in published weights of a tensor that Llama's names name.
-        left_out: beginnings of the names of tensors in published weights that are neither trained nor exported: layers
-            that predict further tokens, which transformers does without.
+        left_out: beginnings of the names of tensors in published weights that are neither trained nor exported.
         unwritten: values that other families write into a config.json.
     """
 

@@ -13,7 +13,7 @@ from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax
 _ROTATED = 0.25
 _WORDS = {"D": "linear_attention", "*": "full_attention"}
 # What Megatron-Core's layers compute, whatever the settings; a model with other values is refused.
-_CONSTANTS = {"linear_conv_kernel_dim": 4, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_CONSTANTS = {"linear_conv_kernel_dim": 4, "attn_output_gate": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _SIZES = {
     "scan_num_heads": "linear_num_value_heads",
     "scan_head_dim": "linear_value_head_dim",
@@ -25,7 +25,7 @@ _SIZES = {
 def read_layers(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     """Return the settings of layers that are the same in Qwen3-Next and Qwen3.5."""
     for name, known in _CONSTANTS.items():
-        if (values.get(name) or known) != known:
+        if values.get(name) not in (known, None):
             raise refuse(f"{name} {values[name]!r} is not supported ({known!r} is)")
     rope = values.get("rope_parameters") or {}
     part = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", _ROTATED))
@@ -89,7 +89,8 @@ LAYERS: dict[str, Any] = {
     "pattern_letters": "D*",
     "has_output_gate": True,
     "norms_add_one": True,
-    "left_out": ("mtp.",),
+    # Layers that predict further tokens, which transformers leaves out too, and the encoder of images.
+    "left_out": ("mtp.", "model.visual."),
 }
 FAMILY = Family(
     "qwen3_next",
