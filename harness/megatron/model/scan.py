@@ -100,7 +100,9 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
         heads, keys = len(decay), filters.shape[0] - len(decay) * self.value_head_dim
         pieces = [filters.shape[0], heads * self.value_head_dim, heads, heads]
         inputs, gate, rates, steps = torch.split(mixed.transpose(0, 1), pieces, dim=-1)
-        inputs, _ = self._convolve(inputs.contiguous(), filters, None, activation="silu", cu_seqlens=bounds)
+        inputs, _ = self._convolve(
+            x=inputs.contiguous(), weight=filters, bias=None, activation="silu", cu_seqlens=bounds
+        )
         query, key, value = torch.split(inputs, [keys // 2, keys // 2, pieces[1]], dim=-1)
         groups = keys // 2 // self.key_head_dim
         query, key = (_apart(part, groups).repeat_interleave(heads // groups, dim=2) for part in (query, key))

@@ -6,13 +6,21 @@ import importlib
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import utils
 
 from harness.errors import ConfigError
-from harness.megatron.model import delta_reference, mamba_reference
+from harness.megatron.batch import run_row, to_device
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
+from harness.megatron.model import delta_reference, mamba_reference, scan
+from harness.megatron.model.gpt import build_chunks
 from harness.megatron.model.scan import choose_delta_rule, choose_scan
+from harness.plan import ModelConfig, ParallelConfig
+from harness.records import SequenceView
+from harness.thd import build_thd_batch, pad_row
 
 REFERENCE = mamba_reference.mamba_split_conv1d_scan_combined
 GPU = torch.device("cuda")
@@ -82,3 +90,65 @@ def test_the_delta_rule_of_a_gpu_is_that_of_fla_if_it_knows_where_sequences_begi
         return
     with pytest.raises(ConfigError, match="would carry the state of a sequence over to the next"):
         choose_delta_rule(GPU)
+
+
+# Arguments of the functions of fla, by its repository's `fla/ops/gated_delta_rule/chunk.py` and
+# `fla/modules/convolution.py`.
+RULE = {
+    *("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"),
+    "cu_seqlens",
+}
+CONVOLUTION = {
+    *("x", "weight", "bias", "residual", "initial_state", "output_final_state", "activation", "backend", "cu_seqlens")
+}
+
+
+def test_layers_call_the_delta_rule_of_fla_with_whole_heads_and_the_bounds_of_the_row(monkeypatch) -> None:
+    calls: list[tuple[str, dict[str, object]]] = []
+
+    def recorded(kernel):
+        def call(**given):
+            calls.append((kernel.__name__, given))
+            return kernel(**given)
+
+        return call
+
+    kernels = delta_reference.chunk_gated_delta_rule, delta_reference.causal_conv1d
+    monkeypatch.setattr(scan, "choose_delta_rule", lambda device: [recorded(kernel) for kernel in kernels])
+    model = ModelConfig(
+        family="qwen3_5_text",
+        layer_pattern="D",
+        num_layers=1,
+        dtype="bfloat16",
+        scan_num_heads=8,
+        scan_head_dim=12,
+        scan_state_dim=16,
+        scan_num_groups=4,
+        head_dim=16,
+    )
+    with runtime.start("cpu"):
+        join(ParallelConfig(), 1)
+        (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=300, device=torch.device("cpu"))
+        views = [SequenceView(np.arange(n + 1, dtype=np.int32), np.ones(n + 1, np.uint8)) for n in (9, 4, 6)]
+        row = pad_row(build_thd_batch(views), 32)
+        run_row(chunk, to_device(row, torch.device("cpu"))).sum().backward()
+    (first, convolution), (second, rule) = calls
+    assert (first, second) == ("causal_conv1d", "chunk_gated_delta_rule")
+    assert set(convolution) <= CONVOLUTION
+    assert set(rule) <= RULE
+    channels = 8 * 12 + 2 * 4 * 16
+    shapes = {"x": (1, 32, channels), "weight": (channels, 4)}
+    assert {name: tuple(convolution[name].shape) for name in shapes} == shapes
+    # A key head for each value head: the kernel has as many of both.
+    shapes = {"q": (1, 32, 8, 16), "k": (1, 32, 8, 16), "v": (1, 32, 8, 12), "g": (1, 32, 8), "beta": (1, 32, 8)}
+    assert {name: tuple(rule[name].shape) for name in shapes} == shapes
+    dtypes = {"q": torch.bfloat16, "v": torch.bfloat16, "g": torch.float32, "beta": torch.bfloat16}
+    assert {name: rule[name].dtype for name in dtypes} == dtypes
+    assert all(rule[name].is_contiguous() for name in shapes)
+    assert convolution["x"].is_contiguous()
+    assert (rule["g"] < 0).all()
+    assert rule["use_qk_l2norm_in_kernel"] is True
+    # Padding at the end of the row is a sequence of its own; empty ones follow it.
+    assert rule["cu_seqlens"] is convolution["cu_seqlens"]
+    assert rule["cu_seqlens"].tolist() == [0, 9, 13, 19, 32, 32]
+    assert rule["cu_seqlens"].dtype == torch.int64
