@@ -1,4 +1,4 @@
-"""Backends of attention in a whole model, forward and backward, against plain attention; and isolation."""
+"""Backends of attention and scans in a whole model, forward and backward, against plain ones; and isolation."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from harness.bench.sizes import Sizes
 from harness.bench.step import run_bare
 from harness.bench.workspace import Workspace
 from harness.errors import HarnessError
+from harness.megatron import compat
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
@@ -58,8 +59,15 @@ class PlainAttention(torch.nn.Module):
         return torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype)
 
 
+# Layers with a scan beside one of PyTorch's attention, by the word of the part.
+_SCANS = {
+    "mamba2": {"family": "nemotron_h", "layer_pattern": "M*", "scan_num_groups": 2},
+    "delta": {"family": "qwen3_5_text", "layer_pattern": "D*", "scan_num_groups": 2},
+}
+
+
 def measure_attention(sizes: Sizes, workspace: Workspace, backend: str) -> BenchReport:
-    """Compare losses and gradients of a model with this backend, and check that documents are isolated."""
+    """Compare losses and gradients of a model with this backend or scan, and check that documents are isolated."""
     allow_deterministic()
     report = BenchReport("gpu")
     device = runtime.choose_device(sizes.device)
@@ -68,15 +76,17 @@ def measure_attention(sizes: Sizes, workspace: Workspace, backend: str) -> Bench
     for dtype in ("float32", "bfloat16"):
         for title, row in rows.items():
             # Transformer Engine has no float32 attention for rows with padding.
-            if dtype == "float32" and backend != "torch" and title == "with padding":
+            if dtype == "float32" and backend not in ("torch", *_SCANS) and title == "with padding":
                 continue
             with runtime.start(sizes.device) as job:
                 join(ParallelConfig(), job.world_size)
                 _compare(report, f"{dtype}, {title}", _model(backend, dtype, sizes), row, job.device)
-    if backend != "torch":
+    if backend not in ("torch", *_SCANS):
         for recipe in _recipes_of(device):
             model = replace(_model(backend, "bfloat16", sizes), fp8=recipe)
             _compare_in_8_bits(report, model, rows["with padding"], sizes.device)
+    if backend in _SCANS and (package := compat.missing_kernels(delta_rule=backend == "delta")):
+        report.notes.append(f"{package} is not installed: the scan was compared with itself")
     # Kernels that add in another order each time would look like leaks.
     with runtime.start(sizes.device, deterministic=True) as job:
         _isolate(report, _model(backend, "float32" if device.type == "cpu" else "bfloat16", sizes), job)
@@ -104,14 +114,18 @@ def _compare_in_8_bits(report: BenchReport, model: ModelConfig, row: ThdBatch, d
 
 def _model(backend: str, dtype: str, sizes: Sizes) -> ModelConfig:
     head = 32 if sizes.is_tiny else 128
+    scans: dict[str, Any] = _SCANS.get(backend, {})
+    if scans:
+        scans = {**scans, "scan_num_heads": 4, "scan_head_dim": head // 2, "scan_state_dim": head}
     return ModelConfig(
+        **scans,
         num_layers=2,
         hidden_size=4 * head,
         ffn_hidden_size=8 * head,
         num_attention_heads=4,
         num_query_groups=2,
         dtype=dtype,
-        attention=backend,
+        attention="torch" if scans else backend,
         tie_embeddings=False,
         init_std=0.05,  # larger than in training, so that attention is not nearly even
     )
@@ -136,8 +150,7 @@ def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch,
     own = run_once(chunks, row, device)
     # What a wrong mask does to the same figures.
     broken = run_once(chunks, row, device, prepare=_one_sequence)
-    for layer in _layers(chunks):
-        layer.self_attention.core_attention = PlainAttention()
+    _make_plain(chunks)
     plain = run_once(chunks, row, device)
     # The reference has the same weights, in float32.
     exact = build_model(
@@ -146,8 +159,7 @@ def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch,
     with torch.no_grad():
         for weight, rounded in zip(exact[0].parameters(), chunks[0].parameters(), strict=True):
             weight.copy_(rounded)
-    for layer in _layers(exact):
-        layer.self_attention.core_attention = PlainAttention()
+    _make_plain(exact)
     reference = run_once(exact, row, device)
     least = _LEAST_OF_DEFECT if model.fp8 == "off" else _LEAST_OF_DEFECT_IN_8_BITS
     for name, index in (("losses", 0), ("gradients", 1)):
@@ -160,11 +172,17 @@ def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch,
         report.add(Figure(f"{over}, bounds dropped", of_broken / floor, "x", at_least=least))
 
 
-def _layers(chunks: list[DistributedDataParallel]) -> list[Any]:
+def _make_plain(chunks: list[DistributedDataParallel]) -> None:
+    """Give all layers plain attention, and the reference of their scan."""
     module = chunks[0]
     while not hasattr(module, "decoder"):
         module = module.module
-    return list(module.decoder.layers)
+    for layer in module.decoder.layers:
+        mixer = layer.self_attention
+        if hasattr(mixer, "use_plain_scan"):
+            mixer.use_plain_scan()
+        else:
+            mixer.core_attention = PlainAttention()
 
 
 def run_once(

@@ -55,12 +55,13 @@ class PartResult:
     report: dict[str, Any] = field(default_factory=dict)
 
 
-# The attention of a model against plain attention, the losses of layouts against those of one rank, a model's loop
-# against a bare one, packed chats against dense sequences, and checkpoints in the background.
+# The attention and the scans of a model against plain ones, the losses of layouts against those of one rank, a model's
+# loop against a bare one, packed chats against dense sequences, and checkpoints in the background.
 PARTS = {
     "environment": Part("environment:measure_environment"),
     "links": Part("environment:measure_links", ranks=None),
     **{f"attention-{name}": Part("attention:measure_attention") for name in ("torch", "flash", "fused", "unfused")},
+    **{f"scan-{name}": Part("attention:measure_attention") for name in ("mamba2", "delta")},
     **{f"layouts-{ranks}": Part("layouts:measure_layouts", ranks=ranks) for ranks in (1, 2, 4, 8)},
     **{f"step-{shape}": Part("training:measure_step", ranks=None) for shape in ("1b", "8b")},
     "packed-8b": Part("training:measure_packed"),

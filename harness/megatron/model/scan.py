@@ -72,6 +72,10 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
         output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(self.norm(scanned))
         return output
 
+    def use_plain_scan(self) -> None:
+        """Scan in PyTorch, whatever is installed."""
+        self._scan = mamba_reference.mamba_split_conv1d_scan_combined
+
 
 class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
     """Megatron's layer of the gated delta rule on a packed row."""
@@ -119,6 +123,10 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
         scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), group, order)
         output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(scanned)
         return output
+
+    def use_plain_scan(self) -> None:
+        """Scan in PyTorch, whatever is installed."""
+        self._scan, self._convolve = delta_reference.chunk_gated_delta_rule, delta_reference.causal_conv1d
 
     def _by_rank(self, whole: torch.Tensor, dim: int) -> list[torch.Tensor]:
         """Return the pieces of what has channels in a dimension, which context-parallel ranks divide each."""
