@@ -277,8 +277,10 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
         raise ScheduleError(what, where="the row", fix="raise schedule.max_tokens_per_rank")
     if missing == 0:
         return row
+    # Without an empty sequence at the end so far: kernels of scans number sequences by what they contain.
+    count = int(np.searchsorted(row.cu_seqlens_padded, len(row))) + 1
     cu_seqlens, cu_seqlens_padded = visible_bounds(
-        np.append(row.cu_seqlens, row.cu_seqlens[-1]), np.append(row.cu_seqlens_padded, total)
+        np.append(row.cu_seqlens[:count], row.cu_seqlens[-1]), np.append(row.cu_seqlens_padded[:count], total)
     )
 
     def extended(values: npt.NDArray[Any], by: Any) -> Any:

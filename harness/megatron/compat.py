@@ -71,6 +71,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
     def forget_angles(self) -> None:
         """Gather the angles again: the positions are those of another row now."""
         self._angles.clear()
+        self._scanned = None
 
     def angles(self, freqs: torch.Tensor, dtype: torch.dtype, *, mscale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine [T / cp, 1, 1, d] of `freqs` [max_seqlen, 1, 1, d] at the positions, times `mscale`.

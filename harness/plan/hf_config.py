@@ -71,7 +71,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         fix = f"use a model of one of these families: {', '.join(FAMILIES)}"
         return ConfigError(what, where=str(path), fix=fix)
 
-    values = _text_config(values)
+    values = text_config(values)
     name = values.get("model_type")
     if name not in FAMILIES:
         missing = f": they need {MISSING[name]}" if name in MISSING else ""
@@ -105,7 +105,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
     )
 
 
-def _text_config(values: dict[str, Any]) -> dict[str, Any]:
+def text_config(values: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model alone, of a model that also encodes images."""
     if values.get("model_type") not in _WITH_IMAGES:
         return values

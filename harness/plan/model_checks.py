@@ -43,6 +43,7 @@ _OF_EXPERTS = (
 
 
 _MTP, _HYBRID = {"model.mtp_layers": SET}, {"model.layer_pattern": SET}
+_OF_SCANS = {"scan_num_heads": 0, "scan_head_dim": 0, "scan_state_dim": 128, "scan_num_groups": 8}
 RULES = (
     Rule(
         {"model.rope_mscale": other_than(1), "model.rope_mscale_all_dim": 0},
@@ -90,8 +91,12 @@ RULES = (
     ),
     Rule({**_HYBRID, "model.dense_layers": SET}, "it is not supported with hybrid models", "model.dense_layers=0"),
     *(
-        Rule({"model.layer_pattern": NOT_SET, f"model.{name}": SET}, "only hybrid models use it", f"model.{name}=0")
-        for name in ("scan_num_heads", "scan_head_dim")
+        Rule(
+            {"model.layer_pattern": NOT_SET, f"model.{name}": other_than(unset)},
+            "only hybrid models use it",
+            f"model.{name}={unset}",
+        )
+        for name, unset in _OF_SCANS.items()
     ),
 )
 _GRAPHS, _OVERLAP = {"parallel.cuda_graphs": True}, {"parallel.overlap_tensor_parallel": True}
@@ -156,7 +161,7 @@ def _check_heads(model: ModelConfig) -> None:
 
 def _check_rotated(model: ModelConfig) -> None:
     if model.rotated_size % 2:
-        what = f"{model.rotated_size} numbers of a head of {model.head_size} would be rotated, and pairs are"
+        what = f"{model.rotated_size} of the {model.head_size} numbers of a head would be rotated: they must be pairs"
         raise ConfigError(what, where="model.head_dim", fix="a multiple of 8")
 
 

@@ -40,8 +40,7 @@ from harness.records import Int64Array
 # recomputation costs one more.
 _PASSES, _ATTENTION_PASSES = 3.0, 3.5
 # Kernels of a microbatch as `python -m tests.benchmarks kernels` counts them: of a dense layer, and outside layers.
-# Those of a
-# router and its permutations are in Megatron-Core's sources.
+# Those of a router and its permutations are in Megatron-Core's sources.
 LAYER_KERNELS, OTHER_KERNELS, _ROUTER_KERNELS = 93, 95, 60
 # Multiprocessors that NCCL is taken to need for sends and receives.
 _SENDERS = 16

@@ -275,6 +275,18 @@ def test_a_sequence_that_cannot_be_cut_is_refused_by_its_length() -> None:
             context_parallel_indices(np.asarray([0, 8]), cp_size=2, cp_rank=rank)
 
 
+@pytest.mark.parametrize("lengths", [[9], [8, 9], [8, 8], [5, 9, 1], [1]])
+@pytest.mark.parametrize("total", [20, 24, 32])
+def test_a_padded_row_has_empty_sequences_at_its_end_alone(lengths: list[int], total: int) -> None:
+    # Kernels of scans number sequences by their chunks, of which an empty one before the padding has none.
+    views = [SequenceView(np.arange(n + 1, dtype=np.int32), np.ones(n + 1, np.uint8)) for n in lengths]
+    row = build_thd_batch(views, pad_to_multiple=4)
+    row = pad_row(row, max(total, len(row)))
+    parts = np.diff(row.cu_seqlens_padded)
+    assert parts.tolist() == [*parts[parts > 0], *parts[parts == 0]]
+    assert not np.array_equal(row.cu_seqlens[:-1], row.cu_seqlens_padded[:-1]) or row.cu_seqlens[-1] == len(row)
+
+
 def test_a_row_padded_to_a_length_gains_one_sequence_of_padding_alone() -> None:
     row = build_thd_batch(TWO, pad_to_multiple=2)
     padded = pad_row(row, 10)

@@ -28,8 +28,8 @@ from harness.megatron.state.checkpoint import find_damage, find_newest
 from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
 from harness.megatron.weights import expert_names, hf_tensors
 from harness.paths import explain_path
-from harness.plan import ModelConfig, ParallelConfig, read_hf_config
-from harness.plan.hf_config import MTP_SETTINGS, find_weights, to_hf_config
+from harness.plan import FAMILIES, ModelConfig, ParallelConfig, read_hf_config
+from harness.plan.hf_config import MTP_SETTINGS, find_weights, text_config, to_hf_config
 from harness.printing import print_text
 from harness.storage import Marker, make_folder, sync_folder
 from harness.storage.checksums import digest_files, write_checksums
@@ -172,16 +172,19 @@ def _settings_of(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return config.json and generation_config.json; add to `data.missing` if the data names no end tokens."""
     base = _base_settings(model)
-    config = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
+    of_base = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
+    config = text_config(of_base)
+    if config is not of_base:  # of a model that also encodes images
+        config["architectures"] = [FAMILIES[model.family].architecture]
     ids = _token_ids(tokens, data.eod)
     if "eos_token_id" not in ids:
-        of_base = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
-        instead = f"{of_base} of {model.init_from} instead" if of_base else "generation only ends at its length limit"
+        end = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
+        instead = f"{end} of {model.init_from} instead" if end else "generation only ends at its length limit"
         data.missing.append(f"end tokens of the data: {instead}")
     generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}
     generation.pop("_from_model_config", None)
     if not has_mtp:
-        config |= {name: 0 for name in MTP_SETTINGS if config.get(name)}
+        config |= {name: 0 for name in (*MTP_SETTINGS, "mtp_num_hidden_layers") if config.get(name)}
     config.pop("quantization_config", None)  # the weights are written as they were trained
     # Many programs read a list of one in config.json as no number.
     config |= {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in ids.items()}

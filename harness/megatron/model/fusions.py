@@ -90,6 +90,8 @@ def slow_parts(
         found.append(f"model.grouped_gemm is auto, but {reason}: experts are computed one after another")
     if model.layer_pattern is not None and (package := missing_kernels(delta_rule=model.has_delta_rule)):
         found.append(f"{package} is not installed: the scans of layers run in PyTorch, which is much slower")
+    elif model.layer_pattern is not None and torch.are_deterministic_algorithms_enabled():
+        found.append("trainer.deterministic is true: the scans of layers run in PyTorch, which is much slower")
     if parallel.cuda_graphs and parallel.overlap_gradients:
         found.append("parallel.cuda_graphs is true: gradients are reduced after the last row, without overlap")
     if parallel.cuda_graphs and not has_engine:

@@ -226,8 +226,9 @@ def _adding(adapter: Adapter, config: TransformerConfig) -> Any:
         values = inputs[0]
         norm = getattr(layer, "layer_norm_weight", None)
         if norm is not None:  # the layer of Transformer Engine includes the norm
-            weight = norm + 1 if config.layernorm_zero_centered_gamma else norm
-            values = functional.rms_norm(values, norm.shape, weight, config.layernorm_epsilon)
+            weight = norm.float() + config.layernorm_zero_centered_gamma
+            wide = functional.rms_norm(values.float(), norm.shape, weight, config.layernorm_epsilon)
+            values = wide.type_as(values)
         return output[0] + adapter(values), *output[1:]
 
     return add

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import all_to_all, copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import all_to_all, copy_to_tensor_model_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.nn import functional
@@ -81,7 +81,11 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
     """Megatron's layer of the gated delta rule on a packed row."""
 
     def __init__(self, config: Any, submodules: Any, layer_number: int, pg_collection: Any, **unused: Any) -> None:
-        super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
+        with _quiet_generator():
+            super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
+            # Megatron draws the same filters on all tensor-parallel ranks.
+            with get_cuda_rng_tracker().fork():
+                self.conv1d.reset_parameters()
         tp = self.pg_collection.tp.size()
         self._groups = self.num_key_heads // tp
         # Queries, keys, values, gate, rates and decays, of this rank's heads.
@@ -161,8 +165,13 @@ def _quiet_generator() -> Iterator[None]:
         log.setLevel(level)
 
 
+def _uses_kernels(device: torch.device, *, delta_rule: bool) -> bool:
+    has_them = device.type == "cuda" and compat.missing_kernels(delta_rule=delta_rule) is None
+    return has_them and not torch.are_deterministic_algorithms_enabled()
+
+
 def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tensor]:
-    """Return the function that scans: mamba-ssm's on a GPU that has it, PyTorch's elsewhere.
+    """Return the function that scans: mamba-ssm's on a GPU that has it, PyTorch's elsewhere and where bits must repeat.
 
     Args:
         features: numbers per token that a rank scans.
@@ -170,7 +179,7 @@ def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tens
     Raises:
         ConfigError: installed versions would ignore where sequences begin, or cannot scan so many features.
     """
-    if device.type != "cuda" or compat.missing_kernels(delta_rule=False):
+    if not _uses_kernels(device, delta_rule=False):
         return mamba_reference.mamba_split_conv1d_scan_combined
     if (reason := compat.why_no_packed_scan()) is not None:
         raise ConfigError(
@@ -190,12 +199,12 @@ def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tens
 
 
 def choose_delta_rule(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the gated delta rule and the convolution before it: fla's on a GPU that has it, PyTorch's elsewhere.
+    """Return the gated delta rule and the convolution before it, of fla or PyTorch as `choose_scan` does.
 
     Raises:
         ConfigError: the installed version would ignore where sequences begin.
     """
-    if device.type != "cuda" or compat.missing_kernels(delta_rule=True):
+    if not _uses_kernels(device, delta_rule=True):
         return delta_reference.chunk_gated_delta_rule, delta_reference.causal_conv1d
     from fla.modules.convolution import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule

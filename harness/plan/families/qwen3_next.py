@@ -30,13 +30,15 @@ def read_layers(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     rope = values.get("rope_parameters") or {}
     part = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", _ROTATED))
     if part != _ROTATED:
-        raise refuse(f"rotary positions in {part:g} of each head are not supported ({_ROTATED:g} is)")
+        raise refuse(f"rotary positions in {part} of each head are not supported ({_ROTATED} is)")
     every = int(values.get("full_attention_interval") or 4)
     layers = range(1, int(values["num_hidden_layers"]) + 1)
     kinds = values.get("layer_types") or [_WORDS["D" if number % every else "*"] for number in layers]
     letters = {word: letter for letter, word in _WORDS.items()}
+    if odd := set(kinds) - set(letters):
+        raise refuse(f"layers of type {', '.join(map(str, sorted(odd)))} are not supported ({', '.join(letters)} are)")
     sizes = {ours: int(values[theirs]) for ours, theirs in _SIZES.items()}
-    return {"layer_pattern": "".join(letters.get(kind, "?") for kind in kinds), **sizes}
+    return {"layer_pattern": "".join(letters[kind] for kind in kinds), **sizes}
 
 
 def write_layers(model: Any) -> dict[str, Any]:
