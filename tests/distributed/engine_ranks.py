@@ -27,6 +27,13 @@ from harness.train import Progress  # noqa: E402
 from .checkpoint_ranks import forget, tensors_of  # noqa: E402
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "max_sequence_length": 256}
+SCANS: dict[str, int] = {
+    "scan_num_heads": 8,
+    "scan_head_dim": 8,
+    "scan_state_dim": 16,
+    "scan_num_groups": 2,
+    "head_dim": 32,
+}
 MODELS = {
     "llama": ModelConfig(**SIZES, tie_embeddings=False),
     "qwen2": ModelConfig(**SIZES, family="qwen2"),
@@ -44,6 +51,17 @@ MODELS = {
         qk_rope_head_dim=16,
         v_head_dim=16,
         router_score="sigmoid",
+    ),
+    "nemotron_h": ModelConfig(**SIZES, family="nemotron_h", layer_pattern="M*", **SCANS, tie_embeddings=False),
+    "qwen3_5": ModelConfig(**SIZES, family="qwen3_5_text", layer_pattern="D*", **SCANS),
+    "qwen3_next": ModelConfig(
+        **SIZES,
+        family="qwen3_next",
+        layer_pattern="D*",
+        **SCANS,
+        num_experts=4,
+        expert_ffn_hidden_size=32,
+        shared_ffn_hidden_size=32,
     ),
 }
 
