@@ -38,7 +38,7 @@ ALL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", *HYBRID)
 
 
 def loaded(families: tuple[str, ...]) -> dict[str, object]:
-    """What is found where all weights come back; of the two layers of a hybrid model, one has attention."""
+    """Return what is found where all weights come back; one of two layers of a hybrid model has attention."""
     same = {"forgotten": 0, "same": True, "optimizer": "AdamW"}
     return {family: {"attentions": 1 if family in HYBRID else 2, **same} for family in families}
 
