@@ -60,7 +60,7 @@ test: setup
 # Builds the wheel and runs the README's quickstart with it in fresh environments, outside this folder. Three minutes; the
 # packages come from the index, as those of `make setup` do.
 test-install: setup
-	$(BIN)/python -m pytest -n 0 -m install tests/install
+	$(BIN)/python -m pytest -n 0 -m 'install and not nightly' tests/install
 
 # With Python 3.12 and the Megatron-Core that it gets, in an environment outside this folder that is kept between runs
 # (see .ci/versions; VERSIONS_DIR names another place for it). What every change has to pass; the nightly tests run more.

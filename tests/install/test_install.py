@@ -258,7 +258,10 @@ ROW_BY_ROW = (
         (save_qwen3, SLOWLY, "<think>", '{"name": "get_weather", "arguments": {"city": "Paris"}}'),
         # Its prompt opens the thought.
         (save_nemotron3, ROW_BY_ROW, "", "<function=get_weather><parameter=city>Paris</parameter></function>"),
-        (save_qwen3_5, SLOWLY, "", "<function=get_weather><parameter=city>Paris</parameter></function>"),
+        pytest.param(
+            *(save_qwen3_5, SLOWLY, "", "<function=get_weather><parameter=city>Paris</parameter></function>"),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["qwen3", "nemotron3", "qwen3_5"],
 )
