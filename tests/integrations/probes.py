@@ -110,7 +110,7 @@ def _of_megatron(row: Row) -> ThdBatch:
 
 
 def _of_huggingface(row: Row) -> ThdBatch:
-    """Padding masks are False: this dialect has no padding, and does not tell a row of nobody's tokens."""
+    """Return the row without padding masks: this dialect has no padding, and marks no row as untrained."""
     input_ids, labels = _array(row["input_ids"])[0], _array(row["labels"])[0]
     bounds = _array(row["cu_seq_lens_q"]).astype(np.int64)
     is_last, is_first = np.zeros(input_ids.shape[0], np.bool_), np.zeros(input_ids.shape[0], np.bool_)
