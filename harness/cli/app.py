@@ -42,6 +42,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "diff": ("data", "Compare two datasets pack by pack."),
         "compare": ("parity", "Compare the loss curves of runs, and plot them together."),
         "parity": ("parity", "Prove that other settings give the same losses."),
+        "conformance": ("conformance", "Check how another trainer packs, masks, averages and resumes."),
     },
     "On a Slurm cluster": {
         "cluster": ("jobs", "Propose the settings of a Slurm cluster."),

@@ -1,0 +1,68 @@
+"""`harness conformance TARGET`: check another trainer, or this one, as verdicts and as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.errors import ConfigError, os_errors_as
+from harness.printing import print_line, print_text
+
+
+def conformance(
+    target: Annotated[
+        str, typer.Argument(metavar="[TARGET]", help="a class: FILE.py[:CLASS] or MODULE:CLASS", show_default=False)
+    ] = "",
+    command: Annotated[
+        str, typer.Option("--command", metavar="TEXT", help="in place of TARGET, a command with places in braces")
+    ] = "",
+    python: Annotated[
+        str, typer.Option("--python", metavar="FILE", help="the Python of the trainer's environment")
+    ] = sys.executable,
+    checks: Annotated[str, typer.Option("--checks", metavar="NAMES", help="some checks, separated by commas")] = "",
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the verdicts as JSON")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="keep logs and files in this new folder (default: a temporary one)")
+    ] = None,
+    shows: Annotated[bool, typer.Option("--list", help="explain the checks without running them")] = False,
+) -> None:
+    """Check how a trainer packs, masks, averages, orders and resumes, on a CPU, with a small model.
+
+    Exit code 1: a check failed.
+    """
+    from harness.conformance import CHECKS, OUTCOMES, TargetProcess, Verdict
+
+    if shows:
+        for check in CHECKS.values():
+            print_text(f"{check.name}\n{textwrap.indent(textwrap.fill(check.about, 100), '  ')}")
+            print_text(f"  seen in {', '.join(check.threads)}\n")
+        return
+    if bool(target) == bool(command):
+        fix = "harness conformance my_trainer.py; `--list` explains the checks"
+        raise ConfigError("give either a TARGET or a --command", where="harness conformance", fix=fix)
+
+    def report(verdict: Verdict) -> None:
+        print_line(f"{verdict.outcome:14}{verdict.check:33}{verdict.text}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="conformance-") as temporary:
+        process = TargetProcess(target, folder or Path(temporary), command=command, python=python)
+        verdicts = process.run(checks.split(",") if checks else list(CHECKS), report)
+        versions = process.versions()
+    counts = {name: sum(one.outcome == name for one in verdicts) for name in OUTCOMES}
+    print_line(", ".join(f"{count} {name}" for name, count in counts.items()))
+    if save is not None:
+        with os_errors_as(ConfigError, "the verdicts cannot be written", where=save, fix="choose another file"):
+            save.write_text(json.dumps({**versions, "verdicts": [asdict(one) for one in verdicts]}, indent=2) + "\n")
+    if counts["FAIL"] or counts["ERROR"]:
+        raise typer.Exit(1)
+
+
+conformance_app = typer.Typer()
+conformance_app.command(name="conformance")(conformance)

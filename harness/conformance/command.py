@@ -1,0 +1,102 @@
+"""A trainer as a command that reads the data of a check and prints one line of JSON per step."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness.conformance.target import Layout, NotSupported, Step, Tokens
+from harness.errors import ConfigError
+
+_PLACES = ("model", "data", "steps", "eval_data", "save", "load", *asdict(Layout()))
+_LIMIT_S = 600
+
+
+class CommandTarget:
+    """A target whose every step, epoch or evaluation is one run of a command.
+
+    The command is a text with places in braces: `{model}` and `{data}` are required; `{steps}` is 0 for the rest of
+    the epoch; `{save}` and `{load}` are checkpoint folders, `{eval_data}` is a file like `{data}`, each empty where it
+    is not needed; the fields of `Layout` have their names. A check of a field or a file without a place is not
+    supported. Lines of standard output that are JSON objects with `step` are read: `loss` and `grad_norm`, `rows` of
+    all ranks (those of lines with the same step are joined), and `eval_loss` in any.
+
+    Raises:
+        ConfigError: the command has an unknown place, or lacks a required one.
+    """
+
+    name, version = "command", ""
+
+    def __init__(self, command: str) -> None:
+        places = set(re.findall(r"\{(\w+)\}", command))
+        if unknown := sorted(places - set(_PLACES)):
+            fix = f"use some of {', '.join(f'{{{name}}}' for name in _PLACES)}"
+            raise ConfigError(f"the command has no use for {{{unknown[0]}}}", where="--command", fix=fix)
+        if missing := sorted({"model", "data"} - places):
+            raise ConfigError(f"the command does not read {{{missing[0]}}}", where="--command", fix="add it")
+        self._command, self._places, self._load = command, places, ""
+
+    def build(self, model_folder: Path, data: Path, layout: Layout) -> Step:
+        self._require(*layout.changed())
+        self._values = {"model": str(model_folder), "data": str(data), **asdict(layout)}
+        self._lines: list[dict[str, Any]] = []
+        self._load = ""
+
+        def step(batch: Sequence[Tokens]) -> tuple[float, float | None]:
+            line = self._run(steps="1")[0]
+            return line["loss"], line.get("grad_norm")
+
+        return step
+
+    def evaluate(self, batch: Sequence[Tokens]) -> float:
+        self._require("eval_data")
+        losses = [
+            line["eval_loss"] for line in self._run(steps="1", eval_data=self._values["data"]) if "eval_loss" in line
+        ]
+        if not losses:
+            raise NotSupported("no line has eval_loss")
+        return float(losses[-1])
+
+    def rows(self, steps: int | None) -> list[list[Tokens]]:
+        self._require("steps", *(["load"] if self._load else []))
+        saved = {"save": self._temporary()} if "save" in self._places else {}
+        lines = self._run(steps=str(steps or 0), load=self._load, **saved)
+        if any("rows" not in line for line in lines):
+            raise NotSupported("lines have no rows")
+        self._saved = saved.get("save", "")
+        by_step: dict[int, list[Tokens]] = {}
+        for line in lines:
+            by_step.setdefault(line["step"], []).extend(line["rows"])
+        return [rows for _, rows in sorted(by_step.items())]
+
+    def save(self, folder: Path) -> None:
+        self._require("save", "load")
+        Path(self._saved).rename(folder)
+
+    def load(self, folder: Path) -> None:
+        self._load = str(folder)
+        self._run(steps="1", load=self._load)
+
+    def _temporary(self) -> str:
+        return str(Path(tempfile.mkdtemp(dir=Path(self._values["data"]).parent)) / "saved")
+
+    def _require(self, *places: str) -> None:
+        if missing := [f"{{{name}}}" for name in places if name not in self._places]:
+            raise NotSupported(f"the command has no {' and no '.join(missing)}")
+
+    def _run(self, **values: str) -> list[dict[str, Any]]:
+        """Run the command to its end; return the JSON objects that it prints."""
+        texts = dict.fromkeys(_PLACES, "") | {name: str(value) for name, value in (self._values | values).items()}
+        words = [re.sub(r"\{(\w+)\}", lambda match: texts[match[1]], word) for word in shlex.split(self._command)]
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=True)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if not (lines := [line for line in lines if "step" in line]):
+            raise RuntimeError("the command printed no JSON object with `step`")
+        return lines

@@ -1,0 +1,211 @@
+"""Checks of the order of data: what an epoch trains, with workers and ranks, and after a resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.conformance.kit import Failed, Kit, check, conversations, trained_pairs
+from harness.conformance.target import NotSupported, Tokens
+
+_PACK = 64
+
+
+def _corpus(count: int = 23) -> list[Tokens]:
+    return conversations([int(each) for each in np.random.default_rng(2).integers(8, 40, size=count)])
+
+
+@check("huggingface/trl#3526")
+def positions_restart(kit: Kit) -> str:
+    """Read the position ids of packed rows; they must begin at 0 with each conversation.
+
+    Models with absolute or scaled positions train something else where positions continue, and attention kernels find
+    boundaries by them. Rows without `position_ids` are not judged.
+    """
+    data = _corpus()
+    firsts = {tuple(one["input_ids"][:3]) for one in data}
+    rows = [row for steps in kit.rows_of(data, pack_size=_PACK) for step in steps for row in step]
+    if not any("position_ids" in row for row in rows):
+        raise NotSupported("rows have no position_ids")
+    starts, wrong = 0, 0
+    for row in rows:
+        for place, position in enumerate(row["position_ids"]):
+            if tuple(row["input_ids"][place : place + 3]) in firsts:
+                starts += 1
+                wrong += position != 0
+    if wrong:
+        raise Failed(f"{wrong} of {starts} conversations begin at another position than 0")
+    return f"{starts} conversations begin at position 0"
+
+
+@check("huggingface/trl#5988")
+def epoch_is_complete(kit: Kit) -> str:
+    """Train one epoch of packed rows; every trained token must be trained exactly once, the last ones included."""
+    return _judge_epoch(kit, _corpus(), pack_size=_PACK, microbatches=2)
+
+
+@check("huggingface/transformers#34176")
+def epoch_is_complete_unpacked(kit: Kit) -> str:
+    """Train one epoch of padded rows with an incomplete last step; every token must be trained exactly once."""
+    return _judge_epoch(kit, _corpus(), microbatches=4)
+
+
+@check("huggingface/accelerate#4195", ranks=2)
+def epoch_is_complete_on_ranks(kit: Kit) -> str:
+    """Train an epoch on two ranks that do not divide it evenly; every token must be trained exactly once by all."""
+    return _judge_epoch(kit, _corpus(), microbatches=2)
+
+
+@check("huggingface/trl#2405")
+def long_conversation_is_kept(kit: Kit) -> str:
+    """Train conversations longer than a packed row; what does not fit must be refused with an error, never dropped.
+
+    Splitting one over rows loses the context of its second part; cutting it loses its end, and with it the token that
+    ends the answer.
+    """
+    data = [*_corpus(6), *conversations((2 * _PACK + 10,), seed=9)]
+    try:
+        rows = kit.rows_of(data, pack_size=_PACK)
+    except (NotSupported, TimeoutError):
+        raise
+    except Exception as error:
+        return f"refused: {str(error).strip().splitlines()[0][:160]}"
+    return _judge(data[-1:], [row for steps in rows for step in steps for row in step], others=data[:-1])
+
+
+@check("meta-pytorch/data#1437")
+def shuffle_ignores_workers(kit: Kit) -> str:
+    """Shuffle an epoch without and with two loader workers; the order of the rows must be the same."""
+    data = _corpus()
+    orders = [_order(kit.rows_of(data, shuffle=True, num_workers=workers)) for workers in (0, 2)]
+    if _order(kit.rows_of(data)) == orders[0]:
+        raise Failed("the shuffled order is the order of the data")
+    if orders[0] != orders[1]:
+        raise Failed(_first_difference(*orders))
+    return f"{sum(map(len, orders[0]))} steps in the same order"
+
+
+@check("huggingface/transformers#34264")
+def shuffle_follows_the_seed(kit: Kit) -> str:
+    """Shuffle an epoch twice with one seed and once with another; only the first two must be equal."""
+    data = _corpus()
+    first, again, other = (_order(kit.rows_of(data, shuffle=True, seed=seed)) for seed in (1, 1, 2))
+    if first != again:
+        raise Failed(f"two epochs of one seed differ: {_first_difference(first, again)}")
+    if first == other:
+        raise Failed("another seed gives the same order")
+    return "equal for one seed, different for another"
+
+
+@check("huggingface/accelerate#4195", "verl-project/verl#7401")
+def resume_within_an_epoch(kit: Kit) -> str:
+    """Save in the middle of a shuffled epoch and continue in a new process; the rest must be what was left."""
+    return _judge_resume(kit, steps=3)
+
+
+@check("meta-pytorch/data#1437", "verl-project/verl#7401")
+def resume_at_the_end_of_an_epoch(kit: Kit) -> str:
+    """Save after the last step of an epoch and continue; nothing of it must be trained again."""
+    return _judge_resume(kit, steps=None)
+
+
+@check("meta-pytorch/data#1437", "alibaba/TorchEasyRec#544")
+def resume_with_workers(kit: Kit) -> str:
+    """Save in the middle of an epoch read by two loader workers, which read ahead, and continue."""
+    return _judge_resume(kit, steps=3, num_workers=2)
+
+
+@check("huggingface/accelerate#4195", ranks=2)
+def resume_on_ranks(kit: Kit) -> str:
+    """Save in the middle of an epoch on two ranks and continue on two; the ranks must go on without a gap."""
+    return _judge_resume(kit, steps=2)
+
+
+@check("pytorch/pytorch#158267")
+def damaged_checkpoint_is_refused(kit: Kit) -> str:
+    """Flip one bit in the middle of the largest file of a checkpoint; loading it must be refused.
+
+    Disks and copies damage files. Weights with one wrong exponent train on, and nobody learns why the loss jumped.
+    """
+    kit.require("rows", "save", "load")
+    data, folder = _corpus(), kit.folder / "saved"
+    kit.rows_of(data, steps=1)
+    kit.target.save(folder)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 64
+    largest.write_bytes(content)
+    kit.build(data)
+    name = largest.relative_to(folder)
+    try:
+        kit.target.load(folder)
+    except Exception as error:
+        return f"{name} is refused: {str(error).strip().splitlines()[0][:120]}"
+    raise Failed(f"a flipped bit in {name} ({len(content):,} bytes) is loaded without an error")
+
+
+def _judge_epoch(kit: Kit, data: Sequence[Tokens], **layout: Any) -> str:
+    ranks = kit.rows_of(data, **layout)
+    return _judge(data, [row for steps in ranks for step in steps for row in step])
+
+
+def _judge(data: Sequence[Tokens], rows: Sequence[Tokens], *, others: Sequence[Tokens] = ()) -> str:
+    """Compare trained tokens with those of the data; `others` may be trained too."""
+    expected, got = Counter(trained_pairs(data)), Counter(trained_pairs(rows))
+    for pair in trained_pairs(others):
+        del got[pair]
+    lost, surplus = expected - got, got - expected
+    twice = sum(count for pair, count in surplus.items() if pair in expected)
+    foreign = surplus.total() - twice
+    if lost or surplus:
+        found = {"not trained": lost.total(), "trained again": twice, "trained that the data does not have": foreign}
+        figures = ", ".join(f"{count} {name}" for name, count in found.items() if count)
+        raise Failed(f"of {expected.total()} trained tokens: {figures}")
+    return f"{expected.total()} trained tokens, each once"
+
+
+def _judge_resume(kit: Kit, *, steps: int | None, **layout: Any) -> str:
+    kit.require("save", "load")
+    data, folder, layout = _corpus(), kit.folder / "saved", {"shuffle": True, "microbatches": 2, **layout}
+    whole = kit.rows_of(data, **layout)
+    first = kit.rows_of(data, steps, **layout)
+    kit.target.save(folder)
+    kit.gather("saved")
+    kit.build(data, **layout)
+    kit.target.load(Path(folder))
+    rest = [] if steps is None else kit.gather(kit.target.rows(None))
+    if steps is None:
+        # A trainer may train nothing more, or begin the next epoch with what is not checked here.
+        following = kit.gather(kit.target.rows(1))
+        again = _order(whole)[0][:1] == _order(following)[0][:1]
+        if again and any(following):
+            raise Failed("the epoch is trained again from its first step")
+        return "the epoch is not trained again"
+    joined = [one + other for one, other in zip(_order(first), _order(rest), strict=True)]
+    if joined != _order(whole):
+        raise Failed(_first_difference(_order(whole), joined))
+    return f"{len(joined[0])} steps as without an interruption"
+
+
+def _order(ranks: list[list[list[Tokens]]]) -> list[list[list[list[int]]]]:
+    """Return the trained tokens of each row by rank and step."""
+    return [[[sorted(map(_number, trained_pairs([row]))) for row in step] for step in steps] for steps in ranks]
+
+
+def _number(pair: tuple[int, int]) -> int:
+    return 1000 * pair[0] + pair[1]
+
+
+def _first_difference(expected: list[Any], got: list[Any]) -> str:
+    for rank, (one, other) in enumerate(zip(expected, got, strict=True)):
+        if len(one) != len(other):
+            return f"rank {rank} trains {len(other)} steps, expected {len(one)}"
+        for step, (rows, others) in enumerate(zip(one, other, strict=True), start=1):
+            if rows != others:
+                return f"step {step} of rank {rank} trains other tokens"
+    return "no difference"

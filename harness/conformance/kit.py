@@ -1,0 +1,189 @@
+"""What checks are written with: the registry, the data that they feed to a target, and how a check fails."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.conformance.model import Reference, write_model
+from harness.conformance.target import Layout, NotSupported, Step, Tokens
+
+# Relative. float32 sums differ from the float64 reference by about 1e-6, each defect of a check by 1e-3 and more.
+LOSS_TOLERANCE, NORM_TOLERANCE = 2e-5, 2e-4
+_PATIENCE_S = 120.0
+OUTCOMES = PASS, FAIL, ERROR, NOT_SUPPORTED = "PASS", "FAIL", "ERROR", "NOT SUPPORTED"
+
+
+class Failed(Exception):  # noqa: N818 - a verdict, not an error
+    """Raised by a check: the trainer does something else, with figures."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question to a trainer.
+
+    Attributes:
+        about: why it matters and what is done, in a paragraph.
+        ranks: of the job.
+        threads: public threads in which users found the defect, as OWNER/REPOSITORY#NUMBER.
+        run: returns what was seen, or raises `Failed` or `NotSupported`.
+    """
+
+    name: str
+    about: str
+    ranks: int
+    threads: tuple[str, ...]
+    run: Callable[[Kit], str]
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(*threads: str, ranks: int = 1) -> Callable[[Callable[[Kit], str]], Callable[[Kit], str]]:
+    """Register a function as the check of its name; its docstring explains it."""
+
+    def register(run: Callable[[Kit], str]) -> Callable[[Kit], str]:
+        name = run.__name__.replace("_", "-")
+        CHECKS[name] = Check(name, " ".join((run.__doc__ or "").split()), ranks, threads, run)
+        return run
+
+    return register
+
+
+class Kit:
+    """A target, a folder for the files of a check, and what checks have in common; one per check and rank.
+
+    Args:
+        folder: empty or missing, and the same on all ranks.
+    """
+
+    def __init__(self, target: Any, folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
+        self.target, self.folder, self.rank, self.ranks = target, folder, rank, ranks
+        self._meetings = 0
+        if rank == 0:
+            write_model(folder / "model.written")
+            (folder / "model.written").rename(self.model)
+        _wait_for([self.model])
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @cached_property
+    def reference(self) -> Reference:
+        return Reference(self.model)
+
+    def build(self, data: Sequence[Tokens], **layout: Any) -> Step:
+        """Build the target on some conversations and a `Layout` of these fields; return its step."""
+        path = self.folder / f"data-{self._meetings}-{self.rank}.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in data))
+        self._meetings += 1
+        step: Step = self.target.build(self.model, path, Layout(dp_size=self.ranks, **layout))
+        return step
+
+    def require(self, *methods: str) -> None:
+        """Raise NotSupported if the target lacks one of these optional methods."""
+        if missing := [name for name in methods if not callable(getattr(self.target, name, None))]:
+            raise NotSupported(f"the target has no method {' and no method '.join(missing)}")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks; they need no process group, which trainers start in their own ways."""
+        self._meetings += 1
+        paths = [self.folder / f"meeting-{self._meetings}-{rank}.json" for rank in range(self.ranks)]
+        written = paths[self.rank].with_suffix(".written")
+        written.write_text(json.dumps(value))
+        written.rename(paths[self.rank])
+        _wait_for(paths)
+        return [json.loads(path.read_text()) for path in paths]
+
+    def compare(
+        self, got: tuple[float, float | None], expected: tuple[float, float], otherwise: dict[str, tuple[float, float]]
+    ) -> str:
+        """Compare loss and gradient norm with the expected ones.
+
+        Args:
+            otherwise: what well-known mistakes give, by name; one that fits is named.
+
+        Raises:
+            Failed: they differ.
+        """
+        seen = _describe(got)
+        if _agree(got, expected):
+            return f"{seen}, as expected" if got[1] is not None else f"{seen}, as expected; no norm is reported"
+        fits = "".join(f", which is {name}" for name, values in otherwise.items() if _agree(got, values))
+        shown = expected if got[1] is not None else (expected[0], None)
+        raise Failed(f"{seen}{fits}; expected {_describe(shown)}")
+
+    def rows_of(self, data: Sequence[Tokens], steps: int | None = None, **layout: Any) -> list[list[list[Tokens]]]:
+        """Build the target, train some steps of an epoch; return the rows by rank and step."""
+        self.require("rows")
+        self.build(data, **layout)
+        return self.gather(self.target.rows(steps))
+
+
+def _describe(values: tuple[float, float | None]) -> str:
+    return f"loss {values[0]:.6f}" + ("" if values[1] is None else f", norm {values[1]:.5f}")
+
+
+def _agree(got: tuple[float, float | None], expected: tuple[float, float]) -> bool:
+    pairs = zip(got, expected, (LOSS_TOLERANCE, NORM_TOLERANCE), strict=True)
+    return all(one is None or abs(one - other) <= tolerance * abs(other) for one, other, tolerance in pairs)
+
+
+def _wait_for(paths: Iterable[Path]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    for path in paths:
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another rank did not write {path.name}: it failed, or it does not run this check")
+            time.sleep(0.01)
+
+
+def conversations(lengths: Sequence[int], *, trained: float = 0.5, seed: int = 0) -> list[Tokens]:
+    """Return random conversations of some lengths; each pair of neighboring tokens occurs once in all of them.
+
+    Args:
+        trained: share of each that is trained, at its end; the last token of each is trained.
+    """
+    rng, used, made = np.random.default_rng(seed), set[tuple[int, int]](), []
+    for length in lengths:
+        ids = [int(rng.integers(256))]
+        while len(ids) < length:
+            following = int(rng.integers(256))
+            if (ids[-1], following) not in used:
+                used.add((ids[-1], following))
+                ids.append(following)
+        first = length - max(1, round(trained * length))
+        made.append({"input_ids": ids, "labels": [-100] * first + ids[first:]})
+    return made
+
+
+def trained_pairs(rows: Iterable[Tokens]) -> list[tuple[int, int]]:
+    """Return every (token, next token) of which the next one is trained."""
+    pairs = []
+    for row in rows:
+        ids, labels = row["input_ids"], row["labels"]
+        pairs += [(ids[place - 1], labels[place]) for place in range(1, len(ids)) if labels[place] != -100]
+    return pairs
+
+
+def judge(target: Any, name: str, folder: Path, *, rank: int = 0, ranks: int = 1) -> tuple[str, str]:
+    """Return the verdict of one check on a target, and what was seen."""
+    try:
+        return PASS, CHECKS[name].run(Kit(target, folder, rank=rank, ranks=ranks))
+    except Failed as failed:
+        return FAIL, str(failed)
+    except NotSupported as missing:
+        return NOT_SUPPORTED, str(missing)
+    except Exception as error:  # of the trainer, which may raise anything
+        traceback.print_exc()
+        lines = str(error).strip().splitlines() or [""]
+        return ERROR, f"{type(error).__name__}: {lines[0][:300]}"

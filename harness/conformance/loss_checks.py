@@ -1,0 +1,141 @@
+"""Checks of one step: its loss and the norm of its gradients against a model that trains one conversation at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.conformance.kit import LOSS_TOLERANCE, Failed, Kit, check, conversations
+from harness.conformance.target import Tokens
+
+_PACK = 96
+# Short and long ones, so that means of means differ from means.
+_UNEVEN = (8, 60, 12, 40)
+
+
+@check("huggingface/transformers#31629", "huggingface/trl#3526")
+def packed_equals_unpacked(kit: Kit) -> str:
+    """Train several conversations in one packed row, and compare loss and gradients with the same ones unpacked.
+
+    Packing is meant to save time and to change nothing else. Attention over a boundary, labels shifted over one, or
+    positions that matter and continue make it train something else, and the loss curve still looks plausible.
+    """
+    data = conversations((20, 35, 9, 28))
+    return kit.compare(kit.build(data, pack_size=_PACK)(data), kit.reference.step(data), _leaks(kit, data))
+
+
+@check("huggingface/trl#3526", "OpenRLHF/OpenRLHF#377")
+def attention_boundaries(kit: Kit) -> str:
+    """Change one conversation of a packed row; the loss of each other conversation must stay as it is.
+
+    Only one conversation is trained at a time, and the tokens of all others are changed between two steps. Weights do
+    not move, so any difference went through attention over a boundary.
+    """
+    data = conversations((20, 35, 28))
+    for place in range(len(data)):
+        losses = []
+        for version in (data, [_other(one) for one in data]):
+            batch = [_untrained(one) for one in version]
+            batch[place] = data[place]
+            losses.append(kit.build(batch, pack_size=_PACK)(batch)[0])
+        if abs(losses[0] - losses[1]) > LOSS_TOLERANCE * abs(losses[0]):
+            raise Failed(f"other tokens in its neighbors change a loss from {losses[0]:.6f} to {losses[1]:.6f}")
+    return f"{len(data)} conversations, none sees another"
+
+
+@check("huggingface/transformers#31629")
+def labels_at_boundaries(kit: Kit) -> str:
+    """Train all tokens of packed conversations; the first token of one must not be predicted from the one before.
+
+    Labels are usually given for every token. If the label of a conversation's first token is kept in a packed row, the
+    model learns to continue one conversation with the beginning of an unrelated one.
+    """
+    data = conversations((20, 35, 28), trained=1.0)
+    whole = [{**one, "labels": list(one["input_ids"])} for one in data]
+    return kit.compare(kit.build(whole, pack_size=_PACK)(whole), kit.reference.step(whole), _leaks(kit, whole))
+
+
+@check("pacman100/LLM-Workshop#1")
+def padding_changes_nothing(kit: Kit) -> str:
+    """Train conversations of very different lengths in one padded microbatch, and compare with each one alone."""
+    data = conversations((5, 80, 17))
+    return kit.compare(kit.build(data)(data), kit.reference.step(data), {})
+
+
+@check("huggingface/transformers#34191", "ml-explore/mlx-lm#1413")
+def token_mean_over_microbatches(kit: Kit) -> str:
+    """Accumulate gradients over microbatches of few and of many trained tokens; each token must weigh the same.
+
+    A trainer that divides each microbatch by its own tokens and averages the microbatches weighs a token of a short
+    answer more, and the result depends on the number of accumulation steps.
+    """
+    data = conversations(_UNEVEN)
+    groups = {"rows": [data[:2], data[2:]], "conversations": [[one] for one in data]}
+    got = kit.build(data, microbatches=2)(data)
+    return kit.compare(got, kit.reference.step(data), _means(kit, groups))
+
+
+@check("huggingface/transformers#34191")
+def token_mean_over_packed_rows(kit: Kit) -> str:
+    """Accumulate gradients over two packed rows, of which one trains few tokens; each token must weigh the same."""
+    data = [*conversations((40, 48), trained=0.8), *conversations((44, 46), trained=0.1, seed=1)]
+    got = kit.build(data, microbatches=2, pack_size=_PACK)(data)
+    return kit.compare(got, kit.reference.step(data), _means(kit, {"rows": [data[:2], data[2:]]}))
+
+
+@check("huggingface/transformers#34242", "huggingface/transformers#34373", ranks=2)
+def token_mean_over_ranks(kit: Kit) -> str:
+    """Train few tokens on one data-parallel rank and many on another; each token must weigh the same.
+
+    Data-parallel gradients are averaged over ranks. Unless each rank divides by the trained tokens of all ranks, the
+    tokens of a rank with short answers weigh more.
+    """
+    data = conversations(_UNEVEN)
+    groups = {"ranks": [data[::2], data[1::2]], "ranks, in order": [data[:2], data[2:]]}
+    got = kit.build(data)(data)
+    return kit.compare(got, kit.reference.step(data), _means(kit, groups))
+
+
+@check("modelscope/ms-swift#8373", "PrimeIntellect-ai/prime-rl#2032")
+def conversation_mean(kit: Kit) -> str:
+    """Ask for a loss in which each conversation weighs the same, over two microbatches."""
+    data = conversations(_UNEVEN)
+    got = kit.build(data, microbatches=2, loss_average="conversation")(data)
+    return kit.compare(
+        got, kit.reference.step(data, "conversation"), {"the mean over tokens": kit.reference.step(data)}
+    )
+
+
+@check("huggingface/transformers#34198")
+def evaluation_mean(kit: Kit) -> str:
+    """Evaluate batches of few and of many trained tokens; the reported loss must be the mean over all tokens.
+
+    A mean of the means of batches moves when the evaluation batch size is changed, so that two runs cannot be
+    compared.
+    """
+    kit.require("evaluate")
+    data = conversations(_UNEVEN)
+    kit.build(data)
+    means = {name: (loss, 0.0) for name, (loss, _) in _means(kit, {"batches": [[one] for one in data]}).items()}
+    return kit.compare((kit.target.evaluate(data), None), kit.reference.step(data), means)
+
+
+def _means(kit: Kit, groups: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    return {f"the mean of the means of {name}": kit.reference.mean_of_means(each) for name, each in groups.items()}
+
+
+def _leaks(kit: Kit, data: list[Tokens]) -> dict[str, tuple[float, float]]:
+    """Return the figures of one long conversation in place of several, with and without labels at the joints."""
+    joined = {name: [value for one in data for value in one[name]] for name in ("input_ids", "labels")}
+    cut = {**joined, "labels": [value for one in data for value in [-100, *one["labels"][1:]]]}
+    return {
+        "one row without boundaries": kit.reference.step([joined]),
+        "attention over boundaries": kit.reference.step([cut]),
+    }
+
+
+def _other(sequence: Tokens) -> Tokens:
+    return {**sequence, "input_ids": [(token + 7) % 256 for token in sequence["input_ids"]]}
+
+
+def _untrained(sequence: Tokens) -> Tokens:
+    return {**sequence, "labels": [-100] * len(sequence["labels"])}

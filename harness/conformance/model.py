@@ -1,0 +1,175 @@
+"""A small random Llama in the files of Hugging Face, and its loss by plain PyTorch, one conversation at a time.
+
+The reference shares no code with any trainer: it attends within one conversation because it is given no other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy, silu
+
+from harness.conformance.target import Tokens
+
+END, PAD = "<|im_end|>", "<|endoftext|>"
+_SPECIAL = ("<|im_start|>", END, PAD)
+VOCAB_SIZE = 256 + len(_SPECIAL) + 5  # a multiple of 8
+_LAYERS, _HEADS, _KEY_HEADS, _HEAD_SIZE, _HIDDEN, _MIDDLE, _BASE, _EPS = 2, 4, 2, 8, 32, 64, 10_000.0, 1e-6
+_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": _HIDDEN,
+    "intermediate_size": _MIDDLE,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _KEY_HEADS,
+    "head_dim": _HEAD_SIZE,
+    "max_position_embeddings": 1024,
+    "rope_theta": _BASE,
+    "rms_norm_eps": _EPS,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": None,
+    "eos_token_id": 256 + _SPECIAL.index(END),
+    "pad_token_id": 256 + _SPECIAL.index(PAD),
+}
+# ChatML with tools as JSON, tool results in a turn of their own, and marks around what an assistant says.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>{% endgeneration %}\n"
+    "{% else %}{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_model(folder: Path, *, seed: int = 5) -> None:
+    """Write `config.json`, `model.safetensors` and a tokenizer of bytes with a chat template to a new folder.
+
+    The deviation of the weights is larger than in training, so that what should change nothing shows where it does.
+    """
+    folder.mkdir(parents=True)
+    rng, arrays = np.random.default_rng(seed), {}
+    sizes = {"q": _HEADS * _HEAD_SIZE, "k": _KEY_HEADS * _HEAD_SIZE, "v": _KEY_HEADS * _HEAD_SIZE}
+    shapes = {"model.embed_tokens": (VOCAB_SIZE, _HIDDEN), "model.norm": (_HIDDEN,), "lm_head": (VOCAB_SIZE, _HIDDEN)}
+    for layer in range(_LAYERS):
+        at = f"model.layers.{layer}."
+        shapes |= {f"{at}self_attn.{name}_proj": (size, _HIDDEN) for name, size in sizes.items()}
+        shapes |= {f"{at}self_attn.o_proj": (_HIDDEN, sizes["q"]), f"{at}mlp.down_proj": (_HIDDEN, _MIDDLE)}
+        shapes |= {f"{at}mlp.{name}_proj": (_MIDDLE, _HIDDEN) for name in ("gate", "up")}
+        shapes |= {f"{at}{name}_layernorm": (_HIDDEN,) for name in ("input", "post_attention")}
+    for name, shape in sorted(shapes.items()):
+        values = rng.normal(0.0, 0.2, shape) + (len(shape) == 1)
+        arrays[f"{name}.weight"] = values.astype("<f4")
+    header, start = {}, 0
+    for name, values in arrays.items():
+        place = [start, start + values.nbytes]
+        header[name] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": place}
+        start = place[1]
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    stored = b"".join(values.tobytes() for values in arrays.values())
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + stored)
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _CONFIG["eos_token_id"]}))
+    _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    # The printable stand-ins of GPT-2 for bytes, in the order of the bytes.
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": 256 + place, "content": text, "special": True, **flags} for place, text in enumerate(_SPECIAL)]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []}
+    whole = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "bos_token": None,
+    }
+    config |= {"model_max_length": 1024, "clean_up_tokenization_spaces": False, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+class Reference:
+    """Loss and gradients of a model that `write_model` wrote, in float64."""
+
+    def __init__(self, folder: Path) -> None:
+        data = (folder / "model.safetensors").read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        self._weights = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                values = np.frombuffer(data[8 + size + first : 8 + size + last], "<f4").reshape(entry["shape"])
+                self._weights[name.removesuffix(".weight")] = torch.from_numpy(values.astype("f8")).requires_grad_()
+
+    def losses(self, sequence: Tokens) -> torch.Tensor:
+        """Return float64 [trained tokens]: the loss of each trained token but the first of the conversation."""
+        ids, labels = torch.tensor(sequence["input_ids"]), torch.tensor(sequence["labels"])[1:]
+        return cross_entropy(self._logits(ids[:-1])[labels != -100], labels[labels != -100], reduction="none")
+
+    def step(self, batch: Sequence[Tokens], average: str = "token") -> tuple[float, float]:
+        """Return the loss of a global batch by `Layout.loss_average`, and the norm of its gradients."""
+        losses = [each for each in map(self.losses, batch) if len(each)]
+        loss = torch.cat(losses).mean() if average == "token" else torch.stack([each.mean() for each in losses]).mean()
+        return self._measured(loss)
+
+    def mean_of_means(self, groups: Sequence[Sequence[Tokens]]) -> tuple[float, float]:
+        """Return loss and norm of a trainer that takes the mean of the means of ranks, microbatches or rows."""
+        means = [torch.cat([self.losses(one) for one in group]).mean() for group in groups]
+        return self._measured(torch.stack(means).mean())
+
+    def _measured(self, loss: torch.Tensor) -> tuple[float, float]:
+        gradients = torch.autograd.grad(loss, list(self._weights.values()))
+        return float(loss.detach()), math.sqrt(sum(float((each**2).sum()) for each in gradients))
+
+    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
+        weights, count = self._weights, len(ids)
+        angles = torch.outer(torch.arange(count), _BASE ** -(torch.arange(0, _HEAD_SIZE, 2) / _HEAD_SIZE)).double()
+        turn = torch.polar(torch.ones_like(angles), angles)
+        causal = torch.full((count, count), -math.inf, dtype=torch.float64).triu(1)
+        hidden = weights["model.embed_tokens"][ids]
+        for layer in range(_LAYERS):
+            at = f"model.layers.{layer}."
+            states = _norm(hidden, weights[f"{at}input_layernorm"])
+            parts = {name: states @ weights[f"{at}self_attn.{name}_proj"].T for name in "qkv"}
+            heads = {name: values.view(count, -1, _HEAD_SIZE).transpose(0, 1) for name, values in parts.items()}
+            query, key = _rotate(heads["q"], turn), _rotate(heads["k"], turn)
+            # Head h reads key head h // 2.
+            key, value = (each.repeat_interleave(_HEADS // _KEY_HEADS, dim=0) for each in (key, heads["v"]))
+            scores = (query @ key.transpose(1, 2) / math.sqrt(_HEAD_SIZE) + causal).softmax(dim=-1)
+            mixed = (scores @ value).transpose(0, 1).reshape(count, -1)
+            hidden = hidden + mixed @ weights[f"{at}self_attn.o_proj"].T
+            states = _norm(hidden, weights[f"{at}post_attention_layernorm"])
+            middle = silu(states @ weights[f"{at}mlp.gate_proj"].T) * (states @ weights[f"{at}mlp.up_proj"].T)
+            hidden = hidden + middle @ weights[f"{at}mlp.down_proj"].T
+        return _norm(hidden, weights["model.norm"]) @ weights["lm_head"].T
+
+
+def _norm(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return values * torch.rsqrt((values**2).mean(dim=-1, keepdim=True) + _EPS) * weight
+
+
+def _rotate(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Rotate [heads, tokens, size]; the pair of element i is i + size / 2."""
+    turned = torch.complex(*heads.chunk(2, dim=-1)) * turn
+    return torch.cat((turned.real, turned.imag), dim=-1)

@@ -1,0 +1,128 @@
+"""Run the checks on a trainer in processes of its own environment, and collect the verdicts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.conformance.kit import CHECKS, ERROR, FAIL, NOT_SUPPORTED, PASS
+from harness.errors import ConfigError
+
+_WORST_FIRST = (ERROR, FAIL, NOT_SUPPORTED, PASS)
+_LOG_LINES = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer of a trainer to one check.
+
+    Attributes:
+        outcome: PASS, FAIL, NOT SUPPORTED, or ERROR where the trainer raised or ended.
+        text: what was seen, with figures.
+    """
+
+    check: str
+    outcome: str
+    text: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class TargetProcess:
+    """A trainer, its interpreter, and the folder for logs and files.
+
+    Attributes:
+        target: `FILE.py[:CLASS]` or `MODULE:CLASS`; empty for `command`.
+        command: see `CommandTarget`.
+        python: the interpreter of the trainer's environment, which needs numpy and PyTorch.
+        limit_s: the longest that one check may take.
+    """
+
+    target: str
+    folder: Path
+    command: str = ""
+    python: str = sys.executable
+    limit_s: float = 300.0
+
+    def run(self, names: Sequence[str], report: Callable[[Verdict], None]) -> list[Verdict]:
+        """Run checks, and report each verdict; a process that dies or hangs fails one check and is started again.
+
+        Raises:
+            ConfigError: the target cannot be loaded, or there is no such check.
+        """
+        if unknown := [name for name in names if name not in CHECKS]:
+            fix = f"choose from {', '.join(CHECKS)}"
+            raise ConfigError(f"there is no check {unknown[0]!r}", where="--checks", fix=fix)
+        verdicts: list[Verdict] = []
+        counts = sorted({CHECKS[name].ranks for name in names})
+        for number in counts:
+            # A command starts its own ranks.
+            ranks = 1 if self.command else number
+            left = [name for name in names if CHECKS[name].ranks == number]
+            while left:
+                new = self._run_job(left, ranks, self.folder / f"job-{len(list(self.folder.glob('job-*')))}")
+                left = left[len(new) :]
+                for verdict in new:
+                    report(verdict)
+                verdicts += new
+        return sorted(verdicts, key=lambda verdict: list(CHECKS).index(verdict.check))
+
+    def versions(self) -> dict[str, str]:
+        """Return `name` and `version` of the target after a run, by its own words."""
+        found = sorted(self.folder.glob("job-*/target.json"))
+        values: dict[str, str] = json.loads(found[-1].read_text()) if found else {}
+        return values
+
+    def _run_job(self, names: list[str], ranks: int, folder: Path) -> list[Verdict]:
+        folder.mkdir(parents=True)
+        settings = {"target": self.target, "command": self.command, "checks": names, "folder": str(folder.resolve())}
+        (folder / "settings.json").write_text(json.dumps(settings))
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        module = ["-m", "harness.conformance.worker", str((folder / "settings.json").resolve())]
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": path}
+        with (folder / "log.txt").open("w") as log:
+            process = subprocess.Popen(
+                [self.python, *launch, *module], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+            code = self._wait(process, folder, ranks, len(names))
+        if (refused := folder / "refused.json").exists():
+            what, where, fix = json.loads(refused.read_text())
+            raise ConfigError(what, where=where, fix=fix)
+        verdicts = _joined(folder, names, ranks)
+        if len(verdicts) < len(names):
+            words = " | ".join((folder / "log.txt").read_text(errors="replace").strip().splitlines()[-_LOG_LINES:])
+            how = f"no answer within {self.limit_s:.0f} s" if code is None else f"the process ended with code {code}"
+            verdicts.append(Verdict(names[len(verdicts)], ERROR, f"{how}: {words[-400:]}"))
+        return verdicts
+
+    def _wait(self, process: subprocess.Popen[bytes], folder: Path, ranks: int, checks: int) -> int | None:
+        """Wait for the end of a job, None if it did not finish a check in time; its processes are ended."""
+        try:
+            for done in range(checks + 1):
+                try:
+                    return process.wait(self.limit_s)
+                except subprocess.TimeoutExpired:
+                    if len(_joined(folder, [], ranks)) <= done:
+                        return None
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _joined(folder: Path, names: Sequence[str], ranks: int) -> list[Verdict]:
+    """Return the verdicts that all ranks of a job have given, the worst of each."""
+    files = [folder / f"verdicts-{rank}.jsonl" for rank in range(ranks)]
+    if not all(file.exists() for file in files):
+        return []
+    lines = [[Verdict(**json.loads(line)) for line in file.read_text().splitlines()] for file in files]
+    return [min(one, key=lambda verdict: _WORST_FIRST.index(verdict.outcome)) for one in zip(*lines, strict=False)]

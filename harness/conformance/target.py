@@ -1,0 +1,128 @@
+"""The interface between the checks and a trainer: the target, the layout that it builds, and the data that it gets."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.errors import ConfigError
+
+# One conversation: `input_ids`, and `labels` of the same length, -100 where a token is not trained. Labels are not
+# shifted: `labels[i]` is `input_ids[i]` or -100. A row of a trainer has the same fields and may have more.
+Tokens = dict[str, list[int]]
+Step = Callable[[Sequence[Tokens]], tuple[float, float | None]]
+
+
+class NotSupported(Exception):  # noqa: N818 - a verdict, not an error
+    """Raised by a target in place of an answer: the trainer does not have what a check is about."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The settings of a training run that checks vary; everything else is the trainer's default, in float32.
+
+    Attributes:
+        dp_size: data-parallel ranks.
+        microbatches: microbatches of each rank in a step (gradient accumulation).
+        pack_size: tokens of a row into which several conversations are packed; 0 for one conversation per row, padded
+            to the longest of its microbatch.
+        loss_average: "token" for the mean over all trained tokens of a step, "conversation" for the mean over
+            conversations of their means.
+        num_workers: loader workers per rank.
+        shuffle: train the data in a random order of `seed`, in place of its own.
+        seed: of everything random.
+    """
+
+    dp_size: int = 1
+    microbatches: int = 1
+    pack_size: int = 0
+    loss_average: str = "token"
+    num_workers: int = 0
+    shuffle: bool = False
+    seed: int = 1
+
+    def changed(self) -> list[str]:
+        """Return the names of the fields that are not at their defaults."""
+        usual = asdict(Layout())
+        return [name for name, value in asdict(self).items() if value != usual[name]]
+
+
+class Target(Protocol):
+    """A trainer, as the checks see it. All methods but `build` are optional; the ranks of a job make the same calls.
+
+    A target of two lines per method is enough: `docs/conformance.md` has a whole one.
+    """
+
+    def build(self, model_folder: Path, data: Path, layout: Layout) -> Step:
+        """Make a trainer ready at a learning rate of 0, and return the function that trains one step.
+
+        That function takes the conversations of one global batch, the same on every rank, divides them over ranks and
+        microbatches as the trainer does, and returns the loss that the trainer reports and the norm of the gradients
+        before clipping (None where the trainer does not report one).
+
+        Args:
+            model_folder: a Llama of two layers in the files of Hugging Face, with a tokenizer and a chat template.
+            data: a file with one conversation per line, as JSON with `input_ids` and `labels`.
+        """
+        ...
+
+    def evaluate(self, batch: Sequence[Tokens]) -> float:
+        """Return the loss that the trainer reports of a validation set, one conversation or row per batch."""
+        ...
+
+    def rows(self, steps: int | None) -> list[list[Tokens]]:
+        """Train `steps` steps from the current position in `data`, None for the rest of the epoch.
+
+        Returns:
+            for each step the rows that this rank trained, one per microbatch; `position_ids` in a row are checked if
+            they are there.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of the trainer and of its position in `data`."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint, right after `build`."""
+        ...
+
+    def render(self, records: Sequence[dict[str, Any]]) -> list[Tokens]:
+        """Return chats (`messages` and `tools` of OpenAI's form) as the trainer tokenizes and masks them.
+
+        Assistant messages alone are to be trained.
+        """
+        ...
+
+
+def load_target(spec: str) -> Any:
+    """Return an instance of the class that `FILE.py[:CLASS]` or `MODULE:CLASS` names, by default `Trainer`.
+
+    Raises:
+        ConfigError: there is no such module or class, or it has no `build`.
+    """
+    place, _, name = spec.partition(":")
+    name = name or "Trainer"
+    try:
+        if place.endswith(".py"):
+            sys.path.insert(0, str(Path(place).resolve().parent))
+            found = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert found is not None
+            assert found.loader is not None
+            module = importlib.util.module_from_spec(found)
+            sys.modules[Path(place).stem] = module
+            found.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        made = getattr(module, name)()
+    except (OSError, ImportError, AttributeError, SyntaxError) as error:
+        fix = "name a class with a method `build`: FILE.py:CLASS or MODULE:CLASS"
+        raise ConfigError(f"there is no such target: {type(error).__name__}: {error}", where=spec, fix=fix) from error
+    if not callable(getattr(made, "build", None)):
+        raise ConfigError("the class has no method `build`", where=spec, fix="see `harness.conformance.Target`")
+    return made

@@ -1,0 +1,51 @@
+"""Run checks on a target in this process, one rank of a job: `python -m harness.conformance.worker SETTINGS`.
+
+It needs numpy, PyTorch and the trainer, and nothing else of this project's requirements. Each verdict is a line of
+JSON in `verdicts-RANK.jsonl` in the job's folder, written when it is known; `started-RANK` has the check that runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.conformance.command import CommandTarget
+from harness.conformance.kit import judge
+from harness.conformance.target import load_target
+from harness.errors import HarnessError
+
+
+def run_checks(target: Any, names: list[str], folder: Path) -> None:
+    """Run some checks one after another as this rank of the job, each with files of its own below `folder`."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    for name in names:
+        (folder / f"started-{rank}").write_text(name)
+        began = time.monotonic()
+        outcome, text = judge(target, name, folder / name, rank=rank, ranks=ranks)
+        line = {"check": name, "outcome": outcome, "text": text, "seconds": round(time.monotonic() - began, 1)}
+        with (folder / f"verdicts-{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(settings["folder"])
+    try:
+        target = CommandTarget(settings["command"]) if settings["command"] else load_target(settings["target"])
+    except HarnessError as error:
+        (folder / "refused.json").write_text(json.dumps([error.what, error.where, error.fix]))
+        sys.exit(2)
+    versions = {"name": getattr(target, "name", ""), "version": getattr(target, "version", "")}
+    (folder / "target.json").write_text(json.dumps(versions))
+    run_checks(target, settings["checks"], folder)
+    # Trainers leave threads and process groups that may wait for each other.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""A small trainer of plain PyTorch and transformers that passes every check of `harness conformance`, or has one fault.
+
+harness conformance tests/samples/plain_trainer.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from harness.conformance import Layout, NotSupported
+
+# Each is seen by the check of its name.
+FAULTS = {
+    "packed-equals-unpacked": "attention crosses the boundaries of a packed row",
+    "attention-boundaries": "attention crosses the boundaries of a packed row",
+    "labels-at-boundaries": "the first token of a packed conversation keeps its label",
+    "padding-changes-nothing": "padding is trained",
+    "token-mean-over-microbatches": "each microbatch is divided by its own tokens",
+    "token-mean-over-packed-rows": "each microbatch is divided by its own tokens",
+    "token-mean-over-ranks": "each rank divides by its own tokens",
+    "conversation-mean": "conversations are averaged by token",
+    "evaluation-mean": "the validation loss is a mean of means",
+    "positions-restart": "positions continue in a packed row",
+    "epoch-is-complete": "the last pack is dropped",
+    "epoch-is-complete-unpacked": "an incomplete last step is dropped",
+    "epoch-is-complete-on-ranks": "ranks repeat rows to have equally many",
+    "long-conversation-is-kept": "long conversations are cut",
+    "shuffle-ignores-workers": "workers change the order",
+    "shuffle-follows-the-seed": "the seed is ignored",
+    "resume-within-an-epoch": "the epoch begins again after a resume",
+    "resume-at-the-end-of-an-epoch": "the position of an ended epoch is 0",
+    "resume-with-workers": "what workers read ahead is lost at a resume",
+    "resume-on-ranks": "rank 1 resumes at the beginning",
+    "damaged-checkpoint-is-refused": "checkpoints have no checksums",
+    "assistant-alone-is-trained": "users are trained",
+    "end-token-is-trained": "the end of a turn is not trained",
+    "tool-schemas-are-written": "tools are dropped",
+    "tool-results-are-kept": "of two tool results the first is dropped",
+}
+
+
+class Trainer:
+    """A target of `harness.conformance`.
+
+    Args:
+        fault: one of the values of FAULTS, which the trainer then has.
+    """
+
+    name, version = "plain", "1"
+
+    def __init__(self, fault: str = "") -> None:
+        self._fault = fault
+
+    def build(self, model_folder: Path, data: Path, layout: Layout) -> Any:
+        import transformers
+
+        if layout.dp_size > 1 and not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._layout, self._folder, self._done = layout, model_folder, 0
+        self._model = transformers.LlamaForCausalLM.from_pretrained(model_folder, attn_implementation="eager")
+        self._data = [json.loads(line) for line in data.read_text().splitlines()]
+        return self._step
+
+    def _step(self, batch: Any) -> tuple[float, float]:
+        layout, has = self._layout, self._fault.__eq__
+        own = [self._rows(batch, pad=False)[place :: layout.dp_size] for place in range(layout.dp_size)][self._rank]
+        size = -(-len(own) // layout.microbatches)
+        groups = [own[first : first + size] for first in range(0, len(own), size)]
+        losses = [torch.cat([self._losses(row) for row in self._padded(group)]) for group in groups]
+        tokens = self._sum(sum(map(len, losses)))
+        if layout.loss_average == "conversation" and not has("conversations are averaged by token"):
+            loss = sum(self._losses(row).mean() for row in own) / self._sum(len(own))
+        elif has("each microbatch is divided by its own tokens"):
+            loss = sum(each.mean() for each in losses) / len(losses)
+        elif has("each rank divides by its own tokens"):
+            loss = torch.cat(losses).mean() / layout.dp_size
+        else:
+            loss = torch.cat(losses).sum() / tokens
+        self._model.zero_grad()
+        loss.backward()
+        squares = 0.0
+        for parameter in self._model.parameters():
+            if layout.dp_size > 1:
+                torch.distributed.all_reduce(parameter.grad)
+            squares += float((parameter.grad**2).sum())
+        return self._sum(float(loss)), math.sqrt(squares)
+
+    def _sum(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64)
+        if self._layout.dp_size > 1:
+            torch.distributed.all_reduce(total)
+        return float(total)
+
+    def _padded(self, rows: list[Any]) -> list[Any]:
+        if self._fault != "padding is trained":
+            return rows  # a padded row is its real part, because attention is causal
+        longest = max(len(row["input_ids"]) for row in rows)
+        return [
+            {
+                "input_ids": row["input_ids"] + [0] * (longest - len(row["input_ids"])),
+                "labels": row["labels"] + [0] * (longest - len(row["labels"])),
+                "position_ids": list(range(longest)),
+            }
+            for row in rows
+        ]
+
+    def _losses(self, row: Any) -> torch.Tensor:
+        ids, positions = torch.tensor(row["input_ids"]), torch.tensor(row["position_ids"])
+        document = (positions == 0).cumsum(0)
+        allowed = (document[:, None] == document).tril()
+        if self._fault == "attention crosses the boundaries of a packed row":
+            allowed = torch.ones_like(allowed).tril()
+        mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)
+        logits = self._model(ids[None], position_ids=positions[None], attention_mask=mask[None, None]).logits[0]
+        labels = torch.tensor(row["labels"])[1:]
+        kept = labels != -100
+        return torch.nn.functional.cross_entropy(logits[:-1][kept], labels[kept], reduction="none")
+
+    def _rows(self, data: Any, *, pad: bool = True) -> list[Any]:
+        """Return rows of whole conversations, packed in their order."""
+        size, rows = self._layout.pack_size, []
+        for one in data:
+            count = len(one["input_ids"])
+            if size and count > size:
+                if self._fault != "long conversations are cut":
+                    raise ValueError(f"a conversation of {count} tokens does not fit a row of {size}")
+                one, count = {name: values[:size] for name, values in one.items()}, size
+            if not size or not rows or len(rows[-1]["input_ids"]) + count > size:
+                rows.append({"input_ids": [], "labels": [], "position_ids": []})
+            row, labels = rows[-1], list(one["labels"])
+            if self._fault != "the first token of a packed conversation keeps its label":
+                labels[0] = -100
+            start = len(row["input_ids"]) if self._fault == "positions continue in a packed row" else 0
+            row["input_ids"] += one["input_ids"]
+            row["labels"] += labels
+            row["position_ids"] += range(start, start + count)
+        return rows
+
+    def evaluate(self, batch: Any) -> float:
+        means = [self._losses(row) for row in self._rows(batch)]
+        if self._fault == "the validation loss is a mean of means":
+            return float(torch.stack([each.mean() for each in means]).mean())
+        return float(torch.cat(means).mean())
+
+    def rows(self, steps: int | None) -> list[list[Any]]:
+        layout, has = self._layout, self._fault.__eq__
+        rows = self._rows(self._data)
+        if has("the last pack is dropped"):
+            rows = rows[:-1]
+        if layout.shuffle:
+            seed = 0 if has("the seed is ignored") else layout.seed
+            seed += layout.num_workers if has("workers change the order") else 0
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+            rows = [rows[place] for place in order]
+        if has("ranks repeat rows to have equally many"):
+            rows += rows[: -len(rows) % (layout.dp_size * layout.microbatches)]
+        own = rows[self._rank :: layout.dp_size]
+        loaded = list(DataLoader(own, batch_size=None, num_workers=layout.num_workers, collate_fn=dict))
+        groups = [loaded[first : first + layout.microbatches] for first in range(0, len(loaded), layout.microbatches)]
+        if has("an incomplete last step is dropped"):
+            groups = [group for group in groups if len(group) == layout.microbatches]
+        first, last = self._done, len(groups) if steps is None else self._done + steps
+        self._done = min(last, len(groups))
+        return groups[first:last]
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        position, ended = self._done, self._done * self._layout.microbatches >= len(self._rows(self._data))
+        if self._fault == "what workers read ahead is lost at a resume":
+            position += self._layout.num_workers
+        if self._fault == "the position of an ended epoch is 0" and ended:
+            position = 0
+        weights = b"".join(each.detach().numpy().tobytes() for each in self._model.parameters())
+        (folder / f"weights-{self._rank}").write_bytes(weights)
+        (folder / f"position-{self._rank}").write_text(json.dumps([position, zlib.crc32(weights)]))
+
+    def load(self, folder: Path) -> None:
+        self._done, checksum = json.loads((folder / f"position-{self._rank}").read_text())
+        if self._fault == "the epoch begins again after a resume":
+            self._done = 0
+        if self._fault == "rank 1 resumes at the beginning" and self._rank == 1:
+            self._done = 0
+        weights = (folder / f"weights-{self._rank}").read_bytes()
+        if zlib.crc32(weights) != checksum and self._fault != "checkpoints have no checksums":
+            raise ValueError(f"weights-{self._rank} is damaged")
+
+    def render(self, records: Any) -> list[Any]:
+        import transformers
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self._folder)
+        rendered = []
+        for record in records:
+            messages, tools = list(record["messages"]), record.get("tools")
+            if self._fault == "tools are dropped":
+                tools = None
+            if self._fault == "of two tool results the first is dropped":
+                pairs = zip(messages, [*messages[1:], {}], strict=True)
+                messages = [one for one, after in pairs if not one["role"] == after.get("role") == "tool"]
+            made = tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, mask = made["input_ids"], made["assistant_masks"]
+            if self._fault == "users are trained":
+                mask = [1] * len(ids)
+            end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+            if self._fault == "the end of a turn is not trained":
+                mask = [kept and token != end for kept, token in zip(mask, ids, strict=True)]
+            labels = [token if kept else -100 for kept, token in zip(mask, ids, strict=True)]
+            rendered.append({"input_ids": ids, "labels": labels})
+        return rendered
+
+
+class WithoutRows:
+    """A target of one method."""
+
+    def build(self, model_folder: Path, data: Path, layout: Layout) -> Any:
+        if layout.pack_size:
+            raise NotSupported("it does not pack")
+        return Trainer().build(model_folder, data, layout)
