@@ -33,6 +33,7 @@ class CommandTarget:
     """
 
     name, version = "command", ""
+    starts_ranks = True
 
     def __init__(self, command: str) -> None:
         places = set(re.findall(r"\{(\w+)\}", command))

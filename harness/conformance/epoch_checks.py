@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from harness.conformance.kit import Failed, Kit, check, conversations, trained_p
 from harness.conformance.target import NotSupported, Tokens
 
 _PACK = 64
+# Rows trained before the checkpoint beside it.
+_TRAINED = "trained.json"
 
 
 def _corpus(count: int = 23) -> list[Tokens]:
@@ -125,6 +128,24 @@ def resume_on_ranks(kit: Kit) -> str:
     return _judge_resume(kit, steps=2)
 
 
+@check("huggingface/accelerate#4195", "verl-project/verl#7401")
+def resume_on_one_rank(kit: Kit) -> str:
+    """Continue on one rank what `resume-on-ranks` saved on two; the epoch must be trained exactly once in all.
+
+    Jobs come back with fewer nodes. A position that counts steps, or that each rank keeps for itself, means other data
+    there.
+    """
+    kit.require("rows", "save", "load")
+    saved = sorted(kit.folder.parent.parent.glob(f"*/resume-on-ranks/{_TRAINED}"))
+    if not saved:
+        raise NotSupported("resume-on-ranks has not saved anything in this run of the checks")
+    data = _corpus()
+    kit.build(data, shuffle=True, microbatches=2)
+    kit.target.load(saved[-1].parent / "saved")
+    rest = [row for step in kit.target.rows(None) for row in step]
+    return _judge(data, [*json.loads(saved[-1].read_text()), *rest])
+
+
 @check("pytorch/pytorch#158267")
 def damaged_checkpoint_is_refused(kit: Kit) -> str:
     """Flip one bit in the middle of the largest file of a checkpoint; loading it must be refused.
@@ -176,6 +197,8 @@ def _judge_resume(kit: Kit, *, steps: int | None, **layout: Any) -> str:
     first = kit.rows_of(data, steps, **layout)
     kit.target.save(folder)
     kit.gather("saved")
+    if kit.rank == 0:
+        (kit.folder / _TRAINED).write_text(json.dumps([row for steps in first for step in steps for row in step]))
     kit.build(data, **layout)
     kit.target.load(Path(folder))
     rest = [] if steps is None else kit.gather(kit.target.rows(None))

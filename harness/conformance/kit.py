@@ -63,10 +63,11 @@ class Kit:
 
     Args:
         folder: empty or missing, and the same on all ranks.
+        dp_size: of the layouts; unlike `ranks`, the processes here, where a command starts its own.
     """
 
-    def __init__(self, target: Any, folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
-        self.target, self.folder, self.rank, self.ranks = target, folder, rank, ranks
+    def __init__(self, target: Any, folder: Path, *, rank: int = 0, ranks: int = 1, dp_size: int = 1) -> None:
+        self.target, self.folder, self.rank, self.ranks, self.dp_size = target, folder, rank, ranks, dp_size
         self._meetings = 0
         if rank == 0:
             write_model(folder / "model.written")
@@ -86,7 +87,7 @@ class Kit:
         path = self.folder / f"data-{self._meetings}-{self.rank}.jsonl"
         path.write_text("".join(json.dumps(one) + "\n" for one in data))
         self._meetings += 1
-        step: Step = self.target.build(self.model, path, Layout(dp_size=self.ranks, **layout))
+        step: Step = self.target.build(self.model, path, Layout(dp_size=self.dp_size, **layout))
         return step
 
     def require(self, *methods: str) -> None:
@@ -177,8 +178,11 @@ def trained_pairs(rows: Iterable[Tokens]) -> list[tuple[int, int]]:
 
 def judge(target: Any, name: str, folder: Path, *, rank: int = 0, ranks: int = 1) -> tuple[str, str]:
     """Return the verdict of one check on a target, and what was seen."""
+    check = CHECKS[name]
     try:
-        return PASS, CHECKS[name].run(Kit(target, folder, rank=rank, ranks=ranks))
+        if ranks != check.ranks and not getattr(target, "starts_ranks", False):
+            raise NotSupported(f"the check needs a job of {check.ranks} ranks")
+        return PASS, check.run(Kit(target, folder, rank=rank, ranks=ranks, dp_size=check.ranks))
     except Failed as failed:
         return FAIL, str(failed)
     except NotSupported as missing:

@@ -61,8 +61,8 @@ class TargetProcess:
             fix = f"choose from {', '.join(CHECKS)}"
             raise ConfigError(f"there is no check {unknown[0]!r}", where="--checks", fix=fix)
         verdicts: list[Verdict] = []
-        counts = sorted({CHECKS[name].ranks for name in names})
-        for number in counts:
+        # The most ranks first: one rank continues what two have saved.
+        for number in sorted({CHECKS[name].ranks for name in names}, reverse=True):
             # A command starts its own ranks.
             ranks = 1 if self.command else number
             left = [name for name in names if CHECKS[name].ranks == number]

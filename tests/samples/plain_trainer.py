@@ -9,6 +9,7 @@ import json
 import math
 import os
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ FAULTS = {
     "resume-at-the-end-of-an-epoch": "the position of an ended epoch is 0",
     "resume-with-workers": "what workers read ahead is lost at a resume",
     "resume-on-ranks": "rank 1 resumes at the beginning",
+    "resume-on-one-rank": "a checkpoint counts steps of its own ranks",
     "damaged-checkpoint-is-refused": "checkpoints have no checksums",
     "assistant-alone-is-trained": "users are trained",
     "end-token-is-trained": "the end of a turn is not trained",
@@ -92,7 +94,7 @@ class Trainer:
             if layout.dp_size > 1:
                 torch.distributed.all_reduce(parameter.grad)
             squares += float((parameter.grad**2).sum())
-        return self._sum(float(loss)), math.sqrt(squares)
+        return self._sum(float(loss.detach())), math.sqrt(squares)
 
     def _sum(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64)
@@ -181,10 +183,14 @@ class Trainer:
             position = 0
         weights = b"".join(each.detach().numpy().tobytes() for each in self._model.parameters())
         (folder / f"weights-{self._rank}").write_bytes(weights)
+        if self._fault != "a checkpoint counts steps of its own ranks":
+            position *= self._layout.dp_size
         (folder / f"position-{self._rank}").write_text(json.dumps([position, zlib.crc32(weights)]))
 
     def load(self, folder: Path) -> None:
         self._done, checksum = json.loads((folder / f"position-{self._rank}").read_text())
+        if self._fault != "a checkpoint counts steps of its own ranks":
+            self._done //= self._layout.dp_size
         if self._fault == "the epoch begins again after a resume":
             self._done = 0
         if self._fault == "rank 1 resumes at the beginning" and self._rank == 1:
@@ -226,3 +232,10 @@ class WithoutRows:
         if layout.pack_size:
             raise NotSupported("it does not pack")
         return Trainer().build(model_folder, data, layout)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a trainer with the fault that the check `name`, with underscores, sees."""
+    if (fault := FAULTS.get(name.replace("_", "-"))) is None:
+        raise AttributeError(name)
+    return partial(Trainer, fault)

@@ -1,0 +1,72 @@
+"""Each check passes on a trainer without a fault, and fails on one with the fault that it is about."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from plain_trainer import FAULTS, Trainer, WithoutRows
+
+from harness.conformance import CHECKS, TargetProcess, Verdict, judge
+from harness.conformance.kit import conversations, trained_pairs
+
+PLAIN = Path(__file__).parents[2] / "samples/plain_trainer.py"
+ALONE = [name for name, check in CHECKS.items() if check.ranks == 1 and name != "resume-on-one-rank"]
+TOGETHER = [name for name in CHECKS if name not in ALONE]
+
+
+def run(target: str, names: list[str], folder: Path, **options) -> list[Verdict]:
+    return TargetProcess(target, folder, **options).run(names, lambda verdict: None)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_check_passes_without_a_fault_and_names_its_own(name, tmp_path) -> None:
+    assert judge(Trainer(), name, tmp_path / "right")[0] == "PASS"
+    outcome, text = judge(Trainer(FAULTS[name]), name, tmp_path / "wrong")
+    assert outcome == "FAIL"
+    assert text
+
+
+def test_checks_of_two_ranks_pass_without_a_fault(tmp_path) -> None:
+    assert {one.check: one.outcome for one in run(str(PLAIN), TOGETHER, tmp_path)} == dict.fromkeys(TOGETHER, "PASS")
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_check_of_two_ranks_names_its_fault(name, tmp_path) -> None:
+    names = ["resume-on-ranks"] * (name == "resume-on-one-rank") + [name]
+    *_, verdict = run(f"{PLAIN}:{name.replace('-', '_')}", names, tmp_path)
+    assert verdict.check == name
+    assert verdict.outcome == "FAIL", verdict.text
+
+
+def test_a_check_of_two_ranks_is_not_judged_on_one(tmp_path) -> None:
+    assert judge(Trainer(), "token-mean-over-ranks", tmp_path) == ("NOT SUPPORTED", "the check needs a job of 2 ranks")
+
+
+def test_every_check_is_explained_with_threads_and_has_a_fault() -> None:
+    assert set(FAULTS) == set(CHECKS)
+    for check in CHECKS.values():
+        assert len(check.about) > 80, check.name
+        assert check.threads
+        assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", thread) for thread in check.threads)
+
+
+def test_a_target_without_optional_methods_answers_that_it_does_not_support_their_checks(tmp_path) -> None:
+    outcomes = {name: judge(WithoutRows(), name, tmp_path / name) for name in ALONE}
+    assert {name for name, (outcome, _) in outcomes.items() if outcome == "PASS"} == {
+        "padding-changes-nothing",
+        "token-mean-over-microbatches",
+        "conversation-mean",
+    }
+    assert outcomes["packed-equals-unpacked"] == ("NOT SUPPORTED", "it does not pack")
+    assert outcomes["evaluation-mean"] == ("NOT SUPPORTED", "the target has no method evaluate")
+    assert {outcome for outcome, _ in outcomes.values()} == {"PASS", "NOT SUPPORTED"}
+
+
+def test_conversations_have_every_pair_of_neighbors_once_and_train_their_last_token() -> None:
+    data = conversations([30] * 40)
+    pairs = trained_pairs([{**one, "labels": one["input_ids"]} for one in data])
+    assert len(pairs) == len(set(pairs)) == 40 * 29
+    assert all(one["labels"][-1] == one["input_ids"][-1] for one in data)
+    assert data == conversations([30] * 40)

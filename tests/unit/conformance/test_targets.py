@@ -1,0 +1,117 @@
+"""Targets that fail, hang or cannot be loaded, and commands as targets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from harness.cli.app import app
+from harness.conformance import TargetProcess, Verdict, load_target
+from harness.errors import ConfigError
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+COMMAND = (
+    f"{sys.executable} {SAMPLES / 'command_trainer.py'} --model {{model}} --data {{data}} --steps {{steps}} "
+    "--pack {pack_size} --accumulate {microbatches} --save '{save}' --load '{load}' --eval '{eval_data}'"
+)
+DYING = """
+import os, time
+
+class Trainer:
+    def build(self, model_folder, data, layout):
+        if layout.pack_size:
+            os._exit(9)
+        if layout.microbatches > 1:
+            time.sleep(1000)
+        raise ValueError("no such device")
+"""
+
+
+def run(folder: Path, names: list[str], target: str = "", **options) -> list[Verdict]:
+    return TargetProcess(target, folder, **options).run(names, lambda verdict: None)
+
+
+def test_a_process_that_ends_or_raises_fails_one_check_and_not_the_others(tmp_path) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    names = ["packed-equals-unpacked", "padding-changes-nothing", "attention-boundaries"]
+    first, second, third = run(tmp_path / "run", names, str(tmp_path / "dying.py"))
+    assert (first.check, first.outcome) == ("packed-equals-unpacked", "ERROR")
+    assert first.text.startswith("the process ended with code 9")
+    assert third.outcome == "ERROR"
+    assert (second.check, second.text) == ("padding-changes-nothing", "ValueError: no such device") or (
+        third.text == "ValueError: no such device"
+    )
+
+
+def test_a_check_that_hangs_is_ended(tmp_path) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    (verdict,) = run(tmp_path / "run", ["conversation-mean"], str(tmp_path / "dying.py"), limit_s=3.0)
+    assert verdict.outcome == "ERROR"
+    assert verdict.text.startswith("no answer within 3 s")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("missing.py", "No such file"),
+        ("harness.conformance:Nothing", "no attribute 'Nothing'"),
+        ("no_such_module:Trainer", "No module named"),
+        ("harness.conformance:Layout", "no method `build`"),
+    ],
+)
+def test_a_target_that_cannot_be_loaded_is_refused_by_name(spec, words) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_target(spec)
+    assert caught.value.where == spec
+
+
+def test_a_process_passes_the_refusal_of_its_target_on(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="AttributeError: Nothing"):
+        run(tmp_path, ["padding-changes-nothing"], f"{SAMPLES / 'plain_trainer.py'}:Nothing")
+
+
+def test_an_unknown_check_is_refused_with_the_choices(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="there is no check 'paddding'") as caught:
+        run(tmp_path, ["paddding"], "x.py")
+    assert "padding-changes-nothing" in caught.value.fix
+
+
+def test_a_command_is_a_target(tmp_path) -> None:
+    wanted = {
+        "packed-equals-unpacked": "PASS",
+        "evaluation-mean": "PASS",
+        "damaged-checkpoint-is-refused": "PASS",
+        "token-mean-over-ranks": "NOT SUPPORTED",
+        "shuffle-ignores-workers": "NOT SUPPORTED",
+        "end-token-is-trained": "NOT SUPPORTED",
+    }
+    verdicts = {one.check: one for one in run(tmp_path, list(wanted), command=COMMAND)}
+    assert {name: one.outcome for name, one in verdicts.items()} == wanted, verdicts
+    assert verdicts["token-mean-over-ranks"].text == "the command has no {dp_size}"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("train {model}", "does not read {data}"), ("train {model} {data} {epochs}", "no use for {epochs}")],
+)
+def test_a_command_with_a_wrong_place_is_refused(command, words, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(tmp_path, ["padding-changes-nothing"], command=command)
+
+
+def test_the_command_line_explains_runs_and_saves(tmp_path) -> None:
+    listed = CliRunner().invoke(app, ["conformance", "--list"])
+    assert "attention-boundaries" in listed.output
+    plain, saved = str(SAMPLES / "plain_trainer.py"), tmp_path / "verdicts.json"
+    options = ["--checks", "padding-changes-nothing", "--save", str(saved)]
+    done = CliRunner().invoke(app, ["conformance", plain, *options])
+    assert done.exit_code == 0, done.output
+    assert '"outcome": "PASS"' in saved.read_text()
+    done = CliRunner().invoke(app, ["conformance", f"{plain}:padding_changes_nothing", *options])
+    assert done.exit_code == 1
+    assert "expected loss" in done.output
+    done = CliRunner().invoke(app, ["conformance"])
+    assert isinstance(done.exception, ConfigError)
