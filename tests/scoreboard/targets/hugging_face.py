@@ -1,0 +1,145 @@
+"""Parts of a target for trainers that are subclasses of transformers' `Trainer`; each target makes its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from harness.conformance import Layout
+
+# What every target sets: nothing moves or is random, and everything is logged.
+ARGUMENTS: dict[str, Any] = {
+    "learning_rate": 0.0,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "logging_steps": 1,
+    "logging_strategy": "steps",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+}
+
+
+class _Loaded(Exception):  # noqa: N818 - ends a training that has loaded its checkpoint
+    pass
+
+
+class _Watcher(TrainerCallback):
+    """Keeps the rows of each optimizer step, and stops after some steps or an epoch, with a checkpoint."""
+
+    def __init__(self, steps: int | None) -> None:
+        self.left, self.rows, self.steps = steps, [], []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.append(self.rows)
+        self.rows = []
+        if self.left is not None:
+            self.left -= 1
+            control.should_training_stop = control.should_save = self.left == 0
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.left is None:
+            control.should_training_stop = control.should_save = True
+
+
+class _OnlyLoad(TrainerCallback):
+    def on_train_begin(self, *_: Any, **named: Any) -> None:
+        raise _Loaded
+
+
+class HuggingFaceTarget:
+    """A target of `harness.conformance` on the public interface of transformers' `Trainer`.
+
+    A step is an epoch of one optimizer step, `rows` the first steps of a training of two epochs. Rows are read where
+    `training_step` gets them, and loss and norm where they are logged.
+
+    Attributes:
+        name: of the package.
+    """
+
+    name = ""
+    # Conversations of a row where the trainer flattens batches in place of packing them; 0 where it packs.
+    flattened = 0
+
+    def __init__(self) -> None:
+        self.version = version(self.name)
+
+    def build(self, model_folder: Path, data: Path, layout: Layout) -> Any:
+        self._model_folder, self._layout, self._checkpoint = model_folder, layout, ""
+        self._data = [json.loads(line) for line in data.read_text().splitlines()]
+        # The same on all ranks, of which the first writes.
+        self._out, self._made = model_folder.parent / f"out-{data.stem.split('-')[1]}", 0
+        return self._step
+
+    def make(self, data: list[Any], evaluation: list[Any] | None, **arguments: Any) -> Any:
+        """Return the trainer of some conversations, with `arguments` besides ARGUMENTS and those of the layout."""
+        raise NotImplementedError
+
+    def _step(self, batch: Any) -> tuple[float, float]:
+        layout = self._layout
+        size = 1 if layout.pack_size and not self.flattened else -(-len(batch) // (layout.dp_size * layout.microbatches))
+        trainer = self.make(list(batch), None, per_device_train_batch_size=size, num_train_epochs=1)
+        trainer.train()
+        if trainer.state.global_step != 1:
+            raise RuntimeError(f"the batch was trained in {trainer.state.global_step} steps")
+        logged = next(line for line in trainer.state.log_history if "loss" in line)
+        return logged["loss"], logged["grad_norm"]
+
+    def evaluate(self, batch: Any) -> float:
+        trainer = self.make(list(batch), list(batch), per_device_train_batch_size=1, per_device_eval_batch_size=1)
+        return float(trainer.evaluate()["eval_loss"])
+
+    def rows(self, steps: int | None) -> list[list[Any]]:
+        trainer, watcher = self._trainer(), _Watcher(steps)
+        trainer.add_callback(watcher)
+        train = trainer.training_step
+
+        def training_step(model: Any, inputs: Any, *others: Any, **named: Any) -> Any:
+            names = [name for name in ("input_ids", "labels", "position_ids") if name in inputs]
+            watcher.rows += [
+                {name: inputs[name][place].tolist() for name in names} for place in range(len(inputs["input_ids"]))
+            ]
+            return train(model, inputs, *others, **named)
+
+        trainer.training_step = training_step
+        trainer.train(resume_from_checkpoint=self._checkpoint or None)
+        self._saved = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+        return watcher.steps
+
+    def _trainer(self) -> Any:
+        size = self.flattened if self._layout.pack_size and self.flattened else 1
+        return self.make(self._data, None, per_device_train_batch_size=size, num_train_epochs=2)
+
+    def save(self, folder: Path) -> None:
+        if self._layout.dp_size > 1:
+            torch.distributed.barrier()
+        if os.environ.get("RANK", "0") == "0":
+            shutil.copytree(self._saved, folder)
+
+    def load(self, folder: Path) -> None:
+        """Load once, up to the first step; `rows` does it again and goes on."""
+        trainer = self._trainer()
+        trainer.add_callback(_OnlyLoad())
+        try:
+            trainer.train(resume_from_checkpoint=str(folder))
+        except _Loaded:
+            self._checkpoint = str(folder)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of transformers' `TrainingArguments` for the layout, with a new folder."""
+        layout = self._layout
+        self._made += 1
+        return {
+            **ARGUMENTS,
+            "output_dir": str(self._out / str(self._made)),
+            "seed": layout.seed,
+            "gradient_accumulation_steps": layout.microbatches,
+            "dataloader_num_workers": layout.num_workers,
+        }
