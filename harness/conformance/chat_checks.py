@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from harness.conformance.kit import Failed, Kit, check
-from harness.conformance.model import END
-from harness.conformance.target import Tokens
+from harness.conformance.model import END, SPECIAL, write_tokenizer
+from harness.conformance.target import NotSupported, Tokens
+
+# Special tokens as templates write them, and those that end a turn or an answer.
+_CONTROL = re.compile(
+    r"<\|[^<>|\s'\"{}]+\|?>|<[A-Za-z_]+\|>|<\uff5c[^<>\s'\"]+\uff5c>|<\w+_of_\w+>|\[/?(?:INST|[A-Z]+_[A-Z_]+)\]|<sop>"
+)
+_ENDS = ("<|im_end|>", "<|eot_id|>", "<\uff5cend▁of▁sentence\uff5c>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|eot|>")
 
 _TOOL = {
     "type": "function",
@@ -48,19 +58,18 @@ _CALLS: dict[str, Any] = {
 }
 
 
-def _render(kit: Kit, record: dict[str, Any]) -> tuple[str, str]:
+def _render(kit: Kit, record: dict[str, Any], special: Sequence[str] = ()) -> tuple[str, str]:
     """Return the text that a trainer makes of a chat, and the trained part of it; tokens of a byte each."""
     kit.require("render")
     kit.build([])
     rendered: Tokens = kit.target.render([record])[0]
-    trained = [token for token, label in zip(rendered["input_ids"], rendered["labels"], strict=True) if label != -100]
-    return _text(rendered["input_ids"]), _text(trained)
+    words = [bytes([byte]) for byte in range(256)] + [text.encode() for text in (*SPECIAL, *special)]
+    pairs = list(zip(rendered["input_ids"], rendered["labels"], strict=True))
+    return _text(words, [token for token, _ in pairs]), _text(words, [token for token, label in pairs if label != -100])
 
 
-def _text(tokens: list[int]) -> str:
-    special = {256: "<|im_start|>", 257: END, 258: "<|endoftext|>"}
-    parts = [special.get(token, "").encode() or bytes([token]) for token in tokens if token < 259]
-    return b"".join(parts).decode(errors="replace")
+def _text(words: list[bytes], tokens: list[int]) -> str:
+    return b"".join(words[token] for token in tokens if token < len(words)).decode(errors="replace")
 
 
 @check("axolotl-ai-cloud/axolotl#2089")
@@ -106,3 +115,47 @@ def tool_results_are_kept(kit: Kit) -> str:
     if results or calls or surplus:
         raise Failed(f"results not written: {results}; calls not trained: {calls}; results trained: {surplus}")
     return "two results written, two calls trained"
+
+
+@check("huggingface/trl#5988", "axolotl-ai-cloud/axolotl#2089")
+def stock_templates_are_masked(kit: Kit) -> str:
+    """Mask a chat with each template that the trl package ships; a trainer may refuse one, not mask it wrongly.
+
+    Every assistant turn must be trained with what the template writes after the last one, which ends an answer, and
+    nothing of what the user says. Needs trl in the trainer's environment.
+    """
+    kit.require("render")
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        raise NotSupported("trl, which has the templates, is not installed")
+    files = sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja"))
+    wrong, refused, judged = [], [], 0
+    for file in (file for file in files if not file.stem.endswith("_training")):
+        template = file.read_text(encoding="utf-8")
+        special = [text for text in dict.fromkeys(_CONTROL.findall(template)) if text not in SPECIAL]
+        end = next((text for text in _ENDS if text in template), END)
+        write_tokenizer(kit.model, template, special, end)
+        try:
+            text, trained = _render(kit, {"messages": _CHAT["messages"][1:]}, special)
+        except NotSupported:
+            raise
+        except Exception:  # of the trainer or the template
+            refused.append(file.stem)
+            continue
+        if "It is Rome." not in text:  # a template of images, which writes parts alone
+            refused.append(file.stem)
+            continue
+        judged += 1
+        surplus = [said for said in ("capital of France", "And of Italy") if said in trained]
+        missing = [said for said in ("It is Paris.", "It is Rome.") if said not in trained]
+        after = text.rpartition("It is Rome.")[2].strip()
+        ending = [repr(after)] if after and not missing and not trained.rpartition("It is Rome.")[2].strip() else []
+        faults = {"trained": surplus, "not trained": [*missing, *ending]}
+        if said := "; ".join(f"{name}: {', '.join(values)}" for name, values in faults.items() if values):
+            wrong.append(f"{file.stem} ({said})")
+    if wrong:
+        shown = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
+        raise Failed(f"{len(wrong)} of {judged} templates are masked wrongly: {shown}")
+    if not judged:
+        raise NotSupported(f"all {len(refused)} templates are refused")
+    return f"{judged} templates are masked, {len(refused)} are refused"

@@ -51,6 +51,8 @@ class CommandTarget:
         self._load = ""
 
         def step(batch: Sequence[Tokens]) -> tuple[float, float | None]:
+            if layout.learning_rate:
+                raise NotSupported("each run of a command trains one step from the initial weights")
             line = self._run(steps="1")[0]
             return line["loss"], line.get("grad_norm")
 

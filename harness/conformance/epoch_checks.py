@@ -146,6 +146,27 @@ def resume_on_one_rank(kit: Kit) -> str:
     return _judge(data, [*json.loads(saved[-1].read_text()), *rest])
 
 
+@check("verl-project/verl#7401")
+def resume_restores_the_optimizer(kit: Kit) -> str:
+    """Train a step, save, and train two more; after a resume both must have the same loss and norm.
+
+    The first of them begins with the saved weights. The second shows whether the optimizer had its moments.
+    """
+    kit.require("save", "load")
+    data, folder, losses = conversations((20, 35)), kit.folder / "saved", []
+    for is_resumed in (False, True):
+        step = kit.build(data, learning_rate=1e-2)
+        if is_resumed:
+            kit.target.load(folder)
+        else:
+            step(data)
+            kit.target.save(folder)
+        losses.append([step(data), step(data)])
+    (first, second), (again, following) = losses
+    kit.compare(again, (first[0], first[1] or 0.0), {"the loss of the initial weights": kit.reference.step(data)})
+    return kit.compare(following, (second[0], second[1] or 0.0), {})
+
+
 @check("pytorch/pytorch#158267")
 def damaged_checkpoint_is_refused(kit: Kit) -> str:
     """Flip one bit in the middle of the largest file of a checkpoint; loading it must be refused.

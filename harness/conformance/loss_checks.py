@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.conformance.kit import LOSS_TOLERANCE, Failed, Kit, check, conversations
+from harness.conformance.model import Reference
 from harness.conformance.target import Tokens
 
 _PACK = 96
@@ -120,6 +121,25 @@ def evaluation_mean(kit: Kit) -> str:
     kit.build(data)
     means = {name: (loss, 0.0) for name, (loss, _) in _means(kit, {"batches": [[one] for one in data]}).items()}
     return kit.compare((kit.target.evaluate(data), None), kit.reference.step(data), means)
+
+
+@check("huggingface/peft#1043")
+def lora_equals_merged(kit: Kit) -> str:
+    """Train adapters, evaluate, and merge them; the merged weights must give the loss that was evaluated.
+
+    Another scale, or projections that are left out of the merge, make a served model that is not the trained one.
+    """
+    kit.require("evaluate", "merge")
+    data = conversations((20, 35, 28))
+    step = kit.build(data, lora_rank=4, learning_rate=1e-2)
+    for _ in range(3):
+        step(data)
+    loss = kit.target.evaluate(data)
+    kit.target.merge(kit.folder / "merged")
+    base, merged = kit.reference.step(data), Reference(kit.folder / "merged").step(data)
+    if abs(merged[0] - base[0]) <= LOSS_TOLERANCE * base[0]:
+        raise Failed(f"the merged weights have the loss of the base, {base[0]:.6f}; with adapters it is {loss:.6f}")
+    return kit.compare((loss, None), merged, {"the loss of the base": base})
 
 
 def _means(kit: Kit, groups: dict[str, Any]) -> dict[str, tuple[float, float]]:

@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy, silu
 from harness.conformance.target import Tokens
 
 END, PAD = "<|im_end|>", "<|endoftext|>"
-_SPECIAL = ("<|im_start|>", END, PAD)
-VOCAB_SIZE = 256 + len(_SPECIAL) + 5  # a multiple of 8
+SPECIAL = ("<|im_start|>", END, PAD)
+VOCAB_SIZE = 256 + len(SPECIAL) + 5  # a multiple of 8
 _LAYERS, _HEADS, _KEY_HEADS, _HEAD_SIZE, _HIDDEN, _MIDDLE, _BASE, _EPS = 2, 4, 2, 8, 32, 64, 10_000.0, 1e-6
 _CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,8 +40,8 @@ _CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "bos_token_id": None,
-    "eos_token_id": 256 + _SPECIAL.index(END),
-    "pad_token_id": 256 + _SPECIAL.index(PAD),
+    "eos_token_id": 256 + SPECIAL.index(END),
+    "pad_token_id": 256 + SPECIAL.index(PAD),
 }
 # ChatML with tools as JSON, tool results in a turn of their own, and marks around what an assistant says.
 TEMPLATE = (
@@ -83,16 +83,20 @@ def write_model(folder: Path, *, seed: int = 5) -> None:
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + stored)
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _CONFIG["eos_token_id"]}))
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, template: str = TEMPLATE, special: Sequence[str] = (), end: str = END) -> None:
+    """Write a tokenizer of bytes with a chat template, and with further special tokens."""
     # The printable stand-ins of GPT-2 for bytes, in the order of the bytes.
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": 256 + place, "content": text, "special": True, **flags} for place, text in enumerate(_SPECIAL)]
+    added = [
+        {"id": 256 + place, "content": text, "special": True, **flags}
+        for place, text in enumerate((*SPECIAL, *special))
+    ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []}
     whole = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}
@@ -103,24 +107,25 @@ def _write_tokenizer(folder: Path) -> None:
         "pad_token": PAD,
         "bos_token": None,
     }
-    config |= {"model_max_length": 1024, "clean_up_tokenization_spaces": False, "chat_template": TEMPLATE}
+    config |= {"model_max_length": 1024, "clean_up_tokenization_spaces": False, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
 
 
 class Reference:
-    """Loss and gradients of a model that `write_model` wrote, in float64."""
+    """Loss and gradients, in float64, of a model in the files that `write_model` writes."""
 
     def __init__(self, folder: Path) -> None:
-        data = (folder / "model.safetensors").read_bytes()
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
         self._weights = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                values = np.frombuffer(data[8 + size + first : 8 + size + last], "<f4").reshape(entry["shape"])
-                self._weights[name.removesuffix(".weight")] = torch.from_numpy(values.astype("f8")).requires_grad_()
+        for path in folder.glob("*.safetensors"):
+            data = path.read_bytes()
+            start = 8 + int.from_bytes(data[:8], "little")
+            for name, entry in json.loads(data[8:start]).items():
+                if name != "__metadata__":
+                    kind = {"F32": "<f4", "F64": "<f8"}[entry["dtype"]]
+                    first, last = (start + place for place in entry["data_offsets"])
+                    values = np.frombuffer(data[first:last], kind).reshape(entry["shape"]).astype("f8")
+                    self._weights[name.removesuffix(".weight")] = torch.from_numpy(values).requires_grad_()
 
     def losses(self, sequence: Tokens) -> torch.Tensor:
         """Return float64 [trained tokens]: the loss of each trained token but the first of the conversation."""

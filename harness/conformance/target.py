@@ -36,6 +36,8 @@ class Layout:
         num_workers: loader workers per rank.
         shuffle: train the data in a random order of `seed`, in place of its own.
         seed: of everything random.
+        learning_rate: of every step, without warm-up or decay; 0 leaves the weights as they are.
+        lora_rank: train adapters of this rank on the attention's projections; 0 trains all weights.
     """
 
     dp_size: int = 1
@@ -45,6 +47,8 @@ class Layout:
     num_workers: int = 0
     shuffle: bool = False
     seed: int = 1
+    learning_rate: float = 0.0
+    lora_rank: int = 0
 
     def changed(self) -> list[str]:
         """Return the names of the fields that are not at their defaults."""
@@ -59,7 +63,7 @@ class Target(Protocol):
     """
 
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Step:
-        """Make a trainer ready at a learning rate of 0, and return the function that trains one step.
+        """Make a trainer ready, and return the function that trains one step.
 
         That function takes the conversations of one global batch, the same on every rank, divides them over ranks and
         microbatches as the trainer does, and returns the loss that the trainer reports and the norm of the gradients
@@ -73,6 +77,10 @@ class Target(Protocol):
 
     def evaluate(self, batch: Sequence[Tokens]) -> float:
         """Return the loss that the trainer reports of a validation set, one conversation or row per batch."""
+        ...
+
+    def merge(self, folder: Path) -> None:
+        """Write the weights with the adapters merged into them, as float32 in the files of Hugging Face."""
         ...
 
     def rows(self, steps: int | None) -> list[list[Tokens]]:

@@ -41,6 +41,9 @@ FAULTS = {
     "resume-with-workers": "what workers read ahead is lost at a resume",
     "resume-on-ranks": "rank 1 resumes at the beginning",
     "resume-on-one-rank": "a checkpoint counts steps of its own ranks",
+    "resume-restores-the-optimizer": "a checkpoint has no moments of the optimizer",
+    "lora-equals-merged": "adapters are merged with another scale",
+    "stock-templates-are-masked": "users are trained",
     "damaged-checkpoint-is-refused": "checkpoints have no checksums",
     "assistant-alone-is-trained": "users are trained",
     "end-token-is-trained": "the end of a turn is not trained",
@@ -70,7 +73,29 @@ class Trainer:
         self._layout, self._folder, self._done = layout, model_folder, 0
         self._model = transformers.LlamaForCausalLM.from_pretrained(model_folder, attn_implementation="eager")
         self._data = [json.loads(line) for line in data.read_text().splitlines()]
+        self._adapters = self._add_adapters(layout.lora_rank) if layout.lora_rank else {}
+        self._trained = [each for pair in self._adapters.values() for each in pair] or list(self._model.parameters())
+        self._optimizer = torch.optim.Adam(self._trained, lr=layout.learning_rate)
         return self._step
+
+    def _add_adapters(self, rank: int) -> dict[str, Any]:
+        adapters = {}
+        for name, module in self._model.named_modules():
+            if name.endswith("q_proj"):
+                down = torch.nn.Parameter(torch.randn(rank, module.in_features) / 8)
+                adapters[name] = pair = (down, torch.nn.Parameter(torch.zeros(module.out_features, rank)))
+                module.register_forward_hook(
+                    lambda module, inputs, output, pair=pair: output + 2.0 * inputs[0] @ pair[0].T @ pair[1].T
+                )
+        return adapters
+
+    def merge(self, folder: Path) -> None:
+        scale = 1.0 if self._fault == "adapters are merged with another scale" else 2.0
+        modules = dict(self._model.named_modules())
+        with torch.no_grad():
+            for name, (down, up) in self._adapters.items():
+                modules[name].weight += scale * up @ down
+        self._model.save_pretrained(folder)
 
     def _step(self, batch: Any) -> tuple[float, float]:
         layout, has = self._layout, self._fault.__eq__
@@ -87,13 +112,14 @@ class Trainer:
             loss = torch.cat(losses).mean() / layout.dp_size
         else:
             loss = torch.cat(losses).sum() / tokens
-        self._model.zero_grad()
+        self._optimizer.zero_grad()
         loss.backward()
         squares = 0.0
-        for parameter in self._model.parameters():
+        for parameter in self._trained:
             if layout.dp_size > 1:
                 torch.distributed.all_reduce(parameter.grad)
             squares += float((parameter.grad**2).sum())
+        self._optimizer.step()
         return self._sum(float(loss.detach())), math.sqrt(squares)
 
     def _sum(self, value: float) -> float:
@@ -150,8 +176,8 @@ class Trainer:
     def evaluate(self, batch: Any) -> float:
         means = [self._losses(row) for row in self._rows(batch)]
         if self._fault == "the validation loss is a mean of means":
-            return float(torch.stack([each.mean() for each in means]).mean())
-        return float(torch.cat(means).mean())
+            return float(torch.stack([each.mean() for each in means]).mean().detach())
+        return float(torch.cat(means).mean().detach())
 
     def rows(self, steps: int | None) -> list[list[Any]]:
         layout, has = self._layout, self._fault.__eq__
@@ -183,6 +209,7 @@ class Trainer:
             position = 0
         weights = b"".join(each.detach().numpy().tobytes() for each in self._model.parameters())
         (folder / f"weights-{self._rank}").write_bytes(weights)
+        torch.save(self._optimizer.state_dict(), folder / f"moments-{self._rank}.pt")
         if self._fault != "a checkpoint counts steps of its own ranks":
             position *= self._layout.dp_size
         (folder / f"position-{self._rank}").write_text(json.dumps([position, zlib.crc32(weights)]))
@@ -198,11 +225,17 @@ class Trainer:
         weights = (folder / f"weights-{self._rank}").read_bytes()
         if zlib.crc32(weights) != checksum and self._fault != "checkpoints have no checksums":
             raise ValueError(f"weights-{self._rank} is damaged")
+        values = torch.frombuffer(bytearray(weights), dtype=torch.float32)
+        torch.nn.utils.vector_to_parameters(values, self._model.parameters())
+        if self._fault != "a checkpoint has no moments of the optimizer":
+            self._optimizer.load_state_dict(torch.load(folder / f"moments-{self._rank}.pt"))
 
     def render(self, records: Any) -> list[Any]:
         import transformers
 
         tokenizer = transformers.AutoTokenizer.from_pretrained(self._folder)
+        if "generation" not in tokenizer.chat_template and self._fault != "users are trained":
+            raise ValueError("the template does not mark what an assistant generates")
         rendered = []
         for record in records:
             messages, tools = list(record["messages"]), record.get("tools")

@@ -73,9 +73,7 @@ class Trainer(HuggingFaceTarget):
         template = copy.copy(get_template_and_fix_tokenizer(tokenizer, data_args))
         if pairs is not None:
             template.encode_multiturn = lambda _, messages, *others: [pairs[int(messages[0]["content"])]]
-        dataset_module = get_dataset(
-            template, model_args, data_args, training_args, stage="sft", **tokenizer_module
-        )
+        dataset_module = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
         model = load_model(tokenizer, model_args, finetuning_args, training_args.do_train)
         return CustomSeq2SeqTrainer(
             model=model,

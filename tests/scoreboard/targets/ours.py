@@ -66,21 +66,21 @@ class Trainer:
         from harness.megatron.pretrained import find_pretrained
         from harness.megatron.step import MegatronStep
 
-        stored = read_hf_config(self._model_folder).settings
-        model = ModelConfig(init_from=str(self._model_folder), dtype="float32", max_sequence_length=_LONGEST, **stored)
+        layout, stored = self._layout, read_hf_config(self._model_folder).settings
+        files = {"init_from": str(self._model_folder), "dtype": "float32", "max_sequence_length": _LONGEST}
+        self._model = model = ModelConfig(**files, lora_rank=layout.lora_rank, **stored)
         weights = find_pretrained(model)
         assert weights is not None
-        average = {"token": "token", "conversation": "conversation"}[self._layout.loss_average]
         return MegatronStep(
             model,
             ParallelConfig(),
             self._place,
             device=self._ranks.device,
             vocab_size=weights.vocab_size,
-            optimizer=OptimizerConfig(lr=1e-30, weight_decay=0.0),
+            optimizer=OptimizerConfig(lr=layout.learning_rate or 1e-30, decay="constant", warmup_steps=0),
             decay_steps=1000,
             fill=weights.filler(self._place),
-            loss_average=average,
+            loss_average=layout.loss_average,
         )
 
     def _loader(self, reader: Any, packs: int, **options: Any) -> Loader:
@@ -96,15 +96,31 @@ class Trainer:
         return Loader(reader, settings, schedule=schedule, layout=self._place, **options)
 
     def _train(self, batch: Any) -> tuple[float, float]:
-        reader = self._write(batch, self._folder / "step")
+        reader = self._write(batch, self._folder / f"step-{self._done}")
         if len(reader) < self._layout.microbatches * self._layout.dp_size:
             raise NotSupported("a pack is a microbatch, and the step has fewer packs")
-        result = self._make_step().train(next(iter(self._loader(reader, len(reader)))))
+        self._step = self._step or self._make_step()
+        batch = next(iter(self._loader(reader, len(reader))))
+        result = self._step.train(batch)
+        self._state, self._done = batch.state, self._done + 1
         return result.loss, result.grad_norm
 
     def evaluate(self, batch: Any) -> float:
         reader = self._write(batch, self._folder / "validation")
-        return float(self._make_step().evaluate(iter(self._loader(reader, 1, num_epochs=1))).loss)
+        self._step = self._step or self._make_step()
+        return float(self._step.evaluate(iter(self._loader(reader, 1, num_epochs=1))).loss)
+
+    def merge(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        from harness.megatron.model import lora
+        from harness.megatron.weights import hf_tensors
+
+        chunk = self._step.chunks[0].module
+        lora.merge(chunk, self._model)
+        folder.mkdir()
+        tensors = hf_tensors(chunk, self._model, self._step.vocab_size)
+        save_file({name: tensor.contiguous() for name, tensor in tensors}, folder / "model.safetensors")
 
     def rows(self, steps: int | None) -> list[list[Any]]:
         self._step = self._step or self._make_step()

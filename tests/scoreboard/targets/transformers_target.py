@@ -10,8 +10,10 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
-    Trainer as TransformersTrainer,
     TrainingArguments,
+)
+from transformers import (
+    Trainer as TransformersTrainer,
 )
 
 from harness.conformance import NotSupported
@@ -56,8 +58,7 @@ class Trainer(HuggingFaceTarget):
                 return_assistant_tokens_mask=True,
             )
             labels = [
-                token if kept else -100
-                for token, kept in zip(made["input_ids"], made["assistant_masks"], strict=True)
+                token if kept else -100 for token, kept in zip(made["input_ids"], made["assistant_masks"], strict=True)
             ]
             rendered.append({"input_ids": made["input_ids"], "labels": labels})
         return rendered
