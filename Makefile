@@ -10,7 +10,7 @@ PREPARE ?= data=pack_1k
 # Where the environment forbids bytecode files, every process of a test would compile this project again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup setup-ray setup-msc sft prepare test test-install test-versions test-integrations test-container test-slurm lint format bench docs docs-serve clean
+.PHONY: setup setup-ray setup-msc sft prepare test test-install test-versions test-integrations test-container test-slurm lint format bench scoreboard docs docs-serve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test-versions   run tests with Python 3.12 and Megatron-Core 0.19"
 	@echo "make setup   install into $(VENV) only"
 	@echo "make lint    ruff, mypy, import-linter, shellcheck, hadolint"
+	@echo "make scoreboard   run the checks of conformance on released trainers, and write docs/scoreboard"
 	@echo "make docs    build the documentation in build/site; make docs-serve serves it on this machine"
 	@echo "make bench   measure this machine, write BENCHMARKS.md"
 
@@ -109,6 +110,10 @@ bench: setup
 	$(BIN)/python -m tests.benchmarks all
 
 # Fails on a broken link, anchor or page that the navigation lacks.
+# Released trainers in environments of their own answer `harness conformance`: an hour at first, then minutes.
+scoreboard: setup
+	$(BIN)/python -m tests.scoreboard $(TRAINERS)
+
 docs: setup
 	$(BIN)/python -m mkdocs build --strict
 

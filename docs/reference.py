@@ -19,6 +19,7 @@ from harness import errors
 from harness.checks import LARGEST, Condition, Rule, show_value
 from harness.cli.app import app
 from harness.config import compose_config
+from harness.conformance import CHECKS
 from harness.launch.cluster import SubmitConfig
 from harness.plan import FAMILIES, PretrainConfig, RunConfig, SftConfig
 from harness.plan.families import MISSING
@@ -72,8 +73,16 @@ def write_pages() -> dict[str, str]:
     pages["reference/groups.md"] = _lines("# Configuration files", *_describe_groups())
     pages["reference/commands.md"] = _lines("# Commands", *_describe_commands(typer.main.get_command(app), "harness"))
     pages["reference/errors.md"] = _lines("# Error classes", *_describe_errors())
+    pages["reference/conformance.md"] = _lines("# Checks of trainers", *_describe_checks())
     pages["reference/families.md"] = _lines("# Model families", *_describe_families())
     return pages
+
+
+def _describe_checks() -> Iterator[str]:
+    yield "`harness conformance --list` prints the same. The threads are those in which users reported the defect.\n"
+    for check in CHECKS.values():
+        ranks = f" Runs on {check.ranks} ranks." if check.ranks > 1 else ""
+        yield f"## {check.name}\n\n{check.about}{ranks}\n\nReported in {', '.join(check.threads)}.\n"
 
 
 def _page_of_the_root(file: str) -> str:
