@@ -49,7 +49,7 @@ def conformance(
         raise ConfigError("give either a TARGET or a --command", where="harness conformance", fix=fix)
 
     def report(verdict: Verdict) -> None:
-        print_line(f"{verdict.outcome:14}{verdict.check:33}{verdict.text}", flush=True)
+        print_line(f"{verdict.outcome:14}{verdict.check:44}{verdict.text}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="conformance-") as temporary:
         process = TargetProcess(target, folder or Path(temporary), command=command, python=python)

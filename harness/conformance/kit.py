@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +68,24 @@ class Kit:
     def __init__(self, target: Any, folder: Path, *, rank: int = 0, ranks: int = 1, dp_size: int = 1) -> None:
         self.target, self.folder, self.rank, self.ranks, self.dp_size = target, folder, rank, ranks, dp_size
         self._meetings = 0
-        if rank == 0:
-            write_model(folder / "model.written")
-            (folder / "model.written").rename(self.model)
+        self.use_model()
+
+    def use_model(self, *, experts: bool = False) -> None:
+        """Write the model that targets are built of from now on, at first one without experts."""
+        self.model = self.folder / ("experts" if experts else "model")
+        if self.rank == 0 and not self.model.exists():
+            written = self.model.with_suffix(".written")
+            write_model(written, experts=experts)
+            written.rename(self.model)
         _wait_for([self.model])
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
-
-    @cached_property
-    def reference(self) -> Reference:
-        return Reference(self.model)
+        self.reference = Reference(self.model)
 
     def build(self, data: Sequence[Tokens], **layout: Any) -> Step:
         """Build the target on some conversations and a `Layout` of these fields; return its step."""
         path = self.folder / f"data-{self._meetings}-{self.rank}.jsonl"
         path.write_text("".join(json.dumps(one) + "\n" for one in data))
         self._meetings += 1
-        step: Step = self.target.build(self.model, path, Layout(dp_size=self.dp_size, **layout))
+        step: Step = self.target.build(self.model, path, Layout(**{"dp_size": self.dp_size, **layout}))
         return step
 
     def require(self, *methods: str) -> None:

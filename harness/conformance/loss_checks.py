@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.conformance.kit import LOSS_TOLERANCE, Failed, Kit, check, conversations
 from harness.conformance.model import Reference
-from harness.conformance.target import Tokens
+from harness.conformance.target import NotSupported, Tokens
 
 _PACK = 96
 # Short and long ones, so that means of means differ from means.
@@ -121,6 +121,57 @@ def evaluation_mean(kit: Kit) -> str:
     kit.build(data)
     means = {name: (loss, 0.0) for name, (loss, _) in _means(kit, {"batches": [[one] for one in data]}).items()}
     return kit.compare((kit.target.evaluate(data), None), kit.reference.step(data), means)
+
+
+@check("NVIDIA-NeMo/Megatron-Bridge#3474")
+def experts_packed_equal_unpacked(kit: Kit) -> str:
+    """Train a mixture of experts on a packed row, without a loss of the router, and compare with the same unpacked."""
+    kit.use_model(experts=True)
+    data = conversations((20, 35, 9, 28))
+    return kit.compare(kit.build(data, pack_size=_PACK)(data), kit.reference.step(data), _leaks(kit, data))
+
+
+@check("NVIDIA-NeMo/Megatron-Bridge#3474")
+def router_ignores_padding(kit: Kit) -> str:
+    """Train a mixture of experts with a balancing loss in rows of two sizes; more padding must change nothing.
+
+    Padding that reaches the router counts as tokens: it moves the balancing loss, and with it what experts learn.
+    """
+    kit.use_model(experts=True)
+    data = conversations((20, 35, 9, 28))
+    first, second = (kit.build(data, pack_size=size, router_loss=0.5)(data) for size in (_PACK, 2 * _PACK))
+    plain = kit.reference.step(data)
+    if first[1] is not None and abs(first[1] - plain[1]) <= LOSS_TOLERANCE * plain[1]:
+        raise NotSupported("the loss of the router changes no gradient")
+    return kit.compare(second, (first[0], first[1] or 0.0), {})
+
+
+@check("NVIDIA/Megatron-LM#1330", ranks=2)
+def tensor_parallel_equals_one_rank(kit: Kit) -> str:
+    """Divide a dense model over two tensor-parallel ranks; loss and gradients must be those of one rank."""
+    return _compare_layout(kit, experts=False, dp_size=1, tp_size=2)
+
+
+@check("NVIDIA/Megatron-LM#1330", ranks=2)
+def expert_parallel_equals_one_rank(kit: Kit) -> str:
+    """Divide experts over two data-parallel ranks; loss and gradients must be those of one rank."""
+    return _compare_layout(kit, experts=True, dp_size=2, ep_size=2)
+
+
+@check("NVIDIA/Megatron-LM#1330", ranks=2)
+def experts_with_tensor_parallel_equal_one_rank(kit: Kit) -> str:
+    """Divide a model with experts over two tensor-parallel ranks; gradients of experts must be summed over both.
+
+    With sequence parallelism each rank sees half of the tokens. A rank that keeps all experts, and whose gradients of
+    experts are not summed, trains them on its half.
+    """
+    return _compare_layout(kit, experts=True, dp_size=1, tp_size=2)
+
+
+def _compare_layout(kit: Kit, *, experts: bool, **sizes: int) -> str:
+    kit.use_model(experts=experts)
+    data = conversations(_UNEVEN)
+    return kit.compare(kit.build(data, pack_size=_PACK, **sizes)(data), kit.reference.step(data), {})
 
 
 @check("huggingface/peft#1043")

@@ -21,6 +21,7 @@ END, PAD = "<|im_end|>", "<|endoftext|>"
 SPECIAL = ("<|im_start|>", END, PAD)
 VOCAB_SIZE = 256 + len(SPECIAL) + 5  # a multiple of 8
 _LAYERS, _HEADS, _KEY_HEADS, _HEAD_SIZE, _HIDDEN, _MIDDLE, _BASE, _EPS = 2, 4, 2, 8, 32, 64, 10_000.0, 1e-6
+_EXPERTS, _CHOSEN = 4, 2
 _CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -43,6 +44,16 @@ _CONFIG: dict[str, Any] = {
     "eos_token_id": 256 + SPECIAL.index(END),
     "pad_token_id": 256 + SPECIAL.index(PAD),
 }
+# Of a Mixtral, where it differs from a Llama.
+_MIXTURE: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": _EXPERTS,
+    "num_experts_per_tok": _CHOSEN,
+    "sliding_window": None,
+    "router_aux_loss_coef": 0.0,
+    "output_router_logits": False,
+}
 # ChatML with tools as JSON, tool results in a turn of their own, and marks around what an assistant says.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -54,10 +65,11 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, *, seed: int = 5) -> None:
+def write_model(folder: Path, *, experts: bool = False, seed: int = 5) -> None:
     """Write `config.json`, `model.safetensors` and a tokenizer of bytes with a chat template to a new folder.
 
-    The deviation of the weights is larger than in training, so that what should change nothing shows where it does.
+    With experts it is a Mixtral, of which each token visits two of four, else a Llama. The deviation of the weights is
+    larger than in training, so that what should change nothing shows where it does.
     """
     folder.mkdir(parents=True)
     rng, arrays = np.random.default_rng(seed), {}
@@ -66,8 +78,11 @@ def write_model(folder: Path, *, seed: int = 5) -> None:
     for layer in range(_LAYERS):
         at = f"model.layers.{layer}."
         shapes |= {f"{at}self_attn.{name}_proj": (size, _HIDDEN) for name, size in sizes.items()}
-        shapes |= {f"{at}self_attn.o_proj": (_HIDDEN, sizes["q"]), f"{at}mlp.down_proj": (_HIDDEN, _MIDDLE)}
-        shapes |= {f"{at}mlp.{name}_proj": (_MIDDLE, _HIDDEN) for name in ("gate", "up")}
+        shapes |= {f"{at}self_attn.o_proj": (_HIDDEN, sizes["q"])}
+        if experts:
+            shapes[f"{at}block_sparse_moe.gate"] = (_EXPERTS, _HIDDEN)
+        for gate, down, up in _mlp_names(at, experts):
+            shapes |= {gate: (_MIDDLE, _HIDDEN), down: (_HIDDEN, _MIDDLE), up: (_MIDDLE, _HIDDEN)}
         shapes |= {f"{at}{name}_layernorm": (_HIDDEN,) for name in ("input", "post_attention")}
     for name, shape in sorted(shapes.items()):
         values = rng.normal(0.0, 0.2, shape) + (len(shape) == 1)
@@ -81,9 +96,17 @@ def write_model(folder: Path, *, seed: int = 5) -> None:
     text += b" " * (-len(text) % 8)
     stored = b"".join(values.tobytes() for values in arrays.values())
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + stored)
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    (folder / "config.json").write_text(json.dumps(_CONFIG | (_MIXTURE if experts else {})))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _CONFIG["eos_token_id"]}))
     write_tokenizer(folder)
+
+
+def _mlp_names(at: str, experts: bool) -> list[tuple[str, ...]]:
+    """Return the names of gate, down and up of each MLP of the layer whose names begin with `at`."""
+    if not experts:
+        return [tuple(f"{at}mlp.{name}_proj" for name in ("gate", "down", "up"))]
+    places = [f"{at}block_sparse_moe.experts.{number}" for number in range(_EXPERTS)]
+    return [tuple(f"{place}.w{number}" for number in (1, 2, 3)) for place in places]
 
 
 def write_tokenizer(folder: Path, template: str = TEMPLATE, special: Sequence[str] = (), end: str = END) -> None:
@@ -165,13 +188,22 @@ class Reference:
             mixed = (scores @ value).transpose(0, 1).reshape(count, -1)
             hidden = hidden + mixed @ weights[f"{at}self_attn.o_proj"].T
             states = _norm(hidden, weights[f"{at}post_attention_layernorm"])
-            middle = silu(states @ weights[f"{at}mlp.gate_proj"].T) * (states @ weights[f"{at}mlp.up_proj"].T)
-            hidden = hidden + middle @ weights[f"{at}mlp.down_proj"].T
+            router = weights.get(f"{at}block_sparse_moe.gate")
+            shares = torch.ones(count, 1).double() if router is None else _shares(states @ router.T)
+            for number, (gate, down, up) in enumerate(_mlp_names(at, router is not None)):
+                middle = silu(states @ weights[gate].T) * (states @ weights[up].T)
+                hidden = hidden + shares[:, number : number + 1] * (middle @ weights[down].T)
         return _norm(hidden, weights["model.norm"]) @ weights["lm_head"].T
 
 
 def _norm(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return values * torch.rsqrt((values**2).mean(dim=-1, keepdim=True) + _EPS) * weight
+
+
+def _shares(logits: torch.Tensor) -> torch.Tensor:
+    """Return [tokens, experts]: a softmax over the chosen experts of each token, and 0 for the others."""
+    chosen = logits.topk(_CHOSEN, dim=-1).indices
+    return logits.masked_fill(torch.ones_like(logits).scatter(1, chosen, 0.0).bool(), -math.inf).softmax(dim=-1)
 
 
 def _rotate(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:

@@ -96,8 +96,9 @@ class TargetProcess:
         if (refused := folder / "refused.json").exists():
             what, where, fix = json.loads(refused.read_text())
             raise ConfigError(what, where=where, fix=fix)
-        verdicts = _joined(folder, names, ranks)
-        if len(verdicts) < len(names):
+        verdicts = _joined(folder, ranks, is_over=True)
+        # A job of several ranks ends itself after an error.
+        if not verdicts or (len(verdicts) < len(names) and verdicts[-1].outcome != ERROR):
             words = " | ".join((folder / "log.txt").read_text(errors="replace").strip().splitlines()[-_LOG_LINES:])
             how = f"no answer within {self.limit_s:.0f} s" if code is None else f"the process ended with code {code}"
             verdicts.append(Verdict(names[len(verdicts)], ERROR, f"{how}: {words[-400:]}"))
@@ -110,7 +111,7 @@ class TargetProcess:
                 try:
                     return process.wait(self.limit_s)
                 except subprocess.TimeoutExpired:
-                    if len(_joined(folder, [], ranks)) <= done:
+                    if len(_joined(folder, ranks)) <= done:
                         return None
             return None
         finally:
@@ -119,10 +120,15 @@ class TargetProcess:
             process.wait()
 
 
-def _joined(folder: Path, names: Sequence[str], ranks: int) -> list[Verdict]:
-    """Return the verdicts that all ranks of a job have given, the worst of each."""
-    files = [folder / f"verdicts-{rank}.jsonl" for rank in range(ranks)]
-    if not all(file.exists() for file in files):
-        return []
-    lines = [[Verdict(**json.loads(line)) for line in file.read_text().splitlines()] for file in files]
-    return [min(one, key=lambda verdict: _WORST_FIRST.index(verdict.outcome)) for one in zip(*lines, strict=False)]
+def _joined(folder: Path, ranks: int, *, is_over: bool = False) -> list[Verdict]:
+    """Return the worst verdict on each check of all ranks of a job; once it is over, an error where one is missing."""
+    by_check: dict[str, list[Verdict]] = {}
+    for file in folder.glob("verdicts-*.jsonl"):
+        for line in file.read_text().splitlines():
+            verdict = Verdict(**json.loads(line))
+            by_check.setdefault(verdict.check, []).append(verdict)
+    if is_over:
+        for name in [name for name, given in by_check.items() if len(given) < ranks]:
+            by_check[name].append(Verdict(name, ERROR, "a rank ended without an answer"))
+    joined = [given for given in by_check.values() if len(given) >= ranks or is_over]
+    return [min(given, key=lambda verdict: _WORST_FIRST.index(verdict.outcome)) for given in joined]

@@ -28,6 +28,8 @@ class Layout:
 
     Attributes:
         dp_size: data-parallel ranks.
+        tp_size: tensor-parallel ranks, with sequence parallelism where the trainer has it.
+        ep_size: ranks over which experts are divided, of the data-parallel ones.
         microbatches: microbatches of each rank in a step (gradient accumulation).
         pack_size: tokens of a row into which several conversations are packed; 0 for one conversation per row, padded
             to the longest of its microbatch.
@@ -37,10 +39,13 @@ class Layout:
         shuffle: train the data in a random order of `seed`, in place of its own.
         seed: of everything random.
         learning_rate: of every step, without warm-up or decay; 0 leaves the weights as they are.
+        router_loss: coefficient of the loss that balances experts; 0 for none.
         lora_rank: train adapters of this rank on the attention's projections; 0 trains all weights.
     """
 
     dp_size: int = 1
+    tp_size: int = 1
+    ep_size: int = 1
     microbatches: int = 1
     pack_size: int = 0
     loss_average: str = "token"
@@ -48,6 +53,7 @@ class Layout:
     shuffle: bool = False
     seed: int = 1
     learning_rate: float = 0.0
+    router_loss: float = 0.0
     lora_rank: int = 0
 
     def changed(self) -> list[str]:
@@ -70,7 +76,8 @@ class Target(Protocol):
         before clipping (None where the trainer does not report one).
 
         Args:
-            model_folder: a Llama of two layers in the files of Hugging Face, with a tokenizer and a chat template.
+            model_folder: a Llama or a Mixtral of two layers in the files of Hugging Face, with a tokenizer and a chat
+                template.
             data: a file with one conversation per line, as JSON with `input_ids` and `labels`.
         """
         ...

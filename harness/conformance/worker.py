@@ -1,7 +1,7 @@
 """Run checks on a target in this process, one rank of a job: `python -m harness.conformance.worker SETTINGS`.
 
 It needs numpy, PyTorch and the trainer, and nothing else of this project's requirements. Each verdict is a line of
-JSON in `verdicts-RANK.jsonl` in the job's folder, written when it is known; `started-RANK` has the check that runs.
+JSON in `verdicts-RANK.jsonl` in the job's folder, written when it is known.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from harness.conformance.command import CommandTarget
-from harness.conformance.kit import judge
+from harness.conformance.kit import ERROR, judge
 from harness.conformance.target import load_target
 from harness.errors import HarnessError
 
 
-def run_checks(target: Any, names: list[str], folder: Path) -> None:
-    """Run some checks one after another as this rank of the job, each with files of its own below `folder`."""
+def run_checks(target: Any, names: list[str], folder: Path) -> int:
+    """Run checks one after another as this rank of the job, with files below `folder`; return the exit code."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     for name in names:
-        (folder / f"started-{rank}").write_text(name)
         began = time.monotonic()
         outcome, text = judge(target, name, folder / name, rank=rank, ranks=ranks)
         line = {"check": name, "outcome": outcome, "text": text, "seconds": round(time.monotonic() - began, 1)}
         with (folder / f"verdicts-{rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+        if ranks > 1 and outcome == ERROR:
+            return 1  # others may wait for this rank; the job is started again for the checks that are left
+    return 0
 
 
 def main() -> None:
@@ -41,10 +43,10 @@ def main() -> None:
         sys.exit(2)
     versions = {"name": getattr(target, "name", ""), "version": getattr(target, "version", "")}
     (folder / "target.json").write_text(json.dumps(versions))
-    run_checks(target, settings["checks"], folder)
+    code = run_checks(target, settings["checks"], folder)
     # Trainers leave threads and process groups that may wait for each other.
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import zlib
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,11 @@ FAULTS = {
     "resume-on-ranks": "rank 1 resumes at the beginning",
     "resume-on-one-rank": "a checkpoint counts steps of its own ranks",
     "resume-restores-the-optimizer": "a checkpoint has no moments of the optimizer",
+    "experts-packed-equal-unpacked": "attention crosses the boundaries of a packed row",
+    "router-ignores-padding": "padding reaches the router",
+    "tensor-parallel-equals-one-rank": "gradients are not summed over ranks",
+    "expert-parallel-equals-one-rank": "gradients of experts are not summed over ranks",
+    "experts-with-tensor-parallel-equal-one-rank": "gradients of experts are not summed over ranks",
     "lora-equals-merged": "adapters are merged with another scale",
     "stock-templates-are-masked": "users are trained",
     "damaged-checkpoint-is-refused": "checkpoints have no checksums",
@@ -67,15 +73,17 @@ class Trainer:
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Any:
         import transformers
 
-        if layout.dp_size > 1 and not torch.distributed.is_initialized():
+        self._ranks = layout.dp_size * layout.tp_size
+        if self._ranks > 1 and not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo")
         self._rank = int(os.environ.get("RANK", "0"))
         self._layout, self._folder, self._done = layout, model_folder, 0
-        self._model = transformers.LlamaForCausalLM.from_pretrained(model_folder, attn_implementation="eager")
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager")
         self._data = [json.loads(line) for line in data.read_text().splitlines()]
         self._adapters = self._add_adapters(layout.lora_rank) if layout.lora_rank else {}
-        self._trained = [each for pair in self._adapters.values() for each in pair] or list(self._model.parameters())
-        self._optimizer = torch.optim.Adam(self._trained, lr=layout.learning_rate)
+        trained = {f"{name}.{place}": each for name, pair in self._adapters.items() for place, each in enumerate(pair)}
+        self._trained = trained or dict(self._model.named_parameters())
+        self._optimizer = torch.optim.Adam(self._trained.values(), lr=layout.learning_rate)
         return self._step
 
     def _add_adapters(self, rank: int) -> dict[str, Any]:
@@ -99,7 +107,8 @@ class Trainer:
 
     def _step(self, batch: Any) -> tuple[float, float]:
         layout, has = self._layout, self._fault.__eq__
-        own = [self._rows(batch, pad=False)[place :: layout.dp_size] for place in range(layout.dp_size)][self._rank]
+        place, self._balance = self._rank % layout.dp_size, []
+        own = self._rows(batch)[place :: layout.dp_size]
         size = -(-len(own) // layout.microbatches)
         groups = [own[first : first + size] for first in range(0, len(own), size)]
         losses = [torch.cat([self._losses(row) for row in self._padded(group)]) for group in groups]
@@ -113,10 +122,11 @@ class Trainer:
         else:
             loss = torch.cat(losses).sum() / tokens
         self._optimizer.zero_grad()
-        loss.backward()
-        squares = 0.0
-        for parameter in self._trained:
-            if layout.dp_size > 1:
+        (loss + layout.router_loss * sum(self._balance)).backward()
+        squares, unsummed = 0.0, has("gradients are not summed over ranks")
+        for name, parameter in self._trained.items():
+            is_alone = unsummed or (has("gradients of experts are not summed over ranks") and "experts" in name)
+            if self._ranks > 1 and not is_alone:
                 torch.distributed.all_reduce(parameter.grad)
             squares += float((parameter.grad**2).sum())
         self._optimizer.step()
@@ -124,11 +134,21 @@ class Trainer:
 
     def _sum(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64)
-        if self._layout.dp_size > 1:
+        if self._ranks > 1:
             torch.distributed.all_reduce(total)
         return float(total)
 
     def _padded(self, rows: list[Any]) -> list[Any]:
+        size = self._layout.pack_size
+        if self._fault == "padding reaches the router":
+            return [
+                {
+                    "input_ids": row["input_ids"] + [0] * (size - len(row["input_ids"])),
+                    "labels": row["labels"] + [-100] * (size - len(row["labels"])),
+                    "position_ids": row["position_ids"] + list(range(size - len(row["labels"]))),
+                }
+                for row in rows
+            ]
         if self._fault != "padding is trained":
             return rows  # a padded row is its real part, because attention is causal
         longest = max(len(row["input_ids"]) for row in rows)
@@ -148,12 +168,19 @@ class Trainer:
         if self._fault == "attention crosses the boundaries of a packed row":
             allowed = torch.ones_like(allowed).tril()
         mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)
-        logits = self._model(ids[None], position_ids=positions[None], attention_mask=mask[None, None]).logits[0]
+        wanted = {"output_router_logits": True} if self._layout.router_loss else {}
+        made = self._model.model(ids[None], position_ids=positions[None], attention_mask=mask[None, None], **wanted)
+        logits = self._model.lm_head(made.last_hidden_state[0])
+        for layer in getattr(made, "router_logits", None) or ():
+            shares = layer.softmax(dim=-1)
+            self._balance.append((shares.mean(dim=0) ** 2).sum())
         labels = torch.tensor(row["labels"])[1:]
         kept = labels != -100
+        if self._layout.tp_size > 1:  # each rank has the losses of its share of the tokens
+            kept &= torch.arange(len(labels)) % self._layout.tp_size == self._rank
         return torch.nn.functional.cross_entropy(logits[:-1][kept], labels[kept], reduction="none")
 
-    def _rows(self, data: Any, *, pad: bool = True) -> list[Any]:
+    def _rows(self, data: Any) -> list[Any]:
         """Return rows of whole conversations, packed in their order."""
         size, rows = self._layout.pack_size, []
         for one in data:
@@ -234,7 +261,7 @@ class Trainer:
         import transformers
 
         tokenizer = transformers.AutoTokenizer.from_pretrained(self._folder)
-        if "generation" not in tokenizer.chat_template and self._fault != "users are trained":
+        if not re.search(r"{%-?\s*generation", tokenizer.chat_template) and self._fault != "users are trained":
             raise ValueError("the template does not mark what an assistant generates")
         rendered = []
         for record in records:

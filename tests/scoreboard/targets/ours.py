@@ -27,16 +27,26 @@ class Trainer:
     def __init__(self) -> None:
         prepare_process(ParallelConfig())
         self._ranks: Any = None
+        self._parallel: ParallelConfig | None = None
 
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Any:
-        from harness.loader import RankLayout
+        from megatron.core import parallel_state
+
         from harness.megatron.job import runtime
 
+        parallel = ParallelConfig(
+            tensor_parallel_size=layout.tp_size,
+            sequence_parallel=layout.tp_size > 1,
+            expert_parallel_size=layout.ep_size,
+        )
         if self._ranks is None:
             self._job = runtime.start("cpu")
             self._ranks = self._job.__enter__()
-            runtime.join(ParallelConfig(), self._ranks.world_size)
-        self._place = RankLayout(dp_rank=self._ranks.rank, dp_size=layout.dp_size)
+        if parallel != self._parallel:
+            if self._parallel is not None:
+                parallel_state.destroy_model_parallel()
+            self._place = runtime.join(parallel, self._ranks.world_size)
+            self._parallel = parallel
         self._layout, self._model_folder, self._folder = layout, model_folder, data.with_suffix("")
         lines = data.read_text().splitlines()
         self._reader = self._write([json.loads(line) for line in lines], self._folder / "epoch") if lines else None
@@ -68,12 +78,14 @@ class Trainer:
 
         layout, stored = self._layout, read_hf_config(self._model_folder).settings
         files = {"init_from": str(self._model_folder), "dtype": "float32", "max_sequence_length": _LONGEST}
+        if stored["num_experts"]:
+            stored |= {"aux_loss": layout.router_loss}
         self._model = model = ModelConfig(**files, lora_rank=layout.lora_rank, **stored)
         weights = find_pretrained(model)
         assert weights is not None
         return MegatronStep(
             model,
-            ParallelConfig(),
+            self._parallel,
             self._place,
             device=self._ranks.device,
             vocab_size=weights.vocab_size,

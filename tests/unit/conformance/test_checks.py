@@ -32,6 +32,7 @@ def test_checks_of_two_ranks_pass_without_a_fault(tmp_path) -> None:
     assert {one.check: one.outcome for one in run(str(PLAIN), TOGETHER, tmp_path)} == dict.fromkeys(TOGETHER, "PASS")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_check_of_two_ranks_names_its_fault(name, tmp_path) -> None:
     names = ["resume-on-ranks"] * (name == "resume-on-one-rank") + [name]
