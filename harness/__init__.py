@@ -30,15 +30,9 @@ __all__ = [
 
 __getattr__ = names_on_first_use(
     __name__,
-    {
-        "HarnessError": "errors",
-        "Loader": "loader",
-        "LoaderConfig": "loader",
-        "Pack": "records",
-        "convert_dataset": "formats",
-        "open_dataset": "formats",
-        "open_writer": "formats",
-        "plan_packs": "prep.packing",
-        "prepare": "prep.pipeline",
-    },
+    errors="HarnessError",
+    formats="convert_dataset open_dataset open_writer",
+    loader="Loader LoaderConfig",
+    prep="plan_packs prepare",
+    records="Pack",
 )

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 
-def names_on_first_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+def names_on_first_use(package: str, **modules: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package (PEP 562) that imports a name from its module when it is first used.
 
     Args:
         package: `__name__` of the package.
-        modules: module of each name, relative to the package.
+        modules: the names of each module of the package, separated by spaces.
     """
+    places = {name: module for module, names in modules.items() for name in names.split()}
 
     def load(name: str) -> Any:
-        if name not in modules:
+        if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        return getattr(importlib.import_module(f"{package}.{places[name]}"), name)
 
     return load

@@ -8,14 +8,19 @@ being written. Read `order` first, then `plan` and `loader`. No part of it needs
 
 from __future__ import annotations
 
-from harness.loader.blend import Blend
-from harness.loader.config import LoaderConfig, RankLayout
-from harness.loader.corpus import CorpusConfig, corpus_paths
-from harness.loader.datasets import DataConfig, JoinedReader, LiveConfig, RunData, open_datasets
-from harness.loader.loader import Loader
-from harness.loader.order import BatchRange, EpochOrder
-from harness.loader.plan import RankBatch, build_batch
-from harness.loader.state import LoaderState
+from typing import TYPE_CHECKING
+
+from harness.doors import names_on_first_use
+
+if TYPE_CHECKING:
+    from harness.loader.blend import Blend
+    from harness.loader.config import LoaderConfig, RankLayout
+    from harness.loader.corpus import CorpusConfig, corpus_paths
+    from harness.loader.datasets import DataConfig, JoinedReader, LiveConfig, RunData, open_datasets
+    from harness.loader.loader import Loader
+    from harness.loader.order import BatchRange, EpochOrder
+    from harness.loader.plan import RankBatch, build_batch
+    from harness.loader.state import LoaderState
 
 __all__ = [
     "BatchRange",
@@ -35,3 +40,16 @@ __all__ = [
     "corpus_paths",
     "open_datasets",
 ]
+
+# `order` and `state` alone need numpy and no more.
+__getattr__ = names_on_first_use(
+    __name__,
+    blend="Blend",
+    config="LoaderConfig RankLayout",
+    corpus="CorpusConfig corpus_paths",
+    datasets="DataConfig JoinedReader LiveConfig RunData open_datasets",
+    loader="Loader",
+    order="BatchRange EpochOrder",
+    plan="RankBatch build_batch",
+    state="LoaderState",
+)

@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from harness.doors import names_on_first_use
-from harness.prep.packing import MIN_SEQUENCE_TOKENS, OVER_LONG, Member, StreamPacker, pack_of, plan_packs
-from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
 
 if TYPE_CHECKING:
+    from harness.prep.packing import MIN_SEQUENCE_TOKENS, OVER_LONG, Member, StreamPacker, pack_of, plan_packs
     from harness.prep.pipeline import PrepareConfig, prepare
     from harness.prep.preview import show_preview
+    from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
 
 __all__ = [
     "MIN_SEQUENCE_TOKENS",
@@ -36,7 +36,11 @@ __all__ = [
     "tokenizer_hash",
 ]
 
-# pyarrow and rich take 0.3 s, which a run that only needs a tokenizer must not pay.
+# pyarrow and rich take 0.3 s, which a run that only needs a tokenizer must not pay, and `packing` needs numpy alone.
 __getattr__ = names_on_first_use(
-    __name__, {"PrepareConfig": "pipeline", "prepare": "pipeline", "show_preview": "preview"}
+    __name__,
+    packing="MIN_SEQUENCE_TOKENS Member OVER_LONG StreamPacker pack_of plan_packs",
+    pipeline="PrepareConfig prepare",
+    preview="show_preview",
+    tokenize="ChatTokenizer TokenizerConfig as_prepared tokenizer_hash",
 )

@@ -35,12 +35,6 @@ __all__ = [
 # Imported at first use: a program prepares its process before Megatron-Core is imported.
 __getattr__ = names_on_first_use(
     __name__,
-    {
-        "ExternalLoader": "data_loader",
-        "datasets_provider": "data_loader",
-        "train_valid_test_datasets_provider": "data_loader",
-        "forward_step": "forward",
-        "get_batch": "forward",
-        "loss_function": "forward",
-    },
+    data_loader="ExternalLoader datasets_provider train_valid_test_datasets_provider",
+    forward="forward_step get_batch loss_function",
 )
