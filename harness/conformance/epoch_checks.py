@@ -128,7 +128,7 @@ def resume_on_ranks(kit: Kit) -> str:
     return _judge_resume(kit, steps=2)
 
 
-@check("huggingface/accelerate#4195", "verl-project/verl#7401")
+@check("meta-pytorch/torchft#292")
 def resume_on_one_rank(kit: Kit) -> str:
     """Continue on one rank what `resume-on-ranks` saved on two; the epoch must be trained exactly once in all.
 
@@ -146,7 +146,7 @@ def resume_on_one_rank(kit: Kit) -> str:
     return _judge(data, [*json.loads(saved[-1].read_text()), *rest])
 
 
-@check("verl-project/verl#7401")
+@check("huggingface/transformers#33336", "CodefyUI/CodefyUI#147")
 def resume_restores_the_optimizer(kit: Kit) -> str:
     """Train a step, save, and train two more; after a resume both must have the same loss and norm.
 

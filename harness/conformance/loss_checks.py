@@ -123,7 +123,7 @@ def evaluation_mean(kit: Kit) -> str:
     return kit.compare((kit.target.evaluate(data), None), kit.reference.step(data), means)
 
 
-@check("NVIDIA-NeMo/Megatron-Bridge#3474")
+@check("huggingface/transformers#31629")
 def experts_packed_equal_unpacked(kit: Kit) -> str:
     """Train a mixture of experts on a packed row, without a loss of the router, and compare with the same unpacked."""
     kit.use_model(experts=True)
@@ -131,7 +131,7 @@ def experts_packed_equal_unpacked(kit: Kit) -> str:
     return kit.compare(kit.build(data, pack_size=_PACK)(data), kit.reference.step(data), _leaks(kit, data))
 
 
-@check("NVIDIA-NeMo/Megatron-Bridge#3474")
+@check("NVIDIA/Megatron-LM#2121", "huggingface/transformers#28505")
 def router_ignores_padding(kit: Kit) -> str:
     """Train a mixture of experts with a balancing loss in rows of two sizes; more padding must change nothing.
 
@@ -146,19 +146,19 @@ def router_ignores_padding(kit: Kit) -> str:
     return kit.compare(second, (first[0], first[1] or 0.0), {})
 
 
-@check("NVIDIA/Megatron-LM#1330", ranks=2)
+@check("pytorch/torchtitan#1750", "meta-pytorch/torchtune#2641", ranks=2)
 def tensor_parallel_equals_one_rank(kit: Kit) -> str:
     """Divide a dense model over two tensor-parallel ranks; loss and gradients must be those of one rank."""
     return _compare_layout(kit, experts=False, dp_size=1, tp_size=2)
 
 
-@check("NVIDIA/Megatron-LM#1330", ranks=2)
+@check("pytorch/pytorch#160285", ranks=2)
 def expert_parallel_equals_one_rank(kit: Kit) -> str:
     """Divide experts over two data-parallel ranks; loss and gradients must be those of one rank."""
     return _compare_layout(kit, experts=True, dp_size=2, ep_size=2)
 
 
-@check("NVIDIA/Megatron-LM#1330", ranks=2)
+@check("NVIDIA/Megatron-LM#5916", ranks=2)
 def experts_with_tensor_parallel_equal_one_rank(kit: Kit) -> str:
     """Divide a model with experts over two tensor-parallel ranks; gradients of experts must be summed over both.
 
@@ -174,7 +174,7 @@ def _compare_layout(kit: Kit, *, experts: bool, **sizes: int) -> str:
     return kit.compare(kit.build(data, pack_size=_PACK, **sizes)(data), kit.reference.step(data), {})
 
 
-@check("huggingface/peft#1043")
+@check("huggingface/peft#1836", "huggingface/trl#386")
 def lora_equals_merged(kit: Kit) -> str:
     """Train adapters, evaluate, and merge them; the merged weights must give the loss that was evaluated.
 
