@@ -83,7 +83,7 @@ def assistant_alone_is_trained(kit: Kit) -> str:
     return f"trained: {trained!r}"
 
 
-@check("huggingface/trl#5988", "meta-pytorch/torchtune#949", "verl-project/verl#535")
+@check("huggingface/trl#1623", "huggingface/trl#3091")
 def end_token_is_trained(kit: Kit) -> str:
     """Mask a chat; the token that ends each assistant turn must be trained, or the model never learns to stop."""
     _, trained = _render(kit, _CHAT)
@@ -92,7 +92,7 @@ def end_token_is_trained(kit: Kit) -> str:
     return "both assistant turns train their end token"
 
 
-@check("huggingface/trl#5988")
+@check("OpenRLHF/OpenRLHF#1079", "PrimeIntellect-ai/prime-rl#2494")
 def tool_schemas_are_written(kit: Kit) -> str:
     """Render a chat with a tool; the name and every parameter of the tool must be in the prompt.
 
@@ -105,7 +105,7 @@ def tool_schemas_are_written(kit: Kit) -> str:
     return "the name and both parameters are in the prompt"
 
 
-@check("axolotl-ai-cloud/axolotl#2089")
+@check("AI-Hypercomputer/maxtext#4419", "mistralai/mistral-common#70")
 def tool_results_are_kept(kit: Kit) -> str:
     """Render two tool results in a row and two calls in one turn; all must be written, and calls alone be trained."""
     text, trained = _render(kit, _CALLS)

@@ -22,7 +22,7 @@ def _corpus(count: int = 23) -> list[Tokens]:
     return conversations([int(each) for each in np.random.default_rng(2).integers(8, 40, size=count)])
 
 
-@check("huggingface/trl#3526")
+@check("huggingface/trl#3526", "meta-pytorch/torchtune#875")
 def positions_restart(kit: Kit) -> str:
     """Read the position ids of packed rows; they must begin at 0 with each conversation.
 
@@ -45,25 +45,25 @@ def positions_restart(kit: Kit) -> str:
     return f"{starts} conversations begin at position 0"
 
 
-@check("huggingface/trl#5988")
+@check("axolotl-ai-cloud/axolotl#3849")
 def epoch_is_complete(kit: Kit) -> str:
     """Train one epoch of packed rows; every trained token must be trained exactly once, the last ones included."""
     return _judge_epoch(kit, _corpus(), pack_size=_PACK, microbatches=2)
 
 
-@check("huggingface/transformers#34176")
+@check("NVIDIA-NeMo/Automodel#2257", "Lightning-AI/pytorch-lightning#19987")
 def epoch_is_complete_unpacked(kit: Kit) -> str:
     """Train one epoch of padded rows with an incomplete last step; every token must be trained exactly once."""
     return _judge_epoch(kit, _corpus(), microbatches=4)
 
 
-@check("huggingface/accelerate#4195", ranks=2)
+@check("huggingface/accelerate#490", "huggingface/accelerate#2316", ranks=2)
 def epoch_is_complete_on_ranks(kit: Kit) -> str:
     """Train an epoch on two ranks that do not divide it evenly; every token must be trained exactly once by all."""
     return _judge_epoch(kit, _corpus(), microbatches=2)
 
 
-@check("huggingface/trl#2405")
+@check("NVIDIA-NeMo/RL#169", "huggingface/trl#467")
 def long_conversation_is_kept(kit: Kit) -> str:
     """Train conversations longer than a packed row; what does not fit must be refused with an error, never dropped.
 
@@ -71,6 +71,7 @@ def long_conversation_is_kept(kit: Kit) -> str:
     ends the answer.
     """
     data = [*_corpus(6), *conversations((2 * _PACK + 10,), seed=9)]
+    kit.rows_of(data[:-1], pack_size=_PACK)  # an error of any other kind is no refusal
     try:
         rows = kit.rows_of(data, pack_size=_PACK)
     except (NotSupported, TimeoutError):
@@ -80,7 +81,7 @@ def long_conversation_is_kept(kit: Kit) -> str:
     return _judge(data[-1:], [row for steps in rows for step in steps for row in step], others=data[:-1])
 
 
-@check("meta-pytorch/data#1437")
+@check("dreamzero0/dreamzero#91")
 def shuffle_ignores_workers(kit: Kit) -> str:
     """Shuffle an epoch without and with two loader workers; the order of the rows must be the same."""
     data = _corpus()
@@ -92,7 +93,7 @@ def shuffle_ignores_workers(kit: Kit) -> str:
     return f"{sum(map(len, orders[0]))} steps in the same order"
 
 
-@check("huggingface/transformers#34264")
+@check("huggingface/transformers#11389", "mosaicml/llm-foundry#1676")
 def shuffle_follows_the_seed(kit: Kit) -> str:
     """Shuffle an epoch twice with one seed and once with another; only the first two must be equal."""
     data = _corpus()
@@ -104,7 +105,7 @@ def shuffle_follows_the_seed(kit: Kit) -> str:
     return "equal for one seed, different for another"
 
 
-@check("huggingface/accelerate#4195", "verl-project/verl#7401")
+@check("huggingface/accelerate#2016", "huggingface/accelerate#4233")
 def resume_within_an_epoch(kit: Kit) -> str:
     """Save in the middle of a shuffled epoch and continue in a new process; the rest must be what was left."""
     return _judge_resume(kit, steps=3)
@@ -116,13 +117,13 @@ def resume_at_the_end_of_an_epoch(kit: Kit) -> str:
     return _judge_resume(kit, steps=None)
 
 
-@check("meta-pytorch/data#1437", "alibaba/TorchEasyRec#544")
+@check("alibaba/TorchEasyRec#544", "PrimeIntellect-ai/prime-rl#3332")
 def resume_with_workers(kit: Kit) -> str:
     """Save in the middle of an epoch read by two loader workers, which read ahead, and continue."""
     return _judge_resume(kit, steps=3, num_workers=2)
 
 
-@check("huggingface/accelerate#4195", ranks=2)
+@check("PrimeIntellect-ai/prime-rl#1035", ranks=2)
 def resume_on_ranks(kit: Kit) -> str:
     """Save in the middle of an epoch on two ranks and continue on two; the ranks must go on without a gap."""
     return _judge_resume(kit, steps=2)
@@ -167,7 +168,7 @@ def resume_restores_the_optimizer(kit: Kit) -> str:
     return kit.compare(following, (second[0], second[1] or 0.0), {})
 
 
-@check("pytorch/pytorch#158267")
+@check("pytorch/pytorch#126952", "pytorch/pytorch#28858")
 def damaged_checkpoint_is_refused(kit: Kit) -> str:
     """Flip one bit in the middle of the largest file of a checkpoint; loading it must be refused.
 

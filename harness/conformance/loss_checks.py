@@ -58,14 +58,14 @@ def labels_at_boundaries(kit: Kit) -> str:
     return kit.compare(kit.build(whole, pack_size=_PACK)(whole), kit.reference.step(whole), _leaks(kit, whole))
 
 
-@check("pacman100/LLM-Workshop#1")
+@check("open-jarvis/OpenJarvis#521")
 def padding_changes_nothing(kit: Kit) -> str:
     """Train conversations of very different lengths in one padded microbatch, and compare with each one alone."""
     data = conversations((5, 80, 17))
     return kit.compare(kit.build(data)(data), kit.reference.step(data), {})
 
 
-@check("huggingface/transformers#34191", "ml-explore/mlx-lm#1413")
+@check("axolotl-ai-cloud/axolotl#3982", "ml-explore/mlx-lm#1413", "meta-pytorch/torchtune#1875")
 def token_mean_over_microbatches(kit: Kit) -> str:
     """Accumulate gradients over microbatches of few and of many trained tokens; each token must weigh the same.
 
@@ -78,7 +78,7 @@ def token_mean_over_microbatches(kit: Kit) -> str:
     return kit.compare(got, kit.reference.step(data), _means(kit, groups))
 
 
-@check("huggingface/transformers#34191")
+@check("NVIDIA-NeMo/RL#213")
 def token_mean_over_packed_rows(kit: Kit) -> str:
     """Accumulate gradients over two packed rows, of which one trains few tokens; each token must weigh the same."""
     data = [*conversations((40, 48), trained=0.8), *conversations((44, 46), trained=0.1, seed=1)]
@@ -109,7 +109,7 @@ def conversation_mean(kit: Kit) -> str:
     )
 
 
-@check("huggingface/transformers#34198")
+@check("huggingface/transformers#39241", "huggingface/transformers#24839", "NVIDIA/Megatron-LM#7207")
 def evaluation_mean(kit: Kit) -> str:
     """Evaluate batches of few and of many trained tokens; the reported loss must be the mean over all tokens.
 
@@ -198,10 +198,18 @@ def _means(kit: Kit, groups: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def _leaks(kit: Kit, data: list[Tokens]) -> dict[str, tuple[float, float]]:
-    """Return the figures of one long conversation in place of several, with and without labels at the joints."""
+    """Return the figures of one long conversation in place of several, and of the labels at its joints alone."""
     joined = {name: [value for one in data for value in one[name]] for name in ("input_ids", "labels")}
     cut = {**joined, "labels": [value for one in data for value in [-100, *one["labels"][1:]]]}
+    joints = [
+        {
+            "input_ids": [*one["input_ids"], other["input_ids"][0]],
+            "labels": [-100] * len(one["labels"]) + other["labels"][:1],
+        }
+        for one, other in zip(data, data[1:], strict=False)
+    ]
     return {
+        "the first token of each conversation predicted from the one before": kit.reference.step([*data, *joints]),
         "one row without boundaries": kit.reference.step([joined]),
         "attention over boundaries": kit.reference.step([cut]),
     }

@@ -84,9 +84,9 @@ class HuggingFaceTarget:
 
     def _step(self, batch: Any) -> tuple[float, float]:
         layout = self._layout
-        size = (
-            1 if layout.pack_size and not self.flattened else -(-len(batch) // (layout.dp_size * layout.microbatches))
-        )
+        size = 1
+        if not layout.pack_size or self.flattened:
+            size = -(-len(batch) // (layout.dp_size * layout.microbatches))
         trainer = self.make(list(batch), None, per_device_train_batch_size=size, num_train_epochs=1)
         trainer.train()
         if trainer.state.global_step != 1:

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hugging_face import HuggingFaceTarget
+
+# Imported for sound; the package index has builds for CUDA alone.
+sys.modules["torchaudio"] = ModuleType("torchaudio")
+sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
+
 from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset, get_template_and_fix_tokenizer
 from llamafactory.hparams import get_train_args
 from llamafactory.model import load_model, load_tokenizer
@@ -19,7 +27,33 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 
 from harness.conformance import NotSupported
 
-NOTES: dict[str, str] = {}
+NOTES: dict[str, str] = {
+    "long-conversation-is-kept": (
+        "Prompt and answer are cut to `cutoff_len` in proportion (processor_utils.infer_seqlen), so that the "
+        "answer follows a prompt that stops in its middle, without a warning."
+    ),
+    "labels-at-boundaries": (
+        "With `train_on_prompt` the label of the first token of each conversation is kept in a packed row "
+        "(PackedSupervisedDatasetProcessor joins labels as they are) and is predicted from the conversation "
+        "before. transformers 5.6, the newest that it accepts, also counts the first label of the row, which no "
+        "loss has."
+    ),
+    "assistant-alone-is-trained": (
+        "The line break after each answer is trained too; it belongs to the template's answer."
+    ),
+    "damaged-checkpoint-is-refused": (
+        "optimizer.pt is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
+        "has; no other checksum is written."
+    ),
+    "evaluation-mean": (
+        "Trainer.evaluation_loop repeats the mean loss of each batch batch_size times and reports the mean of "
+        "these, so that a batch of few trained tokens weighs as much as one of many."
+    ),
+    "epoch-is-complete-on-ranks": (
+        "Documented: `even_batches` of AcceleratorConfig (default True) repeats samples from the start of the "
+        "data until all ranks have equally many."
+    ),
+}
 _CHATS = {
     "formatting": "openai",
     "columns": {"messages": "messages", "tools": "tools"},
@@ -46,12 +80,18 @@ class Trainer(HuggingFaceTarget):
             raise NotSupported("no setting averages by conversation")
         if layout.pack_size:
             arguments |= {"neat_packing": True, "cutoff_len": layout.pack_size}
-        records = [{"instruction": str(place), "output": "-"} for place in range(len(data))]
+        records = [{"instruction": str(place), "input": "", "output": "-"} for place in range(len(data))]
         pairs = [_split(one) for one in data]
         arguments["train_on_prompt"] = bool(data) and data[0]["labels"][0] != -100
         if evaluation:
             arguments["eval_dataset"] = "train"
         return self._assemble(records, {}, pairs, disable_shuffling=not layout.shuffle, **arguments)
+
+    def load(self, folder: Path) -> None:
+        if self._layout.dp_size > 1:
+            # The ranks of GPUs are not concerned.
+            raise NotSupported("accelerate 1.11 names the device of a rank on CPUs cpu:0, which torch.load refuses")
+        super().load(folder)
 
     def render(self, records: Any) -> list[Any]:
         rows = self._assemble(list(records), _CHATS, None).train_dataset

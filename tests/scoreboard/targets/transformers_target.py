@@ -18,7 +18,25 @@ from transformers import (
 
 from harness.conformance import NotSupported
 
-NOTES: dict[str, str] = {}
+NOTES: dict[str, str] = {
+    "damaged-checkpoint-is-refused": (
+        "optimizer.pt is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
+        "has; no other checksum is written."
+    ),
+    "evaluation-mean": (
+        "Trainer.evaluation_loop repeats the mean loss of each batch batch_size times and reports the mean of "
+        "these, so that a batch of few trained tokens weighs as much as one of many."
+    ),
+    "epoch-is-complete-on-ranks": (
+        "Documented: `even_batches` of AcceleratorConfig (default True) repeats samples from the start of the "
+        "data until all ranks have equally many."
+    ),
+    "packed-equals-unpacked": (
+        "Rows are batches joined by DataCollatorWithFlattening. Its documentation says to make sure that "
+        "attention can handle it; sdpa finds the boundaries by position_ids "
+        "(masking_utils.find_packed_sequence_indices)."
+    ),
+}
 
 
 class Trainer(HuggingFaceTarget):
