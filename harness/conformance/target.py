@@ -61,6 +61,11 @@ class Layout:
         usual = asdict(Layout())
         return [name for name, value in asdict(self).items() if value != usual[name]]
 
+    def only(self, *supported: str) -> None:
+        """Raise NotSupported if any other field is not at its default."""
+        if missing := [name for name in self.changed() if name not in supported]:
+            raise NotSupported(f"the target has no setting for {' and '.join(missing)}")
+
 
 class Target(Protocol):
     """A trainer, as the checks see it. All methods but `build` are optional; the ranks of a job make the same calls.

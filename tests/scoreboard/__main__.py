@@ -1,4 +1,4 @@
-"""Check released trainers and write what they do to `docs/scoreboard/scoreboard.json`.
+"""Check released trainers and write what they do to `docs/scoreboard`, as JSON and as a page.
 
 python -m tests.scoreboard              # all of them; environments are made when they are missing
 python -m tests.scoreboard trl plain    # replace the rows of some
@@ -20,6 +20,7 @@ from typing import Any
 from harness.conformance import CHECKS, TargetProcess, Verdict
 from tests.integrations.environments import ROOT
 from tests.scoreboard.environments import ENVIRONMENTS
+from tests.scoreboard.page import write_page
 
 WRITTEN = ROOT / "docs" / "scoreboard" / "scoreboard.json"
 _TARGETS = Path(__file__).parent / "targets"
@@ -82,7 +83,9 @@ def write_rows(rows: list[dict[str, Any]], path: Path = WRITTEN) -> None:
     ]
     kept = [by_name[name] for name in targets() if name in by_name]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"checks": checks, "rows": kept}, indent=1) + "\n")
+    results = {"checks": checks, "rows": kept}
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    write_page(results, path.with_name("index.html"))
 
 
 def main() -> None:

@@ -59,6 +59,7 @@ class Trainer:
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Any:
         if layout.pack_size:
             raise NotSupported("accelerate does not pack")
+        layout.only("dp_size", "microbatches", "loss_average", "num_workers", "shuffle", "seed")
         if layout.loss_average != "token":
             raise NotSupported("the loop is the user's own")
         self._folder, self._layout = model_folder, layout

@@ -14,9 +14,9 @@ from transformers import TrainerCallback
 
 from harness.conformance import Layout
 
-# What every target sets: nothing moves or is random, and everything is logged.
+_SUPPORTED = ("dp_size", "microbatches", "pack_size", "loss_average", "num_workers", "shuffle", "seed", "learning_rate")
+# What every target sets: nothing is random, and everything is logged.
 ARGUMENTS: dict[str, Any] = {
-    "learning_rate": 0.0,
     "use_cpu": True,
     "bf16": False,
     "report_to": "none",
@@ -72,6 +72,8 @@ class HuggingFaceTarget:
         self.version = version(self.name)
 
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Any:
+        layout.only(*_SUPPORTED)
+        self._calls = self._resumed = 0
         self._model_folder, self._layout, self._checkpoint = model_folder, layout, ""
         self._data = [json.loads(line) for line in data.read_text().splitlines()]
         # The same on all ranks, of which the first writes.
@@ -87,11 +89,17 @@ class HuggingFaceTarget:
         size = 1
         if not layout.pack_size or self.flattened:
             size = -(-len(batch) // (layout.dp_size * layout.microbatches))
-        trainer = self.make(list(batch), None, per_device_train_batch_size=size, num_train_epochs=1)
-        trainer.train()
-        if trainer.state.global_step != 1:
-            raise RuntimeError(f"the batch was trained in {trainer.state.global_step} steps")
-        logged = next(line for line in trainer.state.log_history if "loss" in line)
+        # Where weights move, a call trains all steps up to its own again: one step per copy of the batch.
+        self._calls += 1
+        count = self._resumed + self._calls if layout.learning_rate else 1
+        trainer = self.make(list(batch) * count, None, per_device_train_batch_size=size, num_train_epochs=1)
+        if layout.learning_rate:
+            trainer.add_callback(_Watcher(None))
+        trainer.train(resume_from_checkpoint=self._checkpoint or None)
+        if trainer.state.global_step != count:
+            raise RuntimeError(f"{count} batches were trained in {trainer.state.global_step} steps")
+        self._saved = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+        logged = next(line for line in reversed(trainer.state.log_history) if "loss" in line)
         return logged["loss"], logged["grad_norm"]
 
     def evaluate(self, batch: Any) -> float:
@@ -133,6 +141,7 @@ class HuggingFaceTarget:
             trainer.train(resume_from_checkpoint=str(folder))
         except _Loaded:
             self._checkpoint = str(folder)
+            self._resumed = json.loads((folder / "trainer_state.json").read_text())["global_step"]
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of transformers' `TrainingArguments` for the layout, with a new folder."""
@@ -142,6 +151,8 @@ class HuggingFaceTarget:
             **ARGUMENTS,
             "output_dir": str(self._out / str(self._made)),
             "seed": layout.seed,
+            "learning_rate": layout.learning_rate,
+            "lr_scheduler_type": "constant",
             "gradient_accumulation_steps": layout.microbatches,
             "dataloader_num_workers": layout.num_workers,
         }
