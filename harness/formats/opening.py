@@ -34,7 +34,7 @@ from harness.storage import (
     natural_key,
     open_folder,
 )
-from harness.storage.inputs import glob_pattern
+from harness.storage.inputs import glob_pattern, list_objects
 
 
 def open_dataset(path: str | PathLike[str]) -> PackReader:
@@ -330,9 +330,9 @@ def _match_objects(pattern: ObjectPath) -> list[Place]:
     """List the objects whose keys match a pattern; `*` does not match across a slash."""
     parts = pattern.key.split("/")
     plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-    root = BucketFolder(replace(pattern, key="/".join(parts[:plain])))
+    root = replace(pattern, key="/".join(parts[:plain]))
     matching = glob_pattern("/".join(parts[plain:]))
-    return [root.place / name for name in root.store.list(root.place) if matching.fullmatch(name)]
+    return [root / name for name in list_objects(root) if matching.fullmatch(name)]
 
 
 # ---- shards in object storage that are read from a local copy

@@ -10,13 +10,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, FormatError
-from harness.storage.bucket import ObjectStore, Verdict, judge, list_below, naming_errors
+from harness.storage.bucket import ObjectStore, Verdict, judge, naming_errors
 from harness.storage.connections import connect, load_obstore
 from harness.storage.files import held_error
 from harness.storage.uris import ObjectPath
@@ -27,15 +26,6 @@ LEASE_S, _RENEW_S, _LOOK_S = 30.0, 3.0, 0.5
 _SURE_PART = 2 / 3
 # Counts on while the machine sleeps, where the system has such a clock.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-
-
-@dataclass(frozen=True, slots=True)
-class ListedObject:
-    """An object of a listing: its bytes, its ETag, and the seconds since it was written, by this machine's clock."""
-
-    num_bytes: int
-    etag: str
-    age_s: float
 
 
 class ClaimStore:
@@ -53,16 +43,6 @@ class ClaimStore:
                 fix="use a folder on a file system that all machines share, or s3://, gs:// or abfs://",
             )
         self.place = place
-
-    def list(self) -> dict[str, ListedObject]:
-        """Return all objects by their keys below the prefix."""
-        now = time.time()
-        return {
-            name: ListedObject(
-                int(one["size"]), str(one["e_tag"]).strip('"'), max(0.0, now - one["last_modified"].timestamp())
-            )
-            for name, one in list_below(self.place).items()
-        }
 
     def get(self, name: str) -> tuple[bytes, str] | None:
         """Return the bytes of an object and its ETag, or None if it does not exist."""

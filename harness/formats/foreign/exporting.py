@@ -30,7 +30,6 @@ from harness.storage import is_uri, write_atomically
 BRIDGE = "megatron_bridge"
 _SPLITS = ("training", "validation")
 _SUFFIXES = {"npy": ".npy", "parquet": ".idx.parquet"}
-_CHUNK = 64
 
 
 @dataclass
@@ -170,8 +169,4 @@ def _end_token(reader: PackReader) -> int | None:
 
 
 def _count_untrained(reader: PackReader, end_token: int) -> int:
-    count = 0
-    for start in range(0, len(reader), _CHUNK):
-        for pack in reader.read(range(start, min(start + _CHUNK, len(reader)))):
-            count += int(np.count_nonzero((pack.input_ids == end_token) & (pack.loss_mask == 1)))
-    return count
+    return sum(int(np.count_nonzero((pack.input_ids == end_token) & (pack.loss_mask == 1))) for pack in reader)
