@@ -66,6 +66,7 @@ CACHE_BYTES = 64 << 20
 _MAX_FOOTER_STRING = 1 << 30
 _MAX_FOOTER_LIST = 1 << 20
 _COLUMNS = "a packed dataset requires the list columns input_ids, loss_mask and seq_start_id"
+_MAX_COLUMNS = 64
 _UNREADABLE = (FormatError, OSError, pa.ArrowException, ValueError, MemoryError)
 # The end of a remote file that is read at once: most footers fit.
 _TAIL_BYTES = 1 << 16
@@ -275,16 +276,15 @@ class ParquetShard(ShardReader):
 
     def _check_schema(self) -> bool:
         """Raise FormatError unless our columns are lists of integers; returns whether they have our own types."""
-        schema, what = self._file.schema_arrow, ""
+        if (num_columns := self._file.metadata.num_columns) > _MAX_COLUMNS:
+            raise FormatError(f"has {num_columns:,} columns, expected {len(FIELDS)}", fix=_COLUMNS)
+        schema = self._file.schema_arrow
         for name in FIELDS:
             if schema.get_field_index(name) < 0:
-                what = f"has no column {name}, only {', '.join(schema.names[:8])}"
-                break
+                raise FormatError(f"has no column {name}, only {', '.join(schema.names[:8])}", fix=_COLUMNS)
             kind = schema.field(name).type
             if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
-                what = f"has the column {name} of type {str(kind)[:200]}, expected a list of integers"
-        if what:
-            raise FormatError(what, where=str(self._place), fix=_COLUMNS)
+                raise FormatError(f"has the column {name} of type {kind}, expected a list of integers", fix=_COLUMNS)
         return all(schema.field(name).equals(SCHEMA.field(name)) for name in FIELDS)
 
     @contextlib.contextmanager
