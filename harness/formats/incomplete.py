@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError, Problem
-from harness.formats.base import FORMATS, Format, ShardReader, load_format
+from harness.formats.base import FORMATS, Format, load_format
 from harness.formats.index import (
     INDEX_FOLDER,
     INDEX_NAMES,
@@ -188,7 +188,7 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
                     builder.append(pack)
             if not len(builder):
                 raise FormatError("the shard contains no packs")
-            survey.pack_size = max(survey.pack_size, _stored_size(handle))
+            survey.pack_size = max(survey.pack_size, int(getattr(handle, "pack_size", 0)))
         files = folder.describe(_files_of(place, format))
     except FormatError as error:
         survey.problems.append(Problem(error.what, error.where or str(place)))
@@ -199,10 +199,6 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
         survey.totals += totals
         survey.parts.append(part)
         survey.shards.append(Shard(name, totals.num_packs, files))
-
-
-def _stored_size(handle: ShardReader) -> int:
-    return int(getattr(handle, "pack_size", 0))
 
 
 def _files_of(place: Path, format: Format) -> list[str]:
@@ -222,15 +218,14 @@ def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
         SEQUENCE_LENGTHS: np.concatenate([part.sequence_lengths for part in survey.parts]),
         PACK_OFFSETS: np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]),
     }
+    if not folder.exists(PACK_CHECKSUMS) and format.has_checksums:
+        last = survey.shards[-1].path
+        survey.notes.append(f"without {PACK_CHECKSUMS}, nothing shows whether {last} was the last shard")
+    elif not folder.exists(PACK_CHECKSUMS):
+        what = f"missing, and {format.name} shards contain no checksums to check them with"
+        survey.problems.append(Problem(what, folder.where(PACK_CHECKSUMS)))
     for name, found in arrays.items():
         if not folder.exists(name):
-            if name == PACK_CHECKSUMS:
-                if format.has_checksums:
-                    last = survey.shards[-1].path
-                    survey.notes.append(f"without {name}, nothing shows whether {last} was the last shard")
-                else:
-                    what = f"missing, and {format.name} shards contain no checksums to check them with"
-                    survey.problems.append(Problem(what, folder.where(name)))
             continue
         try:
             stored = map_npy(folder.place / name, found.dtype)

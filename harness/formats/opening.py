@@ -383,7 +383,8 @@ def _incomplete(folder: Folder) -> FormatError:
     if MARKER_NAME in names:
         what = ": a write is in progress or was interrupted"
         fix = "wait for the writer, or run the command that wrote it again"
-    return FormatError(f"no {MANIFEST_NAME}{what} (found {_some(names)})", where=folder.where(), fix=fix)
+    found = ", ".join([*sorted(names, key=natural_key)[:4], *(["..."] if len(names) > 4 else [])]) or "nothing"
+    return FormatError(f"no {MANIFEST_NAME}{what} (found {found})", where=folder.where(), fix=fix)
 
 
 def _nothing(path: Path) -> FormatError:
@@ -398,11 +399,6 @@ def _nothing(path: Path) -> FormatError:
         near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=2, cutoff=0.6)
     fix = f"did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else "check the path"
     return FormatError("there is no dataset", where=str(path), fix=fix)
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = sorted(names, key=natural_key)[:4]
-    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "") if names else "nothing"
 
 
 def _suffixes() -> str:

@@ -242,9 +242,18 @@ class Marker:
         try:
             owner = json.loads(content.partition(b"\n")[0])
             self.holder = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-        except (ValueError, KeyError, TypeError):  # of an earlier version, or about to be written
+        except (ValueError, KeyError, TypeError):  # about to be written
             self.holder = "an unknown process"
         return held_error(self.holder, str(self.path))
+
+
+def is_running(pid: int) -> bool:
+    """Return whether this machine has a process of that number."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    return True
 
 
 def held_error(holder: str, where: str) -> FormatError:
@@ -254,9 +263,7 @@ def held_error(holder: str, where: str) -> FormatError:
 
 
 def _marker_body(content: bytes) -> bytes:
-    owner, _, rest = content.partition(b"\n")
-    if b'"since"' not in owner:
-        return content  # of an earlier version
+    _owner, _, rest = content.partition(b"\n")
     body, end, _ = rest.partition(b"\n")
     return body if end else b""
 

@@ -33,8 +33,7 @@ from harness.prep.sources.tables import read_parquet
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.records import Pack
 from harness.settings import load
-from harness.storage import Marker, StoredFile, file_digest, join_path, open_folder
-from harness.storage.claims import Lease
+from harness.storage import StoredFile, file_digest, join_path, open_folder
 
 CHAT, PACKS = "chat", "packs"
 JSONL, PARQUET = ".jsonl", ".parquet"
@@ -45,6 +44,7 @@ PRODUCER_FILE, CONSUMER_FILE = "_producer", "_consumer"
 
 _NAME = re.compile(r"chunk_(\d{5,})(\.jsonl|\.parquet)(\.ready|\.completed)?")
 _CHECK = "check permissions and mounts"
+_GRANT = "give the training ranks write access to this folder"
 _WRITE_AGAIN = "write the chunk again under this name, with its own record; the run then continues with resume=true"
 # Each row of a chunk may have a schema of its own.
 _READER = RecordReader()
@@ -192,10 +192,6 @@ class LiveFolder:
     def write_record(self, name: str, record: ReadyRecord | EndRecord) -> None:
         self.files.write(name, json.dumps(asdict(record)).encode() + b"\n")
 
-    def lock(self, who: str) -> Marker | Lease:
-        """Return the lock of the producer (or consumer), which is not yet acquired."""
-        return self.files.lock(who)
-
     def complete(self, indices: Iterable[int]) -> None:
         """Mark chunks that a producer may delete, except those that are already deleted.
 
@@ -203,12 +199,7 @@ class LiveFolder:
             FormatError: the folder cannot be written to.
         """
         contents = self.look()
-        with os_errors_as(
-            FormatError,
-            "trained chunks cannot be marked as completed",
-            where=self.where,
-            fix="give the training ranks write access to this folder",
-        ):
+        with os_errors_as(FormatError, "trained chunks cannot be marked as completed", where=self.where, fix=_GRANT):
             for i in indices:
                 if i in contents.chunks and i not in contents.completed:
                     self.files.touch(contents.chunks[i] + COMPLETED)
@@ -219,16 +210,10 @@ class LiveFolder:
         Raises:
             FormatError: the folder cannot be written to.
         """
-        with os_errors_as(
-            FormatError,
-            "chunks cannot be marked to be kept",
-            where=self.where,
-            fix="give the training ranks write access to this folder",
-        ):
-            completed = self.look().completed
-            for index in indices:
-                if index in completed:
-                    self.files.delete(completed[index])
+        completed = self.look().completed
+        with os_errors_as(FormatError, "chunks cannot be marked to be kept", where=self.where, fix=_GRANT):
+            for index in completed.keys() & indices:
+                self.files.delete(completed[index])
 
     def delete_completed(self, contents: Contents, *, keep: int, spare: int) -> None:
         """Delete completed chunks except the newest `keep` and index `spare`; failures are retried the next time."""

@@ -232,7 +232,7 @@ def _numbered(
     else:
         fix = "pass the input of the newest chunks again, from its beginning, because it was interrupted; "
         fix += "--append --leave-rest abandons the rest of it for another input"
-    again = {_key(values)[0] for pack in done.get("open", ()) for values in pack}
+    again = {item for pack in done.get("open", ()) for item, _ in pack}
     digest = xxhash.xxh3_64()
     number = -1
     for number, item in enumerate(items):
@@ -262,7 +262,7 @@ def _add_packed(
 ) -> None:
     """Pack conversations after a position; those that waited in open packs come first, and wait there again."""
     packer: StreamPacker[_Key] = StreamPacker(packing.pack_size, max_open=packing.open_packs)
-    were_open = [list(map(_key, pack)) for pack in after.get("open", ())]
+    were_open: list[list[_Key]] = [[(item, part) for item, part in pack] for pack in after.get("open", ())]
     awaited = {number for pack in were_open for number, _ in pack}
     waited: dict[_Key, Member[_Key]] = {}
     for number, position, conversation, encoded in _tokenized(rest, packing):
@@ -290,11 +290,6 @@ def _add_packed(
             producer.add(pack_of(pack), {**after, "open": unwritten + packer.open_keys})
     while (rest_of := packer.flush()) is not None:
         producer.add(pack_of(rest_of), {**after, "open": packer.open_keys})
-
-
-def _key(values: int | Sequence[int]) -> _Key:
-    """Return a key as JSON has it; those of earlier versions are the item alone, with one sequence."""
-    return (values, 0) if isinstance(values, int) else (values[0], values[1])
 
 
 def _tokenized(

@@ -105,7 +105,7 @@ class LiveProducer:
         self._lock = threading.RLock()
         self._failed: HarnessError | None = None
         self._closing = threading.Event()
-        self._mark = self._folder.lock(PRODUCER_FILE)
+        self._mark = self._folder.files.lock(PRODUCER_FILE)
         with self._explained("the folder cannot be written to"):
             self._folder.files.make()
             before = self._mark.acquire()

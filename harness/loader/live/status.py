@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Group, RenderableType
 from harness.errors import FormatError
 from harness.loader.live.folder import CONSUMER_FILE, PRODUCER_FILE, LiveFolder, last_seen
 from harness.printing import count_of
+from harness.storage.files import is_running
 from harness.tables import Table
 
 # Producer and consumer touch their files every second, but a step of training may take longer.
@@ -131,21 +131,10 @@ def _state(folder: LiveFolder, who: str) -> str:
     status = folder.status(who)
     if status.get("state") == "ended":
         return "ended"
-    if status.get("host") == socket.gethostname() and not _is_running(status.get("pid")):
+    pid = status.get("pid")
+    if status.get("host") == socket.gethostname() and not (type(pid) is int and is_running(pid)):
         return "gone"
     return "alive" if seen_s < _ALIVE_S else "silent"
-
-
-def _is_running(pid: object) -> bool:
-    if type(pid) is not int:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _who(state: str, status: dict[str, Any], seen_s: float | None) -> str:
