@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, PrepError
+from harness.settings import flatten
 from harness.storage import BucketFolder, Folder, Marker, make_folder, sync_folder, write_atomically
 from harness.storage.files import sync_tree
 
@@ -78,7 +79,7 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
         return report if complete and TOKENIZER in folder.names() else None
     if overwrite:
         return None
-    old, new = _flat(report.get("settings")), _flat(settings)
+    old, new = flatten(report.get("settings") or {}), flatten(settings)
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
     shown += [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
@@ -213,12 +214,3 @@ def _read_report(folder: Folder) -> dict[str, Any] | None:
         fix = "set data.path to another folder, or remove this one"
         raise PrepError("the report was not written by a preparation", where=folder.where(REPORT), fix=fix)
     return report
-
-
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(settings, dict):
-        return {prefix.rstrip("."): settings}
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.")
-    return flat

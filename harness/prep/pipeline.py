@@ -19,7 +19,7 @@ from rich.console import Console
 
 from harness.checks import CheckedSettings, bounded, one_of
 from harness.errors import ConfigError, PrepError, os_errors_as
-from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_writer
+from harness.formats import Manifest, Provenance, open_dataset, open_writer
 from harness.formats.layouts.virtual import open_store, write_plan
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord
@@ -269,10 +269,6 @@ class Preparation:
     def num_bytes(self) -> int:
         return sum(source.found.num_bytes for source in self.sources)
 
-    def _stamped(self) -> Iterator[tuple[Place, Stamp]]:
-        for source in self.sources:
-            yield from zip(source.found.files, source.found.stamps, strict=True)
-
     def begin(self) -> ChatTokenizer:
         """Write the built-in corpus if it is the source, find the schema, and load or train the tokenizer."""
         if self.config.source.kind == "pydoc":
@@ -407,18 +403,20 @@ class Preparation:
                 stage.summary += f"; {reused:,} of {len(done):,} shards were already finished"
         if report.bad.total() == report.records:
             self._refuse_source(report.bad, report.examples[f"bad {next(iter(report.bad))}"][0] if report.bad else "")
-        self._check_splits(splits)
         self._describe(splits)
-        report.check_sums()
+        kept = sum(split.conversations for split in report.splits.values())
+        assert report.records == kept + report.bad.total() + report.dropped.total()
         if any(source.epochs != 1 for source in self.sources):
             epochs = np.concatenate([np.full(receipt.sequences, of.epochs) for _, _, receipt, of in done])
             splits[layout.TRAIN] = repeat(splits[layout.TRAIN], epochs, seed=data.seed)
-            self._check_splits(splits)
             self._describe(splits)
         return splits
 
     def _describe(self, splits: dict[str, Split]) -> None:
+        """Report the counts of the splits; raise PrepError if one is empty."""
         for name, split in splits.items():
+            if not len(split):
+                self._refuse_split(name)
             self.report.splits[name] = SplitReport(
                 split.num_conversations, len(split), split.num_tokens, split.num_trained_tokens
             )
@@ -429,7 +427,9 @@ class Preparation:
         """Tokenize the sources shard by shard, and return each with its folder; raise PrepError if a file changes."""
         stamps = _stamps(self.files)
         text_bytes = sum(
-            stamp.num_bytes * (_EXPANSION if is_compressed(file) else 1) for file, stamp in self._stamped()
+            stamp.num_bytes * (_EXPANSION if is_compressed(file) else 1)
+            for source in self.sources
+            for file, stamp in zip(source.found.files, source.found.stamps, strict=True)
         )
         shard_bytes = max(self.config.source.shard_bytes, -(-text_bytes // _MAX_SHARDS))
         cut: list[tuple[SourceShard, PreparedSource]] = []
@@ -457,18 +457,12 @@ class Preparation:
                 raise PrepError("the file changed while it was read", where=str(place), fix=fix)
         return done
 
-    def _check_splits(self, splits: dict[str, Split]) -> None:
-        report = self.report
-        empty = [name for name, split in splits.items() if not len(split)]
-        if empty:
-            left_out = report.left_out()
-            fix = "read more conversations, or change data.pack_size, data.over_long and the fractions of the splits: "
-            raise PrepError(
-                f"no conversations remain for {empty[0]}: read {count_of(report.records, 'record')}"
-                + (f"; left out: {left_out}" if left_out else ""),
-                where=self.config.source.name,
-                fix=fix + "data.validation_fraction=0 omits this split",
-            )
+    def _refuse_split(self, name: str) -> None:
+        what = f"no conversations remain for {name}: read {count_of(self.report.records, 'record')}"
+        what += f"; left out: {left_out}" if (left_out := self.report.left_out()) else ""
+        fix = "read more conversations, or change data.pack_size, data.over_long and the fractions of the splits: "
+        fix += "data.validation_fraction=0 omits this split"
+        raise PrepError(what, where=self.config.source.name, fix=fix)
 
     def _pack(self, name: str, sequences: Split, tokenizer: ChatTokenizer) -> None:
         config, split, path = self.config.data, self.report.splits[name], self.path / name
@@ -496,16 +490,9 @@ class Preparation:
                             stage.advance(64)
                     stage.advance(plan.num_packs % 64)
             with closing(open_dataset(path)) as reader:
-                split.fingerprint = reader.fingerprint
-            manifest = load_manifest(path)
-            stored = (manifest.num_sequences, manifest.num_tokens) if manifest else (0, 0)
-            if stored != (split.sequences, split.tokens):
-                raise PrepError(
-                    f"expected {split.sequences:,} sequences of {split.tokens:,} tokens in the dataset, "
-                    f"found {stored[0]:,} of {stored[1]:,}",
-                    where=str(path),
-                    fix="remove the folder and prepare again",
-                )
+                split.fingerprint, manifest = reader.fingerprint, reader.manifest
+            assert manifest is not None
+            assert (manifest.num_sequences, manifest.num_tokens) == (split.sequences, split.tokens)
             split.describe_packs(sequences.lengths, plan, pack_size=config.pack_size)
             stage.summary = f"{count_of(plan.num_packs, 'pack')} of {config.pack_size:,} tokens, {split.fill:.2%} full"
 

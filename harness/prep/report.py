@@ -155,14 +155,6 @@ class PrepareReport(Counts):
         for name in ("conversations", "sequences", "tokens", "trained_tokens"):
             setattr(source, name, getattr(source, name) + getattr(receipt, name))
 
-    def check_sums(self) -> None:
-        """Raise PrepError unless every record that was read is accounted for."""
-        kept = sum(split.conversations for split in self.splits.values())
-        counted = kept + self.bad.total() + self.dropped.total()
-        if counted != self.records:
-            what = f"{self.records:,} records were read but {counted:,} are accounted for"
-            raise PrepError(what, where=self.path, fix="remove the folder and prepare again")
-
     def provenance_counts(self) -> dict[str, int]:
         """Return the counts for a dataset's manifest."""
         counts = {"records": self.records, "truncated": self.truncated, "vocab_size": self.vocab_size}

@@ -66,26 +66,24 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
     path = str(source.path)
     name = hub.parse_name(path)
     if name is not None:
-        found = _find_on_hub(name, source, show)
+        kinds = [kind for suffix in _SUFFIXES for kind in (suffix, *(suffix + packed for packed in COMPRESSED))]
+        split, subset = source.split, source.subset
+        found = hub.fetch(name, split=split, subset=subset, suffixes=kinds, ignored=_DESCRIPTIONS, show=show)
     elif source.subset:
         fix = "omit it; use a folder or glob to select files"
         raise ConfigError("only datasets of the hub have subsets", where="source.subset", fix=fix)
     else:
         found = _find_objects(path, source) if is_uri(path) else _find_local(path, source)
     if not found.files:
-        raise _no_files(path)
+        fix = f"specify a file, a glob or a folder with files that end in {' '.join(_SUFFIXES)}"
+        fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
+        raise PrepError("there are no chat files", where=path, fix=fix)
     for file in found.files:
         _check_suffix(file)
     if found.skipped:
         show(f"{len(found.skipped):,} other files of the source are ignored:")
         show("  " + ", ".join(found.skipped[:5]) + (", ..." if len(found.skipped) > 5 else ""))
     return found
-
-
-def _no_files(path: str) -> PrepError:
-    fix = f"specify a file, a glob or a folder with files that end in {' '.join(_SUFFIXES)}"
-    fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
-    return PrepError("there are no chat files", where=path, fix=fix)
 
 
 def _check_suffix(file: Place) -> None:
@@ -134,11 +132,6 @@ def _refuse_split(source: SourceConfig) -> None:
     if source.split:
         fix = "omit it: the path already selects the files"
         raise ConfigError(f"{source.split!r} would not be used", where="source.split", fix=fix)
-
-
-def _find_on_hub(name: hub.HubName, source: SourceConfig, show: Show) -> SourceFiles:
-    kinds = [kind for suffix in _SUFFIXES for kind in (suffix, *(suffix + packed for packed in COMPRESSED))]
-    return hub.fetch(name, split=source.split, subset=source.subset, suffixes=kinds, ignored=_DESCRIPTIONS, show=show)
 
 
 def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Callable[[str], Stamp]) -> SourceFiles:
