@@ -291,12 +291,8 @@ class LiveChunk:
             elif self._lines is None:
                 read = read_parquet(path, path.stat().st_size, _READER, None, 0)
                 self._chats = [row for _, rows, _ in read for row in rows]
-        except OSError as error:
+        except (OSError, pa.ArrowException) as error:
             raise FormatError(f"the chunk cannot be read: {error}", where=self.place, fix=_WRITE_AGAIN) from error
-        except pa.ArrowException as error:
-            raise FormatError(
-                f"the file is not a chunk of rows: {error}", where=self.place, fix=_WRITE_AGAIN
-            ) from error
 
     @property
     def num_rows(self) -> int:

@@ -8,8 +8,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from harness.checks import require_at_least, require_choice
-from harness.errors import FormatError, HarnessError, LoaderError
+from harness.errors import FormatError, HarnessError, LoaderError, os_errors_as
 from harness.formats import load_format
 from harness.formats.base import ShardOptions
 from harness.formats.layouts.jsonl import line_of_pack
@@ -319,17 +319,9 @@ class LiveProducer:
             finally:
                 self._lock.release()
 
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, pa.ArrowException) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise FormatError(
-                f"{what}: {reason}",
-                where=self._folder.where,
-                fix="free disk space or fix the folder, then start again: rows not in a complete chunk are added again",
-            ) from error
+    def _explained(self, what: str) -> AbstractContextManager[None]:
+        fix = "free disk space or fix the folder, then start again: rows not in a complete chunk are added again"
+        return os_errors_as(FormatError, what, where=self._folder.where, fix=fix)
 
 
 def _table_of_chats(conversations: list[Conversation]) -> pa.Table:
