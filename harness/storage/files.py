@@ -242,7 +242,7 @@ class Marker:
         try:
             owner = json.loads(content.partition(b"\n")[0])
             self.holder = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-        except (ValueError, KeyError, TypeError):  # about to be written
+        except (ValueError, KeyError, TypeError):  # of an earlier version, or about to be written
             self.holder = "an unknown process"
         return held_error(self.holder, str(self.path))
 
@@ -263,7 +263,9 @@ def held_error(holder: str, where: str) -> FormatError:
 
 
 def _marker_body(content: bytes) -> bytes:
-    _owner, _, rest = content.partition(b"\n")
+    owner, _, rest = content.partition(b"\n")
+    if b'"since"' not in owner:
+        return content  # of an earlier version
     body, end, _ = rest.partition(b"\n")
     return body if end else b""
 
