@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError
 from harness.formats.opening import holds_dataset, holds_manifest, open_dataset
 from harness.formats.reader import PackReader
 from harness.printing import count_of, one_line, printable
@@ -79,8 +79,6 @@ def inspect_dataset(path: str) -> DatasetSummary:
     """
     reader = open_dataset(path)
     lengths = np.asarray(reader.sequence_lengths, np.int64)
-    if len(lengths) == 0:
-        raise FormatError("the dataset contains no sequences", where=path, fix="write it again")
     manifest = reader.manifest
     tokens = int(lengths.sum())
     trained = manifest.num_trained_tokens if manifest else sum(int(np.count_nonzero(pack.loss_mask)) for pack in reader)

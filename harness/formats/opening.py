@@ -22,7 +22,6 @@ from harness.formats.index import PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import PackReader, stamp_shard
 from harness.paths import explain_path, is_run
-from harness.records import Pack
 from harness.storage import (
     BucketFolder,
     Folder,
@@ -187,7 +186,7 @@ def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
     open_shard = partial(format.open_shard, folder=folder) if is_plan else format.open_shard
     if isinstance(folder, BucketFolder):
         if not format.in_buckets:
-            format = replace(format, open_shard=partial(_CachedShard, folder, manifest.shards, open_shard))
+            format = replace(format, open_shard=partial(_open_cached, folder, manifest.shards, open_shard))
     elif is_plan:
         # Packs of a plan have no checksums: its own files must be those that the manifest lists.
         format = replace(format, open_shard=partial(_open_listed, folder, manifest.shards, open_shard))
@@ -220,6 +219,21 @@ def _open_listed(
                 where=folder.where(stored.path),
                 fix="open the dataset again if it was replaced; if not, copy it again",
             )
+    return handle
+
+
+def _open_cached(
+    folder: BucketFolder,
+    shards: Sequence[Shard],
+    open_local: Callable[[Path, int | None], ShardReader],
+    place: Place,
+    pack_size: int | None,
+) -> ShardReader:
+    """Open a shard from its local copy; `open_local` opens files on a disk."""
+    shard = next(shard for shard in shards if folder.place / shard.path == place)
+    entry = folder.fetch(shard.files)
+    handle = open_local(entry.folder / shard.path, pack_size)
+    handle.entry = entry
     return handle
 
 
@@ -333,44 +347,6 @@ def _match_objects(pattern: ObjectPath) -> list[Place]:
     root = replace(pattern, key="/".join(parts[:plain]))
     matching = glob_pattern("/".join(parts[plain:]))
     return [root / name for name in list_objects(root) if matching.fullmatch(name)]
-
-
-# ---- shards in object storage that are read from a local copy
-
-
-class _CachedShard(ShardReader):
-    """An open shard whose local copy is not evicted while it is open; `open_local` opens files on a disk."""
-
-    def __init__(
-        self,
-        folder: BucketFolder,
-        shards: Sequence[Shard],
-        open_local: Callable[[Path, int | None], ShardReader],
-        place: Place,
-        pack_size: int | None,
-    ) -> None:
-        shard = next(shard for shard in shards if folder.place / shard.path == place)
-        self._place = place
-        self._entry = folder.fetch(shard.files)
-        try:
-            self._shard = open_local(self._entry.folder / shard.path, pack_size)
-        except BaseException:
-            self._entry.release()
-            raise
-        self.num_packs = self._shard.num_packs
-
-    def read(self, rows: Sequence[int]) -> list[Pack]:
-        return self._shard.read(rows)
-
-    def read_row(self, row: int) -> Pack:
-        return self._shard.read_row(row)
-
-    def where(self, row: int) -> str:
-        return f"{self._shard.where(row)} (the copy of {self._place})"
-
-    def close(self) -> None:
-        self._shard.close()
-        self._entry.release()
 
 
 # ---- errors

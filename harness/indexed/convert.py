@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.checks import require_at_least, require_choice
+from harness.checks import CheckedSettings, bounded, one_of
 from harness.errors import ConfigError, FormatError, PrepError, os_errors_as
 from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, UINT16, MappedIndex, prefix_of, smallest_dtype, with_suffix
 from harness.indexed.verify import check_indexed
@@ -25,7 +25,7 @@ _BLOCK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
-class TokenSource:
+class TokenSource(CheckedSettings):
     """Settings for reading documents from token shards.
 
     Attributes:
@@ -38,16 +38,14 @@ class TokenSource:
 
     column: str = "input_ids"
     eod: int | None = None
-    vocab_size: int | None = None
-    empty: str = "drop"
+    vocab_size: int | None = bounded(None, lowest=1)
+    empty: str = one_of("drop", ("drop", "refuse"))
 
     def __post_init__(self) -> None:
-        if self.vocab_size is not None:
-            require_at_least(self.vocab_size, 1, setting="vocab_size")
+        super().__post_init__()
         if self.eod is not None and not 0 <= self.eod <= self._largest_token:
             what = f"the token {self.eod:,} is not between 0 and {self._largest_token:,}"
             raise ConfigError(what, where="eod", fix="choose a token id of the vocabulary")
-        require_choice(self.empty, ("drop", "refuse"), setting="empty")
 
     @property
     def _largest_token(self) -> int:

@@ -26,7 +26,7 @@ from harness.prep.chat import BadRecord
 from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
-from harness.prep.packing import PACKED_STORAGE, PackingConfig, PackPlan, plan_packs
+from harness.prep.packing import PackingConfig, PackPlan, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import (
     PrepareReport,
@@ -482,7 +482,7 @@ class Preparation:
             if config.packed_storage == "virtual":
                 self._write_virtual(name, plan, sequences, provenance, stage.advance)
             else:
-                format = PACKED_STORAGE[config.packed_storage]
+                format = config.packed_storage
                 with open_writer(path, format=format, pack_size=config.pack_size, provenance=provenance) as writer:
                     for index in range(plan.num_packs):
                         writer.append(sequences.pack(plan.pack(index)))

@@ -341,9 +341,6 @@ class _Unpickler(pickle.Unpickler):
             raise FormatError(f"the pickle refers to {f'{module}.{name}'[:80]!r}, which is not allowed", fix=_DAMAGED)
         return _Name(_NAMES[(module, name)])
 
-    def persistent_load(self, _identity: object) -> object:
-        raise FormatError("the pickle refers to something outside it", fix=_DAMAGED)
-
 
 def unpickle_objects(data: bytes) -> list[Any]:
     """Unpickle the objects of a one-dimensional object array; arrays of numbers in them are for `array_of`.
