@@ -17,7 +17,7 @@ from typing import Any
 from harness.errors import ConfigError, FormatError
 from harness.storage.bucket import ObjectStore, Verdict, judge, naming_errors
 from harness.storage.connections import connect, load_obstore
-from harness.storage.files import held_error, is_running
+from harness.storage.files import held_error
 from harness.storage.uris import ObjectPath
 
 # A lease that is not renewed for that long is free. Its owner renews it often enough to miss several times, and relies
@@ -292,6 +292,15 @@ def _name(owner: dict[str, Any]) -> str:
 
 def _is_dead(owner: dict[str, Any]) -> bool:
     return owner.get("host") == _host() and type(owner.get("pid")) is int and not is_running(owner["pid"])
+
+
+def is_running(pid: int) -> bool:
+    """Return whether this machine has a process of that number."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 def _was_renewed(owner: dict[str, Any]) -> bool:

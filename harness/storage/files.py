@@ -247,15 +247,6 @@ class Marker:
         return held_error(self.holder, str(self.path))
 
 
-def is_running(pid: int) -> bool:
-    """Return whether this machine has a process of that number."""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno != errno.ESRCH
-    return True
-
-
 def held_error(holder: str, where: str) -> FormatError:
     """Return the error for a place that another process writes to."""
     what = f"another process is writing here: {holder}"

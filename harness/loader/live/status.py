@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from harness.errors import FormatError
 from harness.loader.live.folder import CONSUMER_FILE, PRODUCER_FILE, LiveFolder, last_seen
 from harness.printing import count_of
-from harness.storage.files import is_running
+from harness.storage.claims import is_running
 from harness.tables import Table
 
 # Producer and consumer touch their files every second, but a step of training may take longer.
