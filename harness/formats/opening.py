@@ -22,17 +22,7 @@ from harness.formats.index import PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import PackReader, stamp_shard
 from harness.paths import explain_path, is_run
-from harness.storage import (
-    BucketFolder,
-    Folder,
-    LocalFolder,
-    ObjectPath,
-    Place,
-    StoredFile,
-    is_uri,
-    natural_key,
-    open_folder,
-)
+from harness.storage import BucketFolder, Folder, LocalFolder, ObjectPath, Place, StoredFile, natural_key, open_folder
 from harness.storage.inputs import glob_pattern, list_objects
 
 
@@ -53,7 +43,8 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
     """
     text = str(path)
     try:
-        return _open_bucket(text) if is_uri(text) else _open_local(text)
+        folder = open_folder(text)
+        return _open_bucket(text, folder) if isinstance(folder, BucketFolder) else _open_local(text)
     except OSError as error:
         raise FormatError(
             f"reading failed: {error.strerror or error}",
@@ -136,9 +127,8 @@ def _refuse_lost_shards(places: Sequence[Place], *, whole: bool = False) -> None
                 _check_files(folder, manifest)
 
 
-def _open_bucket(uri: str) -> PackReader:
-    place = ObjectPath.parse(uri)
-    folder = BucketFolder(place)
+def _open_bucket(uri: str, folder: BucketFolder) -> PackReader:
+    place = folder.place
     suffixes = tuple(suffix for format in _formats() for suffix in format.suffixes)
     if glob.has_magic(place.key):
         matches = _match_objects(place)

@@ -23,16 +23,7 @@ from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, Index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
 from harness.records import Pack
 from harness.settings import from_plain
-from harness.storage import (
-    BucketFolder,
-    Folder,
-    LocalFolder,
-    Marker,
-    make_folder,
-    open_folder,
-    sync_folder,
-    write_atomically,
-)
+from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_folder, write_atomically
 from harness.storage.files import TEMPORARY_SUFFIX
 
 # Left in the marker of a write that cannot continue: what is there belongs to it and is replaced.
@@ -407,8 +398,8 @@ class _FileClaim:
     overwrite: bool
 
     def __post_init__(self) -> None:
-        place = self.folder.place if isinstance(self.folder, LocalFolder) else None
-        self._marker = None if place is None else Marker(place / f".{self.name}{MARKER_NAME}")
+        folder = self.folder
+        self._marker = folder.lock(f".{self.name}{MARKER_NAME}") if isinstance(folder, LocalFolder) else None
 
     def enter(self) -> None:
         if self._marker is None or not self._marker.path.exists():
@@ -452,9 +443,8 @@ def forget_interruption(path: str | PathLike[str]) -> None:
     """
     folder = open_folder(path)
     if isinstance(folder, LocalFolder):
-        is_file = folder.place.is_file()
-        name = f".{folder.place.name}{MARKER_NAME}" if is_file else MARKER_NAME
-        marker = Marker((folder.place.parent if is_file else folder.place) / name)
+        of_file = LocalFolder(folder.place.parent).lock(f".{folder.place.name}{MARKER_NAME}")
+        marker = of_file if folder.place.is_file() else folder.lock(MARKER_NAME)
         if marker.path.exists():
             with explain_os_errors(folder.where()):
                 marker.acquire()

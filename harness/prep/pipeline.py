@@ -44,16 +44,7 @@ from harness.prep.sources.reading import SourceFiles, SourceShard, is_compressed
 from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import count_of, open_console
-from harness.storage import (
-    BucketFolder,
-    LocalCache,
-    LocalFolder,
-    Place,
-    make_folder,
-    open_folder,
-    stamp_of,
-    write_atomically,
-)
+from harness.storage import BucketFolder, LocalCache, LocalFolder, Place, open_folder, stamp_of, write_atomically
 from harness.storage.files import Stamp
 
 # More text does not improve a tokenizer, and memory stays bounded.
@@ -501,7 +492,6 @@ class Preparation:
     ) -> None:
         """Write the sequences in their own order, one per pack, and the plan beside them."""
         path, store, pack_size = self.path / name, self.path / layout.SEQUENCES / name, self.config.data.pack_size
-        make_folder(store.parent)
         tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
         stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
         with open_writer(store, format="virtual", pack_size=pack_size, provenance=stored) as writer:

@@ -23,32 +23,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError
-from harness.formats.base import (
-    FIELDS,
-    Format,
-    ShardContents,
-    ShardReader,
-    find_files,
-    make_pack,
-)
+from harness.formats.base import FIELDS, Format, ShardContents, ShardReader, find_files, make_pack
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import IndexPart, lengths_from_starts
-from harness.formats.layouts.parquet_packs import (
-    METADATA_PREFIX,
-    PageTable,
-    ParquetWriter,
-    decode_pack,
-    find_table,
-    read_pack_pages,
-)
-from harness.formats.layouts.parquet_pages import (
-    check_extent,
-    check_pages,
-    check_totals,
-    count_limit,
-    read_footer,
-    read_row_groups,
-)
+from harness.formats.layouts.parquet_packs import METADATA_PREFIX, PageTable, ParquetWriter, find_table, read_packs
+from harness.formats.layouts.parquet_pages import check_totals, fetch_columns, read_footer, read_row_groups
 from harness.formats.manifest import Manifest
 from harness.records import Pack
 from harness.storage import Place
@@ -136,8 +115,8 @@ class ParquetShard(ShardReader):
         assert self._source is not None
         packs: list[Pack] = []
         try:
-            for pages in read_pack_pages(self._source, table, rows, self._pack_size):
-                packs.append(decode_pack(pages, self._pack_size))
+            for pack in read_packs(self._source, table, rows, self._pack_size):
+                packs.append(pack)
         except _UNREADABLE as error:
             # Of the first row if pages cannot be read, because they are read together.
             raise self._explain(error, self.where(rows[len(packs)])) from None
@@ -253,26 +232,17 @@ class ParquetShard(ShardReader):
         rows = self._groups[group].num_rows
         assert self._source is not None
         with self._explained(f"row group {group:,}"):
-            self._check_memory(self._source, group, names)
+            chunks = self._groups[group].chunks
+            if not set(FIELDS) <= chunks.keys():
+                raise FormatError("the footer is damaged: a column has no data")
+            ids_bytes = chunks["input_ids"].num_bytes
+            fetch_columns(self._source, [chunks[name] for name in names], rows, ids_bytes, self._pack_size)
             table = self._file.read_row_group(group, columns=list(names), use_threads=False)
             if table.num_rows != rows:
                 raise FormatError(f"row group {group:,} contains {table.num_rows:,} rows, its footer lists {rows:,}")
             columns = [_column_of(table.column(name), name) for name in names]
             self._source.release()
             return columns
-
-    def _check_memory(self, source: ByteSource, group: int, names: Sequence[str]) -> None:
-        """Fetch columns, or refuse them if they would take more memory than their rows can honestly need."""
-        chunks = self._groups[group].chunks
-        if not set(FIELDS) <= chunks.keys():
-            raise FormatError("the footer is damaged: a column has no data")
-        limit = count_limit(self._groups[group].num_rows, chunks["input_ids"], self._pack_size)
-        selected = [chunks[name] for name in names]
-        for chunk in selected:
-            check_extent(source, chunk, limit)
-        source.fetch(min(chunk.start for chunk in selected), max(chunk.end for chunk in selected))
-        for chunk in selected:
-            check_pages(source, chunk, limit)
 
     def _check_schema(self) -> bool:
         """Raise FormatError unless our columns are lists of integers; returns whether they have our own types."""
