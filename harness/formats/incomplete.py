@@ -18,26 +18,8 @@ import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FORMATS, Format, load_format
-from harness.formats.index import (
-    INDEX_FOLDER,
-    INDEX_NAMES,
-    PACK_CHECKSUMS,
-    PACK_OFFSETS,
-    SEQUENCE_LENGTHS,
-    IndexBuilder,
-    IndexPart,
-    write_index,
-)
-from harness.formats.manifest import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    Provenance,
-    Shard,
-    Totals,
-    restore_hint,
-    undo_flipped_bit,
-)
+from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, PACK_CHECKSUMS, IndexBuilder, IndexPart, write_index
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, restore_hint, undo_flipped_bit
 from harness.printing import count_of
 from harness.records import HUNDREDTHS
 from harness.storage import BucketFolder, Folder, LocalFolder, Marker, natural_key, open_folder
@@ -213,18 +195,18 @@ def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
     if not survey.parts:
         return
     counts = np.concatenate([part.sequence_counts for part in survey.parts])
-    arrays: dict[str, npt.NDArray[Any]] = {
-        PACK_CHECKSUMS: np.concatenate([part.checksums for part in survey.parts]),
-        SEQUENCE_LENGTHS: np.concatenate([part.sequence_lengths for part in survey.parts]),
-        PACK_OFFSETS: np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]),
-    }
+    arrays: list[npt.NDArray[Any]] = [
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]),
+        np.concatenate([part.sequence_lengths for part in survey.parts]),
+        np.concatenate([part.checksums for part in survey.parts]),
+    ]
     if not folder.exists(PACK_CHECKSUMS) and format.has_checksums:
         last = survey.shards[-1].path
         survey.notes.append(f"without {PACK_CHECKSUMS}, nothing shows whether {last} was the last shard")
     elif not folder.exists(PACK_CHECKSUMS):
         what = f"missing, and {format.name} shards contain no checksums to check them with"
         survey.problems.append(Problem(what, folder.where(PACK_CHECKSUMS)))
-    for name, found in arrays.items():
+    for name, found in zip(INDEX_NAMES, arrays, strict=True):
         if not folder.exists(name):
             continue
         try:
@@ -281,7 +263,7 @@ def _write_again(folder: LocalFolder, survey: Survey) -> tuple[Manifest, list[st
         folder, lambda: iter(survey.parts), num_packs=totals.num_packs, num_sequences=totals.num_sequences
     )
     notes, provenance, pack_size = list(survey.notes), Provenance(), survey.pack_size
-    found = undo_flipped_bit(folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES) or b"")
+    found = undo_flipped_bit(folder)
     if found is not None and found.fingerprint == fingerprint:
         provenance, pack_size = found.provenance, found.pack_size
         notes.append("one flipped bit of the manifest was corrected; the provenance and pack_size are as stored")

@@ -167,8 +167,9 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
     return manifest
 
 
-def undo_flipped_bit(data: bytes) -> Manifest | None:
-    """Return the manifest that was stored if one bit of it flipped since, which its checksum proves; None otherwise."""
+def undo_flipped_bit(folder: Folder) -> Manifest | None:
+    """Return the manifest of a folder as it was before one bit of it flipped, which its checksum proves; else None."""
+    data = folder.read(MANIFEST_NAME, _MAX_SEARCHED_BYTES + 1) or b""
     if len(data) > _MAX_SEARCHED_BYTES:
         return None
     for position in range(8 * len(data)):

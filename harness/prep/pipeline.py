@@ -28,15 +28,7 @@ from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
 from harness.prep.packing import PackingConfig, PackPlan, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
-from harness.prep.report import (
-    PrepareReport,
-    SplitReport,
-    Stages,
-    choose_samples,
-    render_page,
-    render_report,
-    to_markdown,
-)
+from harness.prep.report import PrepareReport, Stages, choose_samples, render_page, render_report, to_markdown
 from harness.prep.shards import VERSION, Receipt, ShardJob, bytes_in_progress, refuse
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.mix import PreparedSource, find_sources
@@ -408,9 +400,7 @@ class Preparation:
         for name, split in splits.items():
             if not len(split):
                 self._refuse_split(name)
-            self.report.splits[name] = SplitReport(
-                split.num_conversations, len(split), split.num_tokens, split.num_trained_tokens
-            )
+            self.report.add_split(name, split)
 
     def _do_shards(
         self, job: ShardJob, advance: Callable[[float], None]

@@ -21,6 +21,7 @@ from harness.errors import PrepError
 from harness.prep.counts import Counts, Sample
 from harness.prep.packing import PackPlan
 from harness.prep.shards import Receipt, read_samples
+from harness.prep.spool import Split
 from harness.printing import count_of, escape_markdown, one_line
 from harness.records import Int32Array
 from harness.settings import from_plain, to_plain
@@ -154,6 +155,11 @@ class PrepareReport(Counts):
         source.bad += receipt.counts.bad.total()
         for name in ("conversations", "sequences", "tokens", "trained_tokens"):
             setattr(source, name, getattr(source, name) + getattr(receipt, name))
+
+    def add_split(self, name: str, split: Split) -> None:
+        """Add the counts of a split's sequences, in place of earlier ones."""
+        counts = (split.num_conversations, len(split), split.num_tokens, split.num_trained_tokens)
+        self.splits[name] = SplitReport(*counts)
 
     def provenance_counts(self) -> dict[str, int]:
         """Return the counts for a dataset's manifest."""

@@ -173,7 +173,7 @@ class Lease:
             if found is None:
                 body, expected, is_free = b"", "", True
             else:
-                owner, body = _parse(found[0])
+                owner, body = parse_lease(found[0])
                 expected = found[1]
                 if expected != seen:
                     if seen and owner and not wait:
@@ -236,7 +236,7 @@ class Lease:
                 self._etag, self._sure_until = etag, sent + LEASE_S * _SURE_PART
                 return
             found = self._store.get(self._name)
-            owner = _parse(found[0])[0] if found is not None else {}
+            owner = parse_lease(found[0])[0] if found is not None else {}
             if found is None or owner.get("token") != self._token:
                 break
             self._etag = found[1]  # an earlier renewal arrived, and the answer to it did not
@@ -268,13 +268,8 @@ def leased(store: ClaimStore, name: str, *, log: Callable[[str], None] = lambda 
         lease.release(remove=True)
 
 
-def lease_body(content: bytes) -> bytes:
-    """Return what the owner of a lease wrote, from the bytes of its object."""
-    return _parse(content)[1]
-
-
-def _parse(content: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the owner of a lease, empty if it was given up, and what it wrote."""
+def parse_lease(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the owner of a lease, empty if it was given up, and what it wrote, from the bytes of its object."""
     head, _, body = content.partition(b"\n")
     try:
         owner = json.loads(head)

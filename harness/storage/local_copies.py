@@ -125,12 +125,9 @@ def _update(original: Path, copy: Path, known: dict[str, str], progress: Progres
         listing.unlink(missing_ok=True)  # from now on the copy is not whole
         _remove_others(copy, set(wanted))
         _check_space(sum(wanted[name].st_size for name in missing), copy)
-
-        def copy_one(name: str) -> CopiedFile:
-            return _copy_file(original / name, copy / name, known.get(name), progress)
-
         with ThreadPoolExecutor(_THREADS) as pool:
-            done |= dict(zip(missing, pool.map(copy_one, missing), strict=True))
+            copied = pool.map(lambda name: _copy_file(original / name, copy / name, known.get(name), progress), missing)
+            done |= dict(zip(missing, copied, strict=True))
         text = json.dumps({name: asdict(done[name]) for name in sorted(done)}, indent=1)
         write_atomically(listing, f"{text}\n".encode())
     return LocalCopy(copy, done, sum(wanted[name].st_size for name in missing))

@@ -98,7 +98,7 @@ def _pack_of(item: Any, budget: int) -> Pack:
 
 
 def _numbers(value: Any, name: str, budget: int) -> Any:
-    value = array_of(value)
+    value = value.value if isinstance(value, _Array) else value
     if not isinstance(value, list | tuple | np.ndarray):
         raise FormatError(f"has {name} of type {type(value).__name__}, expected numbers")
     if len(value) > budget:
@@ -343,7 +343,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle_objects(data: bytes) -> list[Any]:
-    """Unpickle the objects of a one-dimensional object array; arrays of numbers in them are for `array_of`.
+    """Unpickle the objects of a one-dimensional object array; arrays in them are of `_Array`.
 
     Raises:
         FormatError: the pickle is damaged, refers to anything else, or is something else.
@@ -359,11 +359,6 @@ def unpickle_objects(data: bytes) -> list[Any]:
     if isinstance(array, _Array) and isinstance(array.value, list):
         return array.value
     raise FormatError("the pickle is not an array of packed samples", fix=_DAMAGED)
-
-
-def array_of(value: object) -> object:
-    """Return the numpy array of an unpickled value that replaces one, or the value itself."""
-    return value.value if isinstance(value, _Array) else value
 
 
 FORMAT = Format(

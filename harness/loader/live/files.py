@@ -20,7 +20,7 @@ from harness.storage import (
     write_atomically,
 )
 from harness.storage.bucket import ListedObject, list_below
-from harness.storage.claims import ClaimStore, Lease, lease_body
+from harness.storage.claims import ClaimStore, Lease, parse_lease
 from harness.storage.files import TEMPORARY_SUFFIX
 
 # A listing of a bucket answers for so long what is there; polling ranks would send several requests a look.
@@ -175,7 +175,7 @@ class BucketFiles:
         return None if found is None else found[0]
 
     def read_mark(self, name: str) -> bytes:
-        return lease_body(self.read(name) or b"")
+        return parse_lease(self.read(name) or b"")[1]
 
     def write(self, name: str, data: bytes) -> None:
         self._listed_at = -_LISTING_S

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.errors import ConfigError, PrepError
 from harness.prep.tokenize.config import INSTALL_FIX
-from harness.prep.tokenize.templates.builtin import load_template, spelled_tokens, template_tokens
+from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template, spelled_tokens
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = load_template("chatml")
@@ -37,7 +37,7 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
             "training a tokenizer requires the `tokenizers` library", where=sys.executable, fix=INSTALL_FIX
         ) from error
     template = load_template(chat_template)
-    tokens = template_tokens(chat_template) or spelled_tokens(template, end_of_text=END_OF_TEXT)
+    tokens = BUILT_IN.get(chat_template) or spelled_tokens(template, end_of_text=END_OF_TEXT)
     begin = [tokens.begin] if tokens.begin else []
     special = list(dict.fromkeys([END_OF_TEXT, *begin, *tokens.marks, *tokens.ends]))
     remaining = iter(texts)
