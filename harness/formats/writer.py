@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -24,7 +23,7 @@ from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard,
 from harness.records import Pack
 from harness.settings import from_plain
 from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_folder, write_atomically
-from harness.storage.files import TEMPORARY_SUFFIX
+from harness.storage.files import TEMPORARY_SUFFIX, explain_os_errors
 
 # Left in the marker of a write that cannot continue: what is there belongs to it and is replaced.
 _BEGUN = b"begun"
@@ -182,9 +181,7 @@ class PackWriter:
             if len(self._builder) == self._packs_per_shard and not self._file:
                 self._finish_shard(self._shard)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._open:
             return
         self._open = False
@@ -449,19 +446,6 @@ def forget_interruption(path: str | PathLike[str]) -> None:
             with explain_os_errors(folder.where()):
                 marker.acquire()
                 marker.release(remove=True)
-
-
-@contextlib.contextmanager
-def explain_os_errors(where: str) -> Iterator[None]:
-    """Turn errors of the system, such as a full disk, into errors that name the place."""
-    try:
-        yield
-    except OSError as error:
-        raise FormatError(
-            f"writing failed: {error.strerror or error}",
-            where=str(error.filename or where),
-            fix="fix the cause (space, permissions, quota) and run the same command again",
-        ) from error
 
 
 def _already_there(where: str) -> FormatError:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.checks import CheckedSettings, bounded, one_of
-from harness.errors import ConfigError, FormatError, PrepError, os_errors_as
+from harness.errors import ConfigError, FormatError, PrepError
 from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, UINT16, MappedIndex, prefix_of, smallest_dtype, with_suffix
 from harness.indexed.verify import check_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.records import MAX_TOKEN_ID
 from harness.storage import write_atomically
+from harness.storage.files import explain_os_errors
 
 if TYPE_CHECKING:
     from harness.indexed.token_shards import TokenBatch
@@ -208,5 +209,5 @@ def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -
 
 def save_counts(counts: dict[str, tuple[int, int]], path: Path) -> None:
     """Write the file for `--per-dataset-sequences-path`; raises FormatError if it cannot be written."""
-    with os_errors_as(FormatError, "writing failed", where=path, fix="fix the cause and run the same command again"):
+    with explain_os_errors(path):
         write_atomically(path, json.dumps(counts).encode())

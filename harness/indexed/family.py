@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from harness.errors import ConfigError, FormatError, PrepError, Problem, os_errors_as
+from harness.errors import ConfigError, PrepError, Problem
 from harness.indexed.convert import TokenSource, count_sequences, save_counts
 from harness.indexed.index import BIN, IDX, INT32, with_suffix
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.storage import Marker, file_digest, make_folder, write_atomically
+from harness.storage.files import explain_os_errors
 
 if TYPE_CHECKING:
     from harness.indexed.token_shards import TokenBatch
@@ -134,8 +135,7 @@ def _claim(folder: Path, family: TokenFamily, *, overwrite: bool) -> Iterator[_C
 
     if not marker.path.exists():
         refuse_existing()
-    fix = "fix the cause (space, permissions, quota) and run the same command again"
-    with os_errors_as(FormatError, "writing failed", where=folder, fix=fix):
+    with explain_os_errors(folder):
         make_folder(folder)
         left = marker.acquire()
         claim = _Claim(marker, overwrite or left == _PLACING)

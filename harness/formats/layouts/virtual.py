@@ -35,11 +35,12 @@ from harness.formats.incomplete import find_traces, incomplete_error
 from harness.formats.index import INDEX_NAMES, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import HandleCache
-from harness.formats.writer import FolderClaim, explain_os_errors
+from harness.formats.writer import FolderClaim
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.settings import load
 from harness.storage import Folder, LocalFolder, StoredFile, file_digest, open_folder
 from harness.storage.arrays import NpyStream, map_npy
+from harness.storage.files import explain_os_errors
 from harness.storage.uris import relative_path, resolve_path
 
 NAME = "virtual"

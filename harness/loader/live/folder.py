@@ -159,10 +159,8 @@ class LiveFolder:
             FormatError: the folder cannot be listed.
         """
         contents = Contents()
-        try:
+        with os_errors_as(FormatError, "the folder cannot be read", where=self.where, fix=_CHECK):
             names = self.files.names()
-        except OSError as error:
-            raise FormatError(f"the folder cannot be read: {error.strerror}", where=self.where, fix=_CHECK) from error
         if INDEX_FOLDER in names and find_traces(open_folder(self.where)).index:
             # Chunks of a dataset have the names of live ones, and must not be marked and deleted as such.
             what = "the folder contains a stored dataset or a part of one, not live chunks"
@@ -240,14 +238,11 @@ class LiveFolder:
         return values if isinstance(values, dict) else {}
 
     def _read(self, name: str, kind: type[T]) -> T | None:
-        try:
+        where = join_path(self.where, name)
+        with os_errors_as(FormatError, "the record cannot be read", where=where, fix=_CHECK):
             data = self.files.read(name)
-        except OSError as error:
-            raise FormatError(
-                f"the record cannot be read: {error.strerror}", where=join_path(self.where, name), fix=_CHECK
-            ) from error
         what, fix = "the file is not a record of this harness", "it was edited or damaged; write the chunk again"
-        return None if data is None else load(kind, data, where=join_path(self.where, name), fix=fix, what=what)
+        return None if data is None else load(kind, data, where=where, fix=fix, what=what)
 
 
 def last_seen(seconds: float | None) -> str:
