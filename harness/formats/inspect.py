@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -137,14 +136,8 @@ class TokenizerFile:
 
     def __init__(self, folder: Path) -> None:
         """Load the tokenizer; raises ConfigError if that fails."""
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise ConfigError(
-                "showing text requires the `tokenizers` library",
-                where=sys.executable,
-                fix="pip install 'megatron-sft-harness[tokenize]'",
-            ) from error
+        from tokenizers import Tokenizer
+
         file = folder / "tokenizer.json"
         fix = "set tokenizer.name=DIR to a folder that contains a tokenizer.json"
         if not file.is_file():

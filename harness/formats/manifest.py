@@ -159,7 +159,8 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
     if len(data) > MAX_MANIFEST_BYTES:
         raise FormatError(f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=where, fix=_restore(where))
     values, oddity = _parse_json(data, where)
-    if not _is_manifest(values):
+    is_ours = isinstance(values, dict) and (values.keys() >= _REQUIRED or len(values.keys() & _DISTINCTIVE) >= 3)
+    if not is_ours:
         return None
     manifest = _parse(values, oddity, where)
     if not manifest.shards:
@@ -209,11 +210,6 @@ def _parse_json(data: str | bytes, where: str) -> tuple[Any, str]:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_restore(where)) from None
     return values, oddities[0] if oddities else ""
-
-
-def _is_manifest(values: object) -> bool:
-    """Return whether values are a manifest of ours, whole or with damaged keys."""
-    return isinstance(values, dict) and (values.keys() >= _REQUIRED or len(values.keys() & _DISTINCTIVE) >= 3)
 
 
 def _parse(values: Any, problem: str, where: str) -> Manifest:

@@ -109,7 +109,9 @@ def prepare(
     depends_on = _settings(config, found)
     earlier = layout.finished_report(target, depends_on, overwrite=config.data.overwrite)
     # What goes to a bucket is prepared here first, in a folder that an interrupted preparation continues with.
-    copy = _working_folder(target) if isinstance(target, BucketFolder) else None
+    copy: Path | None = None
+    if isinstance(target, BucketFolder):
+        copy = LocalCache().folder / "preparations" / hashlib.sha256(str(target.place).encode()).hexdigest()[:16]
     if earlier is None and copy is not None:
         earlier = layout.finished_report(LocalFolder(copy), depends_on, overwrite=True)
     elif earlier is not None:
@@ -125,12 +127,6 @@ def prepare(
     stages.show("")
     console.print(render_report(report))
     return report
-
-
-def _working_folder(target: BucketFolder) -> Path:
-    """Return the folder of this machine in which the preparation of a bucket's folder is made."""
-    name = hashlib.sha256(str(target.place).encode()).hexdigest()[:16]
-    return LocalCache().folder / "preparations" / name
 
 
 def _upload(prepared: Path, target: BucketFolder, settings: dict[str, Any], stages: Stages, *, overwrite: bool) -> None:

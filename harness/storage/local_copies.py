@@ -123,7 +123,10 @@ def _update(original: Path, copy: Path, known: dict[str, str], progress: Progres
     missing = [name for name in wanted if name not in done]
     if missing or len(done) < len(_read_listing(listing)):
         listing.unlink(missing_ok=True)  # from now on the copy is not whole
-        _remove_others(copy, set(wanted))
+        # What the original does not have, and what a copy that was killed left.
+        for path in list(copy.rglob("*")) if copy.is_dir() else []:
+            if path.is_file() and str(path.relative_to(copy)) not in wanted:
+                path.unlink()
         _check_space(sum(wanted[name].st_size for name in missing), copy)
         with ThreadPoolExecutor(_THREADS) as pool:
             copied = pool.map(lambda name: _copy_file(original / name, copy / name, known.get(name), progress), missing)
@@ -179,13 +182,6 @@ def _check_space(num_bytes: int, copy: Path) -> None:
             where=str(copy),
             fix="remove unused copies from cluster.local_dir, or set it to a larger disk or to an empty value",
         )
-
-
-def _remove_others(copy: Path, names: set[str]) -> None:
-    """Remove what the original does not have, and what a copy that was killed left."""
-    for path in list(copy.rglob("*")) if copy.is_dir() else []:
-        if path.is_file() and str(path.relative_to(copy)) not in names:
-            path.unlink()
 
 
 def _read_listing(listing: Path) -> dict[str, CopiedFile]:

@@ -145,13 +145,6 @@ class LiveFolder:
         self.files = open_files(path)
         self.where = self.files.place
 
-    @property
-    def has_begun(self) -> bool:
-        """True where a chunk, a producer or a reader left a trace."""
-        contents = self.look()
-        traces = (self.seen_s(PRODUCER_FILE), self.seen_s(CONSUMER_FILE), self.end())
-        return bool(contents.next_index) or any(trace is not None for trace in traces)
-
     def look(self) -> Contents:
         """Return all files with the name of a chunk.
 

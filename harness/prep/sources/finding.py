@@ -69,18 +69,15 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
         fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
         raise PrepError("there are no chat files", where=path, fix=fix)
     for file in found.files:
-        _check_suffix(file)
+        suffix = PurePosixPath(str(file)).suffix.lower()
+        inner = suffix_of(file) if is_compressed(file) else ""
+        if suffix in _UNREAD_SUFFIXES or inner not in (*TEXT_SUFFIXES, ""):
+            what, fix = "this kind of compressed file is not supported", "decompress it first"
+            raise PrepError(what, where=str(file), fix=fix)
     if found.skipped:
         show(f"{len(found.skipped):,} other files of the source are ignored:")
         show("  " + ", ".join(found.skipped[:5]) + (", ..." if len(found.skipped) > 5 else ""))
     return found
-
-
-def _check_suffix(file: Place) -> None:
-    suffix = PurePosixPath(str(file)).suffix.lower()
-    inner = suffix_of(file) if is_compressed(file) else ""
-    if suffix in _UNREAD_SUFFIXES or inner not in (*TEXT_SUFFIXES, ""):
-        raise PrepError("this kind of compressed file is not supported", where=str(file), fix="decompress it first")
 
 
 def _find_local(path: str, source: SourceConfig) -> SourceFiles:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, is_of_memory
-from harness.prep.tokenize.config import INSTALL_FIX
 
 _PART = r"[A-Za-z0-9][\w.-]*"
 _HUB_ID = re.compile(rf"{_PART}(/{_PART})?")
@@ -37,9 +36,8 @@ def load_tokenizer(name: str) -> Any:
         with _without_advice():
             from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError(
-            f"tokenizing requires `transformers`: {error}", where=sys.executable, fix=INSTALL_FIX
-        ) from error
+        what, fix = f"tokenizing requires `transformers`: {error}", "pip install 'megatron-sft-harness[tokenize]'"
+        raise ConfigError(what, where=sys.executable, fix=fix) from error
     folder = Path(name).expanduser()
     source = str(folder) if folder.is_dir() else _hub_source(name, folder)
     try:
