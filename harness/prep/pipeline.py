@@ -395,7 +395,11 @@ class Preparation:
         """Report the counts of the splits; raise PrepError if one is empty."""
         for name, split in splits.items():
             if not len(split):
-                self._refuse_split(name)
+                what = f"no conversations remain for {name}: read {count_of(self.report.records, 'record')}"
+                what += f"; left out: {left_out}" if (left_out := self.report.left_out()) else ""
+                fix = "read more conversations, or change data.pack_size, data.over_long and the fractions of the "
+                fix += "splits: data.validation_fraction=0 omits this split"
+                raise PrepError(what, where=self.config.source.name, fix=fix)
             self.report.add_split(name, split)
 
     def _do_shards(
@@ -433,13 +437,6 @@ class Preparation:
                 fix = "prepare it when no program writes to it"
                 raise PrepError("the file changed while it was read", where=str(place), fix=fix)
         return done
-
-    def _refuse_split(self, name: str) -> None:
-        what = f"no conversations remain for {name}: read {count_of(self.report.records, 'record')}"
-        what += f"; left out: {left_out}" if (left_out := self.report.left_out()) else ""
-        fix = "read more conversations, or change data.pack_size, data.over_long and the fractions of the splits: "
-        fix += "data.validation_fraction=0 omits this split"
-        raise PrepError(what, where=self.config.source.name, fix=fix)
 
     def _pack(self, name: str, sequences: Split, tokenizer: ChatTokenizer) -> None:
         config, split, path = self.config.data, self.report.splits[name], self.path / name

@@ -77,7 +77,12 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
         equal = Counter((one.reason, one.detail) for one in made if isinstance(one, BadRecord))
         for record, sequences in zip(records, made, strict=True):
             if isinstance(sequences, BadRecord):
-                _show_refused(sequences, equal.pop((sequences.reason, sequences.detail), 0), console)
+                # Once for all records that are refused for the same reason.
+                if count := equal.pop((sequences.reason, sequences.detail), 0):
+                    more = f" (and {count_of(count - 1, 'more record')})" if count > 1 else ""
+                    console.print(Text("\n" + _wrapped(sequences.where + more, console), style="bold"))
+                    what = f"refused, {sequences.reason}: {sequences.detail}"
+                    console.print(Text(_wrapped(what, console), style="red"))
                 continue
             assert isinstance(record, Conversation)
             _show(record, sequences, tokenizer, config, console, has_color=has_color)
@@ -85,14 +90,6 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
                 _show_difference(record, tokenizer, served, console)
     shown = f"The first {len(records):,} records as stored" if len(records) != 1 else "The first record as stored"
     console.print(Text(f"\n{shown} trained; nothing was written."))
-
-
-def _show_refused(bad: BadRecord, count: int, console: Console) -> None:
-    """Print the first of `count` records that are refused for the same reason; 0 for one that was counted before."""
-    if count:
-        more = f" (and {count_of(count - 1, 'more record')})" if count > 1 else ""
-        console.print(Text("\n" + _wrapped(bad.where + more, console), style="bold"))
-        console.print(Text(_wrapped(f"refused, {bad.reason}: {bad.detail}", console), style="red"))
 
 
 def _show(

@@ -174,7 +174,12 @@ def produce_chunks(
     if packing is not None:
         _add_packed(producer, rest, done, packing, usable)
     else:
-        _add_rows(producer, rest, usable)
+        for item, position in rest:
+            if item.pack is not None:
+                producer.add(item.pack, position)
+            elif usable(parsed := item.parse()):
+                # Those who read the chunks know nothing of other names of columns.
+                producer.add(item.line if item.reader == _ANY_SCHEMA else parsed.as_record(), position)
     if not producer.ended:
         producer.end_input()
     usable.log(log)
@@ -206,15 +211,6 @@ class _Usable:
         if self.dropped:
             omitted = f"media omitted from {count_of(len(self.dropped), 'conversation')}"
             log(f"{omitted}, with {count_of(sum(self.dropped), 'placeholder')}")
-
-
-def _add_rows(producer: LiveProducer, rest: Iterator[tuple[Item, dict[str, Any]]], usable: _Usable) -> None:
-    for item, position in rest:
-        if item.pack is not None:
-            producer.add(item.pack, position)
-        elif usable(parsed := item.parse()):
-            # Those who read the chunks know nothing of other names of columns.
-            producer.add(item.line if item.reader == _ANY_SCHEMA else parsed.as_record(), position)
 
 
 def _numbered(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,9 @@ def read_parquet(
         values, presence = _present(schema.names, reader)
         row_bytes = size / max(metadata.num_rows, 1)
         numbers = list(range(*(groups or (0, parquet.num_row_groups))))
-        costs = _leaf_bytes(metadata, numbers)
+        costs = Counter[str]()
+        for column in (column for number in numbers for column in _columns_of(metadata.row_group(number))):
+            costs[column.path_in_schema] += column.total_uncompressed_size
         # The cheapest leaf: of images that is their path, which is null where there is no image.
         leaves = [
             min((one for one in costs if _is_in(one, name)), key=costs.__getitem__, default=name) for name in presence
@@ -305,14 +308,6 @@ def _present(names: Sequence[str], reader: RecordReader) -> tuple[list[str], lis
 
 def _is_in(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
-
-
-def _leaf_bytes(metadata: Any, groups: Sequence[int]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for number in groups:
-        for column in _columns_of(metadata.row_group(number)):
-            total[column.path_in_schema] = total.get(column.path_in_schema, 0) + column.total_uncompressed_size
-    return total
 
 
 def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Sequence[str], where: str) -> None:
