@@ -83,13 +83,17 @@ def convert_dataset(
         with closing(open_dataset(destination)) as written:
             fingerprint = written.digest_packs(None if progress is None else partial(progress, "compare"))
             if fingerprint != reader.fingerprint:
-                raise FormatError(
-                    f"the fingerprints differ: {reader.fingerprint} of the source, {fingerprint} of the destination; "
-                    f"first difference: {diff_readers(reader, written) or 'none when read again'}",
-                    where=str(destination),
-                    fix="remove the destination and convert again; if it happens again, check the disk and the memory",
-                )
+                raise _other_content(reader, written, fingerprint, str(destination))
         return writer.manifest
+
+
+def _other_content(reader: PackReader, written: PackReader, fingerprint: str, where: str) -> FormatError:
+    return FormatError(
+        f"the fingerprints differ: {reader.fingerprint} of the source, {fingerprint} of the destination; "
+        f"first difference: {diff_readers(reader, written) or 'none when read again'}",
+        where=where,
+        fix="remove the destination and convert again; if this happens again, check the disk and the memory",
+    )
 
 
 def _provenance(reader: PackReader, destination: str, format: str) -> Provenance:
