@@ -40,7 +40,7 @@ LINES = {
     "harness": 2_608,
     "harness/bench": 2_425,
     "harness/cli": 2_760,
-    "harness/formats": 5_632,
+    "harness/formats": 5_636,
     "harness/indexed": 1_271,
     "harness/integrations": 3_003,
     "harness/launch": 2_473,
@@ -62,14 +62,14 @@ SHAPE = {
     "from packs to the optimizer's step, lines": 4_018,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
-    "functions over 60 lines": 1,
+    "functions over 60 lines": 0,
     "functions of complexity over 15": 0,
     "names in __all__": 189,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 107,
 }
-MOST_LINES_IN_ALL = 62_705
+MOST_LINES_IN_ALL = 62_094
 
 
 def tree(path: Path) -> ast.Module:
