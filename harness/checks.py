@@ -75,8 +75,8 @@ def bounded(
     return dataclasses.field(**values, metadata={_BOUNDS: bounds})
 
 
-def one_of(default: str, choices: Collection[str]) -> Any:
-    """Declare a field of a settings dataclass that is one of these texts; `CheckedSettings` refuses others."""
+def one_of(default: str | None, choices: Collection[str]) -> Any:
+    """Declare a field of a settings dataclass that is one of these texts, or None; `CheckedSettings` refuses others."""
     return dataclasses.field(default=default, metadata={_CHOICES: choices})
 
 
@@ -163,9 +163,10 @@ class CheckedSettings:
     def __post_init__(self) -> None:
         check_numbers(self, self.section)
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            if (choices := choices_of(field)) is not None:
+            value, choices = getattr(self, field.name), choices_of(field)
+            if choices is not None and value is not None:
                 where = f"{self.section}.{field.name}" if self.section else field.name
-                require_choice(getattr(self, field.name), choices, setting=where)
+                require_choice(value, choices, setting=where)
         for rule in self.rules:
             rule.check(self, self.section)
 

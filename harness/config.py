@@ -33,7 +33,7 @@ from harness.paths import suggest_recipe
 from harness.plan import ModelConfig, PretrainConfig, RunConfig, SftConfig, read_hf_config
 from harness.plan.hf_config import complete_model, find_config
 from harness.printing import print_text
-from harness.settings import CONFIGS, nearest_name, render_settings
+from harness.settings import CONFIGS, flatten, nearest_name, render_settings
 from harness.storage import name_bus_errors
 
 __all__ = ["CONFIGS", "TRAINING", "ComposedRun", "compose_config", "compose_run", "hydra_entry"]
@@ -165,18 +165,10 @@ def _check_files(
             is_chosen = not is_usual or "model" in chosen.overrides.override_choices
             group, slash, name = path.rpartition("/")
             place = (f"{group}={name}" if slash else f"{name}.yaml") if is_chosen else None
-            set_by |= dict.fromkeys(_keys(default.package or "", content), place)
+            set_by |= dict.fromkeys(flatten({default.package: content} if default.package else content), place)
     for override in chosen.config_overrides:
-        set_by |= dict.fromkeys(_keys(override.key_or_group, override.value()), override.input_line or "")
+        set_by |= dict.fromkeys(flatten({override.key_or_group: override.value()}), override.input_line or "")
     return set_by
-
-
-def _keys(key: str, content: Any) -> Iterator[str]:
-    if not isinstance(content, Mapping):
-        yield key
-        return
-    for name, inner in content.items():
-        yield from _keys(f"{key}.{name}" if key else str(name), inner)
 
 
 def _to_settings(composed: DictConfig, set_by: Mapping[str, str | None]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import sys
@@ -37,7 +38,7 @@ class HarnessError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process boundaries (loader workers), and keyword-only arguments do not pickle by default.
-        return _rebuild, (type(self), self.what, self.where, self.fix)
+        return functools.partial(type(self), where=self.where, fix=self.fix), (self.what,)
 
     def __str__(self) -> str:
         return _lines_of(self.what, self.where, self.fix)
@@ -46,10 +47,6 @@ class HarnessError(Exception):
 def _lines_of(what: str, where: str, fix: str) -> str:
     named = [what] + [f"  where: {where}"] * bool(where) + [f"  fix:   {fix}"] * bool(fix)
     return "\n".join(map(indented, named))
-
-
-def _rebuild(kind: type[HarnessError], what: str, where: str, fix: str) -> HarnessError:
-    return kind(what, where=where, fix=fix)
 
 
 class ConfigError(HarnessError):

@@ -126,7 +126,7 @@ def load(
     error: type[HarnessError] = FormatError,
     lenient: bool = False,
 ) -> T:
-    """Return the dataclass that a JSON record of this program holds, as `from_plain` builds it.
+    """Return the dataclass, or value of another plain type, that JSON text holds, as `from_plain` builds it.
 
     Args:
         where, fix, what: of the error; `what` is followed by the reason.

@@ -145,7 +145,7 @@ def inspect(
         return
     summaries = [inspect_dataset(dataset) for dataset in find_datasets(path)]
     if as_json:
-        print_json([summary.to_dict() for summary in summaries])
+        print_json([asdict(summary) for summary in summaries])
         return
     for summary in summaries:
         console.print(render_summary(summary))

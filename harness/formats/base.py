@@ -18,6 +18,7 @@ from harness.formats.manifest import Manifest
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.storage import Folder, natural_key
 from harness.storage.arrays import NpyStream
+from harness.storage.cache import Entry
 from harness.storage.files import OutputFile
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
@@ -61,9 +62,11 @@ class ShardReader(ABC):
 
     Attributes:
         num_packs: packs that the files hold.
+        entry: the local copies that the files are, which are evicted only once this is gone; None for others.
     """
 
     num_packs: int
+    entry: Entry | None = None
 
     @abstractmethod
     def read_row(self, row: int) -> Pack:

@@ -17,27 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError, Problem
-from harness.formats.base import FORMATS, Format, ShardReader, load_format
-from harness.formats.index import (
-    INDEX_FOLDER,
-    INDEX_NAMES,
-    PACK_CHECKSUMS,
-    PACK_OFFSETS,
-    SEQUENCE_LENGTHS,
-    IndexBuilder,
-    IndexPart,
-    write_index,
-)
-from harness.formats.manifest import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    Provenance,
-    Shard,
-    Totals,
-    restore_hint,
-    undo_flipped_bit,
-)
+from harness.formats.base import FORMATS, Format, load_format
+from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, PACK_CHECKSUMS, IndexBuilder, IndexPart, write_index
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, restore_hint, undo_flipped_bit
 from harness.printing import count_of
 from harness.records import HUNDREDTHS
 from harness.storage import BucketFolder, Folder, LocalFolder, Marker, natural_key, open_folder
@@ -188,7 +170,7 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
                     builder.append(pack)
             if not len(builder):
                 raise FormatError("the shard contains no packs")
-            survey.pack_size = max(survey.pack_size, _stored_size(handle))
+            survey.pack_size = max(survey.pack_size, int(getattr(handle, "pack_size", 0)))
         files = folder.describe(_files_of(place, format))
     except FormatError as error:
         survey.problems.append(Problem(error.what, error.where or str(place)))
@@ -199,10 +181,6 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
         survey.totals += totals
         survey.parts.append(part)
         survey.shards.append(Shard(name, totals.num_packs, files))
-
-
-def _stored_size(handle: ShardReader) -> int:
-    return int(getattr(handle, "pack_size", 0))
 
 
 def _files_of(place: Path, format: Format) -> list[str]:
@@ -217,20 +195,19 @@ def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
     if not survey.parts:
         return
     counts = np.concatenate([part.sequence_counts for part in survey.parts])
-    arrays: dict[str, npt.NDArray[Any]] = {
-        PACK_CHECKSUMS: np.concatenate([part.checksums for part in survey.parts]),
-        SEQUENCE_LENGTHS: np.concatenate([part.sequence_lengths for part in survey.parts]),
-        PACK_OFFSETS: np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]),
-    }
-    for name, found in arrays.items():
+    arrays: list[npt.NDArray[Any]] = [
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]),
+        np.concatenate([part.sequence_lengths for part in survey.parts]),
+        np.concatenate([part.checksums for part in survey.parts]),
+    ]
+    if not folder.exists(PACK_CHECKSUMS) and format.has_checksums:
+        last = survey.shards[-1].path
+        survey.notes.append(f"without {PACK_CHECKSUMS}, nothing shows whether {last} was the last shard")
+    elif not folder.exists(PACK_CHECKSUMS):
+        what = f"missing, and {format.name} shards contain no checksums to check them with"
+        survey.problems.append(Problem(what, folder.where(PACK_CHECKSUMS)))
+    for name, found in zip(INDEX_NAMES, arrays, strict=True):
         if not folder.exists(name):
-            if name == PACK_CHECKSUMS:
-                if format.has_checksums:
-                    last = survey.shards[-1].path
-                    survey.notes.append(f"without {name}, nothing shows whether {last} was the last shard")
-                else:
-                    what = f"missing, and {format.name} shards contain no checksums to check them with"
-                    survey.problems.append(Problem(what, folder.where(name)))
             continue
         try:
             stored = map_npy(folder.place / name, found.dtype)
@@ -286,7 +263,7 @@ def _write_again(folder: LocalFolder, survey: Survey) -> tuple[Manifest, list[st
         folder, lambda: iter(survey.parts), num_packs=totals.num_packs, num_sequences=totals.num_sequences
     )
     notes, provenance, pack_size = list(survey.notes), Provenance(), survey.pack_size
-    found = undo_flipped_bit(folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES) or b"")
+    found = undo_flipped_bit(folder)
     if found is not None and found.fingerprint == fingerprint:
         provenance, pack_size = found.provenance, found.pack_size
         notes.append("one flipped bit of the manifest was corrected; the provenance and pack_size are as stored")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -13,7 +12,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError
 from harness.formats.opening import holds_dataset, holds_manifest, open_dataset
 from harness.formats.reader import PackReader
 from harness.printing import count_of, one_line, printable
@@ -61,10 +60,6 @@ class DatasetSummary:
     fingerprint: str = ""
     provenance: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
 
 def find_datasets(path: str) -> list[str]:
     """Return the datasets at a path: those of a prepared folder (`train`, `validation`), or the path itself."""
@@ -83,8 +78,6 @@ def inspect_dataset(path: str) -> DatasetSummary:
     """
     reader = open_dataset(path)
     lengths = np.asarray(reader.sequence_lengths, np.int64)
-    if len(lengths) == 0:
-        raise FormatError("the dataset contains no sequences", where=path, fix="write it again")
     manifest = reader.manifest
     tokens = int(lengths.sum())
     trained = manifest.num_trained_tokens if manifest else sum(int(np.count_nonzero(pack.loss_mask)) for pack in reader)
@@ -143,14 +136,8 @@ class TokenizerFile:
 
     def __init__(self, folder: Path) -> None:
         """Load the tokenizer; raises ConfigError if that fails."""
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise ConfigError(
-                "showing text requires the `tokenizers` library",
-                where=sys.executable,
-                fix="pip install 'megatron-sft-harness[tokenize]'",
-            ) from error
+        from tokenizers import Tokenizer
+
         file = folder / "tokenizer.json"
         fix = "set tokenizer.name=DIR to a folder that contains a tokenizer.json"
         if not file.is_file():
@@ -167,22 +154,16 @@ class TokenizerFile:
         Raises:
             ConfigError: an id is not in the vocabulary.
         """
-        for token in ids:
-            if self._tokenizer.id_to_token(int(token)) is None:
-                raise ConfigError(
-                    f"the tokenizer has no token {int(token):,}, so it is not the tokenizer of this dataset",
-                    where=str(self._folder),
-                    fix="set tokenizer.name=DIR to the tokenizer of the dataset",
-                )
-        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
+        tokens = list(map(int, ids))
+        if unknown := [token for token in tokens if self._tokenizer.id_to_token(token) is None]:
+            what = f"the tokenizer has no token {unknown[0]:,}, so it is not the tokenizer of this dataset"
+            fix = "set tokenizer.name=DIR to the tokenizer of the dataset"
+            raise ConfigError(what, where=str(self._folder), fix=fix)
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 def find_tokenizer(reader: PackReader, named: str = "") -> TokenizerFile:
-    """Load the tokenizer of a dataset: the named folder, or the one that its manifest names.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Load the tokenizer of the named folder, or that of a dataset; raises ConfigError if there is none."""
     return TokenizerFile(Path(named) if named else find_tokenizer_folder(reader))
 
 
@@ -206,9 +187,8 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
         FormatError: the pack is damaged.
     """
     if not -len(reader) <= index < len(reader):
-        raise ConfigError(
-            f"there is no pack {index:,}", where=reader.path, fix=f"packs are numbered 0 to {len(reader) - 1:,}"
-        )
+        fix = f"packs are numbered 0 to {len(reader) - 1:,}"
+        raise ConfigError(f"there is no pack {index:,}", where=reader.path, fix=fix)
     pack = reader[index]
     number = index % len(reader)
     trained = int(np.count_nonzero(pack.loss_mask))

@@ -159,7 +159,8 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
     if len(data) > MAX_MANIFEST_BYTES:
         raise FormatError(f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=where, fix=_restore(where))
     values, oddity = _parse_json(data, where)
-    if not _is_manifest(values):
+    is_ours = isinstance(values, dict) and (values.keys() >= _REQUIRED or len(values.keys() & _DISTINCTIVE) >= 3)
+    if not is_ours:
         return None
     manifest = _parse(values, oddity, where)
     if not manifest.shards:
@@ -167,8 +168,9 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
     return manifest
 
 
-def undo_flipped_bit(data: bytes) -> Manifest | None:
-    """Return the manifest that was stored if one bit of it flipped since, which its checksum proves; None otherwise."""
+def undo_flipped_bit(folder: Folder) -> Manifest | None:
+    """Return the manifest of a folder as it was before one bit of it flipped, which its checksum proves; else None."""
+    data = folder.read(MANIFEST_NAME, _MAX_SEARCHED_BYTES + 1) or b""
     if len(data) > _MAX_SEARCHED_BYTES:
         return None
     for position in range(8 * len(data)):
@@ -208,11 +210,6 @@ def _parse_json(data: str | bytes, where: str) -> tuple[Any, str]:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_restore(where)) from None
     return values, oddities[0] if oddities else ""
-
-
-def _is_manifest(values: object) -> bool:
-    """Return whether values are a manifest of ours, whole or with damaged keys."""
-    return isinstance(values, dict) and (values.keys() >= _REQUIRED or len(values.keys() & _DISTINCTIVE) >= 3)
 
 
 def _parse(values: Any, problem: str, where: str) -> Manifest:

@@ -22,19 +22,8 @@ from harness.formats.index import PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import PackReader, stamp_shard
 from harness.paths import explain_path, is_run
-from harness.records import Pack
-from harness.storage import (
-    BucketFolder,
-    Folder,
-    LocalFolder,
-    ObjectPath,
-    Place,
-    StoredFile,
-    is_uri,
-    natural_key,
-    open_folder,
-)
-from harness.storage.inputs import glob_pattern
+from harness.storage import BucketFolder, Folder, LocalFolder, ObjectPath, Place, StoredFile, natural_key, open_folder
+from harness.storage.inputs import glob_pattern, list_objects
 
 
 def open_dataset(path: str | PathLike[str]) -> PackReader:
@@ -54,7 +43,8 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
     """
     text = str(path)
     try:
-        return _open_bucket(text) if is_uri(text) else _open_local(text)
+        folder = open_folder(text)
+        return _open_bucket(text, folder) if isinstance(folder, BucketFolder) else _open_local(text)
     except OSError as error:
         raise FormatError(
             f"reading failed: {error.strerror or error}",
@@ -137,9 +127,8 @@ def _refuse_lost_shards(places: Sequence[Place], *, whole: bool = False) -> None
                 _check_files(folder, manifest)
 
 
-def _open_bucket(uri: str) -> PackReader:
-    place = ObjectPath.parse(uri)
-    folder = BucketFolder(place)
+def _open_bucket(uri: str, folder: BucketFolder) -> PackReader:
+    place = folder.place
     suffixes = tuple(suffix for format in _formats() for suffix in format.suffixes)
     if glob.has_magic(place.key):
         matches = _match_objects(place)
@@ -187,7 +176,7 @@ def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
     open_shard = partial(format.open_shard, folder=folder) if is_plan else format.open_shard
     if isinstance(folder, BucketFolder):
         if not format.in_buckets:
-            format = replace(format, open_shard=partial(_CachedShard, folder, manifest.shards, open_shard))
+            format = replace(format, open_shard=partial(_open_cached, folder, manifest.shards, open_shard))
     elif is_plan:
         # Packs of a plan have no checksums: its own files must be those that the manifest lists.
         format = replace(format, open_shard=partial(_open_listed, folder, manifest.shards, open_shard))
@@ -220,6 +209,21 @@ def _open_listed(
                 where=folder.where(stored.path),
                 fix="open the dataset again if it was replaced; if not, copy it again",
             )
+    return handle
+
+
+def _open_cached(
+    folder: BucketFolder,
+    shards: Sequence[Shard],
+    open_local: Callable[[Path, int | None], ShardReader],
+    place: Place,
+    pack_size: int | None,
+) -> ShardReader:
+    """Open a shard from its local copy; `open_local` opens files on a disk."""
+    shard = next(shard for shard in shards if folder.place / shard.path == place)
+    entry = folder.fetch(shard.files)
+    handle = open_local(entry.folder / shard.path, pack_size)
+    handle.entry = entry
     return handle
 
 
@@ -330,47 +334,9 @@ def _match_objects(pattern: ObjectPath) -> list[Place]:
     """List the objects whose keys match a pattern; `*` does not match across a slash."""
     parts = pattern.key.split("/")
     plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-    root = BucketFolder(replace(pattern, key="/".join(parts[:plain])))
+    root = replace(pattern, key="/".join(parts[:plain]))
     matching = glob_pattern("/".join(parts[plain:]))
-    return [root.place / name for name in root.store.list(root.place) if matching.fullmatch(name)]
-
-
-# ---- shards in object storage that are read from a local copy
-
-
-class _CachedShard(ShardReader):
-    """An open shard whose local copy is not evicted while it is open; `open_local` opens files on a disk."""
-
-    def __init__(
-        self,
-        folder: BucketFolder,
-        shards: Sequence[Shard],
-        open_local: Callable[[Path, int | None], ShardReader],
-        place: Place,
-        pack_size: int | None,
-    ) -> None:
-        shard = next(shard for shard in shards if folder.place / shard.path == place)
-        self._place = place
-        self._entry = folder.fetch(shard.files)
-        try:
-            self._shard = open_local(self._entry.folder / shard.path, pack_size)
-        except BaseException:
-            self._entry.release()
-            raise
-        self.num_packs = self._shard.num_packs
-
-    def read(self, rows: Sequence[int]) -> list[Pack]:
-        return self._shard.read(rows)
-
-    def read_row(self, row: int) -> Pack:
-        return self._shard.read_row(row)
-
-    def where(self, row: int) -> str:
-        return f"{self._shard.where(row)} (the copy of {self._place})"
-
-    def close(self) -> None:
-        self._shard.close()
-        self._entry.release()
+    return [root / name for name in list_objects(root) if matching.fullmatch(name)]
 
 
 # ---- errors
@@ -383,7 +349,8 @@ def _incomplete(folder: Folder) -> FormatError:
     if MARKER_NAME in names:
         what = ": a write is in progress or was interrupted"
         fix = "wait for the writer, or run the command that wrote it again"
-    return FormatError(f"no {MANIFEST_NAME}{what} (found {_some(names)})", where=folder.where(), fix=fix)
+    found = ", ".join([*sorted(names, key=natural_key)[:4], *(["..."] if len(names) > 4 else [])]) or "nothing"
+    return FormatError(f"no {MANIFEST_NAME}{what} (found {found})", where=folder.where(), fix=fix)
 
 
 def _nothing(path: Path) -> FormatError:
@@ -398,11 +365,6 @@ def _nothing(path: Path) -> FormatError:
         near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=2, cutoff=0.6)
     fix = f"did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else "check the path"
     return FormatError("there is no dataset", where=str(path), fix=fix)
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = sorted(names, key=natural_key)[:4]
-    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "") if names else "nothing"
 
 
 def _suffixes() -> str:

@@ -179,7 +179,7 @@ class PackReader:
             except (OSError, MemoryError, FormatError) as error:
                 raise _explained(error, self._places[shard]) from error
             for position, row, pack in zip(positions, rows, read, strict=True):
-                self._check_pack(handle, row, pack, start + row)
+                self._check_pack(pack, start + row)
                 packs[position] = pack
         return [packs[position] for position in range(len(pack_ids))]
 
@@ -190,7 +190,9 @@ class PackReader:
     def where(self, pack_id: int) -> str:
         """Return file and position of a pack, for error messages."""
         shard = bisect.bisect_right(self._starts, pack_id) - 1
-        return self._handles.get(shard, self._open).where(pack_id - self._starts[shard])
+        handle = self._handles.get(shard, self._open)
+        of_copy = "" if handle.entry is None else f" (the copy of {self._places[shard]})"
+        return handle.where(pack_id - self._starts[shard]) + of_copy
 
     def files(self) -> list[Place]:
         """Return the files and folders that hold the packs, in order."""
@@ -238,8 +240,8 @@ class PackReader:
             what = "the file was replaced or changed since the dataset was opened"
             raise FormatError(what, where=str(self._places[shard]), fix="open the dataset again")
 
-    def _check_pack(self, handle: ShardReader, row: int, pack: Pack, pack_id: int) -> None:
-        """Compare a pack, read at `row` of a shard, with what was written; raises FormatError if it differs."""
+    def _check_pack(self, pack: Pack, pack_id: int) -> None:
+        """Compare a pack with what was written; raises FormatError if it differs."""
         checksums = self._checksums
         if checksums is None:
             problem = pack.problem(self.pack_size, max_weight=self.max_weight)
@@ -251,7 +253,7 @@ class PackReader:
             return
         else:
             problem = "does not match its checksum"
-        raise FormatError(f"pack {pack_id:,} {problem}", where=handle.where(row))
+        raise FormatError(f"pack {pack_id:,} {problem}", where=self.where(pack_id))
 
     def _set_views(self) -> None:
         # Indexing a memoryview gives a Python number in half the time of an array.

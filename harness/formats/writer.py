@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -23,17 +22,8 @@ from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, Index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
 from harness.records import Pack
 from harness.settings import from_plain
-from harness.storage import (
-    BucketFolder,
-    Folder,
-    LocalFolder,
-    Marker,
-    make_folder,
-    open_folder,
-    sync_folder,
-    write_atomically,
-)
-from harness.storage.files import TEMPORARY_SUFFIX
+from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_folder, write_atomically
+from harness.storage.files import TEMPORARY_SUFFIX, explain_os_errors
 
 # Left in the marker of a write that cannot continue: what is there belongs to it and is replaced.
 _BEGUN = b"begun"
@@ -191,9 +181,7 @@ class PackWriter:
             if len(self._builder) == self._packs_per_shard and not self._file:
                 self._finish_shard(self._shard)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._open:
             return
         self._open = False
@@ -407,8 +395,8 @@ class _FileClaim:
     overwrite: bool
 
     def __post_init__(self) -> None:
-        place = self.folder.place if isinstance(self.folder, LocalFolder) else None
-        self._marker = None if place is None else Marker(place / f".{self.name}{MARKER_NAME}")
+        folder = self.folder
+        self._marker = folder.lock(f".{self.name}{MARKER_NAME}") if isinstance(folder, LocalFolder) else None
 
     def enter(self) -> None:
         if self._marker is None or not self._marker.path.exists():
@@ -452,26 +440,12 @@ def forget_interruption(path: str | PathLike[str]) -> None:
     """
     folder = open_folder(path)
     if isinstance(folder, LocalFolder):
-        is_file = folder.place.is_file()
-        name = f".{folder.place.name}{MARKER_NAME}" if is_file else MARKER_NAME
-        marker = Marker((folder.place.parent if is_file else folder.place) / name)
+        of_file = LocalFolder(folder.place.parent).lock(f".{folder.place.name}{MARKER_NAME}")
+        marker = of_file if folder.place.is_file() else folder.lock(MARKER_NAME)
         if marker.path.exists():
             with explain_os_errors(folder.where()):
                 marker.acquire()
                 marker.release(remove=True)
-
-
-@contextlib.contextmanager
-def explain_os_errors(where: str) -> Iterator[None]:
-    """Turn errors of the system, such as a full disk, into errors that name the place."""
-    try:
-        yield
-    except OSError as error:
-        raise FormatError(
-            f"writing failed: {error.strerror or error}",
-            where=str(error.filename or where),
-            fix="fix the cause (space, permissions, quota) and run the same command again",
-        ) from error
 
 
 def _already_there(where: str) -> FormatError:

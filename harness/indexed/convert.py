@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.checks import require_at_least, require_choice
-from harness.errors import ConfigError, FormatError, PrepError, os_errors_as
+from harness.checks import CheckedSettings, bounded, one_of
+from harness.errors import ConfigError, FormatError, PrepError
 from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, UINT16, MappedIndex, prefix_of, smallest_dtype, with_suffix
 from harness.indexed.verify import check_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.records import MAX_TOKEN_ID
 from harness.storage import write_atomically
+from harness.storage.files import explain_os_errors
 
 if TYPE_CHECKING:
     from harness.indexed.token_shards import TokenBatch
@@ -25,7 +26,7 @@ _BLOCK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
-class TokenSource:
+class TokenSource(CheckedSettings):
     """Settings for reading documents from token shards.
 
     Attributes:
@@ -38,16 +39,14 @@ class TokenSource:
 
     column: str = "input_ids"
     eod: int | None = None
-    vocab_size: int | None = None
-    empty: str = "drop"
+    vocab_size: int | None = bounded(None, lowest=1)
+    empty: str = one_of("drop", ("drop", "refuse"))
 
     def __post_init__(self) -> None:
-        if self.vocab_size is not None:
-            require_at_least(self.vocab_size, 1, setting="vocab_size")
+        super().__post_init__()
         if self.eod is not None and not 0 <= self.eod <= self._largest_token:
             what = f"the token {self.eod:,} is not between 0 and {self._largest_token:,}"
             raise ConfigError(what, where="eod", fix="choose a token id of the vocabulary")
-        require_choice(self.empty, ("drop", "refuse"), setting="empty")
 
     @property
     def _largest_token(self) -> int:
@@ -210,5 +209,5 @@ def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -
 
 def save_counts(counts: dict[str, tuple[int, int]], path: Path) -> None:
     """Write the file for `--per-dataset-sequences-path`; raises FormatError if it cannot be written."""
-    with os_errors_as(FormatError, "writing failed", where=path, fix="fix the cause and run the same command again"):
+    with explain_os_errors(path):
         write_atomically(path, json.dumps(counts).encode())

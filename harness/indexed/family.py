@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from harness.errors import ConfigError, FormatError, PrepError, Problem, os_errors_as
+from harness.errors import ConfigError, PrepError, Problem
 from harness.indexed.convert import TokenSource, count_sequences, save_counts
 from harness.indexed.index import BIN, IDX, INT32, with_suffix
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
-from harness.storage import Marker, file_digest, make_folder, write_atomically
+from harness.storage import Marker, StoredFile, file_digest, make_folder, write_atomically
+from harness.storage.checksums import find_damage
+from harness.storage.files import explain_os_errors
 
 if TYPE_CHECKING:
     from harness.indexed.token_shards import TokenBatch
@@ -134,8 +136,7 @@ def _claim(folder: Path, family: TokenFamily, *, overwrite: bool) -> Iterator[_C
 
     if not marker.path.exists():
         refuse_existing()
-    fix = "fix the cause (space, permissions, quota) and run the same command again"
-    with os_errors_as(FormatError, "writing failed", where=folder, fix=fix):
+    with explain_os_errors(folder):
         make_folder(folder)
         left = marker.acquire()
         claim = _Claim(marker, overwrite or left == _PLACING)
@@ -224,15 +225,8 @@ def verify_family(path: str, *, progress: Callable[[int, int], None] | None = No
     if record is None:
         return [Problem("is not a record of a token family", path)]
     problems = []
-    for name, stored in record["files"].items():
-        try:
-            digest = file_digest(folder / name)
-        except OSError as error:
-            problems.append(Problem(f"cannot be read: {error.strerror}", str(folder / name)))
-        else:
-            if digest != stored["xxh3"]:
-                what = f"the file has the hash {digest}, the record has {stored['xxh3']}"
-                problems.append(Problem(what, str(folder / name)))
+    for name, facts in record["files"].items():
+        problems += find_damage(folder, StoredFile(name, facts.get("num_bytes", 0), facts["xxh3"]))
     vocab_size = record["source"]["vocab_size"]
     for split in record["splits"].values():
         problems += verify_indexed(folder / split["prefix"], vocab_size=vocab_size, progress=progress)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import ConfigError, FormatError, os_errors_as
+from harness.errors import ConfigError, FormatError
 from harness.indexed.index import BIN, IDX, INT32, UINT16, IndexHeader, largest_token, with_suffix
 from harness.storage import Marker, make_folder, sync_folder
-from harness.storage.files import AtomicFile
+from harness.storage.files import AtomicFile, explain_os_errors
 
 # Ledger entries, or tokens, in memory at a time.
 _BLOCK = 1 << 20
@@ -70,7 +69,7 @@ class IndexedWriter:
         if not self._marker.path.exists():
             self._refuse_existing()
         folder = self.prefix.parent
-        with self._os_errors_explained():
+        with explain_os_errors(self.prefix):
             make_folder(folder)
             left = self._marker.acquire()
             try:
@@ -116,7 +115,7 @@ class IndexedWriter:
                 what = f"a token is negative or above {min(np.iinfo(self.dtype).max, np.iinfo(INT32).max):,}"
                 raise FormatError(what, where=str(self.prefix), fix="fix the tokens, or choose a larger dtype")
             self.widen()
-        with self._os_errors_explained():
+        with explain_os_errors(self.prefix):
             self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.num_tokens += len(tokens)
 
@@ -130,7 +129,7 @@ class IndexedWriter:
             document_ends: integers [documents], past-the-end sequence of each, counted within these sequences.
             modes: int8 [sequences] of a multimodal dataset, whose every call gives them.
         """
-        with self._os_errors_explained():
+        with explain_os_errors(self.prefix):
             for start in range(0, len(lengths), _BLOCK):
                 self._lengths.write(np.ascontiguousarray(lengths[start : start + _BLOCK], "<i4").data)
             for start in range(0, len(document_ends), _BLOCK):
@@ -143,7 +142,7 @@ class IndexedWriter:
 
     def widen(self) -> None:
         """Rewrite the tokens as int32, and store int32 from here on."""
-        with self._os_errors_explained():
+        with explain_os_errors(self.prefix):
             self._bin.flush()
             with self._bin.temporary_path.open("rb") as narrow:
                 # The open file keeps its bytes after the name is removed.
@@ -158,12 +157,10 @@ class IndexedWriter:
         counts = (self.num_documents, self.num_sequences, self.num_tokens)
         return IndexedReport(str(self.prefix), self.dtype.name, *counts, empty_documents)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if kind is None:
-                with self._os_errors_explained():
+                with explain_os_errors(self.prefix):
                     self._finish()
         finally:
             self._bin.abort()
@@ -216,14 +213,3 @@ class IndexedWriter:
         self._lengths.seek(0)
         while block := self._lengths.read(4 * _BLOCK):
             yield np.frombuffer(block, "<i4")
-
-    @contextmanager
-    def _os_errors_explained(self) -> Iterator[None]:
-        """Turn errors of the operating system, such as a full disk, into a FormatError with the prefix."""
-        with os_errors_as(
-            FormatError,
-            "writing failed",
-            where=self.prefix,
-            fix="fix the cause (space, permissions, quota) and run the same command again",
-        ):
-            yield

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.checks import check_numbers
+from harness.checks import bounded, check_numbers
 from harness.errors import ConfigError, LoaderError
 from harness.loader.config import LoaderConfig
 from harness.loader.order import BatchRange, EpochOrder, derive_seed
@@ -40,24 +40,15 @@ class Blend:
     """
 
     names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    weights: tuple[float, ...] | None
-    epochs: tuple[int | None, ...]
+    sizes: tuple[int, ...] = bounded(lowest=1, highest=None)
+    weights: tuple[float, ...] | None = bounded(above=0, highest=None)
+    epochs: tuple[int | None, ...] = bounded(lowest=1)
     shares: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        weights = self.weights or (1.0,) * len(self.names)
-        for name, size, weight, epochs in zip(self.names, self.sizes, weights, self.epochs, strict=True):
-            where = f"data.blend, {name}"
-            if size < 1:
-                raise ConfigError("the source contains no packs", where=where, fix="remove it")
-            if not (math.isfinite(weight) and weight > 0):
-                raise ConfigError(f"the weight is {weight}", where=where, fix="set it to a number above 0, or omit it")
-            if epochs is not None and epochs < 1:
-                raise ConfigError(f"epochs is {epochs}", where=where, fix="set it to 1 or more")
-        limits = [size * (epochs or 1) for size, epochs in zip(self.sizes, self.epochs, strict=True)]
+        check_numbers(self, "data.blend")
         # Scaled in numpy, as Megatron-Core does: a sum in another order differs in its last bit.
-        scaled = np.asarray(self.weights or limits, dtype=np.float64)
+        scaled = np.asarray(self.weights or self._epoch_sizes, dtype=np.float64)
         object.__setattr__(self, "shares", tuple((scaled / np.sum(scaled)).tolist()))
 
     @classmethod
@@ -68,9 +59,11 @@ class Blend:
     @property
     def num_packs(self) -> int | None:
         """Packs of one epoch; None with weights."""
-        if self.weights is not None:
-            return None
-        return sum(size * (epochs or 1) for size, epochs in zip(self.sizes, self.epochs, strict=True))
+        return None if self.weights is not None else sum(self._epoch_sizes)
+
+    @property
+    def _epoch_sizes(self) -> list[int]:
+        return [size * (epochs or 1) for size, epochs in zip(self.sizes, self.epochs, strict=True)]
 
     @property
     def signature(self) -> str:
@@ -80,10 +73,8 @@ class Blend:
 
     def limit(self, source: int) -> int | None:
         """Return the packs that may be drawn from a source in one epoch of the blend; None for no limit."""
-        epochs = self.epochs[source]
-        if epochs is None and self.weights is not None:
-            return None
-        return self.sizes[source] * (epochs or 1)
+        is_endless = self.weights is not None and self.epochs[source] is None
+        return None if is_endless else self.sizes[source] * (self.epochs[source] or 1)
 
     def draw(self, counts: list[int], num_packs: int) -> Int64Array:
         """Return the source of each of the next packs, int64 [packs]; fewer than requested at the end.

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from harness.checks import LONGEST_S, CheckedSettings, bounded
+from harness.checks import LONGEST_S, CheckedSettings, bounded, one_of
 from harness.errors import ConfigError, LoaderError
 
 
@@ -35,22 +35,13 @@ class LoaderConfig(CheckedSettings, section="loader"):
     num_workers: int = bounded(2, lowest=0, highest=1024)
     persistent_workers: bool = True
     prefetch_factor: int = bounded(2, lowest=1, highest=1024)
-    start_method: str | None = None
+    start_method: str | None = one_of(None, ("fork", "spawn", "forkserver"))
     block_packs: int = bounded(64, lowest=1)
     window_blocks: int = bounded(16, lowest=1)
     drop_last: bool = False
     shuffle: bool = True
     timeout_s: float = bounded(300.0, above=0, highest=LONGEST_S)
     allow_other_data: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.start_method not in (None, "fork", "spawn", "forkserver"):
-            raise ConfigError(
-                f"start method {self.start_method!r} does not exist",
-                where="loader.start_method",
-                fix="choose fork, spawn, forkserver, or null (the default of the platform)",
-            )
 
     @property
     def order_signature(self) -> str:
@@ -68,7 +59,6 @@ class RankLayout:
         tp_rank, tp_size: tensor parallelism.
         pp_rank: stage of the pipeline.
         is_first_stage, is_last_stage: of the pipeline.
-        virtual_stages: model chunks of this rank in an interleaved pipeline; None without interleaving.
         pad_to_multiple: every sequence is padded to a multiple of this (`harness.thd.padding_multiple`).
         group_size: the number of microbatches of a step is a multiple of this.
         shares_rows: True for a trainer that runs rows which several data-parallel ranks share (`ThdBatch.shared_by`),
@@ -84,7 +74,6 @@ class RankLayout:
     pp_rank: int = 0
     is_first_stage: bool = True
     is_last_stage: bool = True
-    virtual_stages: int | None = None
     pad_to_multiple: int = 1
     group_size: int = 1
     shares_rows: bool = False

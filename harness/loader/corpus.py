@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness.checks import CheckedSettings, bounded
-from harness.errors import ConfigError
+from harness.errors import ConfigError, os_errors_as
 from harness.loader.blend import check_sources
+from harness.settings import load
 from harness.storage import is_uri
 
 # Names of Megatron.
@@ -227,16 +227,9 @@ def corpus_paths(data: dict[str, Any]) -> list[str]:
 
 
 def _read_json(path: Path, key: str) -> dict[str, list[int]]:
-    what, fix = "the file is not a mapping", "write it again"
-    try:
-        values = json.loads(path.read_text())
-        if isinstance(values, dict):
-            return values
-    except OSError as error:
-        what, fix = f"the file cannot be read: {error.strerror}", "specify the file written by `harness indexed`"
-    except ValueError as error:
-        what = f"the file is not JSON: {error}"
-    raise ConfigError(what, where=f"{path}, {key}", fix=fix)
+    what, where = "the file cannot be read", f"{path}, {key}"
+    with os_errors_as(ConfigError, what, where=where, fix="specify the file written by `harness indexed`"):
+        return load(dict[str, Any], path.read_bytes(), where=where, fix="write it again", what=what, error=ConfigError)
 
 
 def _read_splits(path: Path) -> dict[str, Sources]:

@@ -449,8 +449,6 @@ def _check_alike(readers: Sequence[PackReader]) -> None:
         raise ConfigError("the blend is empty", where="data.blend", fix="specify at least one dataset")
     first: dict[str, tuple[str, PackReader]] = {}
     for reader in readers:
-        if len(reader) == 0:
-            raise ConfigError("the source contains no packs", where=f"data.blend, {reader.path}", fix="remove it")
         if reader.manifest is None:  # bare files have no provenance
             continue
         for name, value in (("data.pack_size", str(reader.pack_size)), ("tokenizer", _tokenizer_of(reader)[0])):

@@ -11,7 +11,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError, PrepError
+from harness.errors import ConfigError, PrepError, os_errors_as
+from harness.settings import flatten, load
 from harness.storage import BucketFolder, Folder, Marker, make_folder, sync_folder, write_atomically
 from harness.storage.files import sync_tree
 
@@ -78,7 +79,7 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
         return report if complete and TOKENIZER in folder.names() else None
     if overwrite:
         return None
-    old, new = _flat(report.get("settings")), _flat(settings)
+    old, new = flatten(report.get("settings") or {}), flatten(settings)
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
     shown += [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
@@ -154,11 +155,9 @@ class PreparedFolder:
         Raises:
             FormatError: another process is preparing it.
         """
-        try:
+        fix = "set data.path to a writable folder"
+        with os_errors_as(ConfigError, "the folder cannot be created", where=self.path, fix=fix):
             make_folder(self.path)
-        except OSError as error:
-            what = f"the folder cannot be created: {error.strerror}"
-            raise ConfigError(what, where=str(self.path), fix="set data.path to a writable folder") from error
         self._marker.acquire()
         for name in _OWNED:
             entry = self.path / name
@@ -205,20 +204,9 @@ def _read_report(folder: Folder) -> dict[str, Any] | None:
         data = folder.read(REPORT, _MAX_REPORT_BYTES)
     if data is None:
         return None
-    try:
-        report = json.loads(data)
-    except ValueError:
-        report = None
-    if not isinstance(report, dict) or "settings_hash" not in report:
-        fix = "set data.path to another folder, or remove this one"
-        raise PrepError("the report was not written by a preparation", where=folder.where(REPORT), fix=fix)
+    what, where = "the report was not written by a preparation", folder.where(REPORT)
+    fix = "set data.path to another folder, or remove this one"
+    report = load(dict[str, Any], data, where=where, fix=fix, what=what, error=PrepError)
+    if "settings_hash" not in report:
+        raise PrepError(what, where=where, fix=fix)
     return report
-
-
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(settings, dict):
-        return {prefix.rstrip("."): settings}
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.")
-    return flat

@@ -28,9 +28,8 @@ MIN_SEQUENCE_TOKENS = 2
 # Of sequences that are longer than a pack.
 OVER_LONG = ("drop", "cut", "split")
 
-# Setting -> name of the format; the last is the name of npy in other tools.
-PACKED_STORAGE = {name: name for name in ("parquet", "memmap", "binidx", "jsonl", "virtual", "npy")}
-PACKED_STORAGE["legacy_npy_pickle"] = "npy"
+# Names of formats; the last is that of npy in other tools.
+PACKED_STORAGE = ("parquet", "memmap", "binidx", "jsonl", "virtual", "npy", "legacy_npy_pickle")
 
 # Keys of the random streams; a plan depends on them.
 _STREAM_SEQUENCES, _STREAM_PACKS = 0, 1
@@ -64,7 +63,7 @@ class PackingConfig(CheckedSettings, section="data"):
     algorithm: str = "best_fit_decreasing"
     seed: int = bounded(0, highest=2**63 - 1)
     over_long: str = one_of("drop", OVER_LONG)
-    packed_storage: str = "parquet"
+    packed_storage: str = one_of("parquet", PACKED_STORAGE)
     validation_fraction: float = bounded(0.02, lowest=0, below=1)
     test_fraction: float = bounded(0.0, lowest=0, below=1)
     drop_duplicates: bool = False
@@ -76,8 +75,6 @@ class PackingConfig(CheckedSettings, section="data"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice(self.algorithm, PACKERS, setting="data.algorithm")
-        storage = PACKED_STORAGE.get(self.packed_storage, self.packed_storage)
-        require_choice(storage, dict.fromkeys(PACKED_STORAGE.values()), setting="data.packed_storage")
         if self.validation_fraction + self.test_fraction >= 1:
             what = "nothing is left for training"
             fix = "make their sum less than 1"

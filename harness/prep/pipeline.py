@@ -19,24 +19,16 @@ from rich.console import Console
 
 from harness.checks import CheckedSettings, bounded, one_of
 from harness.errors import ConfigError, PrepError, os_errors_as
-from harness.formats import Manifest, Provenance, load_manifest, open_dataset, open_writer
+from harness.formats import Manifest, Provenance, open_dataset, open_writer
 from harness.formats.layouts.virtual import open_store, write_plan
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord
 from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
-from harness.prep.packing import PACKED_STORAGE, PackingConfig, PackPlan, plan_packs
+from harness.prep.packing import PackingConfig, PackPlan, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
-from harness.prep.report import (
-    PrepareReport,
-    SplitReport,
-    Stages,
-    choose_samples,
-    render_page,
-    render_report,
-    to_markdown,
-)
+from harness.prep.report import PrepareReport, Stages, choose_samples, render_page, render_report, to_markdown
 from harness.prep.shards import VERSION, Receipt, ShardJob, bytes_in_progress, refuse
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.mix import PreparedSource, find_sources
@@ -44,16 +36,7 @@ from harness.prep.sources.reading import SourceFiles, SourceShard, is_compressed
 from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import count_of, open_console
-from harness.storage import (
-    BucketFolder,
-    LocalCache,
-    LocalFolder,
-    Place,
-    make_folder,
-    open_folder,
-    stamp_of,
-    write_atomically,
-)
+from harness.storage import BucketFolder, LocalCache, LocalFolder, Place, open_folder, stamp_of, write_atomically
 from harness.storage.files import Stamp
 
 # More text does not improve a tokenizer, and memory stays bounded.
@@ -126,7 +109,9 @@ def prepare(
     depends_on = _settings(config, found)
     earlier = layout.finished_report(target, depends_on, overwrite=config.data.overwrite)
     # What goes to a bucket is prepared here first, in a folder that an interrupted preparation continues with.
-    copy = _working_folder(target) if isinstance(target, BucketFolder) else None
+    copy: Path | None = None
+    if isinstance(target, BucketFolder):
+        copy = LocalCache().folder / "preparations" / hashlib.sha256(str(target.place).encode()).hexdigest()[:16]
     if earlier is None and copy is not None:
         earlier = layout.finished_report(LocalFolder(copy), depends_on, overwrite=True)
     elif earlier is not None:
@@ -142,12 +127,6 @@ def prepare(
     stages.show("")
     console.print(render_report(report))
     return report
-
-
-def _working_folder(target: BucketFolder) -> Path:
-    """Return the folder of this machine in which the preparation of a bucket's folder is made."""
-    name = hashlib.sha256(str(target.place).encode()).hexdigest()[:16]
-    return LocalCache().folder / "preparations" / name
 
 
 def _upload(prepared: Path, target: BucketFolder, settings: dict[str, Any], stages: Stages, *, overwrite: bool) -> None:
@@ -268,10 +247,6 @@ class Preparation:
     @property
     def num_bytes(self) -> int:
         return sum(source.found.num_bytes for source in self.sources)
-
-    def _stamped(self) -> Iterator[tuple[Place, Stamp]]:
-        for source in self.sources:
-            yield from zip(source.found.files, source.found.stamps, strict=True)
 
     def begin(self) -> ChatTokenizer:
         """Write the built-in corpus if it is the source, find the schema, and load or train the tokenizer."""
@@ -407,21 +382,25 @@ class Preparation:
                 stage.summary += f"; {reused:,} of {len(done):,} shards were already finished"
         if report.bad.total() == report.records:
             self._refuse_source(report.bad, report.examples[f"bad {next(iter(report.bad))}"][0] if report.bad else "")
-        self._check_splits(splits)
         self._describe(splits)
-        report.check_sums()
+        kept = sum(split.conversations for split in report.splits.values())
+        assert report.records == kept + report.bad.total() + report.dropped.total()
         if any(source.epochs != 1 for source in self.sources):
             epochs = np.concatenate([np.full(receipt.sequences, of.epochs) for _, _, receipt, of in done])
             splits[layout.TRAIN] = repeat(splits[layout.TRAIN], epochs, seed=data.seed)
-            self._check_splits(splits)
             self._describe(splits)
         return splits
 
     def _describe(self, splits: dict[str, Split]) -> None:
+        """Report the counts of the splits; raise PrepError if one is empty."""
         for name, split in splits.items():
-            self.report.splits[name] = SplitReport(
-                split.num_conversations, len(split), split.num_tokens, split.num_trained_tokens
-            )
+            if not len(split):
+                what = f"no conversations remain for {name}: read {count_of(self.report.records, 'record')}"
+                what += f"; left out: {left_out}" if (left_out := self.report.left_out()) else ""
+                fix = "read more conversations, or change data.pack_size, data.over_long and the fractions of the "
+                fix += "splits: data.validation_fraction=0 omits this split"
+                raise PrepError(what, where=self.config.source.name, fix=fix)
+            self.report.add_split(name, split)
 
     def _do_shards(
         self, job: ShardJob, advance: Callable[[float], None]
@@ -429,7 +408,9 @@ class Preparation:
         """Tokenize the sources shard by shard, and return each with its folder; raise PrepError if a file changes."""
         stamps = _stamps(self.files)
         text_bytes = sum(
-            stamp.num_bytes * (_EXPANSION if is_compressed(file) else 1) for file, stamp in self._stamped()
+            stamp.num_bytes * (_EXPANSION if is_compressed(file) else 1)
+            for source in self.sources
+            for file, stamp in zip(source.found.files, source.found.stamps, strict=True)
         )
         shard_bytes = max(self.config.source.shard_bytes, -(-text_bytes // _MAX_SHARDS))
         cut: list[tuple[SourceShard, PreparedSource]] = []
@@ -457,19 +438,6 @@ class Preparation:
                 raise PrepError("the file changed while it was read", where=str(place), fix=fix)
         return done
 
-    def _check_splits(self, splits: dict[str, Split]) -> None:
-        report = self.report
-        empty = [name for name, split in splits.items() if not len(split)]
-        if empty:
-            left_out = report.left_out()
-            fix = "read more conversations, or change data.pack_size, data.over_long and the fractions of the splits: "
-            raise PrepError(
-                f"no conversations remain for {empty[0]}: read {count_of(report.records, 'record')}"
-                + (f"; left out: {left_out}" if left_out else ""),
-                where=self.config.source.name,
-                fix=fix + "data.validation_fraction=0 omits this split",
-            )
-
     def _pack(self, name: str, sequences: Split, tokenizer: ChatTokenizer) -> None:
         config, split, path = self.config.data, self.report.splits[name], self.path / name
         plan = plan_packs(sequences.lengths, pack_size=config.pack_size, algorithm=config.algorithm, seed=config.seed)
@@ -488,7 +456,7 @@ class Preparation:
             if config.packed_storage == "virtual":
                 self._write_virtual(name, plan, sequences, provenance, stage.advance)
             else:
-                format = PACKED_STORAGE[config.packed_storage]
+                format = config.packed_storage
                 with open_writer(path, format=format, pack_size=config.pack_size, provenance=provenance) as writer:
                     for index in range(plan.num_packs):
                         writer.append(sequences.pack(plan.pack(index)))
@@ -496,16 +464,9 @@ class Preparation:
                             stage.advance(64)
                     stage.advance(plan.num_packs % 64)
             with closing(open_dataset(path)) as reader:
-                split.fingerprint = reader.fingerprint
-            manifest = load_manifest(path)
-            stored = (manifest.num_sequences, manifest.num_tokens) if manifest else (0, 0)
-            if stored != (split.sequences, split.tokens):
-                raise PrepError(
-                    f"expected {split.sequences:,} sequences of {split.tokens:,} tokens in the dataset, "
-                    f"found {stored[0]:,} of {stored[1]:,}",
-                    where=str(path),
-                    fix="remove the folder and prepare again",
-                )
+                split.fingerprint, manifest = reader.fingerprint, reader.manifest
+            assert manifest is not None
+            assert (manifest.num_sequences, manifest.num_tokens) == (split.sequences, split.tokens)
             split.describe_packs(sequences.lengths, plan, pack_size=config.pack_size)
             stage.summary = f"{count_of(plan.num_packs, 'pack')} of {config.pack_size:,} tokens, {split.fill:.2%} full"
 
@@ -514,7 +475,6 @@ class Preparation:
     ) -> None:
         """Write the sequences in their own order, one per pack, and the plan beside them."""
         path, store, pack_size = self.path / name, self.path / layout.SEQUENCES / name, self.config.data.pack_size
-        make_folder(store.parent)
         tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
         stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
         with open_writer(store, format="virtual", pack_size=pack_size, provenance=stored) as writer:

@@ -22,7 +22,6 @@ from harness.prep.fitting import fit_conversation
 from harness.prep.folder import TOKENIZER
 from harness.prep.pipeline import Preparation, PrepareConfig
 from harness.prep.report import PrepareReport, Stages
-from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.mix import find_sources
 from harness.prep.tokenize import ChatTokenizer, Encoded
 from harness.printing import count_of, one_line, open_console
@@ -65,7 +64,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
         has_color = console.color_system is not None
         facts_of_run = (
             ("source", config.source.name),
-            ("schema", run.report.schema + ("" if _is_given(config.source) else ", detected")),
+            ("schema", run.report.schema + ("" if all(one.schema for one in config.source.each()) else ", detected")),
             ("not read", ", ".join(run.report.unused)),
             ("tokenizer", f"{name}, {tokenizer.vocab_size:,} tokens" if name else trained),
             ("mask", f"{facts['rule']}, because {facts['why']}"),
@@ -78,7 +77,12 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
         equal = Counter((one.reason, one.detail) for one in made if isinstance(one, BadRecord))
         for record, sequences in zip(records, made, strict=True):
             if isinstance(sequences, BadRecord):
-                _show_refused(sequences, equal.pop((sequences.reason, sequences.detail), 0), console)
+                # Once for all records that are refused for the same reason.
+                if count := equal.pop((sequences.reason, sequences.detail), 0):
+                    more = f" (and {count_of(count - 1, 'more record')})" if count > 1 else ""
+                    console.print(Text("\n" + _wrapped(sequences.where + more, console), style="bold"))
+                    what = f"refused, {sequences.reason}: {sequences.detail}"
+                    console.print(Text(_wrapped(what, console), style="red"))
                 continue
             assert isinstance(record, Conversation)
             _show(record, sequences, tokenizer, config, console, has_color=has_color)
@@ -86,18 +90,6 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
                 _show_difference(record, tokenizer, served, console)
     shown = f"The first {len(records):,} records as stored" if len(records) != 1 else "The first record as stored"
     console.print(Text(f"\n{shown} trained; nothing was written."))
-
-
-def _is_given(source: SourceConfig) -> bool:
-    return all(one.schema for one in source.each())
-
-
-def _show_refused(bad: BadRecord, count: int, console: Console) -> None:
-    """Print the first of `count` records that are refused for the same reason; 0 for one that was counted before."""
-    if count:
-        more = f" (and {count_of(count - 1, 'more record')})" if count > 1 else ""
-        console.print(Text("\n" + _wrapped(bad.where + more, console), style="bold"))
-        console.print(Text(_wrapped(f"refused, {bad.reason}: {bad.detail}", console), style="red"))
 
 
 def _show(

@@ -23,16 +23,16 @@ from typing import Any
 
 _TIMEOUT_S = 300
 # Importing these opens a window or a browser, prints, or changes the terminal; or they are tests or demonstrations.
-SKIPPED = {"__main__", "antigravity", "idlelib", "lib2to3", "pydoc_data", "readline", "rlcompleter", "test", "this"}
-SKIPPED |= {"tkinter", "turtle", "turtledemo"}
-SKIPPED_PARTS = {"test", "tests", "encodings"}
+_SKIPPED = {"__main__", "antigravity", "idlelib", "lib2to3", "pydoc_data", "readline", "rlcompleter", "test", "this"}
+_SKIPPED |= {"tkinter", "turtle", "turtledemo"}
+_SKIPPED_PARTS = {"test", "tests", "encodings"}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_SYSTEM = "You answer questions about Python briefly and exactly."
+_SYSTEM = {"role": "system", "content": "You answer questions about Python briefly and exactly."}
 _QUESTIONS = ("What does `{}` do?", "Explain `{}`.", "What is `{}` for?", "I found `{}` in some code. What is it?")
 # Characters of a passage of a topic, about, and passages of a conversation.
 _PASSAGE, _PASSAGES = 1000, 2
 
-# A name, and a text about it.
+# A name or a question, and a text about it.
 Entry = tuple[str, str]
 
 
@@ -55,51 +55,35 @@ def write_pydoc_corpus(path: Path) -> None:
     # -P and -S: the script's folder must not hide modules, and installed packages must not add any.
     command = [sys.executable, "-P", "-S", "-s", "-B", "-X", "utf8", __file__, str(temporary.resolve())]
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT", "LD_LIBRARY_PATH") if name in os.environ}
-    fix = "use another Python, or your own chats with source=files source.path=..."
+    env = {**kept, "PYTHONHASHSEED": "0", "TERM": "dumb"}
     try:
-        result = subprocess.run(
-            command,
-            env={**kept, "PYTHONHASHSEED": "0", "TERM": "dumb"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PrepError(f"collecting Python's documentation failed: {error}", where=sys.executable, fix=fix) from error
-    if result.returncode != 0 or not temporary.exists():
-        message = " ".join(result.stderr.decode(errors="replace").strip().splitlines()[-1:])
-        what = f"collecting Python's documentation ended with code {result.returncode}: {message}"
-        raise PrepError(what, where=sys.executable, fix=fix)
-    temporary.replace(path)
+        subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=True)
+        temporary.replace(path)
+    except (OSError, subprocess.SubprocessError) as error:
+        last = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        what = f"collecting Python's documentation failed: {last or error}"
+        fix = "use another Python, or your own chats with source=files source.path=..."
+        raise PrepError(what, where=sys.executable, fix=fix) from error
 
 
-def draw(name: str, choices: int) -> int:
+def _draw(name: str, choices: int) -> int:
     """Return a number below `choices` that depends on the name alone: the corpus is the same on every run."""
     return zlib.crc32(name.encode()) % choices
 
 
-def find_modules() -> Iterator[tuple[str, types.ModuleType]]:
-    """Yield the public modules of the standard library that can be imported here, by name."""
-
-    def walk(name: str) -> Iterator[tuple[str, types.ModuleType]]:
-        try:
-            module = importlib.import_module(name)
-        except (Exception, SystemExit):  # for another operating system, or an optional library is missing
-            return
-        yield name, module
-        paths = getattr(module, "__path__", None)
-        for info in sorted(pkgutil.iter_modules(paths), key=lambda info: info.name) if paths else []:
-            if not info.name.startswith("_") and not SKIPPED_PARTS & {info.name, name}:
-                yield from walk(f"{name}.{info.name}")
-
-    for name in sorted(sys.stdlib_module_names):
-        if not name.startswith(("_", "xx")) and name not in SKIPPED:
-            yield from walk(name)
+def _modules(name: str) -> Iterator[tuple[str, types.ModuleType]]:
+    """Yield a module and the public ones inside it, by name, as far as they can be imported here."""
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit):  # for another operating system, or an optional library is missing
+        return
+    yield name, module
+    for info in sorted(pkgutil.iter_modules(getattr(module, "__path__", ())), key=lambda info: info.name):
+        if not info.name.startswith("_") and not _SKIPPED_PARTS & {info.name, name}:
+            yield from _modules(f"{name}.{info.name}")
 
 
-def documentation(thing: Any) -> str:
+def _documentation(thing: Any) -> str:
     """Return the object's own docstring, never an inherited one."""
     text = getattr(thing, "__doc__", None)
     text = inspect.cleandoc(text).strip() if isinstance(text, str) else ""
@@ -107,7 +91,7 @@ def documentation(thing: Any) -> str:
     return _ADDRESS.sub("", text).encode("utf-8", "replace").decode() if len(text) > 20 else ""
 
 
-def arguments(name: str, thing: Any) -> str:
+def _arguments(name: str, thing: Any) -> str:
     """Return a sentence about the arguments of a call by name; empty where they are unknown or none."""
     try:
         names = [f"`{name}`" for name in inspect.signature(thing).parameters if name not in ("self", "cls")]
@@ -116,9 +100,9 @@ def arguments(name: str, thing: Any) -> str:
     return f"`{name}` takes {', '.join(names)}." if names else ""
 
 
-def entries(name: str, owner: Any, seen: set[int]) -> Iterator[Entry]:
+def _entries(name: str, owner: Any, seen: set[int]) -> Iterator[Entry]:
     """Yield the documentation of a module or class and of all that it defines, each object once, by full name."""
-    yield name, documentation(owner)
+    yield name, _documentation(owner)
     exported = getattr(owner, "__all__", None)
     for member in sorted(exported or [one for one in vars(owner) if not one.startswith("_") or inspect.isclass(owner)]):
         thing = vars(owner).get(member)
@@ -129,26 +113,25 @@ def entries(name: str, owner: Any, seen: set[int]) -> Iterator[Entry]:
         seen.add(id(thing))
         full = f"{name}.{member}"
         if inspect.isclass(thing) and not inspect.isclass(owner):
-            yield from entries(full, thing, seen)
-        elif text := documentation(thing):
+            yield from _entries(full, thing, seen)
+        elif text := _documentation(thing):
             yield full, text
-            yield f"{full}()", arguments(full, thing)
+            yield f"{full}()", _arguments(full, thing)
 
 
-def conversations(found: list[Entry]) -> Iterator[list[Entry]]:
+def _conversations(found: list[Entry]) -> Iterator[list[Entry]]:
     """Divide entries into conversations of one question, or of three about neighbors."""
-    at = 0
-    while at < len(found):
-        turns = 1 if draw(found[at][0], 12) else 3
-        yield [(_QUESTIONS[draw(name, len(_QUESTIONS))].format(name), text) for name, text in found[at : at + turns]]
-        at += turns
+    while found:
+        turns = 1 if _draw(found[0][0], 12) else 3
+        yield [(_QUESTIONS[_draw(name, len(_QUESTIONS))].format(name), text) for name, text in found[:turns]]
+        found = found[turns:]
 
 
-def topics() -> Iterator[list[Entry]]:
+def _topics() -> Iterator[list[Entry]]:
     """Yield the language's reference as conversations: a topic in passages."""
-    from pydoc_data.topics import topics as texts
+    from pydoc_data.topics import topics
 
-    for topic, text in sorted(texts.items()):
+    for topic, text in sorted(topics.items()):
         passages = [""]
         for paragraph in re.split(r"\n\s*\n", text.strip()):
             passages += [""] if len(passages[-1]) > _PASSAGE else []
@@ -158,25 +141,25 @@ def topics() -> Iterator[list[Entry]]:
             yield [(f"Tell me about {topic} in Python, part {start // _PASSAGES + 1}.", part[0][1]), *part[1:]]
 
 
-def main(output: str) -> None:
-    warnings.simplefilter("ignore")
+def _write(output: Path) -> None:
     seen: set[int] = set()
+    names = sorted(name for name in sys.stdlib_module_names - _SKIPPED if not name.startswith(("_", "xx")))
     # Import all modules before describing any: some add to others.
-    found = [entry for name, module in list(find_modules()) for entry in entries(name, module, seen)]
+    modules = [found for name in names for found in _modules(name)]
     # No text is an answer twice: it would be in training and in validation.
-    unique = {text: name for name, text in reversed(found) if text}
-    lines = []
+    unique = {text: name for name, text in reversed([one for each in modules for one in _entries(*each, seen)]) if text}
     answers: set[str] = set()
-    for turns in (*topics(), *conversations([(name, text) for text, name in reversed(unique.items())])):
-        kept = [(question, answer) for question, answer in turns if answer not in answers]
-        answers.update(answer for _, answer in kept)
-        messages = [{"role": "system", "content": _SYSTEM}] if draw(turns[0][0], 8) == 0 else []
-        for question, answer in kept:
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        if kept:
-            lines.append(json.dumps({"messages": messages}, ensure_ascii=False))
-    Path(output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with output.open("w", encoding="utf-8") as file:
+        for turns in (*_topics(), *_conversations([(name, text) for text, name in reversed(unique.items())])):
+            messages = [_SYSTEM] if _draw(turns[0][0], 8) == 0 else []
+            for question, answer in turns:
+                if answer not in answers:
+                    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            answers.update(answer for _, answer in turns)
+            if messages not in ([], [_SYSTEM]):
+                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    warnings.simplefilter("ignore")
+    _write(Path(sys.argv[1]))

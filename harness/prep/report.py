@@ -21,6 +21,7 @@ from harness.errors import PrepError
 from harness.prep.counts import Counts, Sample
 from harness.prep.packing import PackPlan
 from harness.prep.shards import Receipt, read_samples
+from harness.prep.spool import Split
 from harness.printing import count_of, escape_markdown, one_line
 from harness.records import Int32Array
 from harness.settings import from_plain, to_plain
@@ -155,13 +156,10 @@ class PrepareReport(Counts):
         for name in ("conversations", "sequences", "tokens", "trained_tokens"):
             setattr(source, name, getattr(source, name) + getattr(receipt, name))
 
-    def check_sums(self) -> None:
-        """Raise PrepError unless every record that was read is accounted for."""
-        kept = sum(split.conversations for split in self.splits.values())
-        counted = kept + self.bad.total() + self.dropped.total()
-        if counted != self.records:
-            what = f"{self.records:,} records were read but {counted:,} are accounted for"
-            raise PrepError(what, where=self.path, fix="remove the folder and prepare again")
+    def add_split(self, name: str, split: Split) -> None:
+        """Add the counts of a split's sequences, in place of earlier ones."""
+        counts = (split.num_conversations, len(split), split.num_tokens, split.num_trained_tokens)
+        self.splits[name] = SplitReport(*counts)
 
     def provenance_counts(self) -> dict[str, int]:
         """Return the counts for a dataset's manifest."""

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from harness.errors import FormatError, HarnessError, PrepError
+from harness.errors import FormatError, HarnessError, PrepError, os_errors_as
 from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.counts import Counts, Sample, make_sample
 from harness.prep.fitting import fit_conversation
@@ -114,16 +114,12 @@ class Receipt:
 
 def do_shard(job: ShardJob, number: int, shard: SourceShard) -> Receipt | HarnessError:
     """Make a shard unless it exists. Errors are returned, not raised: they cross processes and machines."""
+    fix = "free disk space, or set data.path to another folder; finished shards are kept"
     try:
-        return _find_receipt(job, number, shard) or _make(job, number, shard)
+        with os_errors_as(PrepError, "the shard cannot be written", where=job.shard_folder(number), fix=fix):
+            return _find_receipt(job, number, shard) or _make(job, number, shard)
     except HarnessError as error:
         return error
-    except OSError as error:
-        return PrepError(
-            f"the shard cannot be written: {error.strerror or error}",
-            where=str(job.shard_folder(number)),
-            fix="free disk space, or set data.path to another folder; finished shards are kept",
-        )
 
 
 def refuse(bad: list[BadRecord]) -> None:

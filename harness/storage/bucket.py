@@ -9,7 +9,9 @@ import contextlib
 import hashlib
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -77,14 +79,6 @@ class ObjectStore:
             total.update(block)
         return str(total.hexdigest())
 
-    def list(self, place: ObjectPath) -> dict[str, int]:
-        """Return the bytes of all objects below a place, by their keys below it."""
-        return {name: int(one["size"]) for name, one in list_below(place).items()}
-
-    def list_stamps(self, place: ObjectPath) -> dict[str, Stamp]:
-        """Return the stamps of all objects below a place, by their keys below it; the versions are times."""
-        return {name: Stamp(int(one["size"]), _time_of(one)) for name, one in list_below(place).items()}
-
     def find_stamp(self, place: ObjectPath) -> Stamp:
         """Return the stamp of an object, with its ETag as version if the store gives one.
 
@@ -109,10 +103,21 @@ class ObjectStore:
             return load_obstore().open_writer(store, place.key, buffer_size=REQUEST_BYTES, max_concurrency=_UPLOADS)
 
 
-def list_below(place: ObjectPath) -> dict[str, Any]:
-    """Return what the store says of all objects below a place, by their keys below it."""
+@dataclass(frozen=True, slots=True)
+class ListedObject:
+    """An object of a listing: its bytes, the time when it was written, and the seconds since, by this machine's clock.
+
+    `stamp` has the time as version.
+    """
+
+    stamp: Stamp
+    age_s: float
+
+
+def list_below(place: ObjectPath) -> dict[str, ListedObject]:
+    """Return all objects below a place, by their keys below it."""
     with naming_errors(place):
-        found = [one for page in connect(place).list(place.key) for one in page]
+        now, found = time.time(), [one for page in connect(place).list(place.key) for one in page]
     start = len(place.key) + 1 if place.key else 0
     below = {str(one["path"])[start:]: one for one in found if len(one["path"]) > start}
     folders: set[str] = set()
@@ -120,7 +125,11 @@ def list_below(place: ObjectPath) -> dict[str, Any]:
         while (name := name.rpartition("/")[0]) and name not in folders:
             folders.add(name)
     # Consoles and PyArrow make empty objects `x/` for folders, which are listed as `x`.
-    return {name: one for name, one in below.items() if one["size"] or name not in folders}
+    return {
+        name: ListedObject(Stamp(int(one["size"]), _time_of(one)), max(0.0, now - one["last_modified"].timestamp()))
+        for name, one in below.items()
+        if one["size"] or name not in folders
+    }
 
 
 @contextlib.contextmanager
@@ -144,8 +153,8 @@ def _list_error(place: ObjectPath) -> Exception | None:
 
 
 def _time_of(found: Any) -> str:
-    time = found["last_modified"]
-    return str(int(time.timestamp()) * 10**9 + time.microsecond * 1000)
+    written = found["last_modified"]
+    return str(int(written.timestamp()) * 10**9 + written.microsecond * 1000)
 
 
 class _PartsDigest:

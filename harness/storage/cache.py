@@ -144,7 +144,10 @@ class LocalCache:
                 path = partial / stored.path
                 path.parent.mkdir(parents=True, exist_ok=True)
                 download(stored, path)
-                _check(stored, path)
+                num_bytes, digest = path.stat().st_size, file_digest(path)
+                if (num_bytes, digest) != (stored.num_bytes, stored.xxh3):
+                    what = f"{stored.path} arrived with the hash {digest} of {num_bytes:,} bytes, the manifest lists "
+                    raise FormatError(f"{what}{stored.xxh3} of {stored.num_bytes:,}", fix=_UPLOAD)
             partial.rename(self.folder / name)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -183,14 +186,3 @@ class LocalCache:
             return False
         finally:
             os.close(descriptor)
-
-
-def _check(stored: StoredFile, path: Path) -> None:
-    num_bytes = path.stat().st_size
-    if num_bytes != stored.num_bytes:
-        what = f"{stored.path} arrived with {num_bytes:,} bytes, but the manifest lists {stored.num_bytes:,}"
-        raise FormatError(what, fix=_UPLOAD)
-    digest = file_digest(path)
-    if digest != stored.xxh3:
-        what = f"{stored.path} arrived with the hash {digest}, the manifest says {stored.xxh3}"
-        raise FormatError(what, fix=_UPLOAD)

@@ -83,6 +83,14 @@ def list_hash_problems(folder: Path, files: Sequence[StoredFile]) -> list[Proble
     ]
 
 
+def find_damage(folder: Path, stored: StoredFile) -> list[Problem]:
+    """Name a file that cannot be read, or whose bytes are not those that were written."""
+    try:
+        return list_hash_problems(folder, [stored])
+    except OSError as error:
+        return [Problem(f"the file {stored.path} cannot be read: {error.strerror}", str(folder / stored.path))]
+
+
 def share_of(files: Iterable[StoredFile], rank: int, size: int) -> list[StoredFile]:
     """Return the files that one of `size` ranks checks: all ranks read about the same number of bytes."""
     shares: list[list[StoredFile]] = [[] for _ in range(size)]

@@ -10,13 +10,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, FormatError
-from harness.storage.bucket import ObjectStore, Verdict, judge, list_below, naming_errors
+from harness.storage.bucket import ObjectStore, Verdict, judge, naming_errors
 from harness.storage.connections import connect, load_obstore
 from harness.storage.files import held_error
 from harness.storage.uris import ObjectPath
@@ -27,15 +26,6 @@ LEASE_S, _RENEW_S, _LOOK_S = 30.0, 3.0, 0.5
 _SURE_PART = 2 / 3
 # Counts on while the machine sleeps, where the system has such a clock.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-
-
-@dataclass(frozen=True, slots=True)
-class ListedObject:
-    """An object of a listing: its bytes, its ETag, and the seconds since it was written, by this machine's clock."""
-
-    num_bytes: int
-    etag: str
-    age_s: float
 
 
 class ClaimStore:
@@ -53,16 +43,6 @@ class ClaimStore:
                 fix="use a folder on a file system that all machines share, or s3://, gs:// or abfs://",
             )
         self.place = place
-
-    def list(self) -> dict[str, ListedObject]:
-        """Return all objects by their keys below the prefix."""
-        now = time.time()
-        return {
-            name: ListedObject(
-                int(one["size"]), str(one["e_tag"]).strip('"'), max(0.0, now - one["last_modified"].timestamp())
-            )
-            for name, one in list_below(self.place).items()
-        }
 
     def get(self, name: str) -> tuple[bytes, str] | None:
         """Return the bytes of an object and its ETag, or None if it does not exist."""
@@ -193,7 +173,7 @@ class Lease:
             if found is None:
                 body, expected, is_free = b"", "", True
             else:
-                owner, body = _parse(found[0])
+                owner, body = parse_lease(found[0])
                 expected = found[1]
                 if expected != seen:
                     if seen and owner and not wait:
@@ -256,7 +236,7 @@ class Lease:
                 self._etag, self._sure_until = etag, sent + LEASE_S * _SURE_PART
                 return
             found = self._store.get(self._name)
-            owner = _parse(found[0])[0] if found is not None else {}
+            owner = parse_lease(found[0])[0] if found is not None else {}
             if found is None or owner.get("token") != self._token:
                 break
             self._etag = found[1]  # an earlier renewal arrived, and the answer to it did not
@@ -288,13 +268,8 @@ def leased(store: ClaimStore, name: str, *, log: Callable[[str], None] = lambda 
         lease.release(remove=True)
 
 
-def lease_body(content: bytes) -> bytes:
-    """Return what the owner of a lease wrote, from the bytes of its object."""
-    return _parse(content)[1]
-
-
-def _parse(content: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the owner of a lease, empty if it was given up, and what it wrote."""
+def parse_lease(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the owner of a lease, empty if it was given up, and what it wrote, from the bytes of its object."""
     head, _, body = content.partition(b"\n")
     try:
         owner = json.loads(head)
@@ -311,15 +286,16 @@ def _name(owner: dict[str, Any]) -> str:
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    if owner.get("host") != _host() or type(owner.get("pid")) is not int:
-        return False
+    return owner.get("host") == _host() and type(owner.get("pid")) is int and not is_running(owner["pid"])
+
+
+def is_running(pid: int) -> bool:
+    """Return whether this machine has a process of that number."""
     try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return False
+        os.kill(pid, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 def _was_renewed(owner: dict[str, Any]) -> bool:

@@ -65,7 +65,8 @@ def _connect(pid: int, scheme: str, bucket: str, settings: tuple[tuple[str, str]
     given: dict[str, Any] = {"account_key": os.environ.get("AZURE_STORAGE_KEY")}
     known = ("KEY", "SAS_TOKEN", "ACCOUNT_KEY", "CLIENT_ID", "FEDERATED_TOKEN_FILE", "TOKEN")
     if not any(os.environ.get(f"AZURE_{kind}{name}") for kind in ("", "STORAGE_") for name in known):
-        given["use_azure_cli"] = _has_azure_login() or None
+        folder = Path(os.environ.get("AZURE_CONFIG_DIR") or "~/.azure").expanduser()
+        given["use_azure_cli"] = shutil.which("az") is not None and (folder / "azureProfile.json").is_file()
     endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT") or ""
     given = {name: value for name, value in given.items() if value}
     return store.AzureStore(container, account_name=account, **given, **_limits(endpoint))
@@ -151,11 +152,6 @@ def _load_boto3() -> Any:
             where="AWS_PROFILE" if profile else "~/.aws",
             fix="pip install 'megatron-sft-harness[s3]', or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         ) from None
-
-
-def _has_azure_login() -> bool:
-    folder = Path(os.environ.get("AZURE_CONFIG_DIR") or "~/.azure").expanduser()
-    return shutil.which("az") is not None and (folder / "azureProfile.json").is_file()
 
 
 def load_obstore() -> Any:

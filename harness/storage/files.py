@@ -10,7 +10,7 @@ import re
 import socket
 import time
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import xxhash
 
-from harness.errors import FormatError
+from harness.errors import FormatError, os_errors_as
 
 TEMPORARY_SUFFIX = ".tmp"
 _READ_BYTES = _MARKER_BYTES = 1 << 20
@@ -245,6 +245,12 @@ class Marker:
         except (ValueError, KeyError, TypeError):  # of an earlier version, or about to be written
             self.holder = "an unknown process"
         return held_error(self.holder, str(self.path))
+
+
+def explain_os_errors(where: object) -> AbstractContextManager[None]:
+    """Turn errors of the system in a write, such as a full disk, into errors that name the place."""
+    fix = "fix the cause (space, permissions, quota) and run the same command again"
+    return os_errors_as(FormatError, "writing failed", where=where, fix=fix)
 
 
 def held_error(holder: str, where: str) -> FormatError:

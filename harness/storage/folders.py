@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from harness.errors import FormatError
-from harness.storage.bucket import REQUEST_BYTES, ObjectStore, StagedFile, UploadFile, etag_of
+from harness.storage.bucket import REQUEST_BYTES, ObjectStore, StagedFile, UploadFile, etag_of, list_below
 from harness.storage.cache import Entry, LocalCache
 from harness.storage.claims import ClaimStore, Lease
 from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, make_folder, sync_folder
@@ -187,7 +187,7 @@ class BucketFolder(_Folder):
 
     def _sizes(self) -> dict[str, int]:
         if self._listing is None:
-            self._listing = self.store.list(self.place)
+            self._listing = {name: one.stamp.num_bytes for name, one in list_below(self.place).items()}
             self._listing.pop(_LEASE_NAME, None)
         return self._listing
 

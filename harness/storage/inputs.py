@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from harness.errors import FormatError
-from harness.storage.bucket import ObjectStore
+from harness.storage.bucket import ObjectStore, list_below
 from harness.storage.files import Stamp
 from harness.storage.uris import ObjectPath, Place, is_uri
 
@@ -49,10 +49,9 @@ def list_objects(folder: ObjectPath) -> dict[str, Stamp]:
     Raises:
         FormatError: the bucket does not exist, or may not be listed.
     """
-    store = ObjectStore(folder)
-    stamps = store.list_stamps(folder)
+    stamps = {name: one.stamp for name, one in list_below(folder).items()}
     if not stamps:
-        store.check_bucket()
+        ObjectStore(folder).check_bucket()
     return stamps
 
 

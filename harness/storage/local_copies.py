@@ -121,19 +121,26 @@ def _update(original: Path, copy: Path, known: dict[str, str], progress: Progres
         and known.get(name, file.xxh3) == file.xxh3
     }
     missing = [name for name in wanted if name not in done]
+    num_bytes = sum(wanted[name].st_size for name in missing)
     if missing or len(done) < len(_read_listing(listing)):
         listing.unlink(missing_ok=True)  # from now on the copy is not whole
-        _remove_others(copy, set(wanted))
-        _check_space(sum(wanted[name].st_size for name in missing), copy)
-
-        def copy_one(name: str) -> CopiedFile:
-            return _copy_file(original / name, copy / name, known.get(name), progress)
-
+        # What the original does not have, and what a copy that was killed left.
+        for path in list(copy.rglob("*")) if copy.is_dir() else []:
+            if path.is_file() and str(path.relative_to(copy)) not in wanted:
+                path.unlink()
+        free = shutil.disk_usage(copy.parent).free
+        if num_bytes > free:
+            raise HarnessError(
+                f"{num_bytes / 2**30:,.4g} GiB must be copied, but only {free / 2**30:,.4g} GiB are free",
+                where=str(copy),
+                fix="remove unused copies from cluster.local_dir, or set it to a larger disk or to an empty value",
+            )
         with ThreadPoolExecutor(_THREADS) as pool:
-            done |= dict(zip(missing, pool.map(copy_one, missing), strict=True))
+            copied = pool.map(lambda name: _copy_file(original / name, copy / name, known.get(name), progress), missing)
+            done |= dict(zip(missing, copied, strict=True))
         text = json.dumps({name: asdict(done[name]) for name in sorted(done)}, indent=1)
         write_atomically(listing, f"{text}\n".encode())
-    return LocalCopy(copy, done, sum(wanted[name].st_size for name in missing))
+    return LocalCopy(copy, done, num_bytes)
 
 
 def _copy_file(source: Path, target: Path, known: str | None, progress: Progress) -> CopiedFile:
@@ -172,23 +179,6 @@ def _names(original: Path) -> list[str]:
     if not names:
         raise FileNotFoundError(2, "there are no files", str(original))
     return names
-
-
-def _check_space(num_bytes: int, copy: Path) -> None:
-    free = shutil.disk_usage(copy.parent).free
-    if num_bytes > free:
-        raise HarnessError(
-            f"{num_bytes / 2**30:,.4g} GiB must be copied, but only {free / 2**30:,.4g} GiB are free",
-            where=str(copy),
-            fix="remove unused copies from cluster.local_dir, or set it to a larger disk or to an empty value",
-        )
-
-
-def _remove_others(copy: Path, names: set[str]) -> None:
-    """Remove what the original does not have, and what a copy that was killed left."""
-    for path in list(copy.rglob("*")) if copy.is_dir() else []:
-        if path.is_file() and str(path.relative_to(copy)) not in names:
-            path.unlink()
 
 
 def _read_listing(listing: Path) -> dict[str, CopiedFile]:

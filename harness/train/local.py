@@ -29,7 +29,7 @@ from typing import TypeVar
 
 import xxhash
 
-from harness.errors import CheckpointError, FormatError
+from harness.errors import CheckpointError, FormatError, os_errors_as
 from harness.settings import load
 from harness.storage import StoredFile, read_checksums, write_atomically
 from harness.storage.checksums import CHECKSUMS_FILE, list_hash_problems
@@ -230,13 +230,10 @@ def copy_verified(source: Path, target: Path, stored: StoredFile) -> None:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                yield piece
-    except OSError as error:
-        fix = "use the copy on another node"
-        raise FormatError(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from error
+    fix = "use the copy on another node"
+    with os_errors_as(FormatError, "cannot be read", where=path, fix=fix), path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
 
 
 def prune_local(folder: Path, keep: Sequence[str]) -> list[Path]:

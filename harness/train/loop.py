@@ -270,7 +270,8 @@ class _Loop:
                 fix="lower optimizer.lr or lengthen optimizer.warmup_steps; earlier checkpoints are not affected",
             )
         (waited, data_s), (computed, compute_s) = self._read_s, self._time()
-        evaluations = self._validate(number)
+        is_validated = is_due(number, self.config.eval_interval, self.config.last_step)
+        evaluations = self._evaluate(number) if is_validated else {}
         own = evaluations.get(OWN_VALIDATION)
         took = waited + computed
         initial, self._initial = self._initial, {}
@@ -292,10 +293,6 @@ class _Loop:
         waits_s, now = self.hooks.waits_s(), time.perf_counter()
         (then, before), self._lap = self._lap, (now, waits_s)
         return now - then, now - then - (waits_s - before)
-
-    def _validate(self, number: int) -> dict[str, Evaluation]:
-        is_validated = is_due(number, self.config.eval_interval, self.config.last_step)
-        return self._evaluate(number) if is_validated else {}
 
     def _evaluate(self, number: int) -> dict[str, Evaluation]:
         def watched(batches: Iterable[RankBatch]) -> Iterator[RankBatch]:

@@ -8,7 +8,7 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -250,9 +250,7 @@ def _source_losses(steps: Sequence[StepMetrics]) -> dict[str, str]:
 
 def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
     """Draw training and validation losses over the steps as a PNG; a long title is wrapped."""
-    drawn = draw_runs({"training": steps}, title=title)
-    with _report_may_fail(path):
-        write_atomically(path, drawn)
+    _write(path, draw_runs({"training": steps}, title=title))
 
 
 def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> bytes:
@@ -289,9 +287,7 @@ def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> No
     for name in dict.fromkeys(name for s in steps for name in s.evaluation_expert_loads):
         loads = {s.step: s.evaluation_expert_loads[name] for s in steps if name in s.evaluation_expert_loads}
         axes.plot(list(loads), list(loads.values()), "o:", label=name, markersize=4)
-    drawn = _png(figure, axes)
-    with _report_may_fail(path):
-        write_atomically(path, drawn)
+    _write(path, _png(figure, axes))
 
 
 def _axes(title: str, label: str) -> tuple[Any, Any]:
@@ -388,11 +384,11 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
     charts = ["![loss](loss.png)", *(["![expert load](experts.png)"] if last.experts else [])]
     table = Table((), [(name, str(value)) for name, value in rows.items()])
     path = folder / REPORT_FILE
-    with _report_may_fail(path):
-        write_atomically(path, "\n".join(["# Training run", "", *charts, "", table.to_markdown(), ""]).encode())
+    _write(path, "\n".join(["# Training run", "", *charts, "", table.to_markdown(), ""]).encode())
     return path
 
 
-def _report_may_fail(path: Path) -> AbstractContextManager[None]:
+def _write(path: Path, data: bytes) -> None:
     fix = "free disk space or check the disk; the run is complete and saved, and resume=true writes its report again"
-    return os_errors_as(HarnessError, "the report of the run cannot be written", where=path, fix=fix)
+    with os_errors_as(HarnessError, "the report of the run cannot be written", where=path, fix=fix):
+        write_atomically(path, data)

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from harness.errors import CheckpointError, ConfigError, FormatError, Problem
 from harness.settings import from_plain
-from harness.storage import StoredFile, read_checksums
-from harness.storage.checksums import CHECKSUMS_FILE, list_hash_problems, list_size_problems
+from harness.storage import read_checksums
+from harness.storage.checksums import CHECKSUMS_FILE, find_damage, list_size_problems
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
@@ -98,7 +98,7 @@ def verify_folder(path: str | Path, *, progress: Callable[[int, int], None] | No
     damaged = {problem.where for problem in problems}
     for number, stored in enumerate(files, start=1):
         if str(folder / stored.path) not in damaged:
-            problems += _hash_problems(folder, stored)
+            problems += find_damage(folder, stored)
         if progress is not None:
             progress(number, len(files))
     listed = {stored.path for stored in files} | {CHECKSUMS_FILE}
@@ -125,14 +125,7 @@ def _local_problems(run: Path) -> Iterator[Problem]:
             yield Problem(f"{CHECKSUMS_FILE} or {RUN_FILE} of the local checkpoint is damaged", str(folder / name))
         for stored in part.files:
             if stored.path in part.sizes:  # the others are on other nodes
-                yield from list_size_problems(folder / name, [stored]) or _hash_problems(folder / name, stored)
-
-
-def _hash_problems(folder: Path, stored: StoredFile) -> list[Problem]:
-    try:
-        return list_hash_problems(folder, [stored])
-    except OSError as error:
-        return [Problem(f"the file {stored.path} cannot be read: {error.strerror}", str(folder / stored.path))]
+                yield from list_size_problems(folder / name, [stored]) or find_damage(folder / name, stored)
 
 
 def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:

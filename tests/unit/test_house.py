@@ -37,29 +37,29 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_618,
+    "harness": 2_608,
     "harness/bench": 2_425,
     "harness/cli": 2_760,
-    "harness/formats": 5_882,
-    "harness/indexed": 1_292,
-    "harness/integrations": 3_004,
+    "harness/formats": 5_636,
+    "harness/indexed": 1_271,
+    "harness/integrations": 3_003,
     "harness/launch": 2_473,
-    "harness/loader": 4_884,
-    "harness/megatron": 11_693,
+    "harness/loader": 4_757,
+    "harness/megatron": 11_692,
     "harness/parity": 3_000,
     "harness/plan": 5_065,
-    "harness/prep": 10_266,
+    "harness/prep": 10_102,
     "harness/recipes": 10,
     "harness/schedule": 966,
-    "harness/storage": 2_724,
-    "harness/train": 3_139,
+    "harness/storage": 2_700,
+    "harness/train": 3_122,
     "recipes": 504,
-    "tests": 53_347,
+    "tests": 53_341,
     "tests/benchmarks": 2_826,
 }
 SHAPE = {
-    "core ring, lines": 20_067,
-    "from packs to the optimizer's step, lines": 4_032,
+    "core ring, lines": 19_828,
+    "from packs to the optimizer's step, lines": 4_018,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 107,
 }
-MOST_LINES_IN_ALL = 62_705
+MOST_LINES_IN_ALL = 62_094
 
 
 def tree(path: Path) -> ast.Module:

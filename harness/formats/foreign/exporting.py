@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 
 from harness.checks import CheckedSettings, one_of
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError
 from harness.formats.convert import convert_dataset
 from harness.formats.inspect import find_tokenizer_folder
 from harness.formats.manifest import Manifest
 from harness.formats.opening import open_dataset
 from harness.formats.reader import PackReader, refuse_weights
-from harness.formats.writer import explain_os_errors
+from harness.settings import load
 from harness.storage import is_uri, write_atomically
+from harness.storage.files import explain_os_errors
 
 BRIDGE = "megatron_bridge"
 _SPLITS = ("training", "validation")
 _SUFFIXES = {"npy": ".npy", "parquet": ".idx.parquet"}
-_CHUNK = 64
 
 
 @dataclass
@@ -136,15 +136,10 @@ def _figures(reader: PackReader, pack_size: int, split: str) -> dict[str, Any]:
 
 def _read_figures(path: Path) -> list[dict[str, Any]]:
     """Return the records of files that were written before, of any split."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"the packing metadata is damaged: {error}", where=str(path), fix="remove it") from error
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise FormatError("the packing metadata is not a JSON list of objects", where=str(path), fix="remove the file")
-    return found
+    what = "the packing metadata is damaged"
+    with suppress(FileNotFoundError):
+        return load(list[dict[str, Any]], path.read_bytes(), where=path, fix="remove it", what=what)
+    return []
 
 
 def _settings(root: str | PathLike[str], pack_size: int, name: str, folder: Path) -> str:
@@ -170,8 +165,4 @@ def _end_token(reader: PackReader) -> int | None:
 
 
 def _count_untrained(reader: PackReader, end_token: int) -> int:
-    count = 0
-    for start in range(0, len(reader), _CHUNK):
-        for pack in reader.read(range(start, min(start + _CHUNK, len(reader)))):
-            count += int(np.count_nonzero((pack.input_ids == end_token) & (pack.loss_mask == 1)))
-    return count
+    return sum(int(np.count_nonzero((pack.input_ids == end_token) & (pack.loss_mask == 1))) for pack in reader)

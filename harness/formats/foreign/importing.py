@@ -29,14 +29,7 @@ from typing import Any
 import numpy as np
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.layouts.jsonl import (
-    IGNORED_LABEL,
-    JsonlShard,
-    check_labels,
-    pack_of_labels,
-    to_int32,
-    whole_numbers,
-)
+from harness.formats.layouts.jsonl import IGNORED_LABEL, JsonlShard, check_labels, pack_of_labels, whole_numbers
 from harness.formats.manifest import Manifest, Provenance, load_manifest
 from harness.formats.opening import open_dataset, refuse_parts
 from harness.formats.writer import open_writer
@@ -309,7 +302,7 @@ def pack_of_megatron_lm(fields: dict[str, Any], counts: Counter[str]) -> Pack:
         labels = np.append(labels, IGNORED_LABEL)
     at = np.flatnonzero(trained)
     check_labels(labels[at], ids[at + 1], at)
-    return Pack(to_int32(ids), trained.astype(np.uint8), to_int32(bounds[:-1]))
+    return Pack(ids, trained, bounds[:-1])
 
 
 CONVENTIONS: dict[str, Callable[[str, str], ForeignPacks]] = {

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardOptions, ShardReader, ShardWriter, find_files
 from harness.paths import pack_command
-from harness.records import MAX_TOKEN_ID, Int32Array, Int64Array, Pack
+from harness.records import Int64Array, Pack
 from harness.storage import Folder
 from harness.storage.files import OutputFile
 from harness.storage.inputs import ByteSource, open_source
@@ -117,14 +117,15 @@ def pack_of_line(line: bytes) -> Pack:
     return pack
 
 
-def pack_of_labels(ids: Int64Array, labels: Int64Array, starts: Int64Array) -> tuple[Pack, npt.NDArray[np.bool_]]:
+def pack_of_labels(
+    ids: npt.NDArray[Any], labels: npt.NDArray[Any], starts: npt.NDArray[Any]
+) -> tuple[Pack, npt.NDArray[np.bool_]]:
     """Return the pack of labels aligned with tokens, and bool [sequences]: whether each first token was trained."""
     trained = labels != IGNORED_LABEL
     check_labels(labels[trained], ids[trained], np.flatnonzero(trained))
     firsts = trained[starts]
     trained[starts] = False
-    mask = np.append(trained[1:], False).astype(np.uint8)
-    return Pack(to_int32(ids), mask, to_int32(starts)), firsts
+    return Pack(ids, np.append(trained[1:], False), starts), firsts
 
 
 def check_labels(labels: Int64Array, tokens: Int64Array, positions: Int64Array) -> None:
@@ -137,14 +138,7 @@ def check_labels(labels: Int64Array, tokens: Int64Array, positions: Int64Array) 
         )
 
 
-def to_int32(values: Int64Array) -> Int32Array:
-    """Convert token ids or positions; raises FormatError for numbers below 0 or beyond int32."""
-    if values.shape[0] and not 0 <= values.min() <= values.max() <= MAX_TOKEN_ID:
-        raise FormatError(f"contains numbers from {values.min()} to {values.max()}, which are not token ids")
-    return values.astype(np.int32)
-
-
-def whole_numbers(fields: dict[str, Any], name: str) -> Int64Array:
+def whole_numbers(fields: dict[str, Any], name: str) -> npt.NDArray[Any]:
     """Return a field of a parsed line as int64 [n]; raises FormatError unless it is a list of whole numbers."""
     values = fields.get(name)
     if not isinstance(values, list):

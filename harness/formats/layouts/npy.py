@@ -98,7 +98,7 @@ def _pack_of(item: Any, budget: int) -> Pack:
 
 
 def _numbers(value: Any, name: str, budget: int) -> Any:
-    value = array_of(value)
+    value = value.value if isinstance(value, _Array) else value
     if not isinstance(value, list | tuple | np.ndarray):
         raise FormatError(f"has {name} of type {type(value).__name__}, expected numbers")
     if len(value) > budget:
@@ -188,77 +188,41 @@ _DAMAGED = "the file is damaged, or contains more than packed samples; load it o
 # Runs of small integers appended to lists, of which nearly all of a file consists.
 _INTEGERS = re.compile(rb"(?:K.|M..|J....|\x88|\x89|e|\()*+", re.DOTALL)
 
-# The opcodes that packed samples need, besides GLOBAL and STOP, as `pickletools` names them.
+# The opcodes that packed samples need, as `pickletools` names them.
 _ALLOWED = re.compile(
     r"PROTO|FRAME|MARK|(EMPTY_)?(LIST|DICT|TUPLE)|TUPLE[123]|APPENDS?|SETITEMS?|BININT[12]?|LONG1|BINFLOAT|NONE|NEWTRUE"
-    r"|NEWFALSE|POP|DUP|MEMOIZE|(LONG_)?BIN(GET|PUT)|STACK_GLOBAL|REDUCE|BUILD|(SHORT_)?BIN(UNICODE|STRING|BYTES)"
-    r"|BINBYTES8|BYTEARRAY8"
+    r"|NEWFALSE|POP|DUP|MEMOIZE|(LONG_)?BIN(GET|PUT)|(STACK_)?GLOBAL|REDUCE|BUILD|(SHORT_)?BIN(UNICODE|STRING|BYTES)"
+    r"|BINBYTES8|BYTEARRAY8|STOP"
 )
-# Bytes of the length that an argument of variable size starts with.
-_LENGTH_BYTES = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4}
-_LENGTH_BYTES |= {pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8}
-# Opcode -> bytes of its fixed argument, and opcode -> bytes of the length field of a variable one.
-_FIXED: dict[bytes, int] = {}
-_COUNTED: dict[bytes, int] = {}
-for _opcode in (opcode for opcode in pickletools.opcodes if _ALLOWED.fullmatch(opcode.name)):
-    _num_bytes = 0 if _opcode.arg is None else _opcode.arg.n
-    if _num_bytes >= 0:
-        _FIXED[_opcode.code.encode("latin1")] = _num_bytes
-    else:
-        _COUNTED[_opcode.code.encode("latin1")] = _LENGTH_BYTES[_num_bytes]
-_MAX_NAME_BYTES = 256
-_MAX_LONG_BYTES = 9
+_OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes if _ALLOWED.fullmatch(opcode.name)}
+_MAX_LONG_BITS = 72
 
 
 def check_opcodes(data: bytes) -> None:
     """Walk a pickle's opcodes; raises FormatError for one that packed samples do not need or that claims too much."""
-    view = memoryview(data)
-    position, end, memoized = 0, len(view), 0
-    while True:
-        run = _INTEGERS.match(view, position)
+    stream, memoized, name = io.BytesIO(data), 0, ""
+    while name != "STOP":
+        run = _INTEGERS.match(data, stream.tell())
         assert run is not None
-        position = run.end()
-        if position >= end:
-            raise FormatError("the pickle is truncated", fix=_DAMAGED)
-        opcode = bytes(view[position : position + 1])
-        position += 1
-        if opcode == b".":
-            return
-        if opcode == b"c":
-            position = _skip_names(view, position)
-        elif opcode in _COUNTED:
-            width = _COUNTED[opcode]
-            length = int.from_bytes(view[position : position + width], "little")
-            position += width
-            if length > end - position:
-                raise FormatError(f"the pickle claims {length:,} bytes, only {end - position:,} are left", fix=_DAMAGED)
-            if opcode == b"\x8a" and length > _MAX_LONG_BYTES:
-                raise FormatError(f"the pickle contains a number of {length} bytes", fix=_DAMAGED)
-            position += length
-        elif opcode in _FIXED:
-            width = _FIXED[opcode]
-            if width > end - position:
-                raise FormatError("the pickle is truncated", fix=_DAMAGED)
-            argument = int.from_bytes(view[position : position + width], "little")
-            if opcode == b"r" and argument > memoized + 1:
-                # The C unpickler allocates zeroed memory for the claimed number.
-                raise FormatError(f"the pickle memoizes object {argument:,} after {memoized:,}", fix=_DAMAGED)
-            if opcode == b"\x95" and argument > end - position:
-                raise FormatError(f"the pickle claims a frame of {argument:,} bytes", fix=_DAMAGED)
-            memoized += opcode in (b"\x94", b"q", b"r")
-            position += width
-        else:
-            raise FormatError(f"the pickle uses opcode {opcode!r}, which packed samples do not need", fix=_DAMAGED)
-
-
-def _skip_names(view: memoryview, position: int) -> int:
-    for _ in range(2):
-        line = bytes(view[position : position + _MAX_NAME_BYTES])
-        length = line.find(b"\n")
-        if length < 0:
-            raise FormatError("the pickle contains a name that does not end", fix=_DAMAGED)
-        position += length + 1
-    return position
+        stream.seek(run.end())
+        code = stream.read(1).decode("latin-1")
+        if code not in _OPCODES:
+            what = f"uses opcode {code!r}, which packed samples do not need" if code else "is truncated"
+            raise FormatError(f"the pickle {what}", fix=_DAMAGED)
+        name, kind = _OPCODES[code].name, _OPCODES[code].arg
+        try:
+            # Refuses a length beyond the bytes that are left.
+            argument: Any = None if kind is None else kind.reader(stream)
+        except ValueError as error:
+            raise FormatError(f"the pickle is damaged: {error}", fix=_DAMAGED) from None
+        if name == "LONG1" and argument.bit_length() > _MAX_LONG_BITS:
+            raise FormatError(f"the pickle contains a number of {argument.bit_length():,} bits", fix=_DAMAGED)
+        if name == "LONG_BINPUT" and argument > memoized + 1:
+            # The C unpickler allocates zeroed memory for the claimed number.
+            raise FormatError(f"the pickle memoizes object {argument:,} after {memoized:,}", fix=_DAMAGED)
+        if name == "FRAME" and argument > len(data) - stream.tell():
+            raise FormatError(f"the pickle claims a frame of {argument:,} bytes", fix=_DAMAGED)
+        memoized += name in ("MEMOIZE", "BINPUT", "LONG_BINPUT")
 
 
 class _Dtype:
@@ -377,12 +341,9 @@ class _Unpickler(pickle.Unpickler):
             raise FormatError(f"the pickle refers to {f'{module}.{name}'[:80]!r}, which is not allowed", fix=_DAMAGED)
         return _Name(_NAMES[(module, name)])
 
-    def persistent_load(self, _identity: object) -> object:
-        raise FormatError("the pickle refers to something outside it", fix=_DAMAGED)
-
 
 def unpickle_objects(data: bytes) -> list[Any]:
-    """Unpickle the objects of a one-dimensional object array; arrays of numbers in them are for `array_of`.
+    """Unpickle the objects of a one-dimensional object array; arrays in them are of `_Array`.
 
     Raises:
         FormatError: the pickle is damaged, refers to anything else, or is something else.
@@ -398,11 +359,6 @@ def unpickle_objects(data: bytes) -> list[Any]:
     if isinstance(array, _Array) and isinstance(array.value, list):
         return array.value
     raise FormatError("the pickle is not an array of packed samples", fix=_DAMAGED)
-
-
-def array_of(value: object) -> object:
-    """Return the numpy array of an unpickled value that replaces one, or the value itself."""
-    return value.value if isinstance(value, _Array) else value
 
 
 FORMAT = Format(

@@ -23,32 +23,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError
-from harness.formats.base import (
-    FIELDS,
-    Format,
-    ShardContents,
-    ShardReader,
-    find_files,
-    make_pack,
-)
+from harness.formats.base import FIELDS, Format, ShardContents, ShardReader, find_files, make_pack
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import IndexPart, lengths_from_starts
-from harness.formats.layouts.parquet_packs import (
-    METADATA_PREFIX,
-    PageTable,
-    ParquetWriter,
-    decode_pack,
-    find_table,
-    read_pack_pages,
-)
-from harness.formats.layouts.parquet_pages import (
-    check_extent,
-    check_pages,
-    check_totals,
-    count_limit,
-    read_footer,
-    read_row_groups,
-)
+from harness.formats.layouts.parquet_packs import METADATA_PREFIX, PageTable, ParquetWriter, find_table, read_packs
+from harness.formats.layouts.parquet_pages import check_totals, fetch_columns, read_footer, read_row_groups
 from harness.formats.manifest import Manifest
 from harness.records import Pack
 from harness.storage import Place
@@ -136,8 +115,8 @@ class ParquetShard(ShardReader):
         assert self._source is not None
         packs: list[Pack] = []
         try:
-            for pages in read_pack_pages(self._source, table, rows, self._pack_size):
-                packs.append(decode_pack(pages, self._pack_size))
+            for pack in read_packs(self._source, table, rows, self._pack_size):
+                packs.append(pack)
         except _UNREADABLE as error:
             # Of the first row if pages cannot be read, because they are read together.
             raise self._explain(error, self.where(rows[len(packs)])) from None
@@ -193,26 +172,19 @@ class ParquetShard(ShardReader):
     def _own_contents(self, text: bytes, index: bytes) -> ShardContents:
         """Parse manifest and index of a dataset of a single file."""
         manifest = Manifest.from_json(text.decode("utf-8", "replace"), where=f"{self._place}, metadata")
+        num_packs, num_sequences = manifest.num_packs, manifest.num_sequences
         # Counts beyond those of the footer, which were checked, could expand the index to any size.
-        if manifest.num_packs != self.num_packs or manifest.num_sequences > self._count_values("seq_start_id"):
-            what = (
-                f"contains {self.num_packs:,} packs (manifest: {manifest.num_packs:,}), or other numbers of sequences"
-            )
+        most = sum(group.chunks["seq_start_id"].num_values for group in self._groups if "seq_start_id" in group.chunks)
+        if num_packs != self.num_packs or num_sequences > most:
+            what = f"contains {self.num_packs:,} packs (manifest: {num_packs:,}), or other numbers of sequences"
             raise FormatError(what, where=str(self._place), fix="copy the file again")
-        size = 16 + 12 * manifest.num_packs + 4 * manifest.num_sequences
+        size = 16 + 12 * num_packs + 4 * num_sequences
         try:
             data = zlib.decompressobj().decompress(base64.b64decode(index, validate=True), size + 1)
-            num_packs, num_sequences = (int(value) for value in np.frombuffer(data[:16], np.int64))
+            # Both counts come first.
             part = IndexPart.from_bytes(data[16:], num_packs, num_sequences)
         except (ValueError, zlib.error) as error:
             raise FormatError(f"the index in the metadata is damaged: {error}", where=str(self._place)) from None
-        if (num_packs, num_sequences) != (manifest.num_packs, manifest.num_sequences) or num_packs != self.num_packs:
-            raise FormatError(
-                f"contains {self.num_packs:,} packs and an index of {num_packs:,}, but its manifest lists "
-                f"{manifest.num_packs:,}",
-                where=str(self._place),
-                fix="copy the file again",
-            )
         if dataset_fingerprint([part.checksums]) != manifest.fingerprint:
             what = "the checksums of the index do not match the fingerprint in the manifest"
             raise FormatError(what, where=str(self._place), fix="copy the file again")
@@ -223,9 +195,6 @@ class ParquetShard(ShardReader):
             checksums=part.checksums,
             manifest=manifest,
         )
-
-    def _count_values(self, column: str) -> int:
-        return sum(group.chunks[column].num_values for group in self._groups if column in group.chunks)
 
     @property
     def is_own(self) -> bool:
@@ -263,7 +232,11 @@ class ParquetShard(ShardReader):
         rows = self._groups[group].num_rows
         assert self._source is not None
         with self._explained(f"row group {group:,}"):
-            self._check_memory(self._source, group, names)
+            chunks = self._groups[group].chunks
+            if not set(FIELDS) <= chunks.keys():
+                raise FormatError("the footer is damaged: a column has no data")
+            ids_bytes = chunks["input_ids"].num_bytes
+            fetch_columns(self._source, [chunks[name] for name in names], rows, ids_bytes, self._pack_size)
             table = self._file.read_row_group(group, columns=list(names), use_threads=False)
             if table.num_rows != rows:
                 raise FormatError(f"row group {group:,} contains {table.num_rows:,} rows, its footer lists {rows:,}")
@@ -271,40 +244,17 @@ class ParquetShard(ShardReader):
             self._source.release()
             return columns
 
-    def _check_memory(self, source: ByteSource, group: int, names: Sequence[str]) -> None:
-        """Fetch columns, or refuse them if they would take more memory than their rows can honestly need."""
-        chunks = self._groups[group].chunks
-        if not set(FIELDS) <= chunks.keys():
-            raise FormatError("the footer is damaged: a column has no data")
-        limit = count_limit(self._groups[group].num_rows, chunks["input_ids"], self._pack_size)
-        selected = [chunks[name] for name in names]
-        for chunk in selected:
-            check_extent(source, chunk, limit)
-        source.fetch(min(chunk.start for chunk in selected), max(chunk.end for chunk in selected))
-        for chunk in selected:
-            check_pages(source, chunk, limit)
-
     def _check_schema(self) -> bool:
         """Raise FormatError unless our columns are lists of integers; returns whether they have our own types."""
-        num_columns = self._file.metadata.num_columns
-        if num_columns > _MAX_COLUMNS:
-            what = f"has {num_columns:,} columns, expected {len(FIELDS)}"
-            raise FormatError(what, where=str(self._place), fix=_COLUMNS)
+        if (num_columns := self._file.metadata.num_columns) > _MAX_COLUMNS:
+            raise FormatError(f"has {num_columns:,} columns, expected {len(FIELDS)}", fix=_COLUMNS)
         schema = self._file.schema_arrow
         for name in FIELDS:
             if schema.get_field_index(name) < 0:
-                raise FormatError(
-                    f"has no column {name}, only {', '.join(schema.names[:8])}",
-                    where=str(self._place),
-                    fix=_COLUMNS,
-                )
+                raise FormatError(f"has no column {name}, only {', '.join(schema.names[:8])}", fix=_COLUMNS)
             kind = schema.field(name).type
             if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
-                raise FormatError(
-                    f"has the column {name} of type {kind}, expected a list of integers",
-                    where=str(self._place),
-                    fix=_COLUMNS,
-                )
+                raise FormatError(f"has the column {name} of type {kind}, expected a list of integers", fix=_COLUMNS)
         return all(schema.field(name).equals(SCHEMA.field(name)) for name in FIELDS)
 
     @contextlib.contextmanager

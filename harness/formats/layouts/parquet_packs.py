@@ -15,7 +15,7 @@ import base64
 import re
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,15 +25,7 @@ import xxhash
 
 from harness.errors import FormatError
 from harness.formats.base import FIELDS, ShardOptions, ShardWriter, make_pack
-from harness.formats.layouts.parquet_pages import (
-    Chunk,
-    Long,
-    byte_limit,
-    count_limit,
-    encode_number,
-    encode_struct,
-    encode_varint,
-)
+from harness.formats.layouts.parquet_pages import Long, byte_limit, count_limit, encode_number, encode_struct
 from harness.records import Int32Array, Pack
 from harness.storage import Folder
 from harness.storage.files import OutputFile
@@ -124,8 +116,9 @@ def _encode_page(name: str, values: npt.NDArray[Any]) -> tuple[bytes, int, int]:
         for number, plane in enumerate(planes):
             data[number] = plane
     # Levels of a list: its first value begins a row, the others continue it, and all of them exist.
-    repetition = b"\2\0" + (encode_varint(2 * count - 2) + b"\1" if count > 1 else b"")
-    definition = encode_varint(2 * count) + b"\1"
+    # A run begins with its length, doubled as `encode_number` doubles what is not negative.
+    repetition = b"\2\0" + (encode_number(count - 1) + b"\1" if count > 1 else b"")
+    definition = encode_number(count) + b"\1"
     parts = (data[:1], data[1:]) if name == "input_ids" else (data,)
     body = b"".join([repetition, definition, *(_CODEC.compress(part, asbytes=True) for part in parts)])
     raw_bytes, checksum = len(repetition + definition) + data.nbytes, zlib.crc32(body)
@@ -181,15 +174,14 @@ def find_table(source: ByteSource) -> PageTable | None:
     return table
 
 
-def read_pack_pages(
-    source: ByteSource, table: PageTable, rows: Sequence[int], pack_size: int | None
-) -> list[list[memoryview]]:
-    """Read the pages of packs, in the order of `rows`: of each, those of ids, mask and starts.
+def read_packs(source: ByteSource, table: PageTable, rows: Sequence[int], pack_size: int | None) -> Iterator[Pack]:
+    """Read the pages of packs together, and yield the packs in the order of `rows`.
 
     Raises:
-        FormatError: the table lists pages outside the file, or larger than packs of `pack_size` tokens can have.
+        FormatError: a page is damaged, lies outside the file, or is larger than packs of `pack_size` tokens can have.
+        OSError: as Arrow does for values that cannot be decompressed.
     """
-    most = byte_limit(_count_limit(pack_size, table.start))
+    most = byte_limit(count_limit(1, table.start, pack_size))
     ranges = []
     for entries in read_ranges(source, [table.locate(row) for row in rows]):
         for start, end in zip(_ENTRY.unpack_from(entries), _ENTRY.unpack_from(entries, _ENTRY.size), strict=True):
@@ -197,16 +189,12 @@ def read_pack_pages(
                 raise FormatError(f"a page is listed at bytes {start:,} to {end:,}", fix="copy the file again")
             ranges.append((start, end))
     pages = read_ranges(source, ranges)
-    return [pages[first : first + 3] for first in range(0, len(pages), 3)]
+    for first in range(0, len(pages), len(FIELDS)):
+        yield _decode_pack(pages[first : first + len(FIELDS)], pack_size)
 
 
-def decode_pack(pages: Sequence[memoryview], pack_size: int | None) -> Pack:
-    """Return the pack of its pages; `pack_size` tokens limit its memory.
-
-    Raises:
-        FormatError: a page is damaged.
-        OSError: as Arrow does for values that cannot be decompressed.
-    """
+def _decode_pack(pages: Sequence[memoryview], pack_size: int | None) -> Pack:
+    """Return the pack of its pages: those of ids, mask and starts."""
     frames, counts = [], []
     for page in pages:
         header = _PARSER.match(page)
@@ -219,7 +207,7 @@ def decode_pack(pages: Sequence[memoryview], pack_size: int | None) -> Pack:
         frames.append(body[(definition[0] + repetition[0]) >> 1 :])
         counts.append(_parse_zigzag(count))
     num_tokens, num_flags, num_starts = counts
-    if not 0 < num_starts <= num_tokens == num_flags <= _count_limit(pack_size, len(pages[0])):
+    if not 0 < num_starts <= num_tokens == num_flags <= count_limit(1, len(pages[0]), pack_size):
         raise FormatError(f"pages claim {num_tokens:,} ids, {num_flags:,} mask entries and {num_starts:,} starts")
     # One call for all pages, because each sets up a decoder.
     raw = np.frombuffer(_CODEC.decompress(b"".join(frames), _PLANES * sum(counts)), np.uint8)
@@ -233,10 +221,6 @@ def _join_planes(planes: npt.NDArray[np.uint8]) -> Int32Array:
     for number, plane in enumerate(planes.reshape(_PLANES, -1)):
         values[:, number] = plane
     return values.view("<i4").reshape(-1)
-
-
-def _count_limit(pack_size: int | None, num_bytes: int) -> int:
-    return count_limit(1, Chunk(FIELDS[0], 0, 0, num_bytes), pack_size)
 
 
 def _parse_zigzag(data: bytes) -> int:

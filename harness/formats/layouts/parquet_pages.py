@@ -112,15 +112,15 @@ def read_row_groups(source: ByteSource) -> list[RowGroup]:
     return row_groups
 
 
-def count_limit(rows: int, ids: Chunk, pack_size: int | None) -> int:
+def count_limit(rows: int, ids_bytes: int, pack_size: int | None) -> int:
     """Return the most values that a column of a row group may hold.
 
     Args:
         rows: of the row group.
-        ids: the input_ids column chunk.
+        ids_bytes: compressed size of its input_ids.
         pack_size: tokens that no pack exceeds, which allows more; the compressed size limits them as for real text.
     """
-    honest = _VALUES_PER_BYTE * ids.num_bytes
+    honest = _VALUES_PER_BYTE * ids_bytes
     if pack_size is not None:
         return min(rows * pack_size, max(_FREE_KNOWN_VALUES, honest))
     return min(_MAX_VALUES, max(_FREE_VALUES, honest))
@@ -143,12 +143,26 @@ def check_totals(row_groups: Sequence[RowGroup], num_bytes: int) -> None:
             raise FormatError(what)
 
 
-def check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:
-    """Refuse a column chunk that claims more than `limit` values, or more bytes than these or the file can have.
+def fetch_columns(
+    source: ByteSource, chunks: Sequence[Chunk], rows: int, ids_bytes: int, pack_size: int | None
+) -> None:
+    """Fetch column chunks of a row group; `rows`, `ids_bytes` and `pack_size` as in `count_limit`.
 
     Raises:
-        FormatError: it does.
+        FormatError: they would take more memory than the rows can honestly need, or as for `read_pages`.
     """
+    limit = count_limit(rows, ids_bytes, pack_size)
+    for chunk in chunks:
+        _check_extent(source, chunk, limit)
+    source.fetch(min(chunk.start for chunk in chunks), max(chunk.end for chunk in chunks))
+    for chunk in chunks:
+        if (total := sum(page.num_bytes for page in read_pages(source, chunk))) > (most := byte_limit(limit)):
+            what = f"the column {chunk.column} claims pages of {total:,} bytes, but at most {most:,} are plausible"
+            raise FormatError(what)
+
+
+def _check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:
+    """Refuse a column chunk that claims more than `limit` values, or more bytes than these or the file can have."""
     if not 0 <= chunk.num_values <= limit:
         raise FormatError(f"the column {chunk.column} claims {chunk.num_values:,} values, but at most {limit:,} fit")
     if chunk.start < 0 or chunk.end < chunk.start or chunk.end > source.num_bytes:
@@ -156,20 +170,6 @@ def check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:
     most = byte_limit(limit)
     if chunk.num_bytes > most:
         raise FormatError(f"the column {chunk.column} claims {chunk.num_bytes:,} bytes; at most {most:,} are plausible")
-
-
-def check_pages(source: ByteSource, chunk: Chunk, limit: int) -> None:
-    """Refuse a column chunk whose pages are larger than `limit` values can be.
-
-    Raises:
-        FormatError: they are, or as for `read_pages`.
-    """
-    most, total = byte_limit(limit), 0
-    for page in read_pages(source, chunk):
-        total += page.num_bytes
-        if total > most:
-            what = f"the column {chunk.column} claims pages of {total:,} bytes, but at most {most:,} are plausible"
-            raise FormatError(what)
 
 
 def read_pages(source: ByteSource, chunk: Chunk) -> Iterator[Page]:

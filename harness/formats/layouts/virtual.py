@@ -35,11 +35,12 @@ from harness.formats.incomplete import find_traces, incomplete_error
 from harness.formats.index import INDEX_NAMES, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.reader import HandleCache
-from harness.formats.writer import FolderClaim, explain_os_errors
+from harness.formats.writer import FolderClaim
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.settings import load
 from harness.storage import Folder, LocalFolder, StoredFile, file_digest, open_folder
 from harness.storage.arrays import NpyStream, map_npy
+from harness.storage.files import explain_os_errors
 from harness.storage.uris import relative_path, resolve_path
 
 NAME = "virtual"
@@ -254,7 +255,7 @@ class PlanShard(ShardReader):
         check_offsets(packs, self._ids.shape[0], where=path / PACK_OFFSETS)
         self.num_packs = packs.shape[0] - 1
         self._packs = packs.data
-        self._open: HandleCache[_StoreShard] = HandleCache(_OPEN_SHARDS)
+        self._open: HandleCache[SequenceShard] = HandleCache(_OPEN_SHARDS)
 
     def read_row(self, row: int) -> Pack:
         ids, masks = [], []
@@ -279,9 +280,12 @@ class PlanShard(ShardReader):
     def close(self) -> None:
         self._open.close()
 
-    def _open_shard(self, number: int) -> _StoreShard:
+    def _open_shard(self, number: int) -> SequenceShard:
         name, count = self._shards[number]
-        shard = _StoreShard(self._store, self._listed(name), name)
+        # Copies are compared with the hashes of the manifest, which is the one that was planned over.
+        entry = self._store.fetch(self._listed(name))
+        shard = SequenceShard(entry.folder / name)
+        shard.entry = entry
         if shard.num_sequences != count:
             what = f"contains {shard.num_sequences:,} sequences, but the plan lists {count:,}"
             raise FormatError(what, where=self._store.where(name), fix="copy the store again")
@@ -298,19 +302,6 @@ class PlanShard(ShardReader):
             manifest = load_manifest(self._store)
             self._stored = () if manifest is None else manifest.shards
         return next((shard.files for shard in self._stored if shard.path == name), ())
-
-
-class _StoreShard(SequenceShard):
-    """A shard of a store, whose local copy is not evicted while it is open."""
-
-    def __init__(self, store: Folder, files: Sequence[StoredFile], name: str) -> None:
-        # Copies are compared with the hashes of the manifest, which is the one that was planned over.
-        self._entry = store.fetch(files)
-        super().__init__(self._entry.folder / name)
-
-    def close(self) -> None:
-        super().close()
-        self._entry.release()
 
 
 def write_plan(

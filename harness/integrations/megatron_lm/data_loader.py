@@ -167,7 +167,6 @@ def _layout(args: Any) -> RankLayout:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        virtual_stages=args.virtual_pipeline_model_parallel_size,
         pad_to_multiple=pad_to_multiple,
     )
 

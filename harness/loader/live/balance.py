@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,30 +44,26 @@ class Placement:
     trainers: Int64Array
 
 
-@dataclass(frozen=True, eq=False)
-class RankReads:
-    """The packs that one rank has read for a step, of all folders; arrays as in `Offer`."""
+class ReadPack(NamedTuple):
+    """A pack that a rank has read for a step: its number there, of all folders, and its arrays as in `Offer`."""
 
+    number: int
     dp_rank: int
-    sequence_ids: list[Int64Array]
-    lengths: list[Int64Array]
+    sequence_ids: Int64Array
+    lengths: Int64Array
 
 
-def join_offers(offers: Sequence[Offer]) -> list[RankReads]:
-    """Return what each rank has read, given its offers by folder."""
-    ranks = sorted({offer.dp_rank for offer in offers})
-    of = {rank: [offer for offer in offers if offer.dp_rank == rank] for rank in ranks}
-    return [
-        RankReads(
-            rank,
-            [ids for offer in of[rank] for ids in offer.sequence_ids],
-            [lengths for offer in of[rank] for lengths in offer.lengths],
-        )
-        for rank in ranks
-    ]
+def packs_in_order(offers: Sequence[Offer]) -> list[ReadPack]:
+    """Return the packs of a global batch in its order: the first of each rank, then the second ones, and so on."""
+    by_rank: dict[int, list[ReadPack]] = {}
+    for offer in offers:
+        packs = by_rank.setdefault(offer.dp_rank, [])
+        for ids, lengths in zip(offer.sequence_ids, offer.lengths, strict=True):
+            packs.append(ReadPack(len(packs), offer.dp_rank, ids, lengths))
+    return sorted((pack for packs in by_rank.values() for pack in packs), key=lambda pack: pack[:2])
 
 
-def place(reads: Sequence[RankReads], plan: BatchPlan) -> Placement:
+def place(packs: Sequence[ReadPack], plan: BatchPlan) -> Placement:
     """Place the sequences that all ranks have read, the same on every rank.
 
     With `as_packed` a pack is trained where it was read, and the packs that a rank lacks are empty rows; the other
@@ -76,9 +73,8 @@ def place(reads: Sequence[RankReads], plan: BatchPlan) -> Placement:
         ScheduleError: a sequence is longer than a row.
     """
     layout = plan.layout
-    packs = packs_in_order(reads)
-    lengths = np.concatenate([read.lengths[row] for read, row in packs])
-    counts = np.array([read.lengths[row].shape[0] for read, row in packs], np.int64)
+    lengths = np.concatenate([pack.lengths for pack in packs])
+    counts = np.array([pack.lengths.shape[0] for pack in packs], np.int64)
     if plan.is_balanced:
         placed = schedule(
             plan.schedule,
@@ -91,9 +87,9 @@ def place(reads: Sequence[RankReads], plan: BatchPlan) -> Placement:
             cost=plan.cost,
         )
     else:
-        sizes = np.zeros((max(len(read.lengths) for read in reads), layout.dp_size), np.int64)
-        for (read, row), count in zip(packs, counts.tolist(), strict=True):
-            sizes[row, read.dp_rank] = count
+        sizes = np.zeros((packs[-1].number + 1, layout.dp_size), np.int64)
+        for pack, count in zip(packs, counts.tolist(), strict=True):
+            sizes[pack.number, pack.dp_rank] = count
         offsets = row_offsets(sizes.reshape(-1).tolist(), layout.dp_size * layout.group_size)
         placed = Schedule(layout.dp_size, np.arange(lengths.shape[0], dtype=np.int64), offsets)
     trainers = np.empty(lengths.shape[0], np.int64)
@@ -102,17 +98,11 @@ def place(reads: Sequence[RankReads], plan: BatchPlan) -> Placement:
     )
     return Placement(
         placed,
-        np.concatenate([read.sequence_ids[row] for read, row in packs]),
+        np.concatenate([pack.sequence_ids for pack in packs]),
         lengths,
-        np.repeat(np.array([read.dp_rank for read, _ in packs], np.int64), counts),
+        np.repeat(np.array([pack.dp_rank for pack in packs], np.int64), counts),
         trainers,
     )
-
-
-def packs_in_order(reads: Sequence[RankReads]) -> list[tuple[RankReads, int]]:
-    """Return the packs of a global batch in its order: who has read each, and its number there."""
-    most = max(len(read.lengths) for read in reads)
-    return [(read, row) for row in range(most) for read in reads if row < len(read.lengths)]
 
 
 def send_to_trainers(mine: list[LivePack], placement: Placement, dp_rank: int, swap: Swap) -> list[LivePack | None]:

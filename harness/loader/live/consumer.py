@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from harness.errors import LoaderError
 from harness.loader.blend import Blend
-from harness.loader.live.balance import Placement, RankReads, Swap, join_offers, packs_in_order, place, send_to_trainers
+from harness.loader.live.balance import Placement, ReadPack, Swap, packs_in_order, place, send_to_trainers
 from harness.loader.live.folder import chunk_name, last_seen
 from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
 from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer, Waiting
@@ -165,16 +165,16 @@ class LiveLoader:
             if shares.request_missing(offers):
                 ahead = self._read(shares)
                 continue
-            after, reads = self._after(shares, offers), join_offers(offers)
-            if self._is_over(after, reads, offers):
+            after, packs = self._after(shares, offers), packs_in_order(offers)
+            if self._is_over(after, offers, is_last=not packs):
                 return
             pairs = zip(self._streams, after, strict=True)
             mine = [live for stream, to in pairs for live in stream.take(done_below=to.done_below)]
-            self._advance(after, offers, len(packs_in_order(reads)))
+            self._advance(after, offers, len(packs))
             shares = StepShares(self._plan, after)
             ahead = self._read(shares)
-            placement = place(reads, self._plan)
-            yield self._batch(self._rows(mine, placement), placement, reads)
+            placement = place(packs, self._plan)
+            yield self._batch(self._rows(mine, placement), placement, packs)
 
     def _look(self, offers: Sequence[Offer], shares: StepShares) -> None:
         """Raise what any rank refuses, and report what all have, the same on each rank."""
@@ -186,11 +186,10 @@ class LiveLoader:
         # The steps whose batches were handed out, not the one that is read.
         self._report([replace(one, steps=self.steps) for one in self._after(shares, offers)], offers)
 
-    def _is_over(self, after: Sequence[LivePosition], reads: Sequence[RankReads], offers: Sequence[Offer]) -> bool:
+    def _is_over(self, after: Sequence[LivePosition], offers: Sequence[Offer], *, is_last: bool) -> bool:
         """Return True where all streams have ended and everything is trained; check each stream that ends."""
         for offer in offers:
             self._left_out[offer.source].update(offer.left_out)
-        is_last = not any(read.lengths for read in reads)
         all_ended = is_last or all(position.ended for position in after)
         for source, position in enumerate(after):
             if (position.ended or is_last) and not self._positions[source].ended:
@@ -316,12 +315,12 @@ class LiveLoader:
             live=positions_to_json(after),
         )
 
-    def _batch(self, rows: list[LivePack | None], placement: Placement, reads: Sequence[RankReads]) -> RankBatch:
+    def _batch(self, rows: list[LivePack | None], placement: Placement, packs: Sequence[ReadPack]) -> RankBatch:
         layout, lengths = self._plan.layout, placement.lengths
         return RankBatch(
             epoch=0,
             step_in_epoch=self.steps - 1,
-            pack_ids=np.array([read.sequence_ids[row][0] for read, row in packs_in_order(reads)], np.int64),
+            pack_ids=np.array([pack.sequence_ids[0] for pack in packs], np.int64),
             rows=[
                 zero_loss_row(layout.pad_to_multiple)
                 if live is None

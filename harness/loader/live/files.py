@@ -19,7 +19,8 @@ from harness.storage import (
     sync_folder,
     write_atomically,
 )
-from harness.storage.claims import ClaimStore, Lease, ListedObject, lease_body
+from harness.storage.bucket import ListedObject, list_below
+from harness.storage.claims import ClaimStore, Lease, parse_lease
 from harness.storage.files import TEMPORARY_SUFFIX
 
 # A listing of a bucket answers for so long what is there; polling ranks would send several requests a look.
@@ -144,7 +145,7 @@ class BucketFiles:
         self._made = ""
 
     def names(self) -> list[str]:
-        self._listing, self._listed_at = self._store.list(), time.monotonic()
+        self._listing, self._listed_at = list_below(self._store.place), time.monotonic()
         return list(dict.fromkeys(name.partition("/")[0] for name in self._listing))
 
     def _listed(self, name: str) -> ListedObject | None:
@@ -163,7 +164,7 @@ class BucketFiles:
 
     def size(self, name: str) -> int | None:
         found = self._listed(name)
-        return None if found is None else found.num_bytes
+        return None if found is None else found.stamp.num_bytes
 
     def age_s(self, name: str) -> float | None:
         found = self._listed(name)
@@ -174,7 +175,7 @@ class BucketFiles:
         return None if found is None else found[0]
 
     def read_mark(self, name: str) -> bytes:
-        return lease_body(self.read(name) or b"")
+        return parse_lease(self.read(name) or b"")[1]
 
     def write(self, name: str, data: bytes) -> None:
         self._listed_at = -_LISTING_S

@@ -33,8 +33,7 @@ from harness.prep.sources.tables import read_parquet
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.records import Pack
 from harness.settings import load
-from harness.storage import Marker, StoredFile, file_digest, join_path, open_folder
-from harness.storage.claims import Lease
+from harness.storage import StoredFile, file_digest, join_path, open_folder
 
 CHAT, PACKS = "chat", "packs"
 JSONL, PARQUET = ".jsonl", ".parquet"
@@ -45,6 +44,7 @@ PRODUCER_FILE, CONSUMER_FILE = "_producer", "_consumer"
 
 _NAME = re.compile(r"chunk_(\d{5,})(\.jsonl|\.parquet)(\.ready|\.completed)?")
 _CHECK = "check permissions and mounts"
+_GRANT = "give the training ranks write access to this folder"
 _WRITE_AGAIN = "write the chunk again under this name, with its own record; the run then continues with resume=true"
 # Each row of a chunk may have a schema of its own.
 _READER = RecordReader()
@@ -145,13 +145,6 @@ class LiveFolder:
         self.files = open_files(path)
         self.where = self.files.place
 
-    @property
-    def has_begun(self) -> bool:
-        """True where a chunk, a producer or a reader left a trace."""
-        contents = self.look()
-        traces = (self.seen_s(PRODUCER_FILE), self.seen_s(CONSUMER_FILE), self.end())
-        return bool(contents.next_index) or any(trace is not None for trace in traces)
-
     def look(self) -> Contents:
         """Return all files with the name of a chunk.
 
@@ -159,10 +152,8 @@ class LiveFolder:
             FormatError: the folder cannot be listed.
         """
         contents = Contents()
-        try:
+        with os_errors_as(FormatError, "the folder cannot be read", where=self.where, fix=_CHECK):
             names = self.files.names()
-        except OSError as error:
-            raise FormatError(f"the folder cannot be read: {error.strerror}", where=self.where, fix=_CHECK) from error
         if INDEX_FOLDER in names and find_traces(open_folder(self.where)).index:
             # Chunks of a dataset have the names of live ones, and must not be marked and deleted as such.
             what = "the folder contains a stored dataset or a part of one, not live chunks"
@@ -192,10 +183,6 @@ class LiveFolder:
     def write_record(self, name: str, record: ReadyRecord | EndRecord) -> None:
         self.files.write(name, json.dumps(asdict(record)).encode() + b"\n")
 
-    def lock(self, who: str) -> Marker | Lease:
-        """Return the lock of the producer (or consumer), which is not yet acquired."""
-        return self.files.lock(who)
-
     def complete(self, indices: Iterable[int]) -> None:
         """Mark chunks that a producer may delete, except those that are already deleted.
 
@@ -203,12 +190,7 @@ class LiveFolder:
             FormatError: the folder cannot be written to.
         """
         contents = self.look()
-        with os_errors_as(
-            FormatError,
-            "trained chunks cannot be marked as completed",
-            where=self.where,
-            fix="give the training ranks write access to this folder",
-        ):
+        with os_errors_as(FormatError, "trained chunks cannot be marked as completed", where=self.where, fix=_GRANT):
             for i in indices:
                 if i in contents.chunks and i not in contents.completed:
                     self.files.touch(contents.chunks[i] + COMPLETED)
@@ -219,16 +201,10 @@ class LiveFolder:
         Raises:
             FormatError: the folder cannot be written to.
         """
-        with os_errors_as(
-            FormatError,
-            "chunks cannot be marked to be kept",
-            where=self.where,
-            fix="give the training ranks write access to this folder",
-        ):
-            completed = self.look().completed
-            for index in indices:
-                if index in completed:
-                    self.files.delete(completed[index])
+        completed = self.look().completed
+        with os_errors_as(FormatError, "chunks cannot be marked to be kept", where=self.where, fix=_GRANT):
+            for index in completed.keys() & indices:
+                self.files.delete(completed[index])
 
     def delete_completed(self, contents: Contents, *, keep: int, spare: int) -> None:
         """Delete completed chunks except the newest `keep` and index `spare`; failures are retried the next time."""
@@ -255,14 +231,11 @@ class LiveFolder:
         return values if isinstance(values, dict) else {}
 
     def _read(self, name: str, kind: type[T]) -> T | None:
-        try:
+        where = join_path(self.where, name)
+        with os_errors_as(FormatError, "the record cannot be read", where=where, fix=_CHECK):
             data = self.files.read(name)
-        except OSError as error:
-            raise FormatError(
-                f"the record cannot be read: {error.strerror}", where=join_path(self.where, name), fix=_CHECK
-            ) from error
         what, fix = "the file is not a record of this harness", "it was edited or damaged; write the chunk again"
-        return None if data is None else load(kind, data, where=join_path(self.where, name), fix=fix, what=what)
+        return None if data is None else load(kind, data, where=where, fix=fix, what=what)
 
 
 def last_seen(seconds: float | None) -> str:
@@ -306,12 +279,8 @@ class LiveChunk:
             elif self._lines is None:
                 read = read_parquet(path, path.stat().st_size, _READER, None, 0)
                 self._chats = [row for _, rows, _ in read for row in rows]
-        except OSError as error:
+        except (OSError, pa.ArrowException) as error:
             raise FormatError(f"the chunk cannot be read: {error}", where=self.place, fix=_WRITE_AGAIN) from error
-        except pa.ArrowException as error:
-            raise FormatError(
-                f"the file is not a chunk of rows: {error}", where=self.place, fix=_WRITE_AGAIN
-            ) from error
 
     @property
     def num_rows(self) -> int:

@@ -61,17 +61,13 @@ class LivePosition:
             parts: for each rank, what is in its own chunks, and the rows that it read since the step before.
             drawn, ended: see the attributes.
         """
-        finished = self.finished.union(*(part.finished for part in parts))
-        done_below = replace(self, finished=finished).first_unread
-        return LivePosition(
-            done_below=done_below,
-            finished=frozenset(chunk for chunk in finished if chunk > done_below),
+        return replace(
+            self._finish(*(part.finished for part in parts)),
             taken={chunk: rows for part in parts for chunk, rows in part.taken.items()},
             begun={chunk: sequences for part in parts for chunk, sequences in part.begun.items()},
             open_packs=tuple(pack for part in parts for pack in part.open_packs),
             rows=self.rows + sum(part.rows for part in parts),
             steps=self.steps + 1,
-            lost=self.lost,
             drawn=drawn,
             ended=ended,
         )
@@ -79,18 +75,20 @@ class LivePosition:
     def without(self, chunks: Iterable[int]) -> LivePosition:
         """Return the position that continues after chunks which are lost, with nothing of them waiting."""
         lost = frozenset(chunks)
-        finished = self.finished | {chunk for chunk in lost if chunk >= self.done_below}
         packs = (tuple(place for place in pack if place[0] not in lost) for pack in self.open_packs)
-        done_below = replace(self, finished=finished).first_unread
         return replace(
-            self,
-            done_below=done_below,
-            finished=frozenset(chunk for chunk in finished if chunk > done_below),
+            self._finish(lost),
             taken={chunk: rows for chunk, rows in self.taken.items() if chunk not in lost},
             begun={chunk: sequences for chunk, sequences in self.begun.items() if chunk not in lost},
             open_packs=tuple(pack for pack in packs if pack),
             lost=self.lost + len(lost),
         )
+
+    def _finish(self, *chunks: frozenset[int]) -> LivePosition:
+        """Return this position with more chunks of which every row is read."""
+        finished = self.finished.union(*chunks)
+        done_below = replace(self, finished=finished).first_unread
+        return replace(self, done_below=done_below, finished=frozenset(c for c in finished if c > done_below))
 
     def to_json(self) -> str:
         counts = {name: sorted(getattr(self, name).items()) for name in ("taken", "begun")}
@@ -105,9 +103,8 @@ class LivePosition:
                 **values,
                 "finished": frozenset(values["finished"]),
                 "taken": dict(values["taken"]),
-                # Positions of earlier versions have one sequence a row.
-                "begun": dict(values.get("begun", ())),
-                "open_packs": tuple(tuple(map(_place, pack)) for pack in values["open_packs"]),
+                "begun": dict(values["begun"]),
+                "open_packs": tuple(tuple((c, r, s) for c, r, s in pack) for pack in values["open_packs"]),
             }
         )
 
@@ -134,8 +131,3 @@ def positions_from_json(text: str, num_folders: int) -> list[LivePosition]:
             fix="use the folders that the run started with, or start a new run",
         )
     return [LivePosition.from_json(part) for part in parts]
-
-
-def _place(values: Sequence[Any]) -> Place:
-    chunk, row, sequence = (*values, 0) if len(values) == 2 else values
-    return chunk, row, sequence

@@ -174,7 +174,12 @@ def produce_chunks(
     if packing is not None:
         _add_packed(producer, rest, done, packing, usable)
     else:
-        _add_rows(producer, rest, usable)
+        for item, position in rest:
+            if item.pack is not None:
+                producer.add(item.pack, position)
+            elif usable(parsed := item.parse()):
+                # Those who read the chunks know nothing of other names of columns.
+                producer.add(item.line if item.reader == _ANY_SCHEMA else parsed.as_record(), position)
     if not producer.ended:
         producer.end_input()
     usable.log(log)
@@ -208,15 +213,6 @@ class _Usable:
             log(f"{omitted}, with {count_of(sum(self.dropped), 'placeholder')}")
 
 
-def _add_rows(producer: LiveProducer, rest: Iterator[tuple[Item, dict[str, Any]]], usable: _Usable) -> None:
-    for item, position in rest:
-        if item.pack is not None:
-            producer.add(item.pack, position)
-        elif usable(parsed := item.parse()):
-            # Those who read the chunks know nothing of other names of columns.
-            producer.add(item.line if item.reader == _ANY_SCHEMA else parsed.as_record(), position)
-
-
 def _numbered(
     items: Iterable[Item], producer: LiveProducer, done: dict[str, Any], *, is_new: bool
 ) -> Iterator[tuple[Item, dict[str, Any]]]:
@@ -232,7 +228,7 @@ def _numbered(
     else:
         fix = "pass the input of the newest chunks again, from its beginning, because it was interrupted; "
         fix += "--append --leave-rest abandons the rest of it for another input"
-    again = {_key(values)[0] for pack in done.get("open", ()) for values in pack}
+    again = {item for pack in done.get("open", ()) for item, _ in pack}
     digest = xxhash.xxh3_64()
     number = -1
     for number, item in enumerate(items):
@@ -262,7 +258,7 @@ def _add_packed(
 ) -> None:
     """Pack conversations after a position; those that waited in open packs come first, and wait there again."""
     packer: StreamPacker[_Key] = StreamPacker(packing.pack_size, max_open=packing.open_packs)
-    were_open = [list(map(_key, pack)) for pack in after.get("open", ())]
+    were_open: list[list[_Key]] = [[(item, part) for item, part in pack] for pack in after.get("open", ())]
     awaited = {number for pack in were_open for number, _ in pack}
     waited: dict[_Key, Member[_Key]] = {}
     for number, position, conversation, encoded in _tokenized(rest, packing):
@@ -290,11 +286,6 @@ def _add_packed(
             producer.add(pack_of(pack), {**after, "open": unwritten + packer.open_keys})
     while (rest_of := packer.flush()) is not None:
         producer.add(pack_of(rest_of), {**after, "open": packer.open_keys})
-
-
-def _key(values: int | Sequence[int]) -> _Key:
-    """Return a key as JSON has it; those of earlier versions are the item alone, with one sequence."""
-    return (values, 0) if isinstance(values, int) else (values[0], values[1])
 
 
 def _tokenized(

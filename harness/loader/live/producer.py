@@ -8,8 +8,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,11 @@ import pyarrow.parquet as pq
 import xxhash
 
 from harness.checks import require_at_least, require_choice
-from harness.errors import FormatError, HarnessError, LoaderError
+from harness.errors import FormatError, HarnessError, LoaderError, os_errors_as
 from harness.formats import load_format
 from harness.formats.base import ShardOptions
 from harness.formats.layouts.jsonl import line_of_pack
-from harness.loader.live.folder import (
-    CHAT,
-    CONSUMER_FILE,
-    END_FILE,
-    JSONL,
-    NO_RECORD,
-    PACKS,
-    PRODUCER_FILE,
-    READY,
-    SUFFIXES,
-    EndRecord,
-    LiveFolder,
-    ReadyRecord,
-    chunk_name,
-)
+from harness.loader.live import folder as live
 from harness.prep.chat import BadRecord, Conversation, parse_line
 from harness.records import Pack
 from harness.storage import LocalFolder, file_digest, write_atomically
@@ -79,20 +65,20 @@ class LiveProducer:
         self,
         path: str | Path,
         *,
-        kind: str = CHAT,
-        suffix: str = JSONL,
+        kind: str = live.CHAT,
+        suffix: str = live.JSONL,
         rows_per_chunk: int = 1000,
         max_waiting: int = 16,
         keep: int = 4,
         flush_s: float = 60.0,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        require_choice(kind, (CHAT, PACKS), setting="kind")
-        require_choice(suffix, SUFFIXES, setting="suffix")
+        require_choice(kind, (live.CHAT, live.PACKS), setting="kind")
+        require_choice(suffix, live.SUFFIXES, setting="suffix")
         require_at_least(rows_per_chunk, 1, setting="rows_per_chunk")
         require_at_least(max_waiting, 1, setting="max_waiting")
         require_at_least(keep, 0, setting="keep")
-        self._folder = LiveFolder(path)
+        self._folder = live.LiveFolder(path)
         self.path = self._folder.where
         self._kind, self._suffix = kind, suffix
         self._rows_per_chunk, self._max_waiting, self._keep, self._flush_s = rows_per_chunk, max_waiting, keep, flush_s
@@ -101,11 +87,11 @@ class LiveProducer:
         self._opened = 0.0
         self._pending_position: Any = None
         self.ended, self.input, self.input_is_whole = False, 0, True
-        self._last, self._last_index, self.num_chunks, self._stream = NO_RECORD, -1, 0, ""
+        self._last, self._last_index, self.num_chunks, self._stream = live.NO_RECORD, -1, 0, ""
         self._lock = threading.RLock()
         self._failed: HarnessError | None = None
         self._closing = threading.Event()
-        self._mark = self._folder.lock(PRODUCER_FILE)
+        self._mark = self._folder.files.lock(live.PRODUCER_FILE)
         with self._explained("the folder cannot be written to"):
             self._folder.files.make()
             before = self._mark.acquire()
@@ -176,8 +162,8 @@ class LiveProducer:
             if self._last_index == self.num_chunks - 1:
                 totals = (last.total_rows, last.total_sequences, last.total_tokens, last.chain)
             with self._explained("END.json cannot be written"):
-                end = EndRecord(self.num_chunks, *totals, self._stream, time.time())
-                self._folder.write_record(END_FILE, end)
+                end = live.EndRecord(self.num_chunks, *totals, self._stream, time.time())
+                self._folder.write_record(live.END_FILE, end)
             self.ended = True
             self._write_status("ended")
 
@@ -227,7 +213,7 @@ class LiveProducer:
         self._last_index = max(contents.ready, default=-1)
         last = self._folder.record(self._last_index) if self._last_index >= 0 else None
         self._stream = last.stream if last is not None else uuid.uuid4().hex[:16]
-        self._last = last or NO_RECORD
+        self._last = last or live.NO_RECORD
         position = self._last.position
         self.input = max(number, int(position.get("input", 0)) if isinstance(position, dict) else 0)
         with self._explained("the folder cannot be written to"):
@@ -248,7 +234,7 @@ class LiveProducer:
         self._mark.check()
         # The newest record stays, because it has the position to continue from.
         self._folder.delete_completed(contents, keep=self._keep, spare=self._last_index)
-        status = self._folder.status(CONSUMER_FILE)
+        status = self._folder.status(live.CONSUMER_FILE)
         # Ranks read their chunks at their own pace: a chunk that one waits for is written whatever the others have.
         if max(status.get("waiting_for") or [-1]) >= self.num_chunks:
             return True
@@ -256,7 +242,7 @@ class LiveProducer:
 
     def _write(self) -> None:
         index = self.num_chunks
-        name, files = chunk_name(index, self._suffix), self._folder.files
+        name, files = live.chunk_name(index, self._suffix), self._folder.files
         with self._explained(f"{name} cannot be written"):
             if self._folder.find(index) is not None:
                 raise FormatError(
@@ -271,7 +257,7 @@ class LiveProducer:
                 record = self._rows.record(path, self._last, stream=self._stream, position=self._pending_position)
                 files.finish_chunk(name, path)
                 self._mark.check()
-                self._folder.write_record(name + READY, record)
+                self._folder.write_record(name + live.READY, record)
             except BaseException:
                 # With its record a chunk is whole, and may have been read: the next producer continues after it.
                 with suppress(OSError, FormatError):
@@ -319,17 +305,9 @@ class LiveProducer:
             finally:
                 self._lock.release()
 
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, pa.ArrowException) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise FormatError(
-                f"{what}: {reason}",
-                where=self._folder.where,
-                fix="free disk space or fix the folder, then start again: rows not in a complete chunk are added again",
-            ) from error
+    def _explained(self, what: str) -> AbstractContextManager[None]:
+        fix = "free disk space or fix the folder, then start again: rows not in a complete chunk are added again"
+        return os_errors_as(FormatError, what, where=self._folder.where, fix=fix)
 
 
 def _table_of_chats(conversations: list[Conversation]) -> pa.Table:
@@ -363,7 +341,7 @@ class ChunkRows:
         self._rows: list[Any] = []
         self.num_bytes = 0
         self.sequences = 0
-        self.tokens = 0 if kind == PACKS else None
+        self.tokens = 0 if kind == live.PACKS else None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -374,7 +352,7 @@ class ChunkRows:
         Raises:
             FormatError: the row is neither, or is not a valid pack or conversation.
         """
-        if self._kind == PACKS:
+        if self._kind == live.PACKS:
             self._add_pack(row)
             return
         try:
@@ -388,7 +366,7 @@ class ChunkRows:
         parsed = parse_line(line, "the row")
         if isinstance(parsed, BadRecord):
             raise FormatError(f"the row is invalid ({parsed.reason}): {parsed.detail}", fix="skip it or fix its source")
-        self._rows.append(line if self._suffix == JSONL else parsed)
+        self._rows.append(line if self._suffix == live.JSONL else parsed)
         self.num_bytes += len(line)
         self.sequences += 1
 
@@ -397,7 +375,7 @@ class ChunkRows:
             raise FormatError(f"the row is a {type(pack).__name__}, expected a Pack", fix="write harness.Pack")
         if problem := pack.problem():
             raise FormatError(f"the pack {problem}", fix="fix the source of packs")
-        line = line_of_pack(pack) if self._suffix == JSONL else None
+        line = line_of_pack(pack) if self._suffix == live.JSONL else None
         self._rows.append(pack if line is None else line)
         self.num_bytes += 5 * len(pack) if line is None else len(line)
         self.sequences += pack.num_sequences
@@ -406,19 +384,19 @@ class ChunkRows:
 
     def write(self, path: Path) -> None:
         """Write all rows; the file appears whole or not at all."""
-        if self._suffix == JSONL:
+        if self._suffix == live.JSONL:
             write_atomically(path, self._rows)
-        elif self._kind == PACKS:
+        elif self._kind == live.PACKS:
             self._write_packs(path)
         else:
             table = pa.BufferOutputStream()
             pq.write_table(_table_of_chats(self._rows), table, compression="zstd", write_page_checksum=True)
             write_atomically(path, table.getvalue().to_pybytes())
 
-    def record(self, path: Path, last: ReadyRecord, *, stream: str, position: Any) -> ReadyRecord:
+    def record(self, path: Path, last: live.ReadyRecord, *, stream: str, position: Any) -> live.ReadyRecord:
         """Return the record of the file that `write` made, after the chunk of record `last`."""
         xxh3 = file_digest(path)
-        return ReadyRecord(
+        return live.ReadyRecord(
             kind=self._kind,
             rows=len(self),
             sequences=self.sequences,

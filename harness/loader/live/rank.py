@@ -395,21 +395,14 @@ class FolderReader:
         """Read the conversations that waited in open packs again."""
         members: dict[Place, Member[Place]] = {}
         for index, places in groupby(sorted(chain(*self._to_restore)), key=itemgetter(0)):
+            rows = sorted({row for _, row, _ in places})
             chunk = open_chunk(self._folder, index, require_ready=self._config.require_ready, settle_s=0.0)
-            if chunk is None:
-                raise LoaderError(
-                    f"{chunk_name(index)} is missing, but not all of its conversations were trained",
-                    where=self._folder.where,
-                    fix="restore it; a producer deletes only chunks that are marked as completed",
-                )
+            if chunk is None or chunk.kind != CHAT or rows[-1] >= chunk.num_rows:
+                what = f"{chunk_name(index)} does not have all of the conversations that wait to be trained"
+                fix = "restore the original chunk, or start a new run; producers delete only chunks marked as completed"
+                raise LoaderError(what, where=self._folder.where, fix=fix)
             with closing(chunk):
-                for row in sorted({row for _, row, _ in places}):
-                    if chunk.kind != CHAT or row >= chunk.num_rows:
-                        raise LoaderError(
-                            f"row {row:,} is no longer a conversation",
-                            where=chunk.place,
-                            fix="restore the original chunk, or start a new run",
-                        )
+                for row in rows:
                     (found,) = self._members(chunk, index, range(row, row + 1))
                     members |= {member.key: member for member in found}
         packs = [[members[place] for place in pack if place in members] for pack in self._to_restore]
@@ -422,10 +415,9 @@ class FolderReader:
 
     def _waiting(self, end: int | None) -> Waiting:
         now = time.monotonic()
-        if self._waits_since is None:
-            self._waits_since = now
-        folder, hint = self._folder.where, self._hint(self._index, end)
-        return Waiting(folder, self._index, now - self._waits_since, self._folder.seen_s(), hint)
+        self._waits_since = now if self._waits_since is None else self._waits_since
+        hint = self._hint(self._index, end)
+        return Waiting(self._folder.where, self._index, now - self._waits_since, self._folder.seen_s(), hint)
 
     def _hint(self, index: int, end: int | None) -> str:
         """Return what the folder shows about a missing chunk."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Group, RenderableType
 from harness.errors import FormatError
 from harness.loader.live.folder import CONSUMER_FILE, PRODUCER_FILE, LiveFolder, last_seen
 from harness.printing import count_of
+from harness.storage.claims import is_running
 from harness.tables import Table
 
 # Producer and consumer touch their files every second, but a step of training may take longer.
@@ -60,13 +60,14 @@ def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
     folder = LiveFolder(path)
     if not folder.files.exists():
         raise FormatError("the folder does not exist", where=str(path), fix="specify the folder of the chunks")
-    if not may_begin and not folder.has_begun:
+    contents, end = folder.look(), folder.end()
+    traces = (folder.seen_s(PRODUCER_FILE), folder.seen_s(CONSUMER_FILE), end)
+    if not may_begin and not contents.next_index and all(trace is None for trace in traces):
         raise FormatError(
             "the folder contains no live stream: no chunk, no producer, no reader",
             where=str(path),
             fix="specify the folder of the chunks; `harness live produce` starts a stream",
         )
-    contents, end = folder.look(), folder.end()
     newest = sorted(contents.ready)[-_RECORDS_FOR_RATE:]
     records = [record for record in map(folder.record, newest) if record is not None]
     consumer = folder.status(CONSUMER_FILE)
@@ -131,21 +132,10 @@ def _state(folder: LiveFolder, who: str) -> str:
     status = folder.status(who)
     if status.get("state") == "ended":
         return "ended"
-    if status.get("host") == socket.gethostname() and not _is_running(status.get("pid")):
+    pid = status.get("pid")
+    if status.get("host") == socket.gethostname() and not (type(pid) is int and is_running(pid)):
         return "gone"
     return "alive" if seen_s < _ALIVE_S else "silent"
-
-
-def _is_running(pid: object) -> bool:
-    if type(pid) is not int:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _who(state: str, status: dict[str, Any], seen_s: float | None) -> str:

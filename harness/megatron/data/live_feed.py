@@ -81,7 +81,7 @@ class LiveFeed(Feed):
             started = replace(fresh, seed=state.seed, fingerprint=state.fingerprint)
             resumed = state.resumed(started, num_packs=None, allow_other_data=allow_other_data)
             state = replace(resumed, live=state.live)
-        self._marks = [folder.lock(CONSUMER_FILE) for folder in self._folders]
+        self._marks = [folder.files.lock(CONSUMER_FILE) for folder in self._folders]
         self._marks_read = config.completed == "read"
         positions = positions_from_json(state.live if state is not None else "", count)
         if allow_other_data:

@@ -215,7 +215,6 @@ def join(
         cp_size=config.context_parallel_size,
         is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        virtual_stages=config.virtual_pipeline_parallel_size,
         pad_to_multiple=config.pad_to_multiple,
         group_size=config.group_size,
         shares_rows=shares_rows,

@@ -206,10 +206,6 @@ class RecordReader:
         return _UNREAD_FIELDS.union((self.columns.get(name, name) for name in fields), self.ignore_fields)
 
     @cached_property
-    def _is_rewriting(self) -> bool:
-        return bool(self.columns or self.ignore_fields or self.drop_media)
-
-    @cached_property
     def _record_columns(self) -> dict[str, str]:
         return {name: column for name, column in self.columns.items() if name in _FIELDS}
 
@@ -219,7 +215,7 @@ class RecordReader:
 
     def _rewritten(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a record with the names of our fields, and without those that are ignored."""
-        if not self._is_rewriting:
+        if not self.columns and not self.ignore_fields and not self.drop_media:
             return record
         record = self._renamed(record, self._record_columns)
         if not self._turn_columns and not self.ignore_fields and not self.drop_media:

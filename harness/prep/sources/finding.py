@@ -13,15 +13,7 @@ from harness.errors import ConfigError, PrepError
 from harness.prep.sources import hub
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.delimited import SEPARATORS
-from harness.prep.sources.reading import (
-    ARROW_SUFFIXES,
-    JSON_SUFFIXES,
-    JSONL_SUFFIXES,
-    PARQUET_SUFFIXES,
-    SourceFiles,
-    is_compressed,
-    suffix_of,
-)
+from harness.prep.sources.reading import JSON_SUFFIXES, SUFFIXES, TEXT_SUFFIXES, SourceFiles, is_compressed, suffix_of
 from harness.prep.sources.schema import holds_chats
 from harness.prep.sources.splits import choose_split, split_of
 from harness.prep.sources.text import COMPRESSED
@@ -29,8 +21,6 @@ from harness.storage import ObjectPath, Place, is_uri, natural_key, parse_place,
 from harness.storage.files import Stamp
 from harness.storage.inputs import glob_pattern, is_glob, list_objects, open_stream
 
-_TEXT_SUFFIXES = (*JSONL_SUFFIXES, *JSON_SUFFIXES, *SEPARATORS)
-_SUFFIXES = (*_TEXT_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES)
 _UNREAD_SUFFIXES = (".xz", ".zip", ".7z", ".lz4")
 # Written by `save_to_disk` of Hugging Face's datasets: of several splits, and of one.
 _SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
@@ -66,33 +56,28 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
     path = str(source.path)
     name = hub.parse_name(path)
     if name is not None:
-        found = _find_on_hub(name, source, show)
+        kinds = [kind for suffix in SUFFIXES for kind in (suffix, *(suffix + packed for packed in COMPRESSED))]
+        split, subset = source.split, source.subset
+        found = hub.fetch(name, split=split, subset=subset, suffixes=kinds, ignored=_DESCRIPTIONS, show=show)
     elif source.subset:
         fix = "omit it; use a folder or glob to select files"
         raise ConfigError("only datasets of the hub have subsets", where="source.subset", fix=fix)
     else:
         found = _find_objects(path, source) if is_uri(path) else _find_local(path, source)
     if not found.files:
-        raise _no_files(path)
+        fix = f"specify a file, a glob or a folder with files that end in {' '.join(SUFFIXES)}"
+        fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
+        raise PrepError("there are no chat files", where=path, fix=fix)
     for file in found.files:
-        _check_suffix(file)
+        suffix = PurePosixPath(str(file)).suffix.lower()
+        inner = suffix_of(file) if is_compressed(file) else ""
+        if suffix in _UNREAD_SUFFIXES or inner not in (*TEXT_SUFFIXES, ""):
+            what, fix = "this kind of compressed file is not supported", "decompress it first"
+            raise PrepError(what, where=str(file), fix=fix)
     if found.skipped:
         show(f"{len(found.skipped):,} other files of the source are ignored:")
         show("  " + ", ".join(found.skipped[:5]) + (", ..." if len(found.skipped) > 5 else ""))
     return found
-
-
-def _no_files(path: str) -> PrepError:
-    fix = f"specify a file, a glob or a folder with files that end in {' '.join(_SUFFIXES)}"
-    fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
-    return PrepError("there are no chat files", where=path, fix=fix)
-
-
-def _check_suffix(file: Place) -> None:
-    suffix = PurePosixPath(str(file)).suffix.lower()
-    inner = suffix_of(file) if is_compressed(file) else ""
-    if suffix in _UNREAD_SUFFIXES or inner not in (*_TEXT_SUFFIXES, ""):
-        raise PrepError("this kind of compressed file is not supported", where=str(file), fix="decompress it first")
 
 
 def _find_local(path: str, source: SourceConfig) -> SourceFiles:
@@ -136,11 +121,6 @@ def _refuse_split(source: SourceConfig) -> None:
         raise ConfigError(f"{source.split!r} would not be used", where="source.split", fix=fix)
 
 
-def _find_on_hub(name: hub.HubName, source: SourceConfig, show: Show) -> SourceFiles:
-    kinds = [kind for suffix in _SUFFIXES for kind in (suffix, *(suffix + packed for packed in COMPRESSED))]
-    return hub.fetch(name, split=source.split, subset=source.subset, suffixes=kinds, ignored=_DESCRIPTIONS, show=show)
-
-
 def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Callable[[str], Stamp]) -> SourceFiles:
     """Choose the chat files of a folder, given the names of all of its files."""
     split = source.split
@@ -156,7 +136,7 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
             names = [other for other in names if not _is_below(other, above) or _is_below(other, above / split)]
             found = _choose(root, names, replace(source, split=""), stamp)
             return replace(found, facts={"split": split})
-    kinds = (*_SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES)
+    kinds = (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES)
     # As Spark does: `_SUCCESS` and the like are not data.
     hidden = {name for name in names if any(part[0] in "._" for part in PurePosixPath(name).parts)}
     data = [

@@ -16,7 +16,7 @@ import pyarrow as pa
 from harness.errors import PrepError
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.sources.delimited import SEPARATORS, DelimitedReader
-from harness.prep.sources.tables import ROW, Undecodable, cut_parquet, read_arrow, read_parquet
+from harness.prep.sources.tables import ROW, Undecodable, cut_parquet, read_arrow, read_columns, read_parquet
 from harness.prep.sources.text import COMPRESSED, ITEM, LINE, find_unit, open_text, read_items, read_lines
 from harness.storage import ObjectPath, Place, parse_place, stamp_of
 from harness.storage.files import Stamp
@@ -28,6 +28,8 @@ JSON_SUFFIXES = (".json",)
 PARQUET_SUFFIXES = (".parquet",)
 # Written by `save_to_disk` of Hugging Face's datasets.
 ARROW_SUFFIXES = (".arrow",)
+TEXT_SUFFIXES = (*JSONL_SUFFIXES, *JSON_SUFFIXES, *SEPARATORS)
+SUFFIXES = (*TEXT_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES)
 _SCAN_BYTES = 8 << 20
 _THREADS = 16
 
@@ -53,6 +55,12 @@ def suffix_of(file: Place) -> str:
     path = PurePosixPath(str(file))
     suffix = path.suffix.lower()
     return PurePosixPath(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
+
+
+def columns_of(file: Place) -> list[str]:
+    """Return the columns of a table; none of another file."""
+    is_parquet = suffix_of(file) in PARQUET_SUFFIXES
+    return read_columns(file, is_parquet=is_parquet) if is_parquet or suffix_of(file) in ARROW_SUFFIXES else []
 
 
 def is_compressed(file: Place) -> bool:

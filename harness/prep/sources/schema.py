@@ -10,15 +10,7 @@ from typing import Any
 from harness.errors import PrepError
 from harness.prep.chat import NUM_DETECTION_RECORDS, RecordReader, detect_schema, record_of_row
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.reading import (
-    ARROW_SUFFIXES,
-    PARQUET_SUFFIXES,
-    SourceChunk,
-    for_each_file,
-    read_chunks,
-    suffix_of,
-)
-from harness.prep.sources.tables import read_columns
+from harness.prep.sources.reading import SourceChunk, columns_of, for_each_file, read_chunks
 from harness.storage import Place
 
 
@@ -70,7 +62,7 @@ def find_schema(files: Iterable[Place], source: SourceConfig) -> SourceSchema:
 
 def unread_columns(file: Place, reader: RecordReader) -> list[str]:
     """Return the columns of a table that are neither read nor ignored; none of another file."""
-    return _unread(_columns(file), reader)
+    return _unread(columns_of(file), reader)
 
 
 def _unread(names: list[str], reader: RecordReader) -> list[str]:
@@ -84,7 +76,7 @@ def _sample(file: Place, reader: RecordReader) -> tuple[str, str, list[Any], lis
     if first is None:
         return str(file), "", [], []
     records = [record for raw in first.records if (record := _decoded(raw)) is not None]
-    names = _columns(file)
+    names = columns_of(file)
     if records and names:
         # Columns that no schema reads are not in the rows, and belong in the list of what is there.
         records[0] = {**dict.fromkeys(names), **records[0]}
@@ -109,11 +101,6 @@ def holds_chats(file: Place, source: SourceConfig) -> bool:
 
 def _first_chunks(file: Place, reader: RecordReader, limit: int) -> Iterator[SourceChunk]:
     return (chunk for chunk in read_chunks([file], limit=limit, reader=reader) if chunk.records)
-
-
-def _columns(file: Place) -> list[str]:
-    is_parquet = suffix_of(file) in PARQUET_SUFFIXES
-    return read_columns(file, is_parquet=is_parquet) if is_parquet or suffix_of(file) in ARROW_SUFFIXES else []
 
 
 def _decoded(raw: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,14 +107,14 @@ def cut_parquet(place: Place, size: int, shard_bytes: int) -> Iterator[tuple[int
         for number in range(metadata.num_row_groups):
             row += metadata.row_group(number).num_rows
             is_last = number + 1 == metadata.num_row_groups
-            end = size if is_last else _offset_of(metadata.row_group(number + 1))
+            end = size if is_last else min(map(_start_of, _columns_of(metadata.row_group(number + 1))))
             if is_last or end - start >= shard_bytes:
                 yield first, start, end, (group, number + 1)
                 group, first, start = number + 1, row, end
 
 
-def _offset_of(row_group: Any) -> int:
-    return min(_start_of(row_group.column(number)) for number in range(row_group.num_columns))
+def _columns_of(row_group: Any) -> list[Any]:
+    return [row_group.column(number) for number in range(row_group.num_columns)]
 
 
 def _start_of(column: Any) -> int:
@@ -135,7 +136,9 @@ def read_parquet(
         values, presence = _present(schema.names, reader)
         row_bytes = size / max(metadata.num_rows, 1)
         numbers = list(range(*(groups or (0, parquet.num_row_groups))))
-        costs = _leaf_bytes(metadata, numbers)
+        costs = Counter[str]()
+        for column in (column for number in numbers for column in _columns_of(metadata.row_group(number))):
+            costs[column.path_in_schema] += column.total_uncompressed_size
         # The cheapest leaf: of images that is their path, which is null where there is no image.
         leaves = [
             min((one for one in costs if _is_in(one, name)), key=costs.__getitem__, default=name) for name in presence
@@ -192,7 +195,7 @@ def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str],
     """
     group, where = metadata.row_group(number), f"{place}, row group {number}"
     with contextlib.closing(open_source(place)) as source:
-        for column in map(group.column, range(group.num_columns)):
+        for column in _columns_of(group):
             path = column.path_in_schema
             if not any(_is_in(path, name) for name in columns):
                 continue
@@ -307,16 +310,6 @@ def _is_in(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def _leaf_bytes(metadata: Any, groups: Sequence[int]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for number in groups:
-        group = metadata.row_group(number)
-        for place in range(group.num_columns):
-            column = group.column(place)
-            total[column.path_in_schema] = total.get(column.path_in_schema, 0) + column.total_uncompressed_size
-    return total
-
-
 def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Sequence[str], where: str) -> None:
     """Refuse lists that a few bytes of run lengths expand to gigabytes, and long values that no text can be.
 
@@ -335,11 +328,11 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
             what = f"the column {leaf.path} has values of type {leaf.physical_type} ({leaf.length:,} bytes)"
             raise PrepError(what, where=where, fix="write text, or ignore the column with source.ignore_fields")
     for number in groups:
-        group = parquet.metadata.row_group(number)
+        group = _columns_of(parquet.metadata.row_group(number))
         # Of all columns: the roles of regular conversations, and fields that are null in all, take next to nothing.
-        num_bytes = min(size, sum(group.column(place).total_compressed_size for place in range(group.num_columns)))
+        num_bytes = min(size, sum(column.total_compressed_size for column in group))
         most = max(_FREE_VALUES, _VALUES_PER_BYTE * num_bytes)
-        for column in map(group.column, range(group.num_columns)):
+        for column in group:
             name = column.path_in_schema
             if column.num_values > most and any(_is_in(name, one) for one in columns):
                 what = f"the column {name} declares {column.num_values:,} values; at most {most:,} are plausible"

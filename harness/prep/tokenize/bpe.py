@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
-from harness.errors import ConfigError, PrepError
-from harness.prep.tokenize.config import INSTALL_FIX
-from harness.prep.tokenize.templates.builtin import load_template, spelled_tokens, template_tokens
+from harness.errors import PrepError
+from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template, spelled_tokens
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = load_template("chatml")
@@ -28,16 +26,12 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
 
     Raises:
         PrepError: there are no texts.
-        ConfigError: the `tokenizers` library is missing, or there is no such template.
+        ConfigError: there is no such template.
     """
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    except ImportError as error:
-        raise ConfigError(
-            "training a tokenizer requires the `tokenizers` library", where=sys.executable, fix=INSTALL_FIX
-        ) from error
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
     template = load_template(chat_template)
-    tokens = template_tokens(chat_template) or spelled_tokens(template, end_of_text=END_OF_TEXT)
+    tokens = BUILT_IN.get(chat_template) or spelled_tokens(template, end_of_text=END_OF_TEXT)
     begin = [tokens.begin] if tokens.begin else []
     special = list(dict.fromkeys([END_OF_TEXT, *begin, *tokens.marks, *tokens.ends]))
     remaining = iter(texts)

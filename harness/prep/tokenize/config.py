@@ -16,7 +16,6 @@ MIN_VOCAB_SIZE = 256 + 3
 MAX_CHARACTERS = 64 << 20
 # Exit codes of the process that renders.
 OUT_OF_MEMORY, OUT_OF_CHARACTERS = 71, 72
-INSTALL_FIX = "pip install 'megatron-sft-harness[tokenize]'"
 
 
 @dataclass

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, is_of_memory
-from harness.prep.tokenize.config import INSTALL_FIX
 
 _PART = r"[A-Za-z0-9][\w.-]*"
 _HUB_ID = re.compile(rf"{_PART}(/{_PART})?")
@@ -37,9 +36,8 @@ def load_tokenizer(name: str) -> Any:
         with _without_advice():
             from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError(
-            f"tokenizing requires `transformers`: {error}", where=sys.executable, fix=INSTALL_FIX
-        ) from error
+        what, fix = f"tokenizing requires `transformers`: {error}", "pip install 'megatron-sft-harness[tokenize]'"
+        raise ConfigError(what, where=sys.executable, fix=fix) from error
     folder = Path(name).expanduser()
     source = str(folder) if folder.is_dir() else _hub_source(name, folder)
     try:
@@ -71,31 +69,24 @@ def _hub_source(name: str, folder: Path) -> str:
             return cached
         what = "the tokenizer folder does not exist, and HF_HUB_OFFLINE disables hub ids"
         raise ConfigError(what, where=name, fix=_fix(folder))
-    # Read by huggingface_hub when it is first imported, which may have been before it was set.
-    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     try:
-        api.model_info(name, timeout=_ANSWER_S)
+        # Read by huggingface_hub when it is first imported, which may have been before it was set.
+        HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None).model_info(name, timeout=_ANSWER_S)
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         what = "the tokenizer folder does not exist, and the hub has no model of this name"
         fix = f"{_fix(folder)}; a private one requires HF_TOKEN"
         raise ConfigError(what, where=name, fix=fix) from error
-    except errors.HfHubHTTPError as error:
+    except Exception as error:  # also of the network below it, whose library differs between versions
+        response = error.response if isinstance(error, errors.HfHubHTTPError) else None
         # A mirror may serve files without describing repositories; one that fails is not asked again.
-        is_up = error.response is not None and error.response.status_code < 500
-        if is_up or cached:
-            return name if is_up else cached
-        raise _unreachable(name, folder, error) from error
-    except Exception as error:  # of the network below it, whose library differs between versions
+        if response is not None and response.status_code < 500:
+            return name
         if cached:
             return cached
-        raise _unreachable(name, folder, error) from error
+        what = f"the tokenizer folder does not exist, and the hub cannot be reached: {_reason(error)[:200]}"
+        fix = f"{_fix(folder)}; for a hub id, `hf download {name}` where there is a network, and use that folder"
+        raise ConfigError(what, where=name, fix=fix) from error
     return name
-
-
-def _unreachable(name: str, folder: Path, error: Exception) -> ConfigError:
-    what = f"the tokenizer folder does not exist, and the hub cannot be reached: {_reason(error)[:200]}"
-    fix = f"{_fix(folder)}; for a hub id, `hf download {name}` where there is a network, and use that folder"
-    return ConfigError(what, where=name, fix=fix)
 
 
 def _fix(folder: Path) -> str:

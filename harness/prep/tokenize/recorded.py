@@ -12,6 +12,7 @@ from typing import Any
 from harness.errors import ConfigError, FormatError, HarnessError
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.renderer import Renderer
+from harness.settings import load
 
 # Ends of published templates, for a template that cannot be asked because it refuses a plain question.
 _KNOWN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|return|>", "<|call|>", "</s>")
@@ -36,23 +37,11 @@ def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[in
     Raises:
         ConfigError: a recorded token is not one token of this tokenizer.
     """
-    texts = _read_list((mask or {}).get("end_tokens", "[]")) or _template_ends(tokenizer)
+    recorded, where = (mask or {}).get("end_tokens", "[]"), "manifest.json, provenance.mask.end_tokens"
+    what, fix = "the dataset records no list of end tokens", "copy the dataset again, or prepare it again"
+    texts = load(list[str], recorded, where=where, fix=fix, what=what, error=ConfigError) or _template_ends(tokenizer)
     ids = {_token_id(tokenizer, text) for text in texts}
     return sorted(ids | ({tokenizer.eos_token_id} - {None}))
-
-
-def _read_list(recorded: str) -> list[str]:
-    try:
-        texts = json.loads(recorded)
-    except ValueError:
-        texts = None
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(
-            f"the dataset records the end tokens {recorded[:100]!r}, expected a JSON list of texts",
-            where="manifest.json, provenance.mask.end_tokens",
-            fix="copy the dataset again, or write it again with `harness prepare`",
-        )
-    return texts
 
 
 def _token_id(tokenizer: Any, text: str) -> int:

@@ -23,7 +23,7 @@ from harness.prep.tokenize.masks import Rendered
 from harness.prep.tokenize.offsets import Span, TokenBytes, token_mask
 from harness.prep.tokenize.recorded import end_tokens
 from harness.prep.tokenize.renderer import Renderer
-from harness.prep.tokenize.templates.builtin import load_template, template_tokens
+from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template
 from harness.records import HUNDREDTHS, Int32Array, SequenceView, UInt8Array
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
@@ -100,7 +100,7 @@ class ChatTokenizer:
 
     def _check_tokens(self, template: str) -> None:
         """Refuse a built-in template whose special tokens this tokenizer spells: it would not be the models' format."""
-        tokens = template_tokens(template)
+        tokens = BUILT_IN.get(template)
         needed = (*tokens.ends, *tokens.marks) if tokens else ()
         missing = [token for token in needed if len(self._backend.encode(token, add_special_tokens=False)) != 1]
         if missing:

@@ -172,7 +172,7 @@ def test_swift_chunks_are_imported_without_their_padding(tmp_path: Path) -> None
         ({"lengths": []}, "lengths that sum to 0"),
         ({"labels": [-100, -100, 4, 9, -100, 5, 9, -100, -100]}, "the label 4 at position 2, expected the token 3"),
         ({"input_ids": ["a"] * 9}, "not all integers"),
-        ({"input_ids": [-1, 2, 3, 9, 4, 5, 9, 0, 0]}, "numbers from -1 to 9, which are not token ids"),
+        ({"input_ids": [-1, 2, 3, 9, 4, 5, 9, 0, 0]}, "has the negative token id -1 at position 0"),
     ],
 )
 def test_inconsistent_swift_lines_are_errors_with_their_line(

@@ -161,8 +161,8 @@ def test_verify_lists_all_that_is_wrong_with_an_incomplete_dataset(tmp_path: Pat
         "a file that looks like a shard, with another name",
         "has no packed_len.npy",
         "has 159 bytes, expected 160",
-        "the index has 7 entries, but the shards have 2",
         "the index has 14 entries, but the shards have 4",
+        "the index has 7 entries, but the shards have 2",
     ]
     result = CliRunner().invoke(app, ["verify", str(path)])
     assert (result.exit_code, "7 problems" in result.stdout) == (1, True)

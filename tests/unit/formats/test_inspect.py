@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_a_summary_counts_packs_sequences_tokens_and_lengths(dataset):
     assert (summary.packs, summary.sequences, summary.tokens, summary.trained_tokens) == (2, 3, 8, 4)
     assert (summary.fill, summary.shortest, summary.median, summary.longest) == (0.5, 2, 3, 3)
     assert summary.histogram == [(2, 3, 3)]
-    assert json.loads(json.dumps(summary.to_dict()))["provenance"]["counts"] == {"records": 3}
+    assert json.loads(json.dumps(asdict(summary)))["provenance"]["counts"] == {"records": 3}
     shown = text_of(render_summary(summary))
     for words in ["2 of up to 8 tokens", "4 (50.0%)", "50.00%", "next_fit", "2-3", "█"]:
         assert words in shown

@@ -250,7 +250,7 @@ NO_LENGTHS = {name: values for name, values in LINE.items() if name != "lengths"
         (json.dumps({**LINE, "pack_length": 6}).encode(), "pack_length 6, expected 5"),
         (json.dumps({**LINE, "num_samples": 1}).encode(), "num_samples 1, expected 2"),
         (json.dumps({**LINE, "input_ids": [1, 2, 300, 70_000, 5.5]}).encode(), "not all integers"),
-        (json.dumps({**LINE, "input_ids": [1, 2, 300, 2**40, 5], "labels": [-100] * 5}).encode(), "not token ids"),
+        (json.dumps({**LINE, "input_ids": [1, 2, 300, 2**40, 5], "labels": [-100] * 5}).encode(), "do not fit int32"),
         (json.dumps({**LINE, "input_ids": [[1], 2, 300, 2, 5]}).encode(), "not all integers"),
     ],
 )

@@ -16,8 +16,8 @@ from small_packs import write_packs
 from harness.errors import FormatError
 from harness.formats import Provenance, open_dataset, open_writer
 from harness.formats.layouts.parquet import SCHEMA, ParquetShard
-from harness.formats.layouts.parquet_packs import _HEADER, decode_pack, find_table
-from harness.formats.layouts.parquet_pages import Chunk, check_extent, check_pages, encode_number
+from harness.formats.layouts.parquet_packs import _HEADER, _decode_pack, find_table
+from harness.formats.layouts.parquet_pages import Chunk, encode_number, fetch_columns
 from harness.records import Pack
 from harness.storage.inputs import LocalSource
 
@@ -241,12 +241,12 @@ def test_a_page_that_claims_too_many_values_or_holds_no_data_is_refused() -> Non
     body = bytes(40)
     pages = [memoryview(page_header(40, checksum=zlib.crc32(body), num_values=1 << 30) + body)] * 3
     with pytest.raises(FormatError, match="claim 1,073,741,824 ids"):
-        decode_pack(pages, 50)
+        _decode_pack(pages, 50)
     with pytest.raises(FormatError, match="does not match its checksum"):
-        decode_pack([memoryview(page_header(40) + body)] * 3, 50)
+        _decode_pack([memoryview(page_header(40) + body)] * 3, 50)
     pages = [memoryview(page_header(40, checksum=zlib.crc32(body)) + body)] * 3
     with pytest.raises(OSError, match="ZSTD"):
-        decode_pack(pages, 50)
+        _decode_pack(pages, 50)
 
 
 def test_a_pack_that_no_page_can_contain_is_refused_with_its_number(
@@ -273,8 +273,8 @@ def test_a_page_that_claims_more_than_its_column_can_hold_is_an_error(tmp_path: 
     (tmp_path / "page").write_bytes(header + bytes(16))
     source, chunk = LocalSource(tmp_path / "page"), Chunk("input_ids", num_values=9, start=0, num_bytes=27)
     with pytest.raises(FormatError, match="claims pages of 2,147,483,647 bytes"):
-        check_pages(source, chunk, limit=100)
-    check_pages(source, chunk, limit=2**28)
+        fetch_columns(source, [chunk], 1, 27, pack_size=100)
+    fetch_columns(source, [chunk], 1, 1 << 24, pack_size=1 << 28)
 
 
 def test_a_chunk_that_claims_more_bytes_than_its_values_can_have_is_an_error(tmp_path: Path) -> None:
@@ -282,8 +282,9 @@ def test_a_chunk_that_claims_more_bytes_than_its_values_can_have_is_an_error(tmp
         file.truncate(1 << 30)
     source, chunk = LocalSource(tmp_path / "chunk"), Chunk("input_ids", num_values=9, start=0, num_bytes=1 << 29)
     with pytest.raises(FormatError, match=r"claims 536,870,912 bytes; at most .* are plausible"):
-        check_extent(source, chunk, limit=9)
-    check_extent(source, chunk, limit=1 << 28)
+        fetch_columns(source, [chunk], 1, 1 << 29, pack_size=9)
+    with pytest.raises(FormatError, match="page header is damaged"):
+        fetch_columns(source, [chunk], 1, 1 << 29, pack_size=1 << 28)
 
 
 def test_a_footer_that_claims_a_million_columns_is_an_error(tmp_path: Path) -> None:

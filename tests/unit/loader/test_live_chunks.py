@@ -162,16 +162,6 @@ def test_sequences_of_one_conversation_are_trained_under_ids_of_their_own(
     assert trained.log == [f"the stream ended: {sum(SIZES)} rows in {len(SIZES)} chunks"]
 
 
-def test_a_position_of_an_earlier_version_has_one_sequence_a_row() -> None:
-    text = (
-        '{"done_below": 2, "finished": [], "taken": [[2, 5]], "open_packs": [[[1, 4], [2, 3]]], "rows": 9, "steps": 3}'
-    )
-    position = LivePosition.from_json(text)
-    assert position.open_packs == (((1, 4, 0), (2, 3, 0)),)
-    assert position.begun == {}
-    assert LivePosition.from_json(position.to_json()) == position
-
-
 def test_a_chunk_counts_as_trained_only_when_none_of_its_rows_waits_in_an_open_pack(
     chats: Path, tokenizer: ChatTokenizer
 ) -> None:

@@ -140,8 +140,8 @@ def test_a_tokenizer_without_a_template_has_its_own_end_alone(load: Any) -> None
     ("recorded", "message"),
     [
         ('["<|other|>"]', "the end token '<|other|>' is "),
-        ("<|im_end|>", "expected a JSON list of texts"),
-        ("[1]", "expected a JSON list of texts"),
+        ("<|im_end|>", "records no list of end tokens"),
+        ("[1]", "records no list of end tokens"),
     ],
 )
 def test_a_record_that_does_not_fit_the_tokenizer_is_refused(load: Any, recorded: str, message: str) -> None:

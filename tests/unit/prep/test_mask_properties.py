@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, ToolCall
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
-from harness.prep.tokenize.templates.builtin import load_template, template_tokens
+from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template
 from harness.records import SequenceView
 
 # No text of two white-space characters in a row: no token joins the end of a prompt with the begin of an answer.
@@ -75,7 +75,7 @@ AWKWARD = (
         "&lt;b&gt;",
     ),
 )
-SPECIAL = {token for name in NAMES for token in (*template_tokens(name).ends, *template_tokens(name).marks)}
+SPECIAL = {token for name in NAMES for token in (*BUILT_IN[name].ends, *BUILT_IN[name].marks)}
 
 
 def spells_a_token(text: str) -> bool:
@@ -187,7 +187,7 @@ def is_question(message: Message) -> bool:
 def answers(name: str, messages: tuple[Message, ...]) -> list[str]:
     """Texts that the assistant generates, turn by turn, when a server shows it the conversation up to there."""
     asks = is_question if name == "qwen3" else lambda message: message.role == "user"
-    end = template_tokens(name).ends[0]
+    end = BUILT_IN[name].ends[0]
     # Without a question before it, a turn of qwen3 is written without reasoning.
     return [
         ANSWER[name](message, name != "qwen3" or any(map(asks, messages[:index])), True) + end
@@ -296,7 +296,7 @@ def test_a_conversation_gives_the_same_alone_and_in_a_batch(tokenizers, batch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_of_users_that_spells_a_special_token_is_refused_or_becomes_the_token_untrained(folders, tokenizers, name):
-    tokens = template_tokens(name)
+    tokens = BUILT_IN[name]
     special = [*tokens.ends, *tokens.marks, *([tokens.begin] if tokens.begin else [])]
     allowing = ChatTokenizer(TokenizerConfig(name=str(folders[name]), mask="generation", control_tokens="allow"))
 
@@ -348,7 +348,7 @@ SWITCHES = {
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "deepseek"])
 def test_what_is_switched_off_is_the_one_part_of_an_answer_that_is_not_trained(folders, name, switch):
     tokenizer = ChatTokenizer(TokenizerConfig(name=str(folders[name]), **{switch: False}))
-    end = template_tokens(name).ends[0]
+    end = BUILT_IN[name].ends[0]
 
     @OPTIONS
     @given(TEXT.filter(lambda text: "think>" not in text), REASONING, st.lists(CALL, max_size=2).map(tuple))

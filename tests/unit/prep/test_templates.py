@@ -10,7 +10,7 @@ from stock_templates import SHAPES, stock_templates
 from harness.errors import ConfigError
 from harness.prep.chat import BadRecord, Conversation, Message
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
-from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template, template_tokens
+from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.\n",
@@ -45,7 +45,7 @@ def trained_text(tokenizer, sequence) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_special_tokens_of_a_template_are_single_tokens_of_the_tokenizer_trained_for_it(tokenizers, name):
-    tokens = template_tokens(name)
+    tokens = BUILT_IN[name]
     vocabulary = tokenizers[name].hf.get_vocab()
     assert [token for token in (*tokens.ends, *tokens.marks, tokens.begin) if token and token not in vocabulary] == []
     assert tokenizers[name].chat_template == load_template(name)
@@ -181,7 +181,7 @@ def test_deepseek_writes_tool_calls_as_its_stock_template_does_after_the_tools(s
 
 @pytest.mark.parametrize("name", NAMES)
 def test_marks_begin_where_the_prompt_of_a_turn_ends_and_stop_after_its_end_token(name):
-    template, end = load_template(name), template_tokens(name).ends[0]
+    template, end = load_template(name), BUILT_IN[name].ends[0]
     for shape in CHATML_SHAPES if name == "chatml" else sorted(set(SHAPES) - REFUSED.get(name, set())):
         messages, tools = SHAPES[shape]
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]

@@ -38,14 +38,11 @@ def _parse(record: Mapping[str, Any], where: str) -> Conversation:
     fields = _plain(record, "the record")
     turns = [_turn(item, f"turn {number}") for number, item in enumerate(list_of_turns(fields, "contents"), start=1)]
     if system := fields.get("system_instruction"):
-        turns.insert(0, _system(decoded(system, "", BadReason.BAD_TURN) if _is_object(system) else system))
+        is_object = isinstance(system, str) and system.lstrip().startswith("{")
+        turns.insert(0, _system(decoded(system, "", BadReason.BAD_TURN) if is_object else system))
     if tools := decoded(fields.get("tools"), "`tools`", BadReason.BAD_TOOLS):
         fields["tools"] = _functions(tools)
     return chat(fields, without_blocks(turns), where)
-
-
-def _is_object(text: object) -> bool:
-    return isinstance(text, str) and text.lstrip().startswith("{")
 
 
 def _system(value: object) -> dict[str, Any]:

@@ -16,16 +16,12 @@ def _parse(record: Mapping[str, Any], where: str) -> Conversation:
             raise BadRecordError(BadReason.NO_MESSAGES, "`chosen` is a text, but there is no `prompt`")
         return chat(record, list_of_turns(record, "chosen"), where)
     prompt, chosen = turns_or_text(record, "prompt", "user"), turns_or_text(record, "chosen", "assistant")
-    if _begins_with(chosen, prompt):
+    if len(chosen) > len(prompt) and chosen[: len(prompt)] == prompt:
         return train_only_answer(chat(record, chosen, where), len(chosen) - len(prompt))
     if isinstance(chosen[0], Mapping) and chosen[0].get("role") in ("system", "developer", "user"):
         detail = "`chosen` begins with a prompt that differs from `prompt`"
         raise BadRecordError(BadReason.BAD_TURN, detail)
     return train_only_answer(chat(record, prompt + chosen, where), len(chosen))
-
-
-def _begins_with(chosen: list[Any], prompt: list[Any]) -> bool:
-    return len(chosen) > len(prompt) and chosen[: len(prompt)] == prompt
 
 
 PREFERENCE = Schema(

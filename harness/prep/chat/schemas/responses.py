@@ -48,16 +48,13 @@ def _add(turns: list[dict[str, Any]], item: object, what: str) -> None:
     role = "user" if kind == "function_call_output" else item.get("role") if kind == "message" else "assistant"
     last = turns[-1] if turns else {}
     # A message follows reasoning in its turn, and begins a turn of its own after anything else.
-    is_begun = kind == "message" and any(_is_no_thinking(block) for block in last.get("content", ()))
+    kinds = [block.get("type") if isinstance(block, Mapping) else "" for block in last.get("content", ())]
+    is_begun = kind == "message" and any(before != "thinking" for before in kinds)
     if role != "assistant" or last.get("role") != role or is_begun:
         turns.append({"role": role, "content": []})
     turns[-1]["content"] += blocks
     if item.get("weight") is not None:
         turns[-1]["weight"] = item["weight"]
-
-
-def _is_no_thinking(block: object) -> bool:
-    return not isinstance(block, Mapping) or block.get("type") != "thinking"
 
 
 def _blocks(item: Mapping[str, Any], kind: str, what: str) -> list[Any]:

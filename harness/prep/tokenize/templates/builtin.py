@@ -71,11 +71,6 @@ _CONTROL = re.compile(
 _KNOWN_ENDS = frozenset(end for tokens in BUILT_IN.values() for end in tokens.ends)
 
 
-def template_tokens(name: str) -> TemplateTokens | None:
-    """Return the special tokens of a built-in template; None for any other name."""
-    return BUILT_IN.get(name)
-
-
 def spelled_tokens(template: str, *, end_of_text: str) -> TemplateTokens:
     """Return the special tokens that the text of a template spells; those of `chatml` if there are none.
 
