@@ -17,7 +17,6 @@ and refused by name: dynamic context parallelism, its contiguous partitions, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -48,6 +47,7 @@ from harness.thd import context_parallel_indices, padding_multiple, visible_boun
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded")
 _OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens", "position_ids"), ("labels", "loss_mask")
 _FAILED = -1  # in place of a row's number of bounds
+_PHASE_2 = "get_batch_on_this_rank_for_sequence_packing"
 # Settings of newer configs, and the values with which rows are what this module makes.
 _NEEDED: dict[str, tuple[object, ...]] = {
     "dynamic_context_parallel": (False, None),
@@ -150,7 +150,9 @@ class BasePackingScheduler:
         rows, scalars = None, (0, 0.0, 0.0)
         if batch is not None and not ended:
             samples, id_lengths, ids, offsets, lengths = batch
-            fields = self._fields(pp_group, config)
+            # All at both ends of the pipeline, as in Megatron, and none between them.
+            is_end = pp_group.rank() in (0, pp_group.size() - 1)
+            fields = tuple(FIELDS) if is_end or getattr(config, "mtp_num_layers", None) else ()
             kept = [
                 {name: sample[name] for name in (*fields, "original_seq_len", "padded_seq_len")} for sample in samples
             ]
@@ -167,11 +169,6 @@ class BasePackingScheduler:
         if not count:
             raise StopIteration
         return create_data_iterator(rows, pp_group, tp_group, config), int(count), float(total), float(squared)
-
-    def _fields(self, pp_group: ProcessGroup, config: Any) -> tuple[str, ...]:
-        """Return the fields of this pipeline stage's rows: all at both ends, as in Megatron, and none between them."""
-        is_end = pp_group.rank() in (0, pp_group.size() - 1)
-        return tuple(FIELDS) if is_end or getattr(config, "mtp_num_layers", None) else ()
 
     def _check(self, placed: Groups, sample_id_seqlens: Sequence[tuple[int, int]]) -> None:
         """Raise ScheduleError unless every sample is in one row, the same on its context-parallel ranks."""
@@ -352,12 +349,17 @@ def get_batch_on_this_rank_for_sequence_packing(
         ConfigError: an argument or the config asks for what is not supported (see the module).
         LoaderError: a row lacks what this chunk reads, or its length does not fit its bounds.
     """
-    newer = {
-        "dynamic_cp=True": (dynamic_cp, "use dynamic_cp=False: all rows have the same context-parallel size"),
-        "dynamic_cp_group_func": (dynamic_cp_group_func, "omit it: all rows have the same context-parallel size"),
-        "return_context_parallel_batch=True": (return_context_parallel_batch, "omit it, and use the tuple"),
-    }
-    _check_call(pg_collection, {name: fix for name, (value, fix) in newer.items() if value}, config)
+    if isinstance(pg_collection, bool):
+        what = f"the process groups are {pg_collection}"
+        fix = "pass arguments after vp_stage by name: their order differs between versions of Megatron-LM"
+        raise ConfigError(what, where=_PHASE_2, fix=fix)
+    newer = {"dynamic_cp": dynamic_cp, "dynamic_cp_group_func": dynamic_cp_group_func}
+    for name, value in (newer | {"return_context_parallel_batch": return_context_parallel_batch}).items():
+        if value:
+            fix = "omit it: all rows have the same context-parallel size, and this function returns the tuple"
+            raise ConfigError(f"{name} is not supported", where=_PHASE_2, fix=fix)
+    if config is not None:
+        _check_config(config)
     tp_group, pp_group, cp_group = _groups(pg_collection, "tp", "pp", "cp")
     device = device_of(tp_group)
     fields = _read_by_chunk(pp_group, vpp_size, vp_stage, is_predicting=mtp_on_this_rank)
@@ -377,20 +379,6 @@ def get_batch_on_this_rank_for_sequence_packing(
         cu_seqlens=bounds, cu_seqlens_padded=padded_bounds, max_seqlen=max_seqlen, is_padded=bool(padded)
     )
     return row.get("tokens"), row.get("labels"), row.get("loss_mask"), None, row.get("position_ids"), params, mask
-
-
-def _check_call(pg_collection: Any, refused: dict[str, str], config: Any) -> None:
-    where = "get_batch_on_this_rank_for_sequence_packing"
-    if isinstance(pg_collection, bool):
-        raise ConfigError(
-            f"the process groups are {pg_collection}",
-            where=where,
-            fix="pass arguments after vp_stage by name: their order differs between versions of Megatron-LM",
-        )
-    for name, fix in refused.items():
-        _refuse(name, where=where, fix=fix)
-    if config is not None:
-        _check_config(config)
 
 
 def _read_by_chunk(
@@ -435,16 +423,14 @@ def _own_slice(
     if data_iterator is None:
         raise LoaderError(
             "the first tensor-parallel rank has no data iterator",
-            where="get_batch_on_this_rank_for_sequence_packing",
+            where=_PHASE_2,
             fix="pass the result of wrap_data_iterator; with virtual pipeline stages, the entry of this stage",
         )
-    row = None
-    with suppress(StopIteration):
-        row = next(data_iterator)
+    row = next(data_iterator, None)
     if row is None:
         raise LoaderError(
             "the iterator of this global batch is exhausted",
-            where="get_batch_on_this_rank_for_sequence_packing",
+            where=_PHASE_2,
             fix="run as many microbatches as wrap_data_iterator returned, then call it again for the next global batch",
         )
     needed = (*fields, *_BOUNDS, "max_seqlen")
@@ -496,8 +482,5 @@ def _check_config(config: Any) -> None:
     for name, values in _NEEDED.items():
         value = getattr(config, name, None)
         if value not in values:
-            _refuse(f"config.{name} = {value!r}", where="config", fix=f"set it to {values[0]!r}")
-
-
-def _refuse(what: str, *, where: str, fix: str) -> None:
-    raise ConfigError(f"{what} is not supported", where=where, fix=fix)
+            what = f"config.{name} = {value!r} is not supported"
+            raise ConfigError(what, where="config", fix=f"set it to {values[0]!r}")
