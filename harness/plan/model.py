@@ -211,11 +211,6 @@ class ModelConfig(CheckedSettings, section="model"):
         return self.expert_ffn_hidden_size or self.ffn_hidden_size
 
     @property
-    def expert_layers(self) -> int:
-        """Number of layers that have experts."""
-        return sum(map(self.has_experts, range(self.num_layers)))
-
-    @property
     def has_qkv_bias(self) -> bool:
         """True if queries, keys and values have biases."""
         return FAMILIES[self.family].has_qkv_bias

@@ -368,14 +368,14 @@ def plan_layout(
         )
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
     total = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
-    idle = model.num_experts - model.experts_per_token
+    idle = (model.num_experts - model.experts_per_token) * sum(map(model.has_experts, range(model.num_layers)))
     has_choice = kernels.engine and model.fp8 == "off"
     return RunPlan(
         name=config.name,
         ranks=ranks,
         dp_size=dp_size,
         weights=total,
-        active_weights=total - (1 + model.halves) * model.hidden_size * model.expert_size * idle * model.expert_layers,
+        active_weights=total - (1 + model.halves) * model.hidden_size * model.expert_size * idle,
         memory=memory,
         without_engine=memory_with(kernels=replace(kernels, engine=False, grouped=False)) if has_choice else None,
         checkpoint=plan_checkpoint(model, parallel, memory, ranks=ranks, optimizer=config.optimizer, **sizes),

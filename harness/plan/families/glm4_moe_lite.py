@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from harness.plan.families import deepseek_v3, latent
-from harness.plan.families.base import Family, Refuse
+from harness.plan.families import deepseek_v3
+from harness.plan.families.base import Refuse
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
@@ -26,13 +27,6 @@ def _write(model: Any) -> dict[str, Any]:
     return {**deepseek_v3.FAMILY.write(model), "mlp_layer_types": ["dense"] * model.dense_layers + ["sparse"] * sparse}
 
 
-FAMILY = Family(
-    "glm4_moe_lite",
-    "Glm4MoeLiteForCausalLM",
-    has_latents=True,
-    ranks_groups_by=2,
-    predicts_further=True,
-    experts=latent.expert_names(bias="mlp.gate.e_score_correction_bias"),
-    read=_read,
-    write=_write,
+FAMILY = replace(
+    deepseek_v3.FAMILY, name="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", read=_read, write=_write
 )
