@@ -27,7 +27,7 @@ from harness.config import hydra_entry
 from harness.errors import ConfigError
 from harness.formats import FORMATS, Provenance, convert_dataset, open_writer
 from harness.parity import ParityReport, Tolerances, command_line
-from harness.parity.assemble import cell_result, environment, skipped
+from harness.parity.assemble import cell_result, environment
 from harness.parity.cells import (
     FORMAT,
     ISOLATION,
@@ -241,7 +241,7 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
             cells += reference_cells(config, source, folder, settings, chosen)
         elif check == "versions" and not config.versions:
             reason = "no interpreter of another version is specified: versions='[\"NAME=PATH\"]'"
-            left_out.append(skipped("versions", check, reason))
+            left_out.append(CellResult("versions", check, {}, None, "skipped", "", reason=reason))
         elif check in _BY_KIND:
             for kind in config.kinds_of(cases := config.cases(check)):
                 own = [text for text in cases if parse_case(text, where=check).value_of(KIND) == kind]

@@ -136,18 +136,7 @@ class MovedData:
     paths: list[str] = field(default_factory=list)
 
 
-@dataclass
-class ExportSettings:
-    """Settings of `harness export`.
-
-    Attributes:
-        data: see MovedData.
-    """
-
-    data: MovedData = field(default_factory=MovedData)
-
-
-@runs_app.command(cls=class_of(ExportSettings))
+@runs_app.command(cls=class_of(MovedData, section="data"))
 def export(
     context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],

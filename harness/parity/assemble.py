@@ -45,7 +45,7 @@ def cell_result(
         steps = recorded.steps
         checks: list[Check] = []
         reason = outcome.reason
-        if not reason and cell.plan.program is ISOLATION:
+        if not reason and cell.plan.program == ISOLATION:
             checks = [isolation_check(cell.record(folder))]
         elif not reason and cell.reference is not None:
             if finished[cell.reference].reason:
@@ -53,7 +53,7 @@ def cell_result(
             else:
                 reference = known[cell.reference]
                 expected, found = recorded_run(reference.run_folder(folder)), recorded
-                if reference.plan.program is REFERENCE:  # which has no statistics of routers
+                if reference.plan.program == REFERENCE:  # which has no statistics of routers
                     found = replace(
                         found, steps=[replace(step, experts={}, evaluation_expert_loads={}) for step in steps]
                     )
@@ -90,11 +90,6 @@ def isolation_check(record: Path) -> Check:
     difference = Difference(findings[0] + more, field="isolation") if findings else None
     reason = "changing a document leaves everything of the others the same bit for bit"
     return Check("isolation", not findings, 0.0, None, reason, difference)
-
-
-def skipped(name: str, check: str, reason: str) -> CellResult:
-    """Return the result of a part of the matrix that could not run here."""
-    return CellResult(name, check, {}, None, "skipped", "", reason=reason)
 
 
 def series_of(steps: Sequence[StepMetrics]) -> Series:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.records import Int64Array, Schedule
+from harness.records import Int64Array
 from harness.schedule import DYNAMIC, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import largest_share
 
@@ -41,18 +41,13 @@ def compare_context_sizes(
                 max_tokens_per_rank=max_tokens_per_rank,
                 cost=cost,
             )
-            found[str(size)] = _busiest(placed, drawn, size, cost) / even
+            rows = np.arange(placed.row_offsets.shape[0] - 1)
+            group = np.repeat(rows % placed.dp_size, np.diff(placed.row_offsets))
+            work = cost.of_rank(drawn, np.full_like(drawn, size))[placed.order]
+            found[str(size)] = float(np.bincount(group, weights=work).max()) / even
         size *= 2
     if longest <= largest_share(ranks) * max_tokens_per_rank:
         shared = schedule(DYNAMIC, drawn, dp_size=ranks, max_tokens_per_rank=max_tokens_per_rank, cost=cost)
         measured = measure_imbalance(shared, drawn, max_tokens_per_row=max_tokens_per_rank, cost=cost)
         found[DYNAMIC] = float(measured.rank_cost.max()) / even
     return found
-
-
-def _busiest(placed: Schedule, lengths: Int64Array, size: int, cost: SequenceCost) -> float:
-    """Return the cost of the busiest rank where `size` ranks share every row."""
-    rows = np.arange(placed.row_offsets.shape[0] - 1)
-    group = np.repeat(rows % placed.dp_size, np.diff(placed.row_offsets))
-    work = cost.of_rank(lengths, np.full_like(lengths, size))[placed.order]
-    return float(np.bincount(group, weights=work).max())

@@ -291,8 +291,8 @@ def _check_groups(model: ModelConfig) -> None:
     if each // top != ranked_by:
         has = f"rank a group by the sum of its best {ranked_by} experts" if ranked_by else "have no groups of experts"
         raise ConfigError(
-            f"models of the family {model.family} {has}, and Megatron-Core would choose {top} of {groups} groups by the "
-            f"sum of the best {each // top}",
+            f"models of the family {model.family} {has}, and Megatron-Core would choose {top} of {groups} groups by "
+            f"the sum of the best {each // top}",
             where=f"{where}, model.experts_per_token, model.family",
             fix="model.router_groups=null model.router_top_groups=null, or an experts_per_token that fits",
         )

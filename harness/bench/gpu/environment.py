@@ -156,8 +156,9 @@ def measure_products(device: torch.device, dtype: torch.dtype, size: int, *, rou
 
 def peak_of(device: torch.device, size: int) -> tuple[float, str]:
     """Return the TFLOP/s that MFU divides by, and where it is from: the maker's, or a measurement here."""
-    if device.type == "cuda" and (peak := known_peak(torch.cuda.get_device_name(device))) is not None:
-        return peak, f"MFU is of {peak:,.0f} TFLOP/s, the maker's figure for bfloat16"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if known := next((peak for word, peak in _PEAKS.items() if word in name), None):
+        return known, f"MFU is of {known:,.0f} TFLOP/s, the maker's figure for bfloat16"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     peak = max(measure_products(device, dtype, size, rounds=3))
     return peak, f"MFU is of {peak:.3g} TFLOP/s, measured here on products of {size} x {size}: no published peak known"
@@ -227,16 +228,6 @@ def add_memory(report: BenchReport, device: torch.device, planned_bytes: int) ->
     most = torch.cuda.max_memory_allocated(device)
     report.add(Figure("most memory of tensors", most / 1e9, "GB"))
     report.add(Figure("most memory of tensors over `harness plan`", most / planned_bytes, "x"))
-
-
-def allow_deterministic() -> None:
-    """Let a later job of this process be deterministic: PyTorch reads this once, when it first multiplies."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def known_peak(name: str) -> float | None:
-    """Return the bfloat16 TFLOP/s of a GPU by its name; None for one that is not in the table."""
-    return next((peak for word, peak in _PEAKS.items() if word in name), None)
 
 
 def shape_of(name: str, sizes: Sizes, device: torch.device, *, share: float = 1.0) -> ModelConfig:

@@ -73,8 +73,8 @@ Microbatch = tuple[
 class BasePackingScheduler:
     """Fetches a global batch, schedules it, and gives every rank its rows.
 
-    A subclass defines `get_groups_and_subsamples`; put it into `scheduler_map` under the name that
-    `config.sequence_packing_scheduler` has.
+    A subclass has the name of a schedule of the harness, or its own `get_groups_and_subsamples`; put it into
+    `scheduler_map` under the name that `config.sequence_packing_scheduler` has.
 
     Args:
         max_seqlen_per_dp_cp_rank: tokens that one rank holds; a row holds cp_size times as many.
@@ -84,6 +84,8 @@ class BasePackingScheduler:
             pipeline stages.
         max_num_seqs: the most sequences of a row; None for any number.
     """
+
+    name: ClassVar[str]
 
     def __init__(
         self,
@@ -111,8 +113,36 @@ class BasePackingScheduler:
 
         Returns:
             By microbatch, then rank of the data- and context-parallel group: ids in the order of their row.
+
+        Raises:
+            ScheduleError: no row holds a sample, or a row gets more than `max_num_seqs` of them. Megatron would begin
+                another row.
         """
-        raise NotImplementedError
+        numbers = [number for number, _ in sample_id_seqlens]
+        placed = schedule(
+            self.name,
+            np.asarray([length for _, length in sample_id_seqlens], dtype=np.int64),
+            dp_size=self.dp_size,
+            cp_size=self.cp_size,
+            max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
+            group_size=self.microbatch_group_size_per_vp_stage or 1,
+        )
+        most = max(
+            len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(self.dp_size)
+        )
+        if self.max_num_seqs is not None and most > self.max_num_seqs:
+            raise ScheduleError(
+                f"a row has {most:,} sequences, more than the maximum of {self.max_num_seqs:,}",
+                where="config.thd_max_packed_sequences",
+                fix=f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank",
+            )
+        return [
+            [
+                [numbers[index] for index in placed.row(microbatch, rank // self.cp_size).tolist()]
+                for rank in range(self.dp_size * self.cp_size)
+            ]
+            for microbatch in range(placed.num_microbatches)
+        ]
 
     def run(
         self,
@@ -193,50 +223,13 @@ class BasePackingScheduler:
         )
 
 
-class _HarnessScheduler(BasePackingScheduler):
-    name: ClassVar[str]
-
-    def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
-        """Schedule a global batch.
-
-        Raises:
-            ScheduleError: no row holds a sample, or a row gets more than `max_num_seqs` of them. Megatron would begin
-                another row.
-        """
-        numbers = [number for number, _ in sample_id_seqlens]
-        placed = schedule(
-            self.name,
-            np.asarray([length for _, length in sample_id_seqlens], dtype=np.int64),
-            dp_size=self.dp_size,
-            cp_size=self.cp_size,
-            max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
-            group_size=self.microbatch_group_size_per_vp_stage or 1,
-        )
-        most = max(
-            len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(self.dp_size)
-        )
-        if self.max_num_seqs is not None and most > self.max_num_seqs:
-            raise ScheduleError(
-                f"a row has {most:,} sequences, more than the maximum of {self.max_num_seqs:,}",
-                where="config.thd_max_packed_sequences",
-                fix=f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank",
-            )
-        return [
-            [
-                [numbers[index] for index in placed.row(microbatch, rank // self.cp_size).tolist()]
-                for rank in range(self.dp_size * self.cp_size)
-            ]
-            for microbatch in range(placed.num_microbatches)
-        ]
-
-
-class DpBalancedScheduler(_HarnessScheduler):
+class DpBalancedScheduler(BasePackingScheduler):
     """Fills rows in the order of samples, then splits the last ones until every rank has the same number."""
 
     name = "dp_balanced"
 
 
-class CostBalancedScheduler(_HarnessScheduler):
+class CostBalancedScheduler(BasePackingScheduler):
     """Balances the cost of rows and ranks; Megatron has none of this name."""
 
     name = "cost_balanced"

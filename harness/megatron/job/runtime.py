@@ -377,17 +377,10 @@ class _Now:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
 
-    def wait_stream(self, other: Any) -> None:
+    def wait(self, *others: Any) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    wait_stream = wait_event = synchronize = wait
 
     def record_event(self, event: Any = None) -> _Now:
         return self

@@ -82,11 +82,8 @@ def slow_parts(
             f"models of the family {model.family} have attention sinks, which require PyTorch's attention: it launches "
             "kernels for every sequence of a row, and gathers keys and values with context parallelism"
         )
-    if (
-        model.num_experts
-        and model.grouped_gemm == "auto"
-        and (reason := model.why_not_grouped or _no_engine(has_engine))
-    ):
+    reason = model.why_not_grouped or (None if has_engine else "the layers do not use Transformer Engine")
+    if model.num_experts and model.grouped_gemm == "auto" and reason:
         found.append(f"model.grouped_gemm is auto, but {reason}: experts are computed one after another")
     if model.layer_pattern is not None and (package := missing_kernels(delta_rule=model.has_delta_rule)):
         found.append(f"{package} is not installed: the scans of layers run in PyTorch, which is much slower")
@@ -125,10 +122,6 @@ def _wrong_connections(parallel: ParallelConfig, device: torch.device, shares_ro
     given = "not set" if value is None else value
     why = "delays exchanges until the products that they overlap end" if best == 1 else "queues exchanges after kernels"
     return [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}, which {why}: set it to {best} before the job starts"]
-
-
-def _no_engine(has_engine: bool) -> str | None:
-    return None if has_engine else "the layers do not use Transformer Engine"
 
 
 def _is_on(choice: str, is_gpu: bool) -> bool:

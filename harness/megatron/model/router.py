@@ -168,11 +168,6 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         real = chosen if padding is None else chosen & ~padding.unsqueeze(1)
         self.source_counts.index_add_(0, sources, real.to(self.source_counts.dtype))
 
-    def note_bias(self) -> None:
-        """Record the tokens that the next change of the bias counts, before Megatron makes it and forgets them."""
-        if self.enable_expert_bias:
-            self.sums["bias_tokens"] += self.local_tokens_per_expert.double().sum() / self.topk
-
 
 def _scores(logits: torch.Tensor, function: str) -> torch.Tensor:
     """Return float32 [T, experts], the share of each expert in a token's scores."""
@@ -261,7 +256,9 @@ def _draw(expert: Any, config: Any, seed: int) -> None:
 def finalize_with_experts(model: list[torch.nn.Module], *arguments: Any, **options: Any) -> None:
     """Finish the gradients of a step as Megatron does, which also changes the experts' biases."""
     for router in routers(model):
-        router.note_bias()
+        if router.enable_expert_bias:
+            # Megatron forgets the tokens that it has counted.
+            router.sums["bias_tokens"] += router.local_tokens_per_expert.double().sum() / router.topk
     finalize_model_grads(model, *arguments, **options)
 
 

@@ -60,7 +60,10 @@ class RunRecords:
         self.leaving: str | None = None
         self._named: set[tuple[int | None, str]] = set()
         self._thread = thread_times()
-        nodes, stages = zip(*self._on_every_rank((place_in_slurm().node, layout.pp_rank)), strict=True)
+        places = [(place_in_slurm().node, layout.pp_rank)] * ranks.world_size
+        if ranks.world_size > 1:
+            torch.distributed.all_gather_object(places, places[0])
+        nodes, stages = zip(*places, strict=True)
         self._is_on_many_nodes = len(set(nodes)) > 1
         self._watch: StragglerWatch | None = None
         if trainer.straggler_ratio is not None:
@@ -103,12 +106,6 @@ class RunRecords:
         for records in (self._metrics, self._digests, self._sampler):
             if records is not None:
                 records.sync()
-
-    def _on_every_rank(self, value: Any) -> list[Any]:
-        values = [value] * self._ranks.world_size
-        if self._ranks.world_size > 1:
-            torch.distributed.all_gather_object(values, value)
-        return values
 
     def _gather_times(self, record: StepRecord) -> list[RankTimes]:
         """Return the times of every rank in this step, the same on every rank."""
