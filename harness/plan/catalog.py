@@ -125,5 +125,5 @@ def describe_model(model: str) -> ModelReport:
     total = count_weights(config, alone, stage=0, vocab_size=stored.vocab_size)
     experts = count_experts(config, alone, stage=0)
     idle = experts * (config.num_experts - config.experts_per_token) // max(1, config.num_experts)
-    family = FAMILIES[config.family]
+    family = config.traits
     return ModelReport(model, family.name, family.architecture, [], sizes, total, total - idle, stored.mtp_layers)

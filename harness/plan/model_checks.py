@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from harness.checks import NOT_SET, SET, Rule, check_rules, other_than, show_value
 from harness.errors import ConfigError
-from harness.plan.families import FAMILIES
 from harness.plan.layout import (
     DIVIDED_BY_COLUMNS,
     FP8_BLOCKS,
@@ -162,7 +161,7 @@ def _check_heads(model: ModelConfig) -> None:
 
 
 def _check_family(model: ModelConfig) -> None:
-    family, of = FAMILIES[model.family], f"models of the family {model.family}"
+    family, of = model.traits, f"models of the family {model.family}"
     # Whether models of the family have the setting, and a value of it.
     for name, belongs, example in (
         ("qk_norm", family.chooses_head_norms, "true or false"),
@@ -194,7 +193,7 @@ _LETTERS = {"M": "M (Mamba-2)", "D": "D (delta rule)", "*": "* (attention)", "-"
 
 def _check_pattern(model: ModelConfig) -> None:
     pattern, where = model.layer_pattern, "model.layer_pattern"
-    letters = FAMILIES[model.family].pattern_letters
+    letters = model.traits.pattern_letters
     if pattern is None:
         return
     if len(pattern) != model.num_layers or set(pattern) - set(letters):
@@ -251,8 +250,8 @@ def _check_experts(model: ModelConfig) -> None:
             fix=f"{model.num_layers - 1} or fewer, or model.num_experts=0",
         )
     _check_groups(model)
-    names = FAMILIES[model.family].experts
-    if model.dense_layers and FAMILIES[model.family].has_experts_everywhere:
+    names = model.traits.experts
+    if model.dense_layers and model.traits.has_experts_everywhere:
         raise ConfigError(
             f"models of the family {model.family} have experts in every layer, so this one could not be exported",
             where="model.dense_layers, model.family",
@@ -287,7 +286,7 @@ def _check_groups(model: ModelConfig) -> None:
             "divide experts_per_token",
         )
     # Megatron-Core ranks a group by as many of its experts as a token takes of each.
-    ranked_by = FAMILIES[model.family].ranks_groups_by
+    ranked_by = model.traits.ranks_groups_by
     if each // top != ranked_by:
         has = f"rank a group by the sum of its best {ranked_by} experts" if ranked_by else "have no groups of experts"
         raise ConfigError(
@@ -369,12 +368,12 @@ def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
     _check_multiple("num_experts", model.num_experts, "parallel.expert_parallel_size", ep)
     _check_multiple("expert_ffn_hidden_size", model.expert_size, "parallel.expert_tensor_parallel_size", etp)
     has_adapters = model.lora_rank and set(model.lora_targets) & {"linear_fc1", "linear_fc2"}
-    if etp > 1 and (model.has_biases or has_adapters):
+    if etp > 1 and (model.traits.has_biases or has_adapters):
         raise ConfigError(
-            f"experts with {'biases' if model.has_biases else 'adapters'} cannot be cut into {etp} parts",
+            f"experts with {'biases' if model.traits.has_biases else 'adapters'} cannot be cut into {etp} parts",
             where="parallel.expert_tensor_parallel_size, model.family, model.lora_targets",
             fix="parallel.expert_tensor_parallel_size=1"
-            + ("" if model.has_biases else ", or model.lora_targets=[linear_qkv,linear_proj]"),
+            + ("" if model.traits.has_biases else ", or model.lora_targets=[linear_qkv,linear_proj]"),
         )
     _check_multiple("shared_ffn_hidden_size", model.shared_ffn_hidden_size, _TP, tp)
 

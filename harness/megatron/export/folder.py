@@ -28,7 +28,7 @@ from harness.megatron.state.checkpoint import find_damage, find_newest
 from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
 from harness.megatron.weights import expert_names, hf_tensors
 from harness.paths import explain_path
-from harness.plan import FAMILIES, ModelConfig, ParallelConfig, read_hf_config
+from harness.plan import ModelConfig, ParallelConfig, read_hf_config
 from harness.plan.hf_config import MTP_SETTINGS, find_weights, text_config, to_hf_config
 from harness.printing import print_text
 from harness.storage import Marker, make_folder, sync_folder
@@ -175,7 +175,7 @@ def _settings_of(
     of_base = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
     config = text_config(of_base)
     if config is not of_base:  # of a model that also encodes images
-        config["architectures"] = [FAMILIES[model.family].architecture]
+        config["architectures"] = [model.traits.architecture]
     ids = _token_ids(tokens, data.eod)
     if "eos_token_id" not in ids:
         end = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")

@@ -77,7 +77,7 @@ def slow_parts(
             f"model.attention is auto, but {why}: PyTorch's attention launches kernels for every sequence of a row, "
             "and gathers keys and values with context parallelism"
         )
-    if model.has_sinks:
+    if model.traits.has_sinks:
         found.append(
             f"models of the family {model.family} have attention sinks, which require PyTorch's attention: it launches "
             "kernels for every sequence of a row, and gathers keys and values with context parallelism"
@@ -98,7 +98,7 @@ def slow_parts(
         found.append("model.dtype is float32: bfloat16 takes half the memory and is many times faster on a GPU")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):
         found.append(f"model.fuse_weight_gradient is auto, but {missing}: each weight gradient takes another kernel")
-    if has_engine and not model.has_sinks and torch.are_deterministic_algorithms_enabled():
+    if has_engine and not model.traits.has_sinks and torch.are_deterministic_algorithms_enabled():
         heads = model.num_attention_heads // parallel.tensor_parallel_size
         padded = parallel.padding_setting
         found.append(

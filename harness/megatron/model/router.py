@@ -197,7 +197,7 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
             parameter.requires_grad = not model.freeze_router
         if chunk.config.expert_tensor_parallel_size != chunk.config.tensor_model_parallel_size:
             compat.reduce_over_copies(experts.experts)
-        if model.has_biases:
+        if model.traits.has_biases:
             _prepare_biases(experts.experts)
         if device.type == "cpu" and hasattr(experts.experts, "local_experts"):  # not grouped, as on GPUs
             for index, expert in zip(experts.local_expert_indices, experts.experts.local_experts, strict=True):
