@@ -178,11 +178,6 @@ class ModelConfig(CheckedSettings, section="model"):
         """Raise ConfigError, with the arithmetic, if this model cannot be divided over the layout."""
         check_division(self, parallel)
 
-    @property
-    def names_engine(self) -> bool:
-        """True if attention is Transformer Engine's by name, so that a run without it is refused."""
-        return self.attention not in ("auto", "torch")
-
     def on(self, device: str) -> ModelConfig:
         """Return the model with the dtype that `auto` is on a device, `cpu` or `cuda`."""
         if self.dtype != "auto":

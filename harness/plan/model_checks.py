@@ -21,26 +21,8 @@ if TYPE_CHECKING:
     from harness.plan.model import ModelConfig
 
 _TP = "parallel.tensor_parallel_size"
-_OF_EXPERTS = (
-    "experts_per_token",
-    "expert_ffn_hidden_size",
-    "shared_ffn_hidden_size",
-    "dense_layers",
-    "router_score",
-    "router_normalize",
-    "router_groups",
-    "router_top_groups",
-    "router_scale",
-    "aux_loss",
-    "aux_loss_scope",
-    "z_loss",
-    "expert_bias",
-    "expert_bias_rate",
-    "freeze_router",
-    "grouped_gemm",
-)
-
-
+# Beginnings of the names of settings that only models with experts use.
+_OF_EXPERTS = ("expert", "shared_", "dense_layers", "router_", "aux_loss", "z_loss", "freeze_router", "grouped_gemm")
 _MTP, _HYBRID = {"model.mtp_layers": SET}, {"model.layer_pattern": SET}
 _OF_SCANS = {"scan_num_heads": 0, "scan_head_dim": 0, "scan_state_dim": 128, "scan_num_groups": 8}
 RULES = (
@@ -230,7 +212,8 @@ def _check_scan_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_unused(model: ModelConfig) -> None:
-    unused = [one.name for one in fields(model) if one.name in _OF_EXPERTS and getattr(model, one.name) != one.default]
+    of_experts = [one for one in fields(model) if one.name.startswith(_OF_EXPERTS)]
+    unused = [one.name for one in of_experts if getattr(model, one.name) != one.default]
     if unused:
         raise ConfigError(
             f"the model has no experts, so {', '.join(unused)} would have no effect",
