@@ -48,15 +48,11 @@ class Workspace:
     def dataset(self, format: str, *, packs: int, pack_size: int) -> Path:
         """Return a dataset of `packs` full packs in `format`; the packs are the same in every format."""
         path = self.folder / f"{format}-{packs}x{pack_size}"
-        if not _is_whole(path):
+        if not path.is_dir() or load_manifest(path) is None:
             with open_writer(path, format=format, pack_size=pack_size) as writer:
                 for pack in make_packs(packs, pack_size):
                     writer.append(pack)
         return path
-
-
-def _is_whole(path: Path) -> bool:
-    return path.is_dir() and load_manifest(path) is not None
 
 
 def lognormal_lengths(count: int, *, median: float, longest: int, seed: int) -> Int64Array:

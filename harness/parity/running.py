@@ -114,19 +114,15 @@ def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
     digests: dict[str, str] = {}
     for cell in cells:  # the cell that others start from comes first
         if cell.dataset not in data:
-            data[cell.dataset] = _digest_stats(cell.dataset)
+            # Names, sizes and times show that a file was replaced. A dataset at a URI counts as unchanged.
+            path = Path(cell.dataset)
+            files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+            stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
+            data[cell.dataset] = str(xxhash.xxh3_128_hexdigest(json.dumps(stats).encode()))
         values = asdict(cell) | {"plan": None, "is_reported": None}
         text = json.dumps([values, code, data[cell.dataset], digests.get(cell.start or "")], sort_keys=True)
         digests[cell.name] = str(xxhash.xxh3_128_hexdigest(text.encode()))
     return digests
-
-
-def _digest_stats(dataset: str) -> str:
-    """Digest names, sizes and times, which show that a file was replaced. A dataset at a URI counts as unchanged."""
-    path = Path(dataset)
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
-    return str(xxhash.xxh3_128_hexdigest(json.dumps(stats).encode()))
 
 
 def _batches(cells: Sequence[Cell]) -> Iterator[list[Cell]]:

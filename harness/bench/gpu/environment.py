@@ -89,7 +89,11 @@ def describe_gpus(device: str) -> dict[str, Any]:
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         known["gpus"].append(f"{properties.name}, {properties.total_memory / 1e9:.1f} GB")
-    known["driver"] = _ask_driver()
+    known["driver"] = "unknown: there is no nvidia-smi"
+    if (program := shutil.which("nvidia-smi")) is not None:
+        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+        known["driver"] = (done.stdout.splitlines() or ["unknown"])[0].strip()
     try:
         import transformer_engine.pytorch  # noqa: F401
 
@@ -97,15 +101,6 @@ def describe_gpus(device: str) -> dict[str, Any]:
     except Exception as error:  # of any kind: it may be built for another PyTorch
         known["engine_missing"] = (str(error) or repr(error)).splitlines()[0]
     return known
-
-
-def _ask_driver() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "unknown: there is no nvidia-smi"
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
-    return (done.stdout.splitlines() or ["unknown"])[0].strip()
 
 
 def measure_environment(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:

@@ -99,16 +99,14 @@ def datasets_provider(
             virtual_stages=args.virtual_pipeline_model_parallel_size,
             pad_to_multiple=padding_multiple(**sizes, sequence_parallel=args.sequence_parallel),
         )
-        train_path = args.train_data_path or args.data_path
         config = loader or LoaderConfig(seed=args.seed, num_workers=args.num_workers)
         training = _open(
-            _only(train_path, "--data-path") if data is None else data,
+            _only(args.train_data_path or args.data_path, "--data-path") if data is None else data,
             replace(config, global_batch_size=args.global_batch_size),
             layout,
             args,
         )
-        state = _saved_position(args, training)
-        if state is not None:
+        if (state := _saved_position(args, training)) is not None:
             training.restore_state(state)
         # Megatron keeps the position by itself only for iterators that are no list.
         if args.save and not getattr(args, "dataloader_save", None) and vp_stage is None:

@@ -342,17 +342,9 @@ def get_batch_on_this_rank_for_sequence_packing(
         ConfigError: an argument or the config asks for what is not supported (see the module).
         LoaderError: a row lacks what this chunk reads, or its length does not fit its bounds.
     """
-    if isinstance(pg_collection, bool):
-        what = f"the process groups are {pg_collection}"
-        fix = "pass arguments after vp_stage by name: their order differs between versions of Megatron-LM"
-        raise ConfigError(what, where=_PHASE_2, fix=fix)
     newer = {"dynamic_cp": dynamic_cp, "dynamic_cp_group_func": dynamic_cp_group_func}
-    for name, value in (newer | {"return_context_parallel_batch": return_context_parallel_batch}).items():
-        if value:
-            fix = "omit it: all rows have the same context-parallel size, and this function returns the tuple"
-            raise ConfigError(f"{name} is not supported", where=_PHASE_2, fix=fix)
-    if config is not None:
-        _check_config(config)
+    newer |= {"return_context_parallel_batch": return_context_parallel_batch}
+    _check_call(newer | {f"pg_collection={pg_collection}": isinstance(pg_collection, bool)}, config)
     tp_group, pp_group, cp_group = _groups(pg_collection, "tp", "pp", "cp")
     device = device_of(tp_group)
     fields = _read_by_chunk(pp_group, vpp_size, vp_stage, is_predicting=mtp_on_this_rank)
@@ -372,6 +364,18 @@ def get_batch_on_this_rank_for_sequence_packing(
         cu_seqlens=bounds, cu_seqlens_padded=padded_bounds, max_seqlen=max_seqlen, is_padded=bool(padded)
     )
     return row.get("tokens"), row.get("labels"), row.get("loss_mask"), None, row.get("position_ids"), params, mask
+
+
+def _check_call(refused: dict[str, Any], config: Any) -> None:
+    for name in (name for name, value in refused.items() if value):
+        raise ConfigError(
+            f"{name} is not supported",
+            where=_PHASE_2,
+            fix="pass arguments after vp_stage by name, because their order differs between versions, and omit those "
+            "of newer ones: all rows have the same context-parallel size, and the tuple is returned",
+        )
+    if config is not None:
+        _check_config(config)
 
 
 def _read_by_chunk(

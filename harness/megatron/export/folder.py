@@ -176,7 +176,10 @@ def _settings_of(
     config = text_config(of_base)
     if config is not of_base:  # of a model that also encodes images
         config["architectures"] = [model.traits.architecture]
-    ids = _token_ids(tokens, data.eod)
+    ends = sorted({*(tokens.ends if tokens is not None else ()), *([] if data.eod is None else [data.eod])})
+    begin, pad = (tokens.begin, tokens.pad) if tokens is not None else (None, None)
+    every = {"bos_token_id": begin, "eos_token_id": ends or None, "pad_token_id": pad}
+    ids = {name: value for name, value in every.items() if value is not None}
     if "eos_token_id" not in ids:
         end = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
         instead = f"{end} of {model.init_from} instead" if end else "generation only ends at its length limit"
@@ -279,15 +282,6 @@ def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:
             with suppress(OSError, ValueError):
                 found[name] = dict(json.loads((folder / name).read_text()))
     return found
-
-
-def _token_ids(tokens: SpecialTokens | None, eod: int | None) -> dict[str, int | list[int]]:
-    known: dict[str, int | list[int] | None] = {
-        "bos_token_id": tokens.begin if tokens is not None else None,
-        "eos_token_id": sorted({*(tokens.ends if tokens is not None else ()), *([] if eod is None else [eod])}) or None,
-        "pad_token_id": tokens.pad if tokens is not None else None,
-    }
-    return {name: value for name, value in known.items() if value is not None}
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
