@@ -69,6 +69,16 @@ def read_softmax(
     }
 
 
+def write_softmax(model: Any, *, number: str = "num_experts", inner: str = "intermediate_size") -> dict[str, Any]:
+    """Return the values that `read_softmax` reads, the number and size of experts under these names."""
+    return {
+        number: model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        inner: model.expert_size,
+        "router_aux_loss_coef": model.aux_loss,
+    }
+
+
 def _nothing(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     return {}
 
