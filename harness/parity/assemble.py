@@ -180,11 +180,17 @@ def summarize(folders: Sequence[Path], *, command: str) -> ParityReport:
                 )
                 for cell in report.cells
             ]
+    common: dict[str, str] = {}
+    for key in dict.fromkeys(key for node_facts in facts.values() for key in node_facts):
+        values = {node: node_facts[key] for node, node_facts in facts.items() if key in node_facts}
+        shared = set(values.values())
+        each = "; ".join(f"{node}: {value}" for node, value in values.items())
+        common[key] = shared.pop() if len(shared) == 1 else each
     return ParityReport(
         title=f"{len(folders)} nodes",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
-        environment=_common(facts),
+        environment=common,
         cells=cells,
     )
 
@@ -200,14 +206,3 @@ def _node(name: str, taken: dict[str, dict[str, str]]) -> str:
 
 def _lost(node: str, reason: str) -> CellResult:
     return CellResult(f"{node}: report", "report", {"node": node}, None, "failed", "", reason=reason)
-
-
-def _common(facts: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Return the facts that all nodes share once, and the others for each node."""
-    common: dict[str, str] = {}
-    for key in dict.fromkeys(key for node_facts in facts.values() for key in node_facts):
-        values = {node: node_facts[key] for node, node_facts in facts.items() if key in node_facts}
-        shared = set(values.values())
-        each = "; ".join(f"{node}: {value}" for node, value in values.items())
-        common[key] = shared.pop() if len(shared) == 1 else each
-    return common

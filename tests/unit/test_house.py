@@ -38,28 +38,28 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
     "harness": 2_618,
-    "harness/bench": 2_425,
-    "harness/cli": 2_760,
+    "harness/bench": 2_365,
+    "harness/cli": 2_710,
     "harness/formats": 5_882,
     "harness/indexed": 1_292,
-    "harness/integrations": 3_004,
-    "harness/launch": 2_473,
+    "harness/integrations": 2_920,
+    "harness/launch": 2_453,
     "harness/loader": 4_884,
-    "harness/megatron": 11_693,
-    "harness/parity": 3_000,
-    "harness/plan": 5_065,
+    "harness/megatron": 11_620,
+    "harness/parity": 2_862,
+    "harness/plan": 4_811,
     "harness/prep": 10_266,
     "harness/recipes": 10,
     "harness/schedule": 966,
     "harness/storage": 2_724,
     "harness/train": 3_139,
-    "recipes": 504,
-    "tests": 53_347,
-    "tests/benchmarks": 2_826,
+    "recipes": 507,
+    "tests": 53_356,
+    "tests/benchmarks": 2_863,
 }
 SHAPE = {
-    "core ring, lines": 20_067,
-    "from packs to the optimizer's step, lines": 4_032,
+    "core ring, lines": 20_021,
+    "from packs to the optimizer's step, lines": 4_020,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 107,
 }
-MOST_LINES_IN_ALL = 62_705
+MOST_LINES_IN_ALL = 62_029
 
 
 def tree(path: Path) -> ast.Module:

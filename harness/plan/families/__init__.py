@@ -6,14 +6,14 @@ tensors. Models of other families are refused with what they need that is missin
 
 from __future__ import annotations
 
-from harness.plan.families import dense, gpt_oss, latent, nemotron_h, qwen3_next, softmax
+from harness.plan.families import gpt_oss, latent, llama, nemotron_h, qwen3_next
 from harness.plan.families.base import Family
 
 __all__ = ["FAMILIES", "MISSING"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for module in (dense, softmax, latent, gpt_oss, nemotron_h, qwen3_next)
+    for module in (llama, latent, gpt_oss, nemotron_h, qwen3_next)
     for family in vars(module).values()
     if isinstance(family, Family)
 }

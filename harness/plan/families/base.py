@@ -79,10 +79,6 @@ def write_softmax(model: Any, *, number: str = "num_experts", inner: str = "inte
     }
 
 
-def _nothing(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Family:
     """A family of published models.
@@ -146,7 +142,7 @@ class Family:
     is_gated: bool = True
     norm_epsilon: float | None = None
     experts: ExpertNames | None = None
-    read: Callable[[Mapping[str, Any], Refuse], dict[str, Any]] = _nothing
+    read: Callable[[Mapping[str, Any], Refuse], dict[str, Any]] = lambda values, refuse: {}
     write: Callable[[Any], dict[str, Any]] = lambda model: {"attention_bias": False}
     standard: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
     stored_name: Callable[[str], str] = lambda name: name

@@ -11,17 +11,10 @@ from typing import Any
 
 from harness.plan.families.base import ExpertNames, Family, Refuse, count_experts
 
-SHARED = ("gate_proj", "up_proj", "down_proj")
-
-
-def expert_names(bias: str = "") -> ExpertNames:
-    """Return the names of tensors of experts.
-
-    Args:
-        bias: name of the experts' bias; empty where there is none.
-    """
-    gate, up, down = (f"mlp.shared_experts.{name}.weight" for name in SHARED)
-    return ExpertNames(bias=bias, shared=(gate, up, down))
+_EXPERTS = ExpertNames(
+    shared=tuple(f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")),  # type: ignore[arg-type]
+)
+_BIASED_EXPERTS = replace(_EXPERTS, bias="mlp.gate.e_score_correction_bias")
 
 
 def read_latent(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
@@ -102,7 +95,7 @@ def _write_v2(model: Any) -> dict[str, Any]:
 
 # And V2-Lite: a softmax router without normalization.
 DEEPSEEK_V2 = Family(
-    "deepseek_v2", "DeepseekV2ForCausalLM", has_latents=True, experts=expert_names(), read=_read_v2, write=_write_v2
+    "deepseek_v2", "DeepseekV2ForCausalLM", has_latents=True, experts=_EXPERTS, read=_read_v2, write=_write_v2
 )
 
 
@@ -149,7 +142,7 @@ DEEPSEEK_V3 = Family(
     has_latents=True,
     ranks_groups_by=2,
     predicts_further=True,
-    experts=expert_names(bias="mlp.gate.e_score_correction_bias"),
+    experts=_BIASED_EXPERTS,
     read=lambda values, refuse: read_latent(values, refuse) | read_router(values, refuse),
     write=lambda model: write_latent(model) | write_router(model),
 )
@@ -192,7 +185,7 @@ GLM4_MOE = Family(
     rotated_part=_ROTATED,
     ranks_groups_by=2,
     predicts_further=True,
-    experts=expert_names(bias="mlp.gate.e_score_correction_bias"),
+    experts=_BIASED_EXPERTS,
     read=_read_glm,
     write=_write_glm,
 )

@@ -1,4 +1,7 @@
-"""Families with experts that a softmax router chooses, and otherwise layers of Llama's shape."""
+"""Families of Llama's shape: dense ones, each with at most one difference, and those with experts.
+
+A softmax router chooses the experts.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,17 @@ from typing import Any
 
 from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, write_softmax
 
+# Llama 2 to 3.3.
+LLAMA = Family("llama", "LlamaForCausalLM")
+# Without its sliding window.
+MISTRAL = Family("mistral", "MistralForCausalLM", window_setting="", write=lambda model: {"sliding_window": None})
+# And Qwen2.5: biases of queries, keys and values.
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True, write=lambda model: {"use_sliding_window": False})
+# Norms of the queries and keys of each head.
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True)
 
-def _read_qwen3(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+
+def _read_qwen3_moe(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     if values.get("decoder_sparse_step", 1) != 1:
         raise refuse(f"experts in one of {values['decoder_sparse_step']} layers are not supported")
     dense = values.get("mlp_only_layers") or []
@@ -18,7 +30,7 @@ def _read_qwen3(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     return read_softmax(values, normalize=normalize, inner=inner, dense_layers=len(dense))
 
 
-def _write_qwen3(model: Any) -> dict[str, Any]:
+def _write_qwen3_moe(model: Any) -> dict[str, Any]:
     return {
         "attention_bias": False,
         **write_softmax(model, inner="moe_intermediate_size"),
@@ -29,13 +41,13 @@ def _write_qwen3(model: Any) -> dict[str, Any]:
 
 
 # The dense Qwen3 whose layers choose some of many small experts.
-QWEN3 = Family(
+QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     has_head_norms=True,
     experts=ExpertNames(),
-    read=_read_qwen3,
-    write=_write_qwen3,
+    read=_read_qwen3_moe,
+    write=_write_qwen3_moe,
 )
 
 
