@@ -27,7 +27,7 @@ from harness.config import hydra_entry
 from harness.errors import ConfigError
 from harness.formats import FORMATS, Provenance, convert_dataset, open_writer
 from harness.parity import ParityReport, Tolerances, command_line
-from harness.parity.assemble import cell_result, environment, skipped
+from harness.parity.assemble import cell_result, environment
 from harness.parity.cells import (
     FORMAT,
     ISOLATION,
@@ -84,6 +84,7 @@ class ParityConfig:
         kinds: named settings of `recipes.sft`, separated by spaces, for cases of `experts` and `hybrid` with
             `kind=NAME`.
         families: model families of the `reference` check; empty for all.
+        models: small models of the families, as values of their config.json.
         formats, workers, schedules, layouts, context, experts, hybrid, isolation, reference: cases of the check as
             `"ranks setting=value ..."`, starting with the reference. `format=NAME` and `version=NAME` select a dataset
             and an interpreter. `experts` and `hybrid` have one reference per kind; each case of `reference` is compared
@@ -116,6 +117,7 @@ class ParityConfig:
     kinds: dict[str, str] = field(default_factory=dict)
     isolation: list[str] = field(default_factory=list)
     families: list[str] = field(default_factory=list)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
     reference: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -241,7 +243,7 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
             cells += reference_cells(config, source, folder, settings, chosen)
         elif check == "versions" and not config.versions:
             reason = "no interpreter of another version is specified: versions='[\"NAME=PATH\"]'"
-            left_out.append(skipped("versions", check, reason))
+            left_out.append(CellResult("versions", check, {}, None, "skipped", "", reason=reason))
         elif check in _BY_KIND:
             for kind in config.kinds_of(cases := config.cases(check)):
                 own = [text for text in cases if parse_case(text, where=check).value_of(KIND) == kind]
@@ -263,11 +265,12 @@ def reference_cells(
     """Return, for each family, the cell of a plain model of transformers and those that are compared with it."""
     cells: list[Cell] = []
     for family in config.families or FAMILIES:
+        require_choice(family, config.models, setting="families")
         own = plan_check(
             f"reference {family}",
             ["1 version=transformers", *config.reference],
             plan,
-            settings=[*settings, *make_model(family, folder / "models" / family)],
+            settings=[*settings, *make_model(family, config.models[family], folder / "models" / family)],
             datasets={"": str(source)},
             pythons={"": sys.executable, "transformers": sys.executable},
             steps=config.steps,

@@ -71,29 +71,6 @@ def take_turns(sides: Mapping[str, Side], *, rounds: int) -> dict[str, list[floa
     return samples
 
 
-def rate(work: Side, clock: Callable[[], float] = time.perf_counter) -> Side:
-    """Return a side of the units a second of a work, which returns the units that it did."""
-
-    def side(number: int) -> float:
-        start = clock()
-        units = work(number)
-        # The clock may not have moved for work that takes no time.
-        return units / max(clock() - start, 1e-9)
-
-    return side
-
-
-def milliseconds(work: Callable[[int], object], clock: Callable[[], float] = time.perf_counter) -> Side:
-    """Return a side of the milliseconds of a work."""
-
-    def side(number: int) -> float:
-        start = clock()
-        work(number)
-        return 1e3 * (clock() - start)
-
-    return side
-
-
 @dataclass(frozen=True)
 class Figure:
     """One measured number.

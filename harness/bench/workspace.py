@@ -11,7 +11,7 @@ import numpy as np
 
 from harness.formats import load_manifest, open_writer
 from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
-from harness.records import Int32Array, Int64Array, Pack
+from harness.records import Int64Array, Pack
 
 _VOCABULARY = 50_000
 _TABLE = 1 << 20
@@ -48,15 +48,11 @@ class Workspace:
     def dataset(self, format: str, *, packs: int, pack_size: int) -> Path:
         """Return a dataset of `packs` full packs in `format`; the packs are the same in every format."""
         path = self.folder / f"{format}-{packs}x{pack_size}"
-        if not _is_whole(path):
+        if not path.is_dir() or load_manifest(path) is None:
             with open_writer(path, format=format, pack_size=pack_size) as writer:
                 for pack in make_packs(packs, pack_size):
                     writer.append(pack)
         return path
-
-
-def _is_whole(path: Path) -> bool:
-    return path.is_dir() and load_manifest(path) is not None
 
 
 def lognormal_lengths(count: int, *, median: float, longest: int, seed: int) -> Int64Array:
@@ -71,7 +67,11 @@ def make_packs(count: int, pack_size: int, *, seed: int = 0) -> Iterator[Pack]:
     The start of each sequence is not trained. Real text compresses better.
     """
     lengths, offsets = _packed_lengths(count, pack_size, seed)
-    table = _zipf_table()
+    frequency = 1 / np.arange(1, _VOCABULARY + 1)
+    shares = np.cumsum(frequency) / frequency.sum()
+    ids = np.searchsorted(shares, (np.arange(_TABLE) + 0.5) / _TABLE)
+    # Each token as often as Zipf's law has it. Frequent ones have ids anywhere, like those of a tokenizer.
+    table = np.random.default_rng(0).permutation(_VOCABULARY).astype(np.int32)[ids]
     random = np.random.default_rng(seed)
     for index in range(count):
         sizes = lengths[offsets[index] : offsets[index + 1]]
@@ -95,12 +95,3 @@ def _packed_lengths(count: int, pack_size: int, seed: int) -> tuple[Int64Array, 
         if plan.num_packs >= count:
             return lengths[plan.sequence_ids], plan.pack_offsets[: count + 1]
         num_sequences = 2 * num_sequences
-
-
-def _zipf_table() -> Int32Array:
-    """Return int32 [_TABLE] with each token id as often as Zipf's law has it: a uniform draw from it draws a token."""
-    frequency = 1 / np.arange(1, _VOCABULARY + 1)
-    shares = np.cumsum(frequency) / frequency.sum()
-    ids = np.searchsorted(shares, (np.arange(_TABLE) + 0.5) / _TABLE)
-    # Frequent tokens have ids anywhere, like those of a tokenizer.
-    return np.random.default_rng(0).permutation(_VOCABULARY).astype(np.int32)[ids]

@@ -86,13 +86,6 @@ class PlannedPacks(CheckedSettings, section="data"):
 
 
 @dataclass
-class RepackSettings:
-    """Settings of `harness repack`."""
-
-    data: PlannedPacks
-
-
-@dataclass
 class InspectSettings(CheckedSettings):
     """Settings of `harness inspect`: the tokenizer of a dataset, if it names none; with --raw, those of a preparation.
 
@@ -329,7 +322,7 @@ def import_(
     _print_written(destination, manifest, dict(manifest.provenance.counts), as_json=as_json)
 
 
-@data_app.command(cls=class_of(RepackSettings))
+@data_app.command(cls=class_of(PlannedPacks, section="data"))
 def repack(
     context: typer.Context,
     store: Annotated[str, typer.Argument(metavar="STORE", help="a dataset in the format virtual, or a plan over one")],

@@ -73,6 +73,8 @@ def sft(
     runs/MODEL-CHATS, receives the dataset, the run, the exported model and a report. After an interruption the same
     command continues with the stage that was interrupted.
     """
+    from harness.train.checkpoints import CHECKPOINTS, read_progress, whole_checkpoints
+
     out, settings = _find_out(model, chats, arguments or [])
     stages = _divide(model, chats, out, settings)
     require_training("training")
@@ -86,7 +88,10 @@ def sft(
         _run(planned)
     commands.append(["train", "sft", *stages.train, "resume=auto"])
     _run(commands[-1])
-    exported = _exported(stages)
+    newest = whole_checkpoints(stages.run / CHECKPOINTS)[-1:]
+    if not newest:
+        raise ConfigError("the run has no checkpoint", where=str(stages.run), fix="train one step or more")
+    exported = stages.out / f"model-step-{read_progress(newest[0]).step}"
     commands.append(["export", str(stages.run), str(exported)])
     if exported.exists():
         print_line(f"{exported} is exported already.")
@@ -177,16 +182,6 @@ def plan_layout(settings: Sequence[str], gpus: Sequence[int]) -> tuple[list[str]
         # Where none fits, the plan of the settings says how much is missing.
         layout = [text for text in (found.fitting or [found.smallest])[0].overrides if text.split("=")[0] not in keys]
     return layout, ["plan", "sft", *settings, *layout, f"gpu_gib={min(gpus) / 2**30:.1f}"]
-
-
-def _exported(stages: _Stages) -> Path:
-    """Return the folder of the model of the run's newest checkpoint."""
-    from harness.train.checkpoints import CHECKPOINTS, read_progress, whole_checkpoints
-
-    newest = whole_checkpoints(stages.run / CHECKPOINTS)[-1:]
-    if not newest:
-        raise ConfigError("the run has no checkpoint", where=str(stages.run), fix="train one step or more")
-    return stages.out / f"model-step-{read_progress(newest[0]).step}"
 
 
 def _run(command: Sequence[str]) -> None:

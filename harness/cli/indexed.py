@@ -83,13 +83,6 @@ class FamilySettings(TokenSettings):
     shards: dict[str, list[str]] = field(default_factory=dict)
 
 
-@dataclass
-class CountSettings:
-    """Settings of `harness indexed counts`."""
-
-    tokenizer: Vocabulary = field(default_factory=Vocabulary)
-
-
 @indexed_app.command(cls=class_of(TokenSettings))
 def convert(
     context: typer.Context, sources: Shards, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False
@@ -127,7 +120,7 @@ def family(
     _print_reports(list(reports.values()), as_json=as_json)
 
 
-@indexed_app.command(cls=class_of(CountSettings))
+@indexed_app.command(cls=class_of(Vocabulary, section="tokenizer"))
 def counts(
     context: typer.Context,
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="as in Megatron's --data-path")],

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -123,18 +122,7 @@ class DetectedNodes:
     partition: str = ""
 
 
-@dataclass
-class DetectSettings:
-    """Settings of `harness cluster detect`.
-
-    Attributes:
-        cluster: see DetectedNodes.
-    """
-
-    cluster: DetectedNodes = field(default_factory=DetectedNodes)
-
-
-@cluster_app.command(cls=class_of(DetectSettings))
+@cluster_app.command(cls=class_of(DetectedNodes, section="cluster"))
 def detect(context: typer.Context) -> None:
     """Print a cluster file for the nodes of a partition: `harness cluster detect > configs/cluster/mine.yaml`."""
     from harness.launch.detect import detect_cluster
@@ -167,7 +155,9 @@ def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
     if ("rank", rank) in parts:
         return parts["rank", rank], re.compile("")
     # The log of a node has the lines of its ranks, each with its number on the node.
-    ranks_per_node = next(_ranks_per_node(run_dir / "job.sbatch"), 1)
+    script = run_dir / "job.sbatch"
+    number = re.search(r"--nproc-per-node=(\d+)", script.read_text()) if script.exists() else None
+    ranks_per_node = int(number[1]) if number else 1
     if ("node", rank // ranks_per_node) in parts:
         return parts["node", rank // ranks_per_node], re.compile(rf"^\[[a-z]*{rank % ranks_per_node}\]:")
     found = [number for part, number in parts if part == "rank"]
@@ -184,8 +174,3 @@ def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
 
 
 _LOG_NAME = re.compile(r".+-(?P<job>\d+)(?:-(?P<part>rank|node)(?P<number>\d+))?\.out")
-
-
-def _ranks_per_node(script: Path) -> Iterator[int]:
-    if script.exists():
-        yield from (int(number) for number in re.findall(r"--nproc-per-node=(\d+)", script.read_text()))

@@ -154,6 +154,7 @@ def plan(
     `harness plan auto model=llama3_8b parallel.ranks=8` lists the layouts of a model that fit, the fastest first.
     """
     from harness.config import compose_run
+    from harness.plan import SftConfig
     from harness.plan.run_plan import AssumedPacks, plan_run
     from harness.plan.search import search_layouts
 
@@ -167,7 +168,9 @@ def plan(
     if options.show:
         print_text(render_settings(settings) + render_settings(config), end="")
         return
-    assumes_data = searches and settings.packs is None and _names_no_data(config)
+    usual = SftConfig().data
+    names_data = not isinstance(config, SftConfig) or config.data != usual or Path(usual.path).exists()
+    assumes_data = searches and settings.packs is None and not names_data
     _refuse_unused(
         settings,
         searches=searches,
@@ -256,13 +259,6 @@ def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool, 
         value, usual = (attrgetter(name)(one) for one in (settings, default))
         if value != usual:
             raise ConfigError(f"{reason}, and {name} would have no effect", where=f"{name}={value}", fix="omit it")
-
-
-def _names_no_data(config: RunConfig) -> bool:
-    from harness.plan import SftConfig
-
-    data = SftConfig().data
-    return isinstance(config, SftConfig) and config.data == data and not Path(data.path).exists()
 
 
 def _rehearse(config: RunConfig, world_size: int) -> None:

@@ -119,7 +119,9 @@ def produce(
     from harness.loader import live
     from harness.prep.chat import RecordReader
 
-    _check_order(source, folder)
+    if folder == "-" or Path(folder).is_file():
+        what, fix = "the input comes first, then the folder of chunks", f"harness live produce {folder} {source}"
+        raise ConfigError(what, where=f"{source} {folder}", fix=f"check both names; in the other order: {fix}")
     settings: ProduceSettings = context.obj
     chunks, of, packing = settings.chunks, settings.source, None
     if settings.tokenizer.name:
@@ -156,16 +158,6 @@ def produce(
         total = f"{count_of(producer.num_rows, 'row')} in {count_of(producer.num_chunks, 'chunk')}"
         was_there = "the stream has ended and contains all of the input, " if had_ended else ""
         _print_line(f"{folder}: {was_there}{total}")
-
-
-def _check_order(source: str, folder: str) -> None:
-    """Raise ConfigError where the folder is named before the input."""
-    if folder == "-" or Path(folder).is_file():
-        raise ConfigError(
-            "the input comes first, then the folder of chunks",
-            where=f"{source} {folder}",
-            fix=f"check both names; in the other order: harness live produce {folder} {source}",
-        )
 
 
 def _open_tokenizer(settings: ProduceSettings) -> ChatTokenizer:

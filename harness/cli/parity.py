@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,10 +49,6 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="of the baseline")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run with trainer.record_digests=true")]
 
 
-def _wide() -> Tolerances:
-    return Tolerances(1e-5, 1e-4, "other machines and versions round differently")
-
-
 @dataclass
 class RecordSettings:
     """Settings of `harness parity record`.
@@ -62,7 +59,9 @@ class RecordSettings:
     """
 
     baselines: str = _BASELINES
-    tolerances: Tolerances = field(default_factory=_wide)
+    tolerances: Tolerances = field(
+        default_factory=partial(Tolerances, 1e-5, 1e-4, "other machines and versions round differently")
+    )
 
 
 @dataclass

@@ -112,7 +112,8 @@ def train(
     if not is_shown:
         require_training("training")
     if ranks is None and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
-        ranks = _local_ranks(options.overrides)
+        values = [text.partition("=")[2] for text in options.overrides if text.startswith("parallel.ranks=")]
+        ranks = int(values[-1]) if values and values[-1].isdigit() and int(values[-1]) > 0 else None
     if ranks is None or is_shown:
         become_rank_of_slurm()
         recipe_entry(recipe)(arguments or [])
@@ -136,18 +137,7 @@ class MovedData:
     paths: list[str] = field(default_factory=list)
 
 
-@dataclass
-class ExportSettings:
-    """Settings of `harness export`.
-
-    Attributes:
-        data: see MovedData.
-    """
-
-    data: MovedData = field(default_factory=MovedData)
-
-
-@runs_app.command(cls=class_of(ExportSettings))
+@runs_app.command(cls=class_of(MovedData, section="data"))
 def export(
     context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
@@ -215,12 +205,6 @@ def requeue(
         )
     print_line(f"{run_dir}: {decision.message}")
     raise typer.Exit(0 if decision.requeue else 1)
-
-
-def _local_ranks(settings: list[str]) -> int | None:
-    """Return the number that `parallel.ranks` is set to, None where it is not set or is no number."""
-    values = [text.partition("=")[2] for text in settings if text.startswith("parallel.ranks=")]
-    return int(values[-1]) if values and values[-1].isdigit() and int(values[-1]) > 0 else None
 
 
 def recipe_entry(name: str) -> Callable[[list[str]], None]:

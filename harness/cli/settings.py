@@ -146,8 +146,21 @@ def list_experiments() -> list[str]:
     return [*RECIPES, *(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))]
 
 
-def class_of(schema: type[Any], *, takes_recipe: bool = False, is_composed: bool = False) -> type[SettingsCommand]:
-    """Make the class of a command with these settings: `@app.command(cls=class_of(MySettings))`."""
+def class_of(
+    schema: type[Any], *, section: str = "", takes_recipe: bool = False, is_composed: bool = False
+) -> type[SettingsCommand]:
+    """Make the class of a command with these settings: `@app.command(cls=class_of(MySettings))`.
+
+    Args:
+        section: the settings are `section.name=value`, and fill an attribute of that name.
+    """
+    if section:
+        default: Any = (
+            {} if any(one.default == REQUIRED for one in explain_settings(schema)) else {"default_factory": schema}
+        )
+        schema = dataclasses.make_dataclass(
+            f"{schema.__name__}Settings", [(section, schema, dataclasses.field(**default))]
+        )
     members = {"schema": schema, "takes_recipe": takes_recipe, "is_composed": is_composed}
     return type(f"{schema.__name__}Command", (SettingsCommand,), members)
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from harness.checks import require_choice
 from harness.errors import ConfigError, HarnessError, ScheduleError
-from harness.settings import nearest_name
 from harness.thd import ThdBatch
 
 IGNORED = -100
@@ -206,11 +206,5 @@ DIALECTS: Mapping[str, type[Row]] = MappingProxyType({kind.dialect: kind for kin
 
 def require_dialect(name: str) -> type[Row]:
     """Return the class of a dialect's rows; raise ConfigError for a name that is none."""
-    if name not in DIALECTS:
-        near = nearest_name(name, sorted(DIALECTS))
-        raise ConfigError(
-            f"dialect {name!r} does not exist",
-            where="dialect",
-            fix=(f"did you mean {near!r}? " if near else "") + f"choose one of {', '.join(DIALECTS)}",
-        )
+    require_choice(name, DIALECTS, setting="dialect")
     return DIALECTS[name]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness.errors import ConfigError, LoaderError, ScheduleError
+from harness.errors import CheckpointError, ConfigError, LoaderError, ScheduleError
 from harness.integrations.stream import RankStream
 from harness.loader import RankBatch, RankLayout
 from harness.records import Int64Array
@@ -140,3 +141,29 @@ def as_packed_rows(
             "smaller packs",
         )
     return ScheduleConfig(name="as_packed", max_tokens_per_rank=-(-(pad_rows_to or longest) // layout.cp_size))
+
+
+def saved_position(folders: Sequence[str], step: int, *, where: str, fix: str) -> dict[str, Any]:
+    """Return the position in the data that Megatron-LM or Megatron-Bridge saved with the checkpoint of a step.
+
+    Args:
+        folders: of checkpoints; the first that has a position counts.
+        where: settings of the folders, for errors.
+        fix: of errors.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    import torch
+
+    files = (Path(folder, f"iter_{step:07d}").rglob("train_dataloader_dprank*.pt") for folder in folders)
+    # The position is the same on every rank: any file will do.
+    found = next((path for some in files for path in sorted(some)), None)
+    if found is None:
+        what = f"training continues after step {step}, but its position in the data is missing"
+        raise CheckpointError(what, where=", ".join(folders) or where, fix=fix)
+    try:
+        return dict(torch.load(found, weights_only=True)["dataloader_state_dict"])
+    except Exception as error:
+        what = f"the position in the data cannot be read: {error!r}"
+        raise CheckpointError(what, where=str(found), fix=f"resume from another checkpoint, or {fix}") from error

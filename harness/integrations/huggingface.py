@@ -16,7 +16,7 @@ from harness.printing import count_of
 require("huggingface")
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -113,7 +113,10 @@ class PackedTraining:
         self._packed_steps: Iterator[StepRows] | None = None
         kwargs["data_collator"] = join_rows
         if any(kind.__module__.startswith("trl.") for kind in type(self).__mro__):
-            kwargs["train_dataset"] = _sample()
+            import datasets
+
+            # One row, from which TRL learns that the data is tokenized.
+            kwargs["train_dataset"] = datasets.Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
             arguments.dataset_kwargs = {**(arguments.dataset_kwargs or {}), "skip_prepare_dataset": True}
         super().__init__(*args, **kwargs)
         trainer: Any = self
@@ -136,7 +139,9 @@ class PackedTraining:
             raise _too_many(most, rows)
         check_boundaries(trainer.model)
         num_steps = stream.num_steps_per_epoch
-        loader: Any = DataLoader(_Endless() if num_steps is None else _Counted(num_steps * rows), batch_size=1)
+        # Turns of the Trainer, which may skip any of them, because the rows come from the stream.
+        turns: Any = _Endless() if num_steps is None else range(num_steps * rows)
+        loader: Any = DataLoader(turns, batch_size=1)
         loader.packed = self.packed
         self._packed_steps = None
         return loader
@@ -189,19 +194,6 @@ class PackedPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
 
 
-class _Counted(Dataset[int]):
-    """Turns of the Trainer; it may skip any of them, because the rows come from the stream."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> int:
-        return 0
-
-
 class _Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         while True:
@@ -210,9 +202,7 @@ class _Endless(IterableDataset[int]):
 
 def _check_arguments(arguments: Any, stream: RankStream) -> None:
     layout = stream.layout
-    given = {"dp_rank": layout.dp_rank, "dp_size": layout.dp_size}
-    wanted = {"dp_rank": arguments.process_index, "dp_size": arguments.world_size}
-    if given != wanted:
+    if (layout.dp_rank, layout.dp_size) != (arguments.process_index, arguments.world_size):
         raise ConfigError(
             f"the stream reads rank {layout.dp_rank} of {layout.dp_size}, but the Trainer is rank "
             f"{arguments.process_index} of {arguments.world_size}",
@@ -240,10 +230,3 @@ def _too_many(rows: int, accumulation: int) -> ConfigError:
         where="arguments of the Trainer",
         fix=f"set gradient_accumulation_steps={rows}, or a smaller LoaderConfig.global_batch_size",
     )
-
-
-def _sample() -> Any:
-    """Return a `datasets.Dataset` of one row, from which TRL learns that the data is tokenized."""
-    import datasets
-
-    return datasets.Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})

@@ -13,19 +13,19 @@ Written for megatron-bridge 0.3.1.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
 
 from harness.checks import bounded, check_numbers
-from harness.errors import ConfigError, LoaderError
+from harness.errors import ConfigError
 from harness.formats import open_dataset
 from harness.integrations import FixedRows, RankStream, as_packed_rows, require, require_as_packed
+from harness.integrations.fixed_rows import saved_position
 from harness.loader import LoaderConfig, RankLayout
+from harness.megatron.job.runtime import place_in_groups
 from harness.thd import ThdBatch, padding_multiple
 
 require("megatron_bridge")
@@ -172,18 +172,11 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
                 where="dataset.dataloader_save",
                 fix="set model.virtual_pipeline_model_parallel_size=None, or do not save positions",
             )
-        tp_size = parallel_state.get_tensor_model_parallel_world_size()
-        cp_size = parallel_state.get_context_parallel_world_size()
-        return RankLayout(
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            dp_size=parallel_state.get_data_parallel_world_size(),
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            tp_size=tp_size,
-            cp_rank=parallel_state.get_context_parallel_rank(),
-            cp_size=cp_size,
-            # Whether the model is sequence-parallel is not known here; its padding is right for both.
-            pad_to_multiple=padding_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=tp_size > 1),
-        )
+        layout = place_in_groups()
+        # Whether the model is sequence-parallel is not known here; its padding is right for both.
+        tp_size, cp_size = layout.tp_size, layout.cp_size
+        multiple = padding_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=tp_size > 1)
+        return replace(layout, pad_to_multiple=multiple)
 
 
 class BridgeRows:
@@ -247,7 +240,12 @@ class BridgeRows:
             # Megatron counts a step before it reads it.
             step = get_rerun_state_machine().current_iteration - 1
             if step > 0:
-                self.restore_state(_saved_state(self._resume_from, step))
+                folders = [self._resume_from] if self._resume_from else []
+                fix = (
+                    "set dataset.dataloader_save to the folder of the checkpoints in both runs; to read from the first "
+                    "pack, load the checkpoint with cfg.checkpoint.finetune=True"
+                )
+                self.restore_state(saved_position(folders, step, where="dataset.dataloader_save", fix=fix))
             self._is_placed = True
 
 
@@ -280,27 +278,3 @@ def _changing_batch_size(what: str) -> ConfigError:
         where="train.rampup_batch_size",
         fix="keep the global batch size: set rampup_batch_size=None and decrease_batch_size_if_needed=False",
     )
-
-
-def _saved_state(folder: str | None, step: int) -> dict[str, Any]:
-    if folder is None:
-        raise LoaderError(
-            f"training continues after step {step}, but no position in the data was saved",
-            where="dataset.dataloader_save",
-            fix="set it to the folder of the checkpoints in both runs; to read from the first pack, load the "
-            "checkpoint with cfg.checkpoint.finetune=True",
-        )
-    # The position is the same on every rank, so that of the first serves any number of them.
-    path = Path(folder) / f"iter_{step:07d}" / "train_dataloader_dprank000.pt"
-    try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)["dataloader_state_dict"]
-    except FileNotFoundError:
-        raise LoaderError(
-            f"training continues after step {step}, but its position in the data is missing",
-            where=str(path),
-            fix="set dataset.dataloader_load to the folder that the earlier run had as dataset.dataloader_save",
-        ) from None
-    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        what = f"the position in the data cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
-        raise LoaderError(what, where=str(path), fix="resume from another checkpoint") from error
-    return state

@@ -47,7 +47,7 @@ class GPTSFTDataset:
         ConfigError: it has another format than the class, longer packs, or tokens that the tokenizer does not have.
     """
 
-    formats: ClassVar[tuple[str, ...]] = ()
+    format: ClassVar[str] = ""
 
     def __init__(
         self, path: str | os.PathLike[str] | PackReader, tokenizer: Any = None, seq_length: int | None = None
@@ -55,9 +55,9 @@ class GPTSFTDataset:
         reader = path if isinstance(path, PackReader) else open_dataset(path)
         name, where = type(self).__name__, str(reader.path)
         refuse_weights(reader, name)
-        if self.formats and reader.format not in self.formats:
+        if self.format not in ("", reader.format):
             other = _CLASSES.get(reader.format, GPTSFTDataset).__name__
-            what = f"the dataset's format is {reader.format}, but {name} reads {' or '.join(self.formats)}"
+            what = f"the dataset's format is {reader.format}, but {name} reads {self.format}"
             raise ConfigError(what, where=where, fix=f"use {other}, or create_sft_dataset, which accepts any format")
         if seq_length is not None and reader.pack_size > seq_length:
             what = f"the dataset's pack_size is {reader.pack_size:,}, above the seq_length of {seq_length:,}"
@@ -94,23 +94,23 @@ class GPTSFTDataset:
 class GPTSFTPackedDataset(GPTSFTDataset):
     """`GPTSFTDataset` of the legacy format, a pickled `.npy`, read without running what a pickle may hold."""
 
-    formats = ("npy",)
+    format = "npy"
 
 
 class GPTSFTPackedParquetDataset(GPTSFTDataset):
     """`GPTSFTDataset` of Parquet."""
 
-    formats = ("parquet",)
+    format = "parquet"
 
 
 class GPTSFTPackedMemmapDataset(GPTSFTDataset):
     """`GPTSFTDataset` of memory-mapped arrays."""
 
-    formats = ("memmap",)
+    format = "memmap"
 
 
 _CLASSES: MappingProxyType[str, type[GPTSFTDataset]] = MappingProxyType(
-    {"npy": GPTSFTPackedDataset, "parquet": GPTSFTPackedParquetDataset, "memmap": GPTSFTPackedMemmapDataset}
+    {kind.format: kind for kind in (GPTSFTPackedDataset, GPTSFTPackedParquetDataset, GPTSFTPackedMemmapDataset)}
 )
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from harness.checks import LONGEST_S, NOT_SET, SET, CheckedSettings, Rule, bounded, one_of
@@ -157,7 +158,10 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         super().__post_init__()
         quoted = dict.fromkeys(("python", "image", "mounts", "env"), check_quoted)
         directives = dict.fromkeys((*SBATCH_NAMES, "sbatch", "workdir"), check_directive)
-        check_texts(self, "cluster.", {**quoted, **directives, "setup": check_lines, "master_addr": _check_address})
+        lines = {"setup": partial(check_quoted, shown=printable)}
+        # `%N` stands for the name of the first node.
+        address = {"master_addr": lambda text, where: check_word(text.replace("%N", ""), where)}
+        check_texts(self, "cluster.", {**quoted, **directives, **lines, **address})
         if not _TIME.fullmatch(self.time):
             raise ConfigError(
                 f"time is {self.time!r}", where="cluster.time", fix="minutes, HH:MM:SS or DAYS-HH:MM:SS, in quotes"
@@ -246,20 +250,11 @@ def check_word(text: str, where: str) -> None:
     check_directive(text, where, _WORD)
 
 
-def check_quoted(text: str, where: str) -> None:
+def check_quoted(text: str, where: str, shown: Callable[[str], str] = one_line) -> None:
     """Raise ConfigError for text that stands in quotes but has line breaks, as no log shows, or control characters."""
-    if one_line(text) != text:
-        raise ConfigError(f"{text[:100]!r} has a line break or a control character", where=where, fix="leave it out")
-
-
-def check_lines(text: str, where: str) -> None:
-    """Raise ConfigError for lines of the shell with characters that it would take for a part of a word."""
-    if printable(text) != text:
-        raise ConfigError(f"{text[:100]!r} has a control character", where=where, fix="leave it out")
-
-
-def _check_address(text: str, where: str) -> None:
-    check_word(text.replace("%N", ""), where)
+    if shown(text) != text:
+        breaks = "a line break or " * (shown is one_line)
+        raise ConfigError(f"{text[:100]!r} has {breaks}a control character", where=where, fix="leave it out")
 
 
 def check_complete(setup: Sequence[str]) -> None:

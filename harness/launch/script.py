@@ -117,6 +117,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
 
 
 def _variables(job: Job, cluster: ClusterConfig) -> list[str]:
+    binds = cluster.cpu_bind not in ("", "no", "none")
     return [
         "set -uo pipefail",
         *cluster.setup,
@@ -128,7 +129,7 @@ def _variables(job: Job, cluster: ClusterConfig) -> list[str]:
         f"program=({shlex.join(_program(job, cluster))})",
         *([f"export HARNESS_LOCAL_DIR={cluster.local_dir}"] if cluster.local_dir else []),
         # srun binds the ranks that it starts.
-        *(["export HARNESS_BIND_RANKS=1"] if cluster.launcher == "torchrun" and _binds(cluster) else []),
+        *(["export HARNESS_BIND_RANKS=1"] if cluster.launcher == "torchrun" and binds else []),
     ]
 
 
@@ -137,10 +138,6 @@ def forwarding(cluster: ClusterConfig) -> str:
     dependency = SUCCESSORS[cluster.successor] or SUCCESSORS["afterany"]  # of one that a refused requeue needs
     spare = 'choose_nodes "$slow"; then\n    here=true\n  elif ' if cluster.spares else ""
     return part("forwarding", exclude=shlex.quote(cluster.exclude), dependency=dependency, spare=spare)
-
-
-def _binds(cluster: ClusterConfig) -> bool:
-    return cluster.cpu_bind not in ("", "no", "none")
 
 
 def copies_image(cluster: ClusterConfig) -> bool:

@@ -105,7 +105,9 @@ def _check_ranks(settings: dict[str, Any], nodes: int, cluster: ClusterConfig) -
 
 
 def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterConfig) -> None:
-    mounts = _mounts(cluster)
+    split = [mount.split(":") for mount in (*cluster.mounts, *([cluster.local_dir] if cluster.local_dir else []))]
+    # The folders that the container shows, each with the one of the node that is seen there.
+    mounts = {(parts[1] if len(parts) > 1 else parts[0]): parts[0] for parts in split}
     for setting, named in paths.items():
         for path in named:
             if not path or "://" in path:
@@ -127,13 +129,6 @@ def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterCon
                         Path(path).parent if setting == "runs" else path
                     ),
                 )
-
-
-def _mounts(cluster: ClusterConfig) -> dict[str, str]:
-    """Return the folders that the container shows, each with the one of the node that is seen there."""
-    mounts = [*cluster.mounts, *([cluster.local_dir] if cluster.local_dir else [])]
-    split = [mount.split(":") for mount in mounts]
-    return {(parts[1] if len(parts) > 1 else parts[0]): parts[0] for parts in split}
 
 
 def next_run_dir(runs: Path, name: str) -> Path:

@@ -46,6 +46,7 @@ from harness.errors import ConfigError
 from harness.storage import StoredFile
 
 MEGATRON_VERSION: str = megatron.core.__version__
+_HAS_PADDING_FIELD = "pad_between_seqs" in PackedSeqParams.__dataclass_fields__
 # False for newer versions, which keep these values of a checkpoint among its objects.
 COMMON_VALUES_HAVE_A_FILE = not hasattr(serialization, "_legacy_common_state_exists")
 
@@ -146,7 +147,7 @@ def packed_seq_params(
         "max_seqlen_q": max_seqlen,
         "max_seqlen_kv": max_seqlen,
     }
-    if any(field.name == "pad_between_seqs" for field in dataclasses.fields(PackedSeqParams)):
+    if _HAS_PADDING_FIELD:
         # Without it, versions of Transformer Engine compare the bounds on the device in every layer, and wait.
         values["pad_between_seqs"] = cu_seqlens_padded is not None if is_padded is None else is_padded
     if cp_group is not None:
@@ -215,8 +216,7 @@ def engine_compares_bounds() -> bool:
 
     Versions before 2.19 do unless they are told, and Megatron-Core 0.16 has no field for that.
     """
-    has_field = any(field.name == "pad_between_seqs" for field in dataclasses.fields(PackedSeqParams))
-    return not has_field and not utils.is_te_min_version("2.19.0")
+    return not _HAS_PADDING_FIELD and not utils.is_te_min_version("2.19.0")
 
 
 def accepts(function: Any, name: str) -> bool:

@@ -67,7 +67,9 @@ class HfWeights(ExitStack):
                 names = sorted(path.name for path in folder.glob("*.safetensors"))
             for name in names:
                 file = self.enter_context(safe_open(folder / name, framework="pt"))
-                self._files |= {_text_name(name): _Stored(file, name) for name in file.keys()}  # noqa: SIM118
+                # Of a model that also encodes images, the names are those in its text model.
+                for own in file.keys():  # noqa: SIM118
+                    self._files[own.replace("model.language_model.", "model.", 1)] = _Stored(file, own)
             self._divide_experts()
             for name in [name.removesuffix(_BLOCKS) for name in self._files if name.endswith(_BLOCKS)]:
                 if name + _SCALES in self._files:
@@ -121,11 +123,6 @@ class HfWeights(ExitStack):
 
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._files[self.stored_name(name)].read(0, None, slice(start, stop))
-
-
-def _text_name(name: str) -> str:
-    """Return the name in a text model of a tensor of a model that also encodes images."""
-    return name.replace("model.language_model.", "model.", 1)
 
 
 def _indexed_files(folder: Path) -> list[str]:

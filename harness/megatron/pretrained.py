@@ -13,7 +13,7 @@ from harness.errors import ConfigError
 from harness.loader import RankLayout
 from harness.megatron.hf_files import HfWeights
 from harness.megatron.weights import TensorShard, check_weights, fill_model
-from harness.plan import FAMILIES, ModelConfig, read_hf_config
+from harness.plan import ModelConfig, read_hf_config
 from harness.plan.hf_config import check_model, find_weights
 from harness.prep import tokenizer_hash
 
@@ -37,7 +37,7 @@ class Pretrained:
     @property
     def warnings(self) -> list[str]:
         """Sentences about what of the weights is not used."""
-        if prefixes := FAMILIES[self.model.family].left_out:
+        if prefixes := self.model.traits.left_out:
             with HfWeights(self.folder) as weights:
                 counts = {start: sum(name.startswith(start) for name in weights.names) for start in prefixes}
             found = ", ".join(f"{start}* ({count:,} tensors)" for start, count in counts.items() if count)

@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from harness.errors import ConfigError, FormatError
 from harness.megatron import compat
 from harness.megatron.hf_files import HfWeights
-from harness.plan import FAMILIES, ModelConfig
+from harness.plan import ModelConfig
 from harness.plan.families.base import SCANS, ExpertNames
 
 # Part of the names of parameters that `harness.megatron.model.lora` adds to the model's own.
@@ -133,16 +133,16 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
         if model.q_lora_rank is not None:
             layer["self_attn.q_a_layernorm.weight"] = (model.q_lora_rank,)
     else:
-        rows_of = (heads * (1 + model.has_output_gate), groups, groups)
+        rows_of = (heads * (1 + model.traits.has_output_gate), groups, groups)
         layer |= {f"{name}.weight": (rows, hidden) for name, rows in zip(_QKV, rows_of, strict=True)}
-    if model.has_qkv_bias:
+    if model.traits.has_qkv_bias:
         layer |= {f"{name}.bias": (rows,) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)}
-    if model.has_biases:
+    if model.traits.has_biases:
         layer["self_attn.o_proj.bias"] = (hidden,)
-    if model.has_sinks:
+    if model.traits.has_sinks:
         layer["self_attn.sinks"] = (model.num_attention_heads,)
     if model.has_head_norms:
-        sizes = (heads, groups) if model.norms_span_heads else (head, head)
+        sizes = (heads, groups) if model.traits.norms_span_heads else (head, head)
         layer |= {"self_attn.q_norm.weight": (sizes[0],), "self_attn.k_norm.weight": (sizes[1],)}
     dense = dict.fromkeys(_GATED[-model.halves :], (ffn, hidden))
     parts: dict[str, dict[str, tuple[int, ...]]] = {
@@ -158,7 +158,7 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
         for part in model.parts(number):
             of_layer |= parts[part]
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in of_layer.items()}
-    stored = FAMILIES[model.family].stored_name
+    stored = model.traits.stored_name
     return {stored(name): shape for name, shape in shapes.items()}
 
 
@@ -192,7 +192,7 @@ def _scan_tensors(end: str, model: ModelConfig) -> dict[str, slice]:
     if not model.has_delta_rule:
         found = {end: _MAMBA[end]} if end in _MAMBA else {}
     elif end == "in_proj.weight":
-        found = _DELTA_INPUTS[FAMILIES[model.family].groups_scan_rows]
+        found = _DELTA_INPUTS[model.traits.groups_scan_rows]
     else:
         found = {end: _DELTA[end]} if end in _DELTA else {}
     return {f"{_scan_module(model)}.{name}": pieces for name, pieces in found.items()}
@@ -210,7 +210,7 @@ def expert_names(model: ModelConfig) -> ExpertNames:
     Raises:
         ConfigError: published models of this family have no experts, so that other programs could not read them.
     """
-    names = FAMILIES[model.family].experts
+    names = model.traits.experts
     has_all = names is not None and bool(names.bias) >= model.expert_bias
     if names is None or not has_all or (names.shared is None and model.shared_ffn_hidden_size):
         raise ConfigError(
@@ -255,7 +255,7 @@ def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int, mtp_l
     expected = expected_shapes(model, vocab_size)
     expected |= {copy: expected[own] for copy, own in copied_names(model).items() if copy in weights.names}
     left_out = tuple(f"model.layers.{model.num_layers + number}." for number in range(mtp_layers))
-    left_out += FAMILIES[model.family].left_out
+    left_out += model.traits.left_out
     names = {name for name in weights.names if not name.startswith(left_out)}
     names -= {_OUTPUT} if model.tie_embeddings else set()  # some store a tied matrix twice
     wrong = {name: weights.shape(name) for name in expected if name in names and weights.shape(name) != expected[name]}
@@ -274,7 +274,7 @@ def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int, mtp_l
 
 def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
     """Copy this rank's part of the weights into its chunks. Rows that pad the vocabulary become zero."""
-    weights.stored_name = FAMILIES[model.family].stored_name
+    weights.stored_name = model.traits.stored_name
     with torch.no_grad():
         for chunk in chunks:
             for name, parameter in global_parameters(chunk):
@@ -386,7 +386,7 @@ def _one_tensor(end: str, model: ModelConfig) -> tuple[str, bool] | None:
     if end in _PREDICTING:
         return _PREDICTING[end]
     if end in _NORMS:
-        return _NORMS[end], model.norms_span_heads and end in _HEAD_NORMS
+        return _NORMS[end], model.traits.norms_span_heads and end in _HEAD_NORMS
     return _BIASES.get(end)
 
 
@@ -429,7 +429,7 @@ def _row_pieces(end: str, model: ModelConfig, shard: TensorShard) -> list[tuple[
     found = []
     for tensor, own in _scan_tensors(end.removeprefix("self_attention."), model).items():
         pieces, groups = model.scan_pieces[own], 1
-        if "in_proj" in tensor and FAMILIES[model.family].groups_scan_rows:
+        if "in_proj" in tensor and model.traits.groups_scan_rows:
             groups = model.scan_num_groups
         # Each group has its part of all pieces; ranks have groups, or a part of the only one.
         whole = sum(pieces) // groups
@@ -447,7 +447,7 @@ def _qkv_rows(model: ModelConfig, shard: TensorShard) -> Iterator[tuple[str, int
     """Yield the tensor of queries, keys or values, first row and count of all rows: those of a group together."""
     head, each = model.head_size, model.num_attention_heads // model.num_query_groups
     for group in range(*shard.of(model.num_query_groups)):
-        if model.has_output_gate:  # the rows of a head's gate follow those of its query
+        if model.traits.has_output_gate:  # the rows of a head's gate follow those of its query
             for part in range(2):
                 yield from ((_QKV[0], (2 * (group * each + number) + part) * head, head) for number in range(each))
         else:
@@ -477,7 +477,7 @@ def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) 
 
     Of stacked experts it returns the part of one.
     """
-    stored = FAMILIES[model.family].stored_name
+    stored = model.traits.stored_name
     return {stored(own): part for own, part in _to_hf(name, tensor, model, vocab_size).items()}
 
 

@@ -45,7 +45,7 @@ def cell_result(
         steps = recorded.steps
         checks: list[Check] = []
         reason = outcome.reason
-        if not reason and cell.plan.program is ISOLATION:
+        if not reason and cell.plan.program == ISOLATION:
             checks = [isolation_check(cell.record(folder))]
         elif not reason and cell.reference is not None:
             if finished[cell.reference].reason:
@@ -53,7 +53,7 @@ def cell_result(
             else:
                 reference = known[cell.reference]
                 expected, found = recorded_run(reference.run_folder(folder)), recorded
-                if reference.plan.program is REFERENCE:  # which has no statistics of routers
+                if reference.plan.program == REFERENCE:  # which has no statistics of routers
                     found = replace(
                         found, steps=[replace(step, experts={}, evaluation_expert_loads={}) for step in steps]
                     )
@@ -90,11 +90,6 @@ def isolation_check(record: Path) -> Check:
     difference = Difference(findings[0] + more, field="isolation") if findings else None
     reason = "changing a document leaves everything of the others the same bit for bit"
     return Check("isolation", not findings, 0.0, None, reason, difference)
-
-
-def skipped(name: str, check: str, reason: str) -> CellResult:
-    """Return the result of a part of the matrix that could not run here."""
-    return CellResult(name, check, {}, None, "skipped", "", reason=reason)
 
 
 def series_of(steps: Sequence[StepMetrics]) -> Series:
@@ -185,11 +180,17 @@ def summarize(folders: Sequence[Path], *, command: str) -> ParityReport:
                 )
                 for cell in report.cells
             ]
+    common: dict[str, str] = {}
+    for key in dict.fromkeys(key for node_facts in facts.values() for key in node_facts):
+        values = {node: node_facts[key] for node, node_facts in facts.items() if key in node_facts}
+        shared = set(values.values())
+        each = "; ".join(f"{node}: {value}" for node, value in values.items())
+        common[key] = shared.pop() if len(shared) == 1 else each
     return ParityReport(
         title=f"{len(folders)} nodes",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
-        environment=_common(facts),
+        environment=common,
         cells=cells,
     )
 
@@ -205,14 +206,3 @@ def _node(name: str, taken: dict[str, dict[str, str]]) -> str:
 
 def _lost(node: str, reason: str) -> CellResult:
     return CellResult(f"{node}: report", "report", {"node": node}, None, "failed", "", reason=reason)
-
-
-def _common(facts: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Return the facts that all nodes share once, and the others for each node."""
-    common: dict[str, str] = {}
-    for key in dict.fromkeys(key for node_facts in facts.values() for key in node_facts):
-        values = {node: node_facts[key] for node, node_facts in facts.items() if key in node_facts}
-        shared = set(values.values())
-        each = "; ".join(f"{node}: {value}" for node, value in values.items())
-        common[key] = shared.pop() if len(shared) == 1 else each
-    return common

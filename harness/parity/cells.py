@@ -64,22 +64,8 @@ def parse_case(text: str, *, where: str = "cases") -> RunCase:
     return RunCase(int(ranks), tuple(overrides))
 
 
-@dataclass(frozen=True)
-class Program:
-    """A recipe that a cell runs.
-
-    Attributes:
-        module: run alone by `python -m`, and by its last name in `recipes.sft_runs`.
-        record: file in the run's folder that grows by a line a step.
-    """
-
-    module: str
-    record: str
-
-
-TRAINING = Program("harness.recipes.sft", METRICS_FILE)
-ISOLATION = Program("harness.recipes.isolation", ISOLATION_FILE)
-REFERENCE = Program("harness.recipes.reference", METRICS_FILE)
+# Recipes that a cell runs; a run's folder has a file that grows by a line a step.
+TRAINING, ISOLATION, REFERENCE = (f"harness.recipes.{name}" for name in ("sft", "isolation", "reference"))
 
 
 @dataclass(frozen=True)
@@ -92,14 +78,14 @@ class CheckPlan:
             seeds give other weights on another layout.
         shares_processes: cells of one number of ranks run one after another in the same processes, because starting
             many processes takes long.
-        program: the recipe to run.
+        program: module of the recipe to run.
         has_reference: the first case is the reference of the others; else each cell is checked by itself.
     """
 
     tolerances: Tolerances
     from_checkpoint: bool = False
     shares_processes: bool = False
-    program: Program = TRAINING
+    program: str = TRAINING
     has_reference: bool = True
 
 
@@ -162,13 +148,13 @@ class Cell:
 
     def record(self, matrix: Path) -> Path:
         """Return the file that grows by a line a step."""
-        return self.run_folder(matrix) / self.plan.program.record
+        return self.run_folder(matrix) / (ISOLATION_FILE if self.plan.program == ISOLATION else METRICS_FILE)
 
     def command(self, matrix: Path, start: Cell | None) -> str:
         """Return the shell command that runs this cell alone again, in a folder next to its own."""
         again = self.folder(matrix) / "again"
         copy = f"cp -r {shlex.quote(str(start.run_folder(matrix)))} {shlex.quote(str(again))} && " if start else ""
-        run = [*self.launcher, "-m", self.plan.program.module, *self.overrides, f"run_dir={again}"]
+        run = [*self.launcher, "-m", self.plan.program, *self.overrides, f"run_dir={again}"]
         return f"{copy}OMP_NUM_THREADS=1 {shlex.join(run)}"
 
 

@@ -54,7 +54,8 @@ def compare_runs(
     checks = [_check_data("data", reference, run, data_difference)]
     if same_layout:
         checks.append(_check_data("placement", reference, run, placement_difference))
-    pairs, both = _pair_steps(reference.steps, run.steps), (*reference.steps, *run.steps)
+    made, both = {step.step: step for step in run.steps}, (*reference.steps, *run.steps)
+    pairs = [(step, made[step.step]) for step in reference.steps if step.step in made]
     checks.append(_check_steps(reference.steps, run.steps))
     counts = _check_values("trained_tokens", pairs, _read(*EXACT), 0.0, "counts are whole numbers", exact=EXACT)
     checks.append(replace(counts, largest=None))
@@ -149,11 +150,6 @@ def _statistics(step: StepMetrics) -> dict[str, float | None]:
 def _further(step: StepMetrics) -> dict[str, float | None]:
     losses = {f"mtp_losses[{number}]": loss for number, loss in enumerate(step.mtp_losses)}
     return {"mtp_tokens": step.mtp_tokens, **losses}
-
-
-def _pair_steps(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -> list[tuple[StepMetrics, StepMetrics]]:
-    made = {step.step: step for step in run}
-    return [(step, made[step.step]) for step in reference if step.step in made]
 
 
 def relative_difference(expected: float | None, actual: float | None) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -113,21 +114,28 @@ def compare_curves(reference: RunCurves, run: RunCurves, *, tolerance: float) ->
         ranges = " and ".join(f"{min(steps)} to {max(steps)}" for steps in (before, after))
         fix = "compare runs from their first step; a run that was resumed in another folder has only its own steps"
         raise ConfigError(f"no common steps: they have {ranges}", where=f"{reference.name} and {run.name}", fix=fix)
-    curves = [_compare_curve("loss", *_values(before, after, "loss"), tolerance)]
+
+    def values_of(column: str) -> list[dict[int, float]]:
+        return [{step: getattr(metrics, column) for step, metrics in steps.items()} for steps in (before, after)]
+
+    curves = [_compare_curve("loss", values_of("loss"), tolerance)]
     sets = validation_losses(reference.steps), validation_losses(run.steps)
     curves += [
-        _compare_curve(name, losses, sets[1][name], tolerance)
+        _compare_curve(name, [losses, sets[1][name]], tolerance)
         for name, losses in sets[0].items()
         if losses.keys() & sets[1].get(name, {}).keys()
     ]
-    curves.append(_compare_curve("grad_norm", *_values(before, after, "grad_norm"), None))
-    other = (step for step in common if _counts(before[step]) != _counts(after[step]))
-    return RunComparison(reference.name, run.name, curves, _differing(reference, run), next(other, None))
+    curves.append(_compare_curve("grad_norm", values_of("grad_norm"), None))
+    counts = attrgetter(*EXACT)
+    other = (step for step in common if counts(before[step]) != counts(after[step]))
+    names = [name for name in {**reference.settings, **run.settings} if name not in _PLACES]
+    pairs = {name: (reference.settings.get(name), run.settings.get(name)) for name in names}
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return RunComparison(reference.name, run.name, curves, differing, next(other, None))
 
 
-def _compare_curve(
-    curve: str, before: Mapping[int, float], after: Mapping[int, float], tolerance: float | None
-) -> CurveDifference:
+def _compare_curve(curve: str, both: Sequence[Mapping[int, float]], tolerance: float | None) -> CurveDifference:
+    before, after = both
     steps = sorted(before.keys() & after.keys())
     pairs = [(before[step], after[step]) for step in steps]
     sizes = [relative_difference(*pair) for pair in pairs]
@@ -135,20 +143,3 @@ def _compare_curve(
     above = (number for number, size in enumerate(sizes) if tolerance is not None and size > tolerance)
     first = next(((steps[number], *pairs[number]) for number in above), None)
     return CurveDifference(curve, steps, pairs[-1], sizes[largest], steps[largest], float(np.mean(sizes)), first)
-
-
-def _values(
-    before: Mapping[int, StepMetrics], after: Mapping[int, StepMetrics], column: str
-) -> tuple[dict[int, float], dict[int, float]]:
-    first, second = ({step: getattr(one, column) for step, one in steps.items()} for steps in (before, after))
-    return first, second
-
-
-def _counts(step: StepMetrics) -> list[Any]:
-    return [getattr(step, column) for column in EXACT]
-
-
-def _differing(reference: RunCurves, run: RunCurves) -> dict[str, tuple[Any, Any]]:
-    names = [name for name in {**reference.settings, **run.settings} if name not in _PLACES]
-    pairs = {name: (reference.settings.get(name), run.settings.get(name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

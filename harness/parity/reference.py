@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from harness.train.folder import open_run_folder
 from harness.train.loop import OWN_VALIDATION
 from harness.train.metrics import step_metrics
 
+# Of every small model; those of the check `reference` are in configs/parity.yaml.
 _ANY = {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -40,94 +41,21 @@ _ANY = {
     "initializer_range": 0.1,
     "sliding_window": None,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-_ROUTED = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "num_mtp_layers": 0,
-    "tie_word_embeddings": False,
-}
-_LATENT = {
-    **_ROUTED,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
-_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
-_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_DELTAS = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    # A norm of a head whose output is almost zero would amplify rounding errors.
-    "rms_norm_eps": 1e-2,
-}
-# Values of a small model's config.json, by family.
-_MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **_LLAMA3}},
-    "mistral": {"head_dim": 16},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
-    "qwen3_moe": {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [0]},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v2": {**_LATENT, "n_group": 1, "topk_group": 1},
-    "deepseek_v3": {**_LATENT, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
-    "glm4_moe": {**_ROUTED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
-    "glm4_moe_lite": {**_LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
-    "gpt_oss": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "head_dim": 16,
-        "sliding_window": 16,
-        "rope_parameters": {**_YARN, "truncate": False},
-    },
-    "nemotron_h": {
-        "num_hidden_layers": None,
-        "hybrid_override_pattern": "ME*M-",
-        "head_dim": 16,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 12,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-        # The lowest step of a head in transformers; kernels and Megatron-Core have none.
-        "time_step_min": 1e-9,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "moe_shared_expert_intermediate_size": 40,
-    },
-    "qwen3_next": {**_DELTAS, **_EXPERTS, "shared_expert_intermediate_size": 40},
-    "qwen3_5_text": _DELTAS,
-    "qwen3_5_moe_text": {**_DELTAS, **_EXPERTS, "shared_expert_intermediate_size": 40},
-}
 
 
-def make_model(family: str, folder: Path) -> list[str]:
+def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]:
     """Save a small random model of a family, unless `folder` has it; return the settings of a run that begins with it.
 
+    Args:
+        sizes: values of its config.json, beside those that all small models have.
+
     Raises:
-        ConfigError: transformers is missing, or there is no small model of the family.
+        ConfigError: transformers is missing.
     """
-    if family not in _MODELS:
-        raise ConfigError(f"there is no family {family!r}", where="families", fix=f"some of {', '.join(_MODELS)}")
     if not (folder / "model.safetensors").exists():
         transformers = _transformers()
         torch.manual_seed(8)
-        config = transformers.AutoConfig.for_model(family, **{**_ANY, **_MODELS[family]})
+        config = transformers.AutoConfig.for_model(family, **{**_ANY, **sizes})
         model = transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for weight, values in [*model.named_parameters(), *model.named_buffers()]:

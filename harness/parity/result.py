@@ -19,7 +19,6 @@ from typing import Any
 from harness.errors import FormatError, os_errors_as
 from harness.printing import redact_all
 from harness.settings import load
-from harness.storage import write_atomically
 
 SCHEMA = 1
 REPORT_FILE = "report.json"
@@ -123,11 +122,6 @@ class ParityReport:
 def to_json(report: ParityReport) -> str:
     """Return `report` as JSON; numbers that are not finite become null."""
     return json.dumps(redact_all(_finite(asdict(report))), indent=1) + "\n"
-
-
-def write_report(report: ParityReport, path: Path) -> None:
-    """Write `report` as JSON, whole or not at all."""
-    write_atomically(path, to_json(report).encode())
 
 
 def read_report(path: Path) -> ParityReport:

@@ -103,7 +103,7 @@ def run_cells(
                 time.sleep(_POLL_S if running else 0)
         finally:
             for batch in running:
-                batch.end()
+                end_job(batch.process)
         return finished
 
 
@@ -114,19 +114,15 @@ def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
     digests: dict[str, str] = {}
     for cell in cells:  # the cell that others start from comes first
         if cell.dataset not in data:
-            data[cell.dataset] = _digest_stats(cell.dataset)
+            # Names, sizes and times show that a file was replaced. A dataset at a URI counts as unchanged.
+            path = Path(cell.dataset)
+            files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+            stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
+            data[cell.dataset] = str(xxhash.xxh3_128_hexdigest(json.dumps(stats).encode()))
         values = asdict(cell) | {"plan": None, "is_reported": None}
         text = json.dumps([values, code, data[cell.dataset], digests.get(cell.start or "")], sort_keys=True)
         digests[cell.name] = str(xxhash.xxh3_128_hexdigest(text.encode()))
     return digests
-
-
-def _digest_stats(dataset: str) -> str:
-    """Digest names, sizes and times, which show that a file was replaced. A dataset at a URI counts as unchanged."""
-    path = Path(dataset)
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
-    return str(xxhash.xxh3_128_hexdigest(json.dumps(stats).encode()))
 
 
 def _batches(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
@@ -134,7 +130,7 @@ def _batches(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
     shared: dict[tuple[str, str, int, str], list[Cell]] = {}
     for cell in cells:
         if cell.plan.shares_processes and cell.is_reported:
-            key = cell.check.split()[0], cell.plan.program.module, cell.case.ranks, cell.python
+            key = cell.check.split()[0], cell.plan.program, cell.case.ranks, cell.python
             shared.setdefault(key, []).append(cell)
         else:
             yield [cell]
@@ -177,10 +173,10 @@ def _update(
     # The kernel walks every page for it: a twentieth of the time at most.
     if now - batch.measured >= max(_MEASURE_S, 20 * batch.measuring_s):
         batch.measure()
-    code = batch.poll()
+    code = batch.process.poll()
     late = now - batch.began > timeout_s
     if late:
-        batch.end()
+        end_job(batch.process)
     over = late or code is not None
     open_cells = [cell for cell in batch.cells if cell.name not in finished]
     for place, cell in enumerate(open_cells):
@@ -269,21 +265,17 @@ class CellBatch:
             start = str(starts[cell.start].run_folder(folder)) if cell.start else None
             runs.append([port, cell.overrides, str(cell.run_folder(folder)), start])
         listed = first.folder(folder) / "runs.json"
-        listed.write_text(json.dumps({"program": first.plan.program.module, "runs": runs}))
+        listed.write_text(json.dumps({"program": first.plan.program, "runs": runs}))
         fix = "set `versions` to the Python of a virtual environment"
         what = f"the interpreter of {first.name} cannot be started"
         with os_errors_as(ConfigError, what, where=first.python, fix=fix):
-            self._process = start_job(
+            self.process = start_job(
                 [*first.launcher, "-m", "harness.recipes.sft_runs", str(listed)], first.log_file(folder)
             )
 
     @property
     def ranks(self) -> int:
         return self.cells[0].case.ranks
-
-    def poll(self) -> int | None:
-        """Return the exit code, None while the batch runs."""
-        return self._process.poll()
 
     def steps_made(self, cell: Cell) -> int:
         with suppress(OSError):
@@ -296,16 +288,13 @@ class CellBatch:
 
         start = time.monotonic()
         with suppress(psutil.Error, OSError):
-            top = psutil.Process(self._process.pid)
+            top = psutil.Process(self.process.pid)
             ranks = [top] if self.ranks == 1 else top.children()
             for rank in ranks:
                 total = sum(_proportional_bytes(process) for process in [rank, *rank.children(recursive=True)])
                 self.peak_memory_bytes = max(self.peak_memory_bytes, total)
         self.measured = time.monotonic()
         self.measuring_s = self.measured - start
-
-    def end(self) -> None:
-        end_job(self._process)
 
 
 def _proportional_bytes(process: psutil.Process) -> int:

@@ -11,7 +11,6 @@ import yaml
 
 from harness.errors import ConfigError
 from harness.plan.families import FAMILIES, MISSING
-from harness.plan.families.base import Family
 from harness.plan.hf_config import find_config, list_odd_features, read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import count_experts, count_weights
@@ -85,9 +84,10 @@ def list_families() -> list[TrainableFamily]:
     for file in sorted((CONFIGS / "model").glob("*.yaml")):
         family = yaml.safe_load(file.read_text()).get("family", ModelConfig.family)
         presets.setdefault(family, []).append(file.stem)
+    features = {name: [text for has, text in _FEATURES.items() if getattr(FAMILIES[name], has)] for name in FAMILIES}
     return [
-        TrainableFamily(family.name, family.architecture, presets.get(family.name, []), _features_of(family))
-        for family in FAMILIES.values()
+        TrainableFamily(name, family.architecture, presets.get(name, []), features[name])
+        for name, family in FAMILIES.items()
     ]
 
 
@@ -125,9 +125,5 @@ def describe_model(model: str) -> ModelReport:
     total = count_weights(config, alone, stage=0, vocab_size=stored.vocab_size)
     experts = count_experts(config, alone, stage=0)
     idle = experts * (config.num_experts - config.experts_per_token) // max(1, config.num_experts)
-    family = FAMILIES[config.family]
+    family = config.traits
     return ModelReport(model, family.name, family.architecture, [], sizes, total, total - idle, stored.mtp_layers)
-
-
-def _features_of(family: Family) -> list[str]:
-    return [text for name, text in _FEATURES.items() if getattr(family, name)]

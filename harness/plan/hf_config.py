@@ -229,7 +229,7 @@ def _refuse_other(values: Mapping[str, Any], stored: HfModel, set_by: Mapping[st
 def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
     """Return the config.json of this model for transformers 4.45 or later."""
     config: dict[str, Any] = {
-        "architectures": [FAMILIES[model.family].architecture],
+        "architectures": [model.traits.architecture],
         "model_type": model.family,
         **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": model.num_query_groups,
@@ -245,25 +245,17 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
         "torch_dtype": model.number,
         "use_cache": True,
     }
-    family = FAMILIES[model.family]
+    family = model.traits
     config = {name: value for name, value in config.items() if name not in family.unwritten} | family.write(model)
     if model.rope_scaling != "none":
-        config["rope_scaling"] = {
-            "rope_type": model.rope_scaling,
-            "factor": model.rope_scaling_factor,
-            **(_LLAMA3 if model.rope_scaling == "llama3" else {}),
-            **(_yarn(model) if model.rope_scaling == "yarn" else {}),
-        }
+        config["rope_scaling"] = scaling = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
+        if model.rope_scaling == "llama3":
+            scaling |= _LLAMA3
+        if model.rope_scaling == "yarn":
+            scaling |= {"original_max_position_embeddings": model.rope_original_positions, **_yarn_constants(family)}
+            if model.rope_mscale_all_dim:
+                scaling |= {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
     return config
-
-
-def _yarn(model: ModelConfig) -> dict[str, Any]:
-    scales = {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
-    return {
-        "original_max_position_embeddings": model.rope_original_positions,
-        **_yarn_constants(FAMILIES[model.family]),
-        **(scales if model.rope_mscale_all_dim else {}),
-    }
 
 
 def find_config(init_from: str) -> Path:

@@ -129,7 +129,7 @@ _PLAIN = OptimizerConfig()
 
 def kernels_on_gpu(model: ModelConfig, parallel: ParallelConfig) -> Kernels:
     """Return the fused layers that a model's settings choose on a GPU that has Transformer Engine."""
-    plain = not (model.lora_rank or model.kv_lora_rank or model.has_sinks)
+    plain = not (model.lora_rank or model.kv_lora_rank or model.traits.has_sinks)
     has_attention = model.number != "float32" or parallel.padding_setting is None
     engine = model.attention != "torch" and has_attention
     return Kernels(
@@ -155,7 +155,7 @@ def count_experts(model: ModelConfig, parallel: ParallelConfig, *, stage: int) -
     """Return the number of weights of routed experts on a rank of pipeline stage `stage`."""
     layers = sum(model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage))
     one = (1 + model.halves) * model.hidden_size * model.expert_size // parallel.expert_tensor_parallel_size
-    one += (model.hidden_size + 2 * model.expert_size) * model.has_biases
+    one += (model.hidden_size + 2 * model.expert_size) * model.traits.has_biases
     return layers * model.num_experts // parallel.expert_parallel_size * one
 
 
@@ -170,7 +170,7 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
         **dict.fromkeys(SCANS, hidden + _count_scan(model, tp)),
         "-": hidden + mlp * model.ffn_hidden_size // tp,
         "E": hidden
-        + model.num_experts * (hidden + model.has_biases)
+        + model.num_experts * (hidden + model.traits.has_biases)
         + mlp * model.shared_ffn_hidden_size // tp
         + hidden * model.gates_shared_experts,
     }
@@ -194,12 +194,12 @@ def _count_attention(model: ModelConfig, tp: int) -> int:
     )
     if model.kv_lora_rank:
         weights += model.kv_lora_rank + (model.q_lora_rank or 0)
-    if model.has_qkv_bias:
+    if model.traits.has_qkv_bias:
         weights += model.linear_sizes["linear_qkv"][1] // tp
-    if model.has_biases:
-        weights += model.hidden_size + model.num_attention_heads // tp * model.has_sinks
+    if model.traits.has_biases:
+        weights += model.hidden_size + model.num_attention_heads // tp * model.traits.has_sinks
     if model.has_head_norms:
-        weights += (model.query_size + model.key_size) // tp if model.norms_span_heads else 2 * model.head_size
+        weights += (model.query_size + model.key_size) // tp if model.traits.norms_span_heads else 2 * model.head_size
     return weights
 
 
@@ -310,7 +310,7 @@ def _attention_bytes(model: ModelConfig, parallel: ParallelConfig) -> tuple[floa
     if parallel.context_parallel_size > 1:
         # Queries, and keys and values of all ranks, are copies; what the matrix made of them is not kept.
         divided = item * (3 * query + 2 * parallel.context_parallel_size * key) + 4.0 * model.num_attention_heads
-    if model.has_sinks:
+    if model.traits.has_sinks:
         # Queries, keys, values and what attention gives have one number more a head, and are copies.
         wide = 2 * (model.num_attention_heads + model.num_query_groups) * (model.head_size + 1)
         divided += item * (wide - 3 * (query + key))
@@ -324,7 +324,7 @@ def _attention_bytes(model: ModelConfig, parallel: ParallelConfig) -> tuple[floa
     if model.recompute == "selective":
         divided -= item * query + 4 * model.num_attention_heads
         divided -= item * (query - model.value_size) if model.kv_lora_rank else 0  # values, not padded
-    divided += (4 + item) * query * model.has_output_gate  # its sigmoid in float32, and the product
+    divided += (4 + item) * query * model.traits.has_output_gate  # its sigmoid in float32, and the product
     if model.has_head_norms:
         divided += 8 * (query + key) + 4 * (model.num_attention_heads + model.num_query_groups)
     if model.lora_rank:
@@ -367,7 +367,7 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels
         whole += (item + kept) * latent
         attended = item * ((0 if "latent" in again else 4 * query) + model.value_size) + 4 * heads
     # Of a gate of the output, its sigmoid in float32, and the product.
-    divided += attended + (4 + item) * query * model.has_output_gate
+    divided += attended + (4 + item) * query * model.traits.has_output_gate
     if kept < item:  # of the input of the output matrix, which attention keeps too
         divided += kept * model.value_size
     if model.has_head_norms:
@@ -400,7 +400,7 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
     # Tokens in the order of experts, their weights, and the indices of the permutations.
     came = sent * uneven_load(parallel, load)
     dispatched = came * (item * hidden + 32)
-    inner = came * (8 if model.swiglu_limit else 3 * model.halves) * item * model.expert_size
+    inner = came * (8 if model.traits.swiglu_limit else 3 * model.halves) * item * model.expert_size
     if kernels.expert_swiglu:
         kept = _input_bytes(model)
         dispatched = came * (kept * hidden + 32)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from harness.checks import CheckedSettings, bounded, one_of
 from harness.plan.families import FAMILIES
-from harness.plan.families.base import SCANS, has_scan
+from harness.plan.families.base import SCANS, Family, has_scan
 from harness.plan.layout import DTYPE_BYTES, FP8_BLOCKS, LORA_TARGETS, ParallelConfig
 from harness.plan.model_checks import LAYOUT_RULES, RULES, check_division, check_fields
 from harness.schedule import SequenceCost
@@ -178,11 +178,6 @@ class ModelConfig(CheckedSettings, section="model"):
         """Raise ConfigError, with the arithmetic, if this model cannot be divided over the layout."""
         check_division(self, parallel)
 
-    @property
-    def names_engine(self) -> bool:
-        """True if attention is Transformer Engine's by name, so that a run without it is refused."""
-        return self.attention not in ("auto", "torch")
-
     def on(self, device: str) -> ModelConfig:
         """Return the model with the dtype that `auto` is on a device, `cpu` or `cuda`."""
         if self.dtype != "auto":
@@ -199,7 +194,7 @@ class ModelConfig(CheckedSettings, section="model"):
         """The reason why experts are computed one after another, on whatever device; None where there is none."""
         if self.attention == "torch":
             return "they require Transformer Engine, and model.attention is torch"
-        if self.has_biases:
+        if self.traits.has_biases:
             return f"experts of the family {self.family} have biases"
         if self.lora_rank and {"linear_fc1", "linear_fc2"} & set(self.lora_targets):
             return "experts have LoRA adapters"
@@ -211,49 +206,19 @@ class ModelConfig(CheckedSettings, section="model"):
         return self.expert_ffn_hidden_size or self.ffn_hidden_size
 
     @property
-    def expert_layers(self) -> int:
-        """Number of layers that have experts."""
-        return sum(map(self.has_experts, range(self.num_layers)))
-
-    @property
-    def has_qkv_bias(self) -> bool:
-        """True if queries, keys and values have biases."""
-        return FAMILIES[self.family].has_qkv_bias
-
-    @property
-    def has_biases(self) -> bool:
-        """True if the attention output, routers and experts have biases."""
-        return FAMILIES[self.family].has_biases
-
-    @property
-    def has_sinks(self) -> bool:
-        """True if each head attends to one more key of a trained score."""
-        return FAMILIES[self.family].has_sinks
-
-    @property
-    def swiglu_limit(self) -> float:
-        """Bound of the gate and of its factor; 0 for none."""
-        return FAMILIES[self.family].swiglu_limit
-
-    @property
-    def has_output_gate(self) -> bool:
-        """True if the output of each head is multiplied by a gate that is made with its query."""
-        return FAMILIES[self.family].has_output_gate
+    def traits(self) -> Family:
+        """Differences from the shape of Llama that all models of the family have."""
+        return FAMILIES[self.family]
 
     @property
     def has_head_norms(self) -> bool:
         """True if queries and keys are normalized."""
-        return FAMILIES[self.family].has_head_norms if self.qk_norm is None else self.qk_norm
+        return self.traits.has_head_norms if self.qk_norm is None else self.qk_norm
 
     @property
     def rotated_size(self) -> int:
         """Numbers of a head's query and key that a rotary embedding turns."""
-        return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_size * FAMILIES[self.family].rotated_part)
-
-    @property
-    def norms_span_heads(self) -> bool:
-        """True if those norms are over all heads together, not over each."""
-        return FAMILIES[self.family].norms_span_heads
+        return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_size * self.traits.rotated_part)
 
     @property
     def head_size(self) -> int:
@@ -282,7 +247,7 @@ class ModelConfig(CheckedSettings, section="model"):
         """Inputs and outputs of the linear layers of one Megatron attention, by their names."""
         hidden, query, values = self.hidden_size, self.query_size, self.value_size
         if not self.kv_lora_rank:
-            made_at_once = query * (1 + self.has_output_gate) + 2 * self.key_size
+            made_at_once = query * (1 + self.traits.has_output_gate) + 2 * self.key_size
             return {"linear_qkv": (hidden, made_at_once), "linear_proj": (values, hidden)}
         made = {"linear_q_proj": (hidden, query)}
         if self.q_lora_rank is not None:
@@ -315,7 +280,7 @@ class ModelConfig(CheckedSettings, section="model"):
     def parts(self, layer: int) -> str:
         """Return the parts of a layer, 0 for the first, as letters of `layer_pattern`."""
         mixer = "*" if self.layer_pattern is None else self.layer_pattern[layer]
-        if "-" in FAMILIES[self.family].pattern_letters:
+        if "-" in self.traits.pattern_letters:
             return mixer
         return mixer + ("E" if self.num_experts and layer >= self.dense_layers else "-")
 
@@ -326,13 +291,13 @@ class ModelConfig(CheckedSettings, section="model"):
     @property
     def gates_shared_experts(self) -> bool:
         """True if a gate of each token multiplies what the shared experts give."""
-        names = FAMILIES[self.family].experts
+        names = self.traits.experts
         return bool(self.num_experts and names is not None and names.shared_gate)
 
     @property
     def halves(self) -> int:
         """Matrices of the first layer of an MLP or an expert: 2 with a gate, otherwise 1."""
-        return 2 if FAMILIES[self.family].is_gated else 1
+        return 2 if self.traits.is_gated else 1
 
     @property
     def scan_pieces(self) -> tuple[int, ...]:
@@ -349,7 +314,7 @@ class ModelConfig(CheckedSettings, section="model"):
     @property
     def has_delta_rule(self) -> bool:
         """True if layers with a scan have the gated delta rule."""
-        return "D" in FAMILIES[self.family].pattern_letters
+        return "D" in self.traits.pattern_letters
 
     @property
     def scan_sizes(self) -> dict[str, tuple[int, int]]:

@@ -6,9 +6,8 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from harness.checks import NOT_SET, SET, Rule, check_rules, other_than
+from harness.checks import NOT_SET, SET, Rule, check_rules, other_than, show_value
 from harness.errors import ConfigError
-from harness.plan.families import FAMILIES
 from harness.plan.layout import (
     DIVIDED_BY_COLUMNS,
     FP8_BLOCKS,
@@ -22,26 +21,8 @@ if TYPE_CHECKING:
     from harness.plan.model import ModelConfig
 
 _TP = "parallel.tensor_parallel_size"
-_OF_EXPERTS = (
-    "experts_per_token",
-    "expert_ffn_hidden_size",
-    "shared_ffn_hidden_size",
-    "dense_layers",
-    "router_score",
-    "router_normalize",
-    "router_groups",
-    "router_top_groups",
-    "router_scale",
-    "aux_loss",
-    "aux_loss_scope",
-    "z_loss",
-    "expert_bias",
-    "expert_bias_rate",
-    "freeze_router",
-    "grouped_gemm",
-)
-
-
+# Beginnings of the names of settings that only models with experts use.
+_OF_EXPERTS = ("expert", "shared_", "dense_layers", "router_", "aux_loss", "z_loss", "freeze_router", "grouped_gemm")
 _MTP, _HYBRID = {"model.mtp_layers": SET}, {"model.layer_pattern": SET}
 _OF_SCANS = {"scan_num_heads": 0, "scan_head_dim": 0, "scan_state_dim": 128, "scan_num_groups": 8}
 RULES = (
@@ -125,14 +106,12 @@ LAYOUT_RULES = (
 
 def check_fields(model: ModelConfig) -> None:
     """Raise ConfigError for values that no layout could train."""
+    _check_family(model)
     _check_pattern(model)
-    _check_latents(model)
     _check_heads(model)
-    _check_rotated(model)
     if not model.lora_targets or not set(model.lora_targets) <= set(LORA_TARGETS):
         what = f"lora_targets are {', '.join(map(str, model.lora_targets)) or 'none'}"
         raise ConfigError(what, where="model.lora_targets", fix=f"some of {', '.join(LORA_TARGETS)}")
-    _check_family(model)
     if model.num_experts:
         _check_experts(model)
     else:
@@ -147,54 +126,47 @@ def _check_multiple(name: str, value: int, setting: str, divisor: int) -> None:
 
 
 def _check_heads(model: ModelConfig) -> None:
+    if model.kv_lora_rank and model.num_query_groups != model.num_attention_heads:
+        what = "latent attention requires as many query groups as attention heads"
+        fix = f"model.num_query_groups={model.num_attention_heads}"
+        raise ConfigError(what, where="model.num_query_groups", fix=fix)
     if model.head_dim is None and not model.kv_lora_rank:
         _check_multiple("hidden_size", model.hidden_size, "model.num_attention_heads", model.num_attention_heads)
     _check_multiple("num_attention_heads", model.num_attention_heads, "model.num_query_groups", model.num_query_groups)
-    if not model.kv_lora_rank and (model.head_size < 2 or model.head_size % 2):
+    if model.rotated_size % 2 or (model.head_size % 2 and not model.kv_lora_rank):
         raise ConfigError(
-            f"the head size {model.head_size} is not an even number of 2 or more "
-            f"(hidden_size {model.hidden_size}, {model.num_attention_heads} attention heads)",
-            where="model.hidden_size, model.num_attention_heads, model.head_dim",
-            fix="choose values that result in an even head size",
+            f"the rotary embedding turns {model.rotated_size} of the {model.head_size} numbers of a head "
+            f"(hidden_size {model.hidden_size}, {model.num_attention_heads} attention heads): both have to be even",
+            where="model.hidden_size, model.num_attention_heads, model.head_dim, model.qk_rope_head_dim",
+            fix="choose values that result in even numbers, such as a head size that is a multiple of 8",
         )
-
-
-def _check_rotated(model: ModelConfig) -> None:
-    if model.rotated_size % 2:
-        what = f"{model.rotated_size} of the {model.head_size} numbers of a head would be rotated: they must be pairs"
-        raise ConfigError(what, where="model.head_dim", fix="a multiple of 8")
 
 
 def _check_family(model: ModelConfig) -> None:
-    family = FAMILIES[model.family]
-    if (model.qk_norm is not None) != family.chooses_head_norms:
-        all_have = "" if family.has_head_norms else "no "
-        raise ConfigError(
-            f"only some models of the family {model.family} have query and key norms, and qk_norm is null"
-            if model.qk_norm is None
-            else f"models of the family {model.family} have {all_have}query and key norms, but qk_norm is set",
-            where="model.qk_norm, model.family",
-            fix="model.qk_norm=true or false" if model.qk_norm is None else "model.qk_norm=null",
-        )
+    family, of = model.traits, f"models of the family {model.family}"
+    # Whether models of the family have the setting, and a value of it.
+    for name, belongs, example in (
+        ("qk_norm", family.chooses_head_norms, "true or false"),
+        ("sliding_window", family.has_windows, "128"),
+        ("kv_lora_rank", family.has_latents, "512"),
+        ("layer_pattern", bool(family.pattern_letters), family.pattern_letters),
+    ):
+        value, unset = getattr(model, name), getattr(type(model), name)
+        if (value != unset) != belongs:
+            raise ConfigError(
+                f"{of} {'require' if belongs else 'do not have'} the setting {name}, but it is {show_value(value)}",
+                where=f"model.{name}, model.family",
+                fix=f"model.{name}={example if belongs else show_value(unset)}, or another family",
+            )
     if model.rope_scaling == "yarn" and family.rotated_part != 1:
         what = f"Megatron-Core's yarn does not support the partial rotary embedding of the family {model.family}"
         raise ConfigError(what, where="model.rope_scaling, model.family", fix="model.rope_scaling=none, or linear")
-    if (model.sliding_window is not None) != family.has_windows:
-        raise ConfigError(
-            f"models of the family {model.family} have no sliding windows, but sliding_window is {model.sliding_window}"
-            if model.sliding_window
-            else f"models of the family {model.family} have sliding windows, but sliding_window is null",
-            where="model.sliding_window, model.family",
-            fix="model.sliding_window=128 for gpt_oss, null for other families",
-        )
     if model.mtp_layers and not family.predicts_further:
-        raise ConfigError(
-            f"models of the family {model.family} have no MTP layers, so the model could not be exported",
-            where="model.mtp_layers, model.family",
-            fix="model.mtp_layers=0, or a family such as deepseek_v3",
-        )
+        fix = "model.mtp_layers=0, or a family such as deepseek_v3"
+        what = f"{of} have no MTP layers, so the model could not be exported"
+        raise ConfigError(what, where="model.mtp_layers, model.family", fix=fix)
     if not model.num_experts and family.experts is not None and "-" not in family.pattern_letters:
-        what = f"models of the family {model.family} have experts, but num_experts is 0"
+        what = f"{of} have experts, but num_experts is 0"
         raise ConfigError(what, where="model.num_experts", fix="set it, or choose a dense family")
 
 
@@ -203,11 +175,7 @@ _LETTERS = {"M": "M (Mamba-2)", "D": "D (delta rule)", "*": "* (attention)", "-"
 
 def _check_pattern(model: ModelConfig) -> None:
     pattern, where = model.layer_pattern, "model.layer_pattern"
-    letters = FAMILIES[model.family].pattern_letters
-    if (pattern is not None) != bool(letters):
-        only = "its models are not hybrid" if pattern else "a hybrid model has a pattern of layers"
-        fix = "model.layer_pattern=null" if pattern else f"set it, such as model.layer_pattern={letters}"
-        raise ConfigError(f"model.family is {model.family}, and layer_pattern {pattern}: {only}", where=where, fix=fix)
+    letters = model.traits.pattern_letters
     if pattern is None:
         return
     if len(pattern) != model.num_layers or set(pattern) - set(letters):
@@ -244,35 +212,14 @@ def _check_scan_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_unused(model: ModelConfig) -> None:
-    unused = [one.name for one in fields(model) if one.name in _OF_EXPERTS and getattr(model, one.name) != one.default]
+    of_experts = [one for one in fields(model) if one.name.startswith(_OF_EXPERTS)]
+    unused = [one.name for one in of_experts if getattr(model, one.name) != one.default]
     if unused:
         raise ConfigError(
             f"the model has no experts, so {', '.join(unused)} would have no effect",
             where=", ".join(f"model.{name}" for name in unused),
             fix="use the defaults, or set model.num_experts",
         )
-
-
-def _check_latents(model: ModelConfig) -> None:
-    if bool(model.kv_lora_rank) != FAMILIES[model.family].has_latents:
-        raise ConfigError(
-            f"models of the family {model.family} have "
-            f"{'' if FAMILIES[model.family].has_latents else 'no '}latent attention, but kv_lora_rank is "
-            f"{model.kv_lora_rank}",
-            where="model.family, model.kv_lora_rank",
-            fix="model.family=deepseek_v3 with a kv_lora_rank, or another family and model.kv_lora_rank=0",
-        )
-    if not model.kv_lora_rank:
-        return
-    if model.num_query_groups != model.num_attention_heads:
-        raise ConfigError(
-            "latent attention requires as many query groups as attention heads",
-            where="model.num_query_groups",
-            fix=f"model.num_query_groups={model.num_attention_heads}",
-        )
-    if model.qk_rope_head_dim % 2:
-        what = f"the size {model.qk_rope_head_dim} of the rotary embedding is odd"
-        raise ConfigError(what, where="model.qk_rope_head_dim", fix="an even number")
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -286,8 +233,8 @@ def _check_experts(model: ModelConfig) -> None:
             fix=f"{model.num_layers - 1} or fewer, or model.num_experts=0",
         )
     _check_groups(model)
-    names = FAMILIES[model.family].experts
-    if model.dense_layers and FAMILIES[model.family].has_experts_everywhere:
+    names = model.traits.experts
+    if model.dense_layers and model.traits.has_experts_everywhere:
         raise ConfigError(
             f"models of the family {model.family} have experts in every layer, so this one could not be exported",
             where="model.dense_layers, model.family",
@@ -312,31 +259,24 @@ def _check_groups(model: ModelConfig) -> None:
     where = "model.router_groups, model.router_top_groups"
     if groups is None and top is None:
         return
-    if groups is None or top is None:
-        raise ConfigError("only one of them is set", where=where, fix="set both, or neither")
-    if model.num_experts % groups or top > groups or each % top:
+    is_even = groups and top and top <= groups and not (model.num_experts % groups or each % top)
+    if not groups or not top or not is_even or each // top > model.num_experts // groups:
         raise ConfigError(
-            f"{each} experts per token cannot come evenly from {top} of {groups} groups of {model.num_experts} experts",
+            f"{each} experts per token cannot come evenly from {show_value(top)} of {show_value(groups)} groups of "
+            f"{model.num_experts} experts",
             where=where,
-            fix="groups that divide num_experts, and top groups that divide experts_per_token",
+            fix="set both or neither; groups that divide num_experts and hold enough experts, and top groups that "
+            "divide experts_per_token",
         )
-    if each // top > model.num_experts // groups:
-        what = f"a group has {model.num_experts // groups} experts, and a token needs {each // top} of each"
-        raise ConfigError(what, where=where, fix="fewer groups, or more top groups")
     # Megatron-Core ranks a group by as many of its experts as a token takes of each.
-    ranked_by = FAMILIES[model.family].ranks_groups_by
-    if not ranked_by:
-        raise ConfigError(
-            f"models of the family {model.family} have no groups of experts, and could not be exported",
-            where="model.router_groups, model.family",
-            fix="model.router_groups=null model.router_top_groups=null",
-        )
+    ranked_by = model.traits.ranks_groups_by
     if each // top != ranked_by:
+        has = f"rank a group by the sum of its best {ranked_by} experts" if ranked_by else "have no groups of experts"
         raise ConfigError(
-            f"models of the family {model.family} rank a group by the sum of its best {ranked_by} experts, and "
-            f"Megatron-Core by that of its best {each // top}",
-            where="model.experts_per_token, model.router_top_groups",
-            fix=f"model.experts_per_token={ranked_by * top}, or no groups",
+            f"models of the family {model.family} {has}, and Megatron-Core would choose {top} of {groups} groups by "
+            f"the sum of the best {each // top}",
+            where=f"{where}, model.experts_per_token, model.family",
+            fix="model.router_groups=null model.router_top_groups=null, or an experts_per_token that fits",
         )
 
 
@@ -345,13 +285,10 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         _check_multiple(name, getattr(model, name), _TP, tp)
-    if model.kv_lora_rank and tp > 1 and not parallel.sequence_parallel:
-        raise ConfigError(
-            f"latent attention on {tp} tensor-parallel ranks needs sequence parallelism: each has all of its "
-            "down-projections",
-            where="parallel.sequence_parallel",
-            fix="parallel.sequence_parallel=true",
-        )
+    if tp > 1 and not parallel.sequence_parallel and (model.kv_lora_rank or model.num_experts):
+        part = "latent attention" if model.kv_lora_rank else "experts"
+        what = f"Megatron-Core trains {part} on {tp} tensor-parallel ranks only with sequence parallelism"
+        raise ConfigError(what, where="parallel.sequence_parallel", fix="parallel.sequence_parallel=true")
     for name in ON_EVERY_RANK:
         # Without Transformer Engine, Megatron-Core makes them divided; they are then replaced by whole ones.
         outputs = model.attention_sizes.get(name, (0, 0))[1]
@@ -413,22 +350,15 @@ def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
         return
     _check_multiple("num_experts", model.num_experts, "parallel.expert_parallel_size", ep)
     _check_multiple("expert_ffn_hidden_size", model.expert_size, "parallel.expert_tensor_parallel_size", etp)
-    if etp > 1 and model.has_biases:
+    has_adapters = model.lora_rank and set(model.lora_targets) & {"linear_fc1", "linear_fc2"}
+    if etp > 1 and (model.traits.has_biases or has_adapters):
         raise ConfigError(
-            f"experts with biases cannot be cut into {etp} parts: Megatron-Core would add each bias {etp} times",
-            where="model.family, parallel.expert_tensor_parallel_size",
-            fix="parallel.expert_tensor_parallel_size=1",
-        )
-    if etp > 1 and model.lora_rank and set(model.lora_targets) & {"linear_fc1", "linear_fc2"}:
-        raise ConfigError(
-            f"adapters on experts cannot be cut into {etp} parts",
-            where="model.lora_targets, parallel.expert_tensor_parallel_size",
-            fix="parallel.expert_tensor_parallel_size=1, or model.lora_targets=[linear_qkv,linear_proj]",
+            f"experts with {'biases' if model.traits.has_biases else 'adapters'} cannot be cut into {etp} parts",
+            where="parallel.expert_tensor_parallel_size, model.family, model.lora_targets",
+            fix="parallel.expert_tensor_parallel_size=1"
+            + ("" if model.traits.has_biases else ", or model.lora_targets=[linear_qkv,linear_proj]"),
         )
     _check_multiple("shared_ffn_hidden_size", model.shared_ffn_hidden_size, _TP, tp)
-    if tp > 1 and not parallel.sequence_parallel:
-        what = f"Megatron-Core trains experts on {tp} tensor-parallel ranks only with sequence parallelism"
-        raise ConfigError(what, where="parallel.sequence_parallel", fix="parallel.sequence_parallel=true")
 
 
 def _sides(name: str, sizes: tuple[int, int], tp: int) -> list[tuple[str, int]]:

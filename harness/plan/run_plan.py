@@ -16,7 +16,6 @@ from rich.console import RenderableType
 
 from harness.errors import ConfigError, HarnessError
 from harness.loader import DataConfig, RunData, open_datasets
-from harness.plan.context import compare_context_sizes
 from harness.plan.hf_config import find_config, read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import (
@@ -34,10 +33,13 @@ from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work
 from harness.printing import count_of
 from harness.records import Int64Array
-from harness.schedule.batch import DYNAMIC, largest_share
+from harness.schedule import DYNAMIC, SequenceCost, measure_imbalance, schedule
+from harness.schedule.batch import largest_share
 from harness.tables import Table
 from harness.thd import padded_lengths
 
+# Sequences that are placed, which takes a second.
+_MOST_SEQUENCES = 100_000
 # Of models whose settings have none: between the 128,256 of Llama 3 and the 151,936 of Qwen3.
 ASSUMED_VOCABULARY = 131_072
 
@@ -286,6 +288,47 @@ def _context_sizes(inputs: Inputs, ranks: int) -> dict[str, float]:
     )
 
 
+def compare_context_sizes(
+    lengths: Int64Array, *, sequences: int, ranks: int, max_tokens_per_rank: int, cost: SequenceCost
+) -> dict[str, float]:
+    """Return the cost of a step with each context-parallel size of all rows, and with `dynamic_context`.
+
+    Args:
+        lengths: int64 [sequences], model tokens; a global batch is drawn from them.
+        sequences: of a global batch.
+        ranks: data-parallel times context-parallel ranks.
+        max_tokens_per_rank: of one microbatch.
+        cost: of training a sequence.
+
+    Returns:
+        costs of the busiest rank over that of ranks that divide the whole work evenly and exchange nothing, by the
+        size or DYNAMIC. Sizes that do not hold the longest sequence are left out.
+    """
+    drawn = np.random.default_rng(0).choice(lengths, size=min(sequences, _MOST_SEQUENCES))
+    even, longest, found = float(cost.of(drawn).sum()) / ranks, int(lengths.max()), dict[str, float]()
+    size = 1
+    while size <= largest_share(ranks):
+        if longest <= size * max_tokens_per_rank:
+            placed = schedule(
+                "cost_balanced",
+                drawn,
+                dp_size=ranks // size,
+                cp_size=size,
+                max_tokens_per_rank=max_tokens_per_rank,
+                cost=cost,
+            )
+            rows = np.arange(placed.row_offsets.shape[0] - 1)
+            group = np.repeat(rows % placed.dp_size, np.diff(placed.row_offsets))
+            work = cost.of_rank(drawn, np.full_like(drawn, size))[placed.order]
+            found[str(size)] = float(np.bincount(group, weights=work).max()) / even
+        size *= 2
+    if longest <= largest_share(ranks) * max_tokens_per_rank:
+        shared = schedule(DYNAMIC, drawn, dp_size=ranks, max_tokens_per_rank=max_tokens_per_rank, cost=cost)
+        measured = measure_imbalance(shared, drawn, max_tokens_per_row=max_tokens_per_rank, cost=cost)
+        found[DYNAMIC] = float(measured.rank_cost.max()) / even
+    return found
+
+
 def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
     """Return the memory of the fullest rank without a look at the data; None on a CPU."""
     if config.trainer.device == "cpu":
@@ -368,14 +411,14 @@ def plan_layout(
         )
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
     total = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
-    idle = model.num_experts - model.experts_per_token
+    idle = (model.num_experts - model.experts_per_token) * sum(map(model.has_experts, range(model.num_layers)))
     has_choice = kernels.engine and model.fp8 == "off"
     return RunPlan(
         name=config.name,
         ranks=ranks,
         dp_size=dp_size,
         weights=total,
-        active_weights=total - (1 + model.halves) * model.hidden_size * model.expert_size * idle * model.expert_layers,
+        active_weights=total - (1 + model.halves) * model.hidden_size * model.expert_size * idle,
         memory=memory,
         without_engine=memory_with(kernels=replace(kernels, engine=False, grouped=False)) if has_choice else None,
         checkpoint=plan_checkpoint(model, parallel, memory, ranks=ranks, optimizer=config.optimizer, **sizes),

@@ -356,31 +356,26 @@ class RunConfig(CheckedSettings, ABC):
 
     def warnings(self) -> list[str]:
         """Return what the run will do otherwise than its settings say, each by the name of the setting."""
-        return [*self._warmup_warnings(), *self._checkpoint_warnings()]
-
-    def _checkpoint_warnings(self) -> list[str]:
-        often, local = self.trainer.checkpoint_interval, self.trainer.local_checkpoint_interval
-        if not self.trainer.local_checkpoints or not often or local % often:
-            return []
-        return [
-            f"trainer.local_checkpoint_interval is {local} and trainer.checkpoint_interval is {often}: no local "
-            "checkpoint is written, because each of these steps has a checkpoint in the run's folder"
-        ]
-
-    def _warmup_warnings(self) -> list[str]:
-        warmup, steps, of = self.optimizer.warmup_steps, self.optimizer.decay_steps, "optimizer.decay_steps"
+        found, warmup, steps, of = [], self.optimizer.warmup_steps, self.optimizer.decay_steps, "optimizer.decay_steps"
         if steps is None or steps == self.trainer.steps:
             steps, of = self.with_steps().trainer.last_step, "trainer.steps"
-        if not warmup or warmup < steps:
-            return []
-        return [f"optimizer.warmup_steps is {warmup:,} and {of} is {steps:,}: the warm-up ends at step {steps - 1:,}"]
+        if warmup and warmup >= steps:
+            ends = f"the warm-up ends at step {steps - 1:,}"
+            found.append(f"optimizer.warmup_steps is {warmup:,} and {of} is {steps:,}: {ends}")
+        often, local = self.trainer.checkpoint_interval, self.trainer.local_checkpoint_interval
+        if self.trainer.local_checkpoints and often and local % often == 0:
+            found.append(
+                f"trainer.local_checkpoint_interval is {local} and trainer.checkpoint_interval is {often}: no local "
+                "checkpoint is written, because each of these steps has a checkpoint in the run's folder"
+            )
+        return found
 
     def check_dtypes(self) -> None:
         """Raise ConfigError for layers of Transformer Engine, or gradients, of a dtype or device that they lack."""
         config = self.planned()
         check_rules(config, RunConfig.job_rules)
         pads = config.parallel.padding_setting or ("schedule.name" if config.shares_rows else None)
-        if config.model.names_engine and config.model.dtype == "float32" and pads is not None:
+        if _ENGINE.test(config.model.attention) and config.model.dtype == "float32" and pads is not None:
             value = show_value(attrgetter(pads)(config))
             raise ConfigError(
                 f"model.dtype is float32 and {pads} is {value}: Transformer Engine does not support float32 attention "

@@ -174,7 +174,7 @@ def count_kernels(model: ModelConfig, parallel: ParallelConfig, *, parts: str = 
     expert. Each tensor-parallel layer gathers and scatters twice a pass, and gathers two inputs again.
     """
     here = model.num_experts / parallel.expert_parallel_size
-    routed = _ROUTER_KERNELS + (6 + 12 * model.has_biases) * here
+    routed = _ROUTER_KERNELS + (6 + 12 * model.traits.has_biases) * here
     layer = len(parts) / 2 * (LAYER_KERNELS + 10 * (parallel.tensor_parallel_size > 1)) + routed * ("E" in parts)
     return layer * (4 / 3 if model.recompute == "full" else 1)
 
@@ -285,7 +285,7 @@ class _RankStep:
         # In 8 bits, the tokens of each expert are padded to whole blocks, and the padding is taken out of its results.
         copies += 4 * sent * (model.fp8 != "off")
         # Results of experts are divided, added to their biases and joined again.
-        biases = model.has_biases * sent * 12 * (1 + 2 * model.expert_size / model.hidden_size)
+        biases = model.traits.has_biases * sent * 12 * (1 + 2 * model.expert_size / model.hidden_size)
         return (2 * copies + biases) * self.hidden_bytes / parallel.tensor_parallel_size
 
     def layer(self, parts: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.bench.apart import measure_apart
-from harness.bench.figures import BenchReport, Case, Figure, Progress, milliseconds
+from harness.bench.figures import BenchReport, Case, Figure, Progress
 from harness.bench.gpu.training import SavingRank
 from harness.bench.sizes import Sizes
 from harness.bench.step import give_state, small_model
@@ -27,6 +27,7 @@ from harness.megatron.step import MegatronStep
 from harness.plan import OptimizerConfig, ParallelConfig
 from harness.storage import StoredFile
 from harness.train import Progress as RunPosition
+from tests.benchmarks.clocks import milliseconds
 
 _VOCABULARY = 8192
 # Above this multiple of what a rank owns, saving needs too much of its host.

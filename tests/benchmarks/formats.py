@@ -21,13 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.bench.apart import measure_apart
-from harness.bench.figures import CPU, BenchReport, Case, Figure, Progress, Side, rate, take_turns
+from harness.bench.figures import CPU, BenchReport, Case, Figure, Progress, Side, take_turns
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.formats import PackReader, open_dataset, open_writer
 from harness.formats.base import ShardReader
 from harness.loader import EpochOrder, LoaderConfig
 from harness.records import Int64Array, Pack
+from tests.benchmarks.clocks import rate
 from tests.benchmarks.links import large_dataset
 
 _NUMPY, _PREAD = "np.memmap rows, copied, random", "pread of rows, random"

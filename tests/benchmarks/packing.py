@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from harness.bench.figures import CPU, BenchReport, Case, Figure, Progress, Side, rate
+from harness.bench.figures import CPU, BenchReport, Case, Figure, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.formats import open_dataset
 from harness.prep import plan_packs
 from harness.prep.pipeline import repack_store
 from harness.records import Int64Array
+from tests.benchmarks.clocks import rate
 from tests.benchmarks.links import large_dataset
 
 _PACKERS = ("best_fit_decreasing", "first_fit_decreasing", "next_fit")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from harness.bench.figures import CPU, BenchReport, Progress, milliseconds, take_turns
+from harness.bench.figures import CPU, BenchReport, Progress, take_turns
 from harness.bench.scheduling import COST, MEDIAN, simulate_batches
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.schedule import DYNAMIC, SCHEDULERS, schedule
+from tests.benchmarks.clocks import milliseconds
 
 _RANKS = 64
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.bench.figures import BenchReport, Case, Figure, Progress, Side, rate
+from harness.bench.figures import BenchReport, Case, Figure, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import Bounds, require_bounds
@@ -23,6 +23,7 @@ from harness.loader.live.rank import BatchPlan, FolderReader
 from harness.prep import Member, StreamPacker, pack_of
 from harness.records import Pack, SequenceView
 from harness.schedule import SequenceCost
+from tests.benchmarks.clocks import rate
 
 _MEDIAN = 600.0
 _TIMEOUT_S = 60

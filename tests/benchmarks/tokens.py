@@ -13,13 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.bench.figures import CPU, BenchReport, Case, Progress, Side, rate
+from harness.bench.figures import CPU, BenchReport, Case, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.indexed.convert import convert_tokens
 from harness.indexed.index import UINT16
 from harness.indexed.writer import IndexedWriter
 from harness.records import Int64Array
+from tests.benchmarks.clocks import rate
 
 _OURS, _THEIRS = "ours", "Megatron's builder"
 _CPU = ", by processor time"

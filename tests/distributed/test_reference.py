@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from harness.recipes.parity import ParityConfig
 from small_packs import write_small_packs
 
 from harness.config import compose_config
@@ -44,14 +45,20 @@ def mean_of_each_row(
     return total / tokens.clamp(min=1), torch.ones((), dtype=torch.int), report
 
 
+def model_of(family: str, place: Path) -> list[str]:
+    """Return the settings of a run that begins with the small model of a family, made once."""
+    models = compose_config("parity", ParityConfig, []).models
+    return make_model(family, models[family], place / "models" / family)
+
+
 @pytest.fixture(scope="module")
 def plain(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """References of families, in folders of their names, one with a mean over conversations, one with weights."""
     place = tmp_path_factory.mktemp("plain")
     for family in FAMILIES_HERE:
-        settings = overrides_of(dataset, place / family, *make_model(family, place / "models" / family), *STEPS)
+        settings = overrides_of(dataset, place / family, *model_of(family, place), *STEPS)
         assert train_reference(compose_config("sft", SftConfig, settings)) == 0
-    model = make_model("qwen2", place / "models" / "qwen2")
+    model = model_of("qwen2", place)
     settings = overrides_of(dataset, place / "by_conversation", *model, *STEPS, BY_CONVERSATION)
     assert train_reference(compose_config("sft", SftConfig, settings)) == 0
     weighted = write_small_packs(place / "data", is_weighted=True)
@@ -68,7 +75,7 @@ def differences(
     Args:
         reference: name of its folder; empty for that of the family.
     """
-    model = make_model(family, plain / "models" / family)
+    model = model_of(family, plain)
     run_here(sft, SftConfig, overrides_of(dataset, run, *model, *STEPS, *more))
     expected, found = read_metrics(plain / (reference or family)), read_metrics(run)
     assert [line["learning_rate"] for line in found] == pytest.approx([line["learning_rate"] for line in expected])

@@ -17,7 +17,7 @@ from harness.formats import load_manifest
 from harness.formats.manifest import MANIFEST_NAME
 from harness.megatron.export.card import model_card
 from harness.megatron.export.data import SpecialTokens, TrainedData
-from harness.parity.result import REPORT_FILE, write_report
+from harness.parity.result import REPORT_FILE, to_json
 from harness.plan import ModelConfig, OptimizerConfig, SftConfig
 from harness.printing import printable
 from harness.settings import to_plain
@@ -103,7 +103,8 @@ def test_a_parity_report_of_others_is_rendered_as_text(harness: Command, tmp_pat
     cells = [same.cells[0], replace(same.cells[1], name=HOSTILE, status="failed", reason=HOSTILE, command=HOSTILE)]
     night = tmp_path / "night"
     night.mkdir()
-    write_report(replace(same, title=HOSTILE, cells=cells, environment={HOSTILE: HOSTILE}), night / REPORT_FILE)
+    hostile = replace(same, title=HOSTILE, cells=cells, environment={HOSTILE: HOSTILE})
+    (night / REPORT_FILE).write_text(to_json(hostile))
     code, printed, errors = harness("parity", "summarize", night, f"out={tmp_path / 'out'}")
     assert (code, errors) == (1, "")
     check(printed)

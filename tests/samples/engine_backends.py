@@ -37,7 +37,7 @@ def question(config: SftConfig) -> dict[str, Any] | None:
     They are those of a row of eight sequences, one of which may be as long as the row.
     """
     model, parallel = config.model.on("cuda"), config.parallel
-    if model.has_sinks:
+    if model.traits.has_sinks:
         return None
     tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
     is_latent = bool(model.kv_lora_rank)

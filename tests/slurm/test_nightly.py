@@ -12,7 +12,7 @@ from pathlib import Path
 import parity_reports
 import pytest
 
-from harness.parity.result import REPORT_FILE, write_report
+from harness.parity.result import REPORT_FILE, to_json
 
 from ..distributed.conftest import ROOT, environment
 from .conftest import SlurmJob
@@ -68,7 +68,7 @@ def test_the_report_fails_where_a_part_failed_was_cut_off_or_differs(tmp_path, c
     same = parity_reports.all_same()
     cells = [same.cells[0], replace(same.cells[1], status=status)]
     (tmp_path / "part-0").mkdir()
-    write_report(replace(same, cells=cells), tmp_path / "part-0" / REPORT_FILE)
+    (tmp_path / "part-0" / REPORT_FILE).write_text(to_json(replace(same, cells=cells)))
     variables = {
         "NIGHTLY_ROLE": "report",
         "NIGHTLY_FOLDER": str(tmp_path),

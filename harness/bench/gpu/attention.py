@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from harness.bench.figures import BenchReport, Figure
-from harness.bench.gpu.environment import allow_deterministic
 from harness.bench.sizes import Sizes
 from harness.bench.step import run_bare
 from harness.bench.workspace import Workspace
@@ -68,7 +68,8 @@ _SCANS = {
 
 def measure_attention(sizes: Sizes, workspace: Workspace, backend: str) -> BenchReport:
     """Compare losses and gradients of a model with this backend or scan, and check that documents are isolated."""
-    allow_deterministic()
+    # PyTorch reads it once, when it first multiplies; a later job of this process is deterministic.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     report = BenchReport("gpu")
     device = runtime.choose_device(sizes.device)
     tokens = 96 if sizes.is_tiny else 2048
@@ -82,22 +83,19 @@ def measure_attention(sizes: Sizes, workspace: Workspace, backend: str) -> Bench
                 join(ParallelConfig(), job.world_size)
                 _compare(report, f"{dtype}, {title}", _model(backend, dtype, sizes), row, job.device)
     if backend not in ("torch", *_SCANS):
-        for recipe in _recipes_of(device):
+        there = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        for recipe in next((recipes for since, recipes in _RECIPES.items() if there >= since), ()):
             model = replace(_model(backend, "bfloat16", sizes), fp8=recipe)
             _compare_in_8_bits(report, model, rows["with padding"], sizes.device)
     if backend in _SCANS and (package := compat.missing_kernels(delta_rule=backend == "delta")):
         report.notes.append(f"{package} is not installed: the scan was compared with itself")
     # Kernels that add in another order each time would look like leaks.
     with runtime.start(sizes.device, deterministic=True) as job:
-        _isolate(report, _model(backend, "float32" if device.type == "cpu" else "bfloat16", sizes), job)
+        model = _model(backend, "float32" if device.type == "cpu" else "bfloat16", sizes)
+        findings = IsolationCheck.of_job(SftConfig(model=model), job).run()
+    report.add(Figure("isolation: findings", len(findings), "findings", at_most=0))
+    report.notes += [f"isolation: {finding}" for finding in findings[:10]]
     return report
-
-
-def _recipes_of(device: torch.device) -> tuple[str, ...]:
-    if device.type != "cuda":
-        return ()
-    there = torch.cuda.get_device_capability(device)
-    return next((recipes for since, recipes in _RECIPES.items() if there >= since), ())
 
 
 def _compare_in_8_bits(report: BenchReport, model: ModelConfig, row: ThdBatch, device: str) -> None:
@@ -163,7 +161,8 @@ def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch,
     reference = run_once(exact, row, device)
     least = _LEAST_OF_DEFECT if model.fp8 == "off" else _LEAST_OF_DEFECT_IN_8_BITS
     for name, index in (("losses", 0), ("gradients", 1)):
-        error, of_plain, of_broken = (_distance(side[index], reference[index]) for side in (own, plain, broken))
+        of = reference[index]
+        error, of_plain, of_broken = (float((side[index] - of).norm() / of.norm()) for side in (own, plain, broken))
         floor = max(of_plain, _FLOORS[model.dtype])
         report.add(Figure(f"{title}: error of {name}", error, "of their norm"))
         report.add(Figure(f"{title}: error of {name}, of plain attention", of_plain, "of their norm"))
@@ -204,13 +203,3 @@ def _one_sequence(row: ThdBatch, device: torch.device, **slices: Any) -> RowTens
     bounds = np.delete(row.cu_seqlens_padded, 2)
     joined = replace(row, cu_seqlens=bounds, cu_seqlens_padded=bounds, max_seqlen=int(np.diff(bounds).max()))
     return to_device(joined, device, **slices)
-
-
-def _distance(values: torch.Tensor, of: torch.Tensor) -> float:
-    return float((values - of).norm() / of.norm())
-
-
-def _isolate(report: BenchReport, model: ModelConfig, job: runtime.Runtime) -> None:
-    findings = IsolationCheck.of_job(SftConfig(model=model), job).run()
-    report.add(Figure("isolation: findings", len(findings), "findings", at_most=0))
-    report.notes += [f"isolation: {finding}" for finding in findings[:10]]

@@ -89,7 +89,11 @@ def describe_gpus(device: str) -> dict[str, Any]:
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         known["gpus"].append(f"{properties.name}, {properties.total_memory / 1e9:.1f} GB")
-    known["driver"] = _ask_driver()
+    known["driver"] = "unknown: there is no nvidia-smi"
+    if (program := shutil.which("nvidia-smi")) is not None:
+        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+        known["driver"] = (done.stdout.splitlines() or ["unknown"])[0].strip()
     try:
         import transformer_engine.pytorch  # noqa: F401
 
@@ -97,15 +101,6 @@ def describe_gpus(device: str) -> dict[str, Any]:
     except Exception as error:  # of any kind: it may be built for another PyTorch
         known["engine_missing"] = (str(error) or repr(error)).splitlines()[0]
     return known
-
-
-def _ask_driver() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "unknown: there is no nvidia-smi"
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
-    return (done.stdout.splitlines() or ["unknown"])[0].strip()
 
 
 def measure_environment(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
@@ -156,8 +151,9 @@ def measure_products(device: torch.device, dtype: torch.dtype, size: int, *, rou
 
 def peak_of(device: torch.device, size: int) -> tuple[float, str]:
     """Return the TFLOP/s that MFU divides by, and where it is from: the maker's, or a measurement here."""
-    if device.type == "cuda" and (peak := known_peak(torch.cuda.get_device_name(device))) is not None:
-        return peak, f"MFU is of {peak:,.0f} TFLOP/s, the maker's figure for bfloat16"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if known := next((peak for word, peak in _PEAKS.items() if word in name), None):
+        return known, f"MFU is of {known:,.0f} TFLOP/s, the maker's figure for bfloat16"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     peak = max(measure_products(device, dtype, size, rounds=3))
     return peak, f"MFU is of {peak:.3g} TFLOP/s, measured here on products of {size} x {size}: no published peak known"
@@ -227,16 +223,6 @@ def add_memory(report: BenchReport, device: torch.device, planned_bytes: int) ->
     most = torch.cuda.max_memory_allocated(device)
     report.add(Figure("most memory of tensors", most / 1e9, "GB"))
     report.add(Figure("most memory of tensors over `harness plan`", most / planned_bytes, "x"))
-
-
-def allow_deterministic() -> None:
-    """Let a later job of this process be deterministic: PyTorch reads this once, when it first multiplies."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def known_peak(name: str) -> float | None:
-    """Return the bfloat16 TFLOP/s of a GPU by its name; None for one that is not in the table."""
-    return next((peak for word, peak in _PEAKS.items() if word in name), None)
 
 
 def shape_of(name: str, sizes: Sizes, device: torch.device, *, share: float = 1.0) -> ModelConfig:

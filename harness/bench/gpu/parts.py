@@ -79,7 +79,13 @@ def bench_gpu(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchRe
     with os_errors_as(ConfigError, "the report cannot be written", where=out, fix="name another folder with out=DIR"):
         out.mkdir(parents=True, exist_ok=True)
         progress("looking at the machine")
-        machine = _describe(sizes.device)
+        # In a process of its own: this one stays without a GPU's memory.
+        place = f"{__package__}.environment:describe_gpus"
+        try:
+            machine: dict[str, Any] = measure_apart(place, sizes.device, limit_s=_DESCRIBE_S)
+        except HarnessError as error:
+            what = f"this machine cannot be described: {error.what}"
+            raise ConfigError(what, where=f"device={sizes.device}", fix="device=cpu, or auto") from error
         results = {name: kept for name in PARTS if (kept := _read(out / f"{name}.json")) is not None}
         _check_same(results, machine, sizes)
         began = time.monotonic()
@@ -106,16 +112,6 @@ def bench_gpu(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchRe
             write_atomically(out / name, text.encode(errors="replace"))
     report.notes.append(f"report {out / REPORT_PAGE}")
     return report
-
-
-def _describe(device: str) -> dict[str, Any]:
-    """Return the machine as a process of its own sees it: this one stays without a GPU's memory."""
-    try:
-        machine: dict[str, Any] = measure_apart(f"{__package__}.environment:describe_gpus", device, limit_s=_DESCRIBE_S)
-    except HarnessError as error:
-        what = f"this machine cannot be described: {error.what}"
-        raise ConfigError(what, where=f"device={device}", fix="device=cpu, or auto") from error
-    return machine
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
-import torch
-from megatron.core import parallel_state
-
-from harness.errors import CheckpointError, ConfigError, FormatError, ScheduleError
+from harness.errors import CheckpointError, ConfigError, ScheduleError
 from harness.formats import PackReader, open_dataset
 from harness.formats.reader import refuse_weights
 from harness.integrations import FixedRows, MegatronRow, RankStream, require
+from harness.integrations.fixed_rows import saved_position
 from harness.loader import LoaderConfig, RankLayout
 from harness.megatron.data.feed import readable
+from harness.megatron.job.runtime import place_in_groups
 from harness.printing import count_of
 from harness.schedule import ScheduleConfig
 from harness.thd import padding_multiple
@@ -96,17 +94,18 @@ def datasets_provider(
 
         args = get_args()
         _check(args)
-        layout = _layout(args)
-        train_path = args.train_data_path or args.data_path
+        sizes = {"cp_size": args.context_parallel_size, "tp_size": args.tensor_model_parallel_size}
+        layout = place_in_groups(
+            pad_to_multiple=padding_multiple(**sizes, sequence_parallel=args.sequence_parallel),
+        )
         config = loader or LoaderConfig(seed=args.seed, num_workers=args.num_workers)
         training = _open(
-            _only(train_path, "--data-path") if data is None else data,
+            _only(args.train_data_path or args.data_path, "--data-path") if data is None else data,
             replace(config, global_batch_size=args.global_batch_size),
             layout,
             args,
         )
-        state = _saved_position(args, training)
-        if state is not None:
+        if (state := _saved_position(args, training)) is not None:
             training.restore_state(state)
         # Megatron keeps the position by itself only for iterators that are no list.
         if args.save and not getattr(args, "dataloader_save", None) and vp_stage is None:
@@ -154,29 +153,6 @@ def _check(args: Any) -> None:
             raise ConfigError(what, where="the arguments of Megatron-LM", fix=f"start with {flag}")
 
 
-def _layout(args: Any) -> RankLayout:
-    cp_size, tp_size = args.context_parallel_size, args.tensor_model_parallel_size
-    pad_to_multiple = padding_multiple(cp_size=cp_size, tp_size=tp_size, sequence_parallel=args.sequence_parallel)
-    return RankLayout(
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=cp_size,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=tp_size,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
-        is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        pad_to_multiple=pad_to_multiple,
-    )
-
-
-def _row_size(args: Any) -> int | None:
-    """Return the tokens that every row is padded to: stages of a pipeline exchange tensors of one size."""
-    is_fixed = args.pipeline_model_parallel_size > 1 and not getattr(args, "variable_seq_lengths", False)
-    return args.seq_length if is_fixed else None
-
-
 def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args: Any) -> ExternalLoader:
     reader = open_dataset(data) if isinstance(data, str) else data
     refuse_weights(reader, "Megatron-LM's loss")
@@ -204,7 +180,9 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
             error.what, where=f"--seq-length {args.seq_length}", fix="raise --seq-length, or prepare smaller packs"
         ) from None
     num_microbatches = config.global_batch_size // layout.dp_size
-    return ExternalLoader(stream, num_microbatches=num_microbatches, pad_rows_to=_row_size(args))
+    # Stages of a pipeline exchange tensors of one size.
+    is_fixed = args.pipeline_model_parallel_size > 1 and not getattr(args, "variable_seq_lengths", False)
+    return ExternalLoader(stream, num_microbatches=num_microbatches, pad_rows_to=args.seq_length if is_fixed else None)
 
 
 def _only(paths: list[str] | None, flag: str) -> str:
@@ -223,25 +201,9 @@ def _saved_position(args: Any, training: ExternalLoader) -> dict[str, Any] | Non
         return None
     if args.virtual_pipeline_model_parallel_size is not None:
         return _position_after(training, args.consumed_train_samples)
-    folders = [Path(folder) for folder in (getattr(args, "dataloader_save", None), args.load) if folder]
-    pattern = f"iter_{args.iteration:07d}/mp_rank_*/train_dataloader_dprank*.pt"
-    # Every rank saves the same: any file will do.
-    found = [path for folder in folders for path in sorted(folder.glob(pattern))]
-    if not found:
-        raise CheckpointError(
-            f"the checkpoint of iteration {args.iteration} has no position in the data",
-            where=", ".join(map(str, folders)),
-            fix="start with --finetune to read the data from the beginning, or resume with the loader that saved it",
-        )
-    try:
-        state = torch.load(found[0], weights_only=True)["dataloader_state_dict"]
-    except Exception as error:
-        raise FormatError(
-            f"the position in the data cannot be read: {error}",
-            where=str(found[0]),
-            fix="resume from an older checkpoint, or start with --finetune to read the data from the beginning",
-        ) from error
-    return cast(dict[str, Any], state)
+    folders = [folder for folder in (getattr(args, "dataloader_save", None), args.load) if folder]
+    fix = "start with --finetune to read the data from the beginning, or resume with the loader that saved it"
+    return saved_position(folders, args.iteration, where="--dataloader-save, --load", fix=fix)
 
 
 def _position_after(loader: ExternalLoader, samples: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ and refused by name: dynamic context parallelism, its contiguous partitions, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -48,6 +47,7 @@ from harness.thd import context_parallel_indices, padding_multiple, visible_boun
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded")
 _OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens", "position_ids"), ("labels", "loss_mask")
 _FAILED = -1  # in place of a row's number of bounds
+_PHASE_2 = "get_batch_on_this_rank_for_sequence_packing"
 # Settings of newer configs, and the values with which rows are what this module makes.
 _NEEDED: dict[str, tuple[object, ...]] = {
     "dynamic_context_parallel": (False, None),
@@ -73,8 +73,8 @@ Microbatch = tuple[
 class BasePackingScheduler:
     """Fetches a global batch, schedules it, and gives every rank its rows.
 
-    A subclass defines `get_groups_and_subsamples`; put it into `scheduler_map` under the name that
-    `config.sequence_packing_scheduler` has.
+    A subclass has the name of a schedule of the harness, or its own `get_groups_and_subsamples`; put it into
+    `scheduler_map` under the name that `config.sequence_packing_scheduler` has.
 
     Args:
         max_seqlen_per_dp_cp_rank: tokens that one rank holds; a row holds cp_size times as many.
@@ -84,6 +84,8 @@ class BasePackingScheduler:
             pipeline stages.
         max_num_seqs: the most sequences of a row; None for any number.
     """
+
+    name: ClassVar[str]
 
     def __init__(
         self,
@@ -111,8 +113,36 @@ class BasePackingScheduler:
 
         Returns:
             By microbatch, then rank of the data- and context-parallel group: ids in the order of their row.
+
+        Raises:
+            ScheduleError: no row holds a sample, or a row gets more than `max_num_seqs` of them. Megatron would begin
+                another row.
         """
-        raise NotImplementedError
+        numbers = [number for number, _ in sample_id_seqlens]
+        placed = schedule(
+            self.name,
+            np.asarray([length for _, length in sample_id_seqlens], dtype=np.int64),
+            dp_size=self.dp_size,
+            cp_size=self.cp_size,
+            max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
+            group_size=self.microbatch_group_size_per_vp_stage or 1,
+        )
+        most = max(
+            len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(self.dp_size)
+        )
+        if self.max_num_seqs is not None and most > self.max_num_seqs:
+            raise ScheduleError(
+                f"a row has {most:,} sequences, more than the maximum of {self.max_num_seqs:,}",
+                where="config.thd_max_packed_sequences",
+                fix=f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank",
+            )
+        return [
+            [
+                [numbers[index] for index in placed.row(microbatch, rank // self.cp_size).tolist()]
+                for rank in range(self.dp_size * self.cp_size)
+            ]
+            for microbatch in range(placed.num_microbatches)
+        ]
 
     def run(
         self,
@@ -150,7 +180,9 @@ class BasePackingScheduler:
         rows, scalars = None, (0, 0.0, 0.0)
         if batch is not None and not ended:
             samples, id_lengths, ids, offsets, lengths = batch
-            fields = self._fields(pp_group, config)
+            # All at both ends of the pipeline, as in Megatron, and none between them.
+            is_end = pp_group.rank() in (0, pp_group.size() - 1)
+            fields = tuple(FIELDS) if is_end or getattr(config, "mtp_num_layers", None) else ()
             kept = [
                 {name: sample[name] for name in (*fields, "original_seq_len", "padded_seq_len")} for sample in samples
             ]
@@ -167,11 +199,6 @@ class BasePackingScheduler:
         if not count:
             raise StopIteration
         return create_data_iterator(rows, pp_group, tp_group, config), int(count), float(total), float(squared)
-
-    def _fields(self, pp_group: ProcessGroup, config: Any) -> tuple[str, ...]:
-        """Return the fields of this pipeline stage's rows: all at both ends, as in Megatron, and none between them."""
-        is_end = pp_group.rank() in (0, pp_group.size() - 1)
-        return tuple(FIELDS) if is_end or getattr(config, "mtp_num_layers", None) else ()
 
     def _check(self, placed: Groups, sample_id_seqlens: Sequence[tuple[int, int]]) -> None:
         """Raise ScheduleError unless every sample is in one row, the same on its context-parallel ranks."""
@@ -196,50 +223,13 @@ class BasePackingScheduler:
         )
 
 
-class _HarnessScheduler(BasePackingScheduler):
-    name: ClassVar[str]
-
-    def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
-        """Schedule a global batch.
-
-        Raises:
-            ScheduleError: no row holds a sample, or a row gets more than `max_num_seqs` of them. Megatron would begin
-                another row.
-        """
-        numbers = [number for number, _ in sample_id_seqlens]
-        placed = schedule(
-            self.name,
-            np.asarray([length for _, length in sample_id_seqlens], dtype=np.int64),
-            dp_size=self.dp_size,
-            cp_size=self.cp_size,
-            max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
-            group_size=self.microbatch_group_size_per_vp_stage or 1,
-        )
-        most = max(
-            len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(self.dp_size)
-        )
-        if self.max_num_seqs is not None and most > self.max_num_seqs:
-            raise ScheduleError(
-                f"a row has {most:,} sequences, more than the maximum of {self.max_num_seqs:,}",
-                where="config.thd_max_packed_sequences",
-                fix=f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank",
-            )
-        return [
-            [
-                [numbers[index] for index in placed.row(microbatch, rank // self.cp_size).tolist()]
-                for rank in range(self.dp_size * self.cp_size)
-            ]
-            for microbatch in range(placed.num_microbatches)
-        ]
-
-
-class DpBalancedScheduler(_HarnessScheduler):
+class DpBalancedScheduler(BasePackingScheduler):
     """Fills rows in the order of samples, then splits the last ones until every rank has the same number."""
 
     name = "dp_balanced"
 
 
-class CostBalancedScheduler(_HarnessScheduler):
+class CostBalancedScheduler(BasePackingScheduler):
     """Balances the cost of rows and ranks; Megatron has none of this name."""
 
     name = "cost_balanced"
@@ -352,12 +342,9 @@ def get_batch_on_this_rank_for_sequence_packing(
         ConfigError: an argument or the config asks for what is not supported (see the module).
         LoaderError: a row lacks what this chunk reads, or its length does not fit its bounds.
     """
-    newer = {
-        "dynamic_cp=True": (dynamic_cp, "use dynamic_cp=False: all rows have the same context-parallel size"),
-        "dynamic_cp_group_func": (dynamic_cp_group_func, "omit it: all rows have the same context-parallel size"),
-        "return_context_parallel_batch=True": (return_context_parallel_batch, "omit it, and use the tuple"),
-    }
-    _check_call(pg_collection, {name: fix for name, (value, fix) in newer.items() if value}, config)
+    newer = {"dynamic_cp": dynamic_cp, "dynamic_cp_group_func": dynamic_cp_group_func}
+    newer |= {"return_context_parallel_batch": return_context_parallel_batch}
+    _check_call(newer | {f"pg_collection={pg_collection}": isinstance(pg_collection, bool)}, config)
     tp_group, pp_group, cp_group = _groups(pg_collection, "tp", "pp", "cp")
     device = device_of(tp_group)
     fields = _read_by_chunk(pp_group, vpp_size, vp_stage, is_predicting=mtp_on_this_rank)
@@ -379,16 +366,14 @@ def get_batch_on_this_rank_for_sequence_packing(
     return row.get("tokens"), row.get("labels"), row.get("loss_mask"), None, row.get("position_ids"), params, mask
 
 
-def _check_call(pg_collection: Any, refused: dict[str, str], config: Any) -> None:
-    where = "get_batch_on_this_rank_for_sequence_packing"
-    if isinstance(pg_collection, bool):
+def _check_call(refused: dict[str, Any], config: Any) -> None:
+    for name in (name for name, value in refused.items() if value):
         raise ConfigError(
-            f"the process groups are {pg_collection}",
-            where=where,
-            fix="pass arguments after vp_stage by name: their order differs between versions of Megatron-LM",
+            f"{name} is not supported",
+            where=_PHASE_2,
+            fix="pass arguments after vp_stage by name, because their order differs between versions, and omit those "
+            "of newer ones: all rows have the same context-parallel size, and the tuple is returned",
         )
-    for name, fix in refused.items():
-        _refuse(name, where=where, fix=fix)
     if config is not None:
         _check_config(config)
 
@@ -435,16 +420,14 @@ def _own_slice(
     if data_iterator is None:
         raise LoaderError(
             "the first tensor-parallel rank has no data iterator",
-            where="get_batch_on_this_rank_for_sequence_packing",
+            where=_PHASE_2,
             fix="pass the result of wrap_data_iterator; with virtual pipeline stages, the entry of this stage",
         )
-    row = None
-    with suppress(StopIteration):
-        row = next(data_iterator)
+    row = next(data_iterator, None)
     if row is None:
         raise LoaderError(
             "the iterator of this global batch is exhausted",
-            where="get_batch_on_this_rank_for_sequence_packing",
+            where=_PHASE_2,
             fix="run as many microbatches as wrap_data_iterator returned, then call it again for the next global batch",
         )
     needed = (*fields, *_BOUNDS, "max_seqlen")
@@ -496,8 +479,5 @@ def _check_config(config: Any) -> None:
     for name, values in _NEEDED.items():
         value = getattr(config, name, None)
         if value not in values:
-            _refuse(f"config.{name} = {value!r}", where="config", fix=f"set it to {values[0]!r}")
-
-
-def _refuse(what: str, *, where: str, fix: str) -> None:
-    raise ConfigError(f"{what} is not supported", where=where, fix=fix)
+            what = f"config.{name} = {value!r} is not supported"
+            raise ConfigError(what, where="config", fix=f"set it to {values[0]!r}")

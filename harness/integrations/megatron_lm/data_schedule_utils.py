@@ -215,7 +215,8 @@ def reroute_samples_to_dcp_ranks(
     """
     lengths = dict(global_id_seqlens)
     bounds = [int(offset) for offset in offsets]
-    positions = _positions(dp_group, dp_cp_group)
+    of_both = torch.distributed.get_process_group_ranks(dp_cp_group)
+    positions = [of_both.index(rank) for rank in torch.distributed.get_process_group_ranks(dp_group)]
     # Sender and receiver both order samples by id, so no ids have to be sent.
     wanted = [sorted(i for group in sample_id_groups for i in group[position]) for position in positions]
     rank = dp_group.rank()
@@ -238,11 +239,6 @@ def reroute_samples_to_dcp_ranks(
         for i, values in zip(received_ids, torch.split(target, arriving), strict=True):
             received[i][name] = values
     return received
-
-
-def _positions(dp_group: ProcessGroup, dp_cp_group: ProcessGroup) -> list[int]:
-    of_both = torch.distributed.get_process_group_ranks(dp_cp_group)
-    return [of_both.index(rank) for rank in torch.distributed.get_process_group_ranks(dp_group)]
 
 
 def build_packed_microbatches(

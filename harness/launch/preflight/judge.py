@@ -142,16 +142,14 @@ def judge_nodes(
     if not (faults and was_stopped):
         faults += [Fault(node, "no answer from the node", fix.format(node)) for node in silent if node not in causes]
     faults += [fault for node in present for fault in answers[node].errors]
-    faults += [
-        Fault(node, *fault) for node in present for fault in _below_limits(answers[node].facts, limits, gpus, code)
-    ]
-    faults += _differences({node: answers[node].facts for node in present})
-    measured = next((answers[node].facts["all-reduce"] for node in present if "all-reduce" in answers[node].facts), {})
+    facts = {node: answers[node].facts for node in present}
+    faults += [Fault(node, *fault) for node in present for fault in _below_limits(facts[node], limits, gpus, code)]
+    faults += _differences(facts)
+    measured = next((found["all-reduce"] for found in facts.values() if "all-reduce" in found), {})
     faults += _slow_links(measured, limits)
     faults += _slow_ranks(measured.get("ranks_s", []), limits)
     faults += [fault for node in present for fault in answers[node].timeouts]
-    of_nodes = {node: answers[node].facts for node in present}
-    return faults, "\n".join([_summary(list(of_nodes.values())), *_notes(of_nodes)])
+    return faults, "\n".join([_summary(list(facts.values())), *_notes(facts)])
 
 
 def _read(lines: Iterable[str]) -> dict[str, _Answers]:
@@ -219,13 +217,15 @@ def _slow_links(facts: dict[str, Any], limits: PreflightConfig) -> Iterable[Faul
     """Yield the nodes whose all-reduces are below a limit, or far below those of the others."""
     backend = facts.get("backend", "")
     fix = _SLOW_LINK if backend == "nccl" else _SLOW_GLOO
+
+    def fault(nodes: str, links: str, rate: float, least: float, how: str = "") -> Fault:
+        return Fault(nodes, f"{links}: {backend} all-reduces {rate:.3g} GB/s{how}, {least:.3g} are required", fix)
+
     within, pairs = facts.get("node_rates_s", {}), facts.get("pair_rates_s", {})
     least = _least(within.values(), limits.min_node_gb_s)
     for node, rate in within.items():
         if rate < least:
-            yield Fault(
-                node, f"links within the node: {backend} all-reduces {rate:.3g} GB/s, {least:.3g} are required", fix
-            )
+            yield fault(node, "links within the node", rate, least)
     least = _least(pairs.values(), limits.min_pair_gb_s)
     slow = {name: rate for name, rate in pairs.items() if rate < least}
     met = Counter(node for name in pairs for node in name.split(" "))
@@ -235,21 +235,14 @@ def _slow_links(facts: dict[str, Any], limits: PreflightConfig) -> Iterable[Faul
     if len(named) < len(met):
         for node in named:
             rate = min(rate for name, rate in slow.items() if node in name.split(" "))
-            what = f"links to other nodes: {backend} all-reduces {rate:.3g} GB/s with each, {least:.3g} are required"
-            yield Fault(node, what, fix)
+            yield fault(node, "links to other nodes", rate, least, " with each")
             slow = {name: rate for name, rate in slow.items() if node not in name.split(" ")}
     for name, rate in slow.items():
-        one, other = name.split(" ")
-        yield Fault(
-            f"{one},{other}",
-            f"the link between them: {backend} all-reduces {rate:.3g} GB/s, {least:.3g} are required",
-            fix,
-        )
+        yield fault(name.replace(" ", ","), "the link between them", rate, least)
     ranks, rate = facts.get("ranks", 1), facts.get("rate_s", 0.0)
     nodes = list(dict.fromkeys(entry["node"] for entry in facts.get("ranks_s", [])))
     if len(nodes) > 1 and rate < limits.min_all_gb_s:
-        what = f"links between all nodes: {backend} all-reduces {rate:.3g} GB/s over {ranks} ranks, "
-        yield Fault(",".join(nodes), f"{what}{limits.min_all_gb_s:.3g} are required", fix)
+        yield fault(",".join(nodes), "links between all nodes", rate, limits.min_all_gb_s, f" over {ranks} ranks")
 
 
 def _slow_ranks(ranks: Sequence[dict[str, Any]], limits: PreflightConfig) -> Iterable[Fault]:

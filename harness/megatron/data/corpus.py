@@ -128,7 +128,15 @@ class _Sources:
     def _open(self, path: str, config: Any) -> IndexedDataset:
         if not is_object_storage_path(path):
             dataset = GPTDataset.build_low_level_dataset(path, config)
-            _check_dtype(dataset, path, has_counts=self._config.counts() is not None)
+            # With counts Megatron reads no header, and assumes a dtype.
+            stored = HEADER.unpack_from(dataset.index.bin_buffer)[2]
+            if self._config.counts() is not None and stored != DType.code_from_dtype(dataset.index.dtype):
+                raise FormatError(
+                    f"with per_dataset_sequences_path Megatron-Core reads {np.dtype(dataset.index.dtype).name} for "
+                    "this vocabulary, but the pair has another dtype",
+                    where=path + IDX,
+                    fix="set data.per_dataset_sequences_path=null, or write the pair again for model.vocab_size",
+                )
             return dataset
         cache, chunk = config.object_storage_cache_path, self._config.object_storage_chunk_bytes
         storage = ObjectStorageConfig(path_to_idx_cache=cache, bin_chunk_nbytes=chunk)
@@ -456,17 +464,6 @@ def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
     for path in remote if not config.fast_cache_load else ():
         for suffix in (IDX, BIN):
             stamp_of(parse_place(path + suffix))
-
-
-def _check_dtype(dataset: IndexedDataset, path: str, *, has_counts: bool) -> None:
-    """Refuse a pair of another dtype than Megatron assumes with counts, when it reads no header."""
-    if has_counts and HEADER.unpack_from(dataset.index.bin_buffer)[2] != DType.code_from_dtype(dataset.index.dtype):
-        raise FormatError(
-            f"with per_dataset_sequences_path Megatron-Core reads {np.dtype(dataset.index.dtype).name} for this "
-            "vocabulary, but the pair has another dtype",
-            where=path + IDX,
-            fix="set data.per_dataset_sequences_path=null, or write the pair again for model.vocab_size",
-        )
 
 
 def _is_packed(path: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -115,7 +114,8 @@ class SharedIndices:
             remote = BucketFolder(self._place)
             built = build(fetch=self._fetch_from(remote))
             remote.check = lease.check
-            self._upload(remote)
+            for name in sorted((path.name for path in self.folder.glob("*Dataset-*")), key=_upload_order):
+                remote.upload(name, self.folder / name)
             return built
 
     def _fetch_from(self, remote: BucketFolder) -> Fetch:
@@ -126,15 +126,7 @@ class SharedIndices:
             if names and names[-1].endswith(_DESCRIPTION):
                 for name in names:
                     if not (self.folder / name).is_file():
-                        self._download(remote, self.folder / name)
+                        blocks = remote.store.read_blocks(remote.place / name, remote.find_size(name))
+                        write_atomically(self.folder / name, blocks)
 
         return fetch
-
-    def _download(self, remote: BucketFolder, path: Path) -> None:
-        place = remote.place / path.name
-        blocks = remote.store.read_blocks(place, remote.find_size(path.name))
-        write_atomically(path, blocks)
-
-    def _upload(self, remote: BucketFolder) -> None:
-        for name in sorted((path.name for path in self.folder.glob("*Dataset-*")), key=_upload_order):
-            remote.upload(name, self.folder / name)

@@ -28,7 +28,7 @@ from harness.megatron.state.checkpoint import find_damage, find_newest
 from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
 from harness.megatron.weights import expert_names, hf_tensors
 from harness.paths import explain_path
-from harness.plan import FAMILIES, ModelConfig, ParallelConfig, read_hf_config
+from harness.plan import ModelConfig, ParallelConfig, read_hf_config
 from harness.plan.hf_config import MTP_SETTINGS, find_weights, text_config, to_hf_config
 from harness.printing import print_text
 from harness.storage import Marker, make_folder, sync_folder
@@ -175,8 +175,11 @@ def _settings_of(
     of_base = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
     config = text_config(of_base)
     if config is not of_base:  # of a model that also encodes images
-        config["architectures"] = [FAMILIES[model.family].architecture]
-    ids = _token_ids(tokens, data.eod)
+        config["architectures"] = [model.traits.architecture]
+    ends = sorted({*(tokens.ends if tokens is not None else ()), *([] if data.eod is None else [data.eod])})
+    begin, pad = (tokens.begin, tokens.pad) if tokens is not None else (None, None)
+    every = {"bos_token_id": begin, "eos_token_id": ends or None, "pad_token_id": pad}
+    ids = {name: value for name, value in every.items() if value is not None}
     if "eos_token_id" not in ids:
         end = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
         instead = f"{end} of {model.init_from} instead" if end else "generation only ends at its length limit"
@@ -279,15 +282,6 @@ def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:
             with suppress(OSError, ValueError):
                 found[name] = dict(json.loads((folder / name).read_text()))
     return found
-
-
-def _token_ids(tokens: SpecialTokens | None, eod: int | None) -> dict[str, int | list[int]]:
-    known: dict[str, int | list[int] | None] = {
-        "bos_token_id": tokens.begin if tokens is not None else None,
-        "eos_token_id": sorted({*(tokens.ends if tokens is not None else ()), *([] if eod is None else [eod])}) or None,
-        "pad_token_id": tokens.pad if tokens is not None else None,
-    }
-    return {name: value for name, value in known.items() if value is not None}
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -98,7 +98,10 @@ def _measure_nodes(
     rounds = [{node: members for node, members in by_node.items() if len(members) > 1}]
     # Each node meets two others: one whose rate is low with both is the slow one.
     ring = [(node, nodes[(number + 1) % len(nodes)]) for number, node in enumerate(nodes)] if len(nodes) > 2 else []
-    rounds += [{f"{one} {other}": by_node[one] + by_node[other] for one, other in part} for part in _rounds(ring)]
+    # No node has two neighbors at the same time; of an odd number of pairs, the last is alone.
+    even = len(ring) - len(ring) % 2
+    parts = filter(None, (ring[:even:2], ring[1:even:2], ring[even:]))
+    rounds += [{f"{one} {other}": by_node[one] + by_node[other] for one, other in part} for part in parts]
     measured: dict[str, float] = {}
     for groups in rounds:
         handles = {name: torch.distributed.new_group(members) for name, members in groups.items()}
@@ -114,13 +117,6 @@ def _measure_nodes(
             rates[name] = min(rate, rates.get(name, rate))
     within = {name: rate for name, rate in rates.items() if name in rounds[0]}
     return within, {name: rate for name, rate in rates.items() if name not in within}, gathered
-
-
-def _rounds(ring: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Divide the pairs of neighbors on a ring so that no node has two at the same time."""
-    last = [ring[-1:]] if len(ring) % 2 else []
-    even = ring[: len(ring) - len(ring) % 2]
-    return [list(even[::2]), list(even[1::2]), *map(list, last)]
 
 
 def _rate(numbers: torch.Tensor, members: Sequence[int], group: Any = None) -> float:

@@ -205,19 +205,28 @@ def join(
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
             hybrid_context_parallel=shares_rows and largest_share(dp_size) > 1,
         )
-    return RankLayout(
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=dp_size,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=config.tensor_parallel_size,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=config.context_parallel_size,
-        is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
-        is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+    return place_in_groups(
         pad_to_multiple=config.pad_to_multiple,
         group_size=config.group_size,
         shares_rows=shares_rows,
+    )
+
+
+def place_in_groups(**rest: Any) -> RankLayout:
+    """Return this rank's place in Megatron's process groups; `rest` are the other values of the layout."""
+    from megatron.core import parallel_state
+
+    return RankLayout(
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        **rest,
     )
 
 
@@ -367,17 +376,10 @@ class _Now:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
 
-    def wait_stream(self, other: Any) -> None:
+    def wait(self, *others: Any) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    wait_stream = wait_event = synchronize = wait
 
     def record_event(self, event: Any = None) -> _Now:
         return self

@@ -77,16 +77,13 @@ def slow_parts(
             f"model.attention is auto, but {why}: PyTorch's attention launches kernels for every sequence of a row, "
             "and gathers keys and values with context parallelism"
         )
-    if model.has_sinks:
+    if model.traits.has_sinks:
         found.append(
             f"models of the family {model.family} have attention sinks, which require PyTorch's attention: it launches "
             "kernels for every sequence of a row, and gathers keys and values with context parallelism"
         )
-    if (
-        model.num_experts
-        and model.grouped_gemm == "auto"
-        and (reason := model.why_not_grouped or _no_engine(has_engine))
-    ):
+    reason = model.why_not_grouped or (None if has_engine else "the layers do not use Transformer Engine")
+    if model.num_experts and model.grouped_gemm == "auto" and reason:
         found.append(f"model.grouped_gemm is auto, but {reason}: experts are computed one after another")
     if model.layer_pattern is not None and (package := missing_kernels(delta_rule=model.has_delta_rule)):
         found.append(f"{package} is not installed: the scans of layers run in PyTorch, which is much slower")
@@ -101,7 +98,7 @@ def slow_parts(
         found.append("model.dtype is float32: bfloat16 takes half the memory and is many times faster on a GPU")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):
         found.append(f"model.fuse_weight_gradient is auto, but {missing}: each weight gradient takes another kernel")
-    if has_engine and not model.has_sinks and torch.are_deterministic_algorithms_enabled():
+    if has_engine and not model.traits.has_sinks and torch.are_deterministic_algorithms_enabled():
         heads = model.num_attention_heads // parallel.tensor_parallel_size
         padded = parallel.padding_setting
         found.append(
@@ -125,10 +122,6 @@ def _wrong_connections(parallel: ParallelConfig, device: torch.device, shares_ro
     given = "not set" if value is None else value
     why = "delays exchanges until the products that they overlap end" if best == 1 else "queues exchanges after kernels"
     return [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}, which {why}: set it to {best} before the job starts"]
-
-
-def _no_engine(has_engine: bool) -> str | None:
-    return None if has_engine else "the layers do not use Transformer Engine"
 
 
 def _is_on(choice: str, is_gpu: bool) -> bool:

@@ -36,7 +36,7 @@ from harness.megatron.model.mtp import PredictingModel, decoder_layers, predicti
 from harness.megatron.model.rotary import RowLatentAttention, RowSelfAttention
 from harness.megatron.model.router import Router, finalize_with_experts, prepare_experts, routers
 from harness.megatron.weights import TensorShard
-from harness.plan import FAMILIES, ModelConfig, ParallelConfig
+from harness.plan import ModelConfig, ParallelConfig
 from harness.plan.layout import padded_vocab_size
 
 # Transformer Engine chooses among those that can compute a model, unless one is named.
@@ -124,7 +124,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         config.yarn_original_max_position_embeddings = model.rope_original_positions
         config.yarn_beta_fast, config.yarn_beta_slow = 32.0, 1.0
         config.yarn_mscale, config.yarn_mscale_all_dim = model.rope_mscale, model.rope_mscale_all_dim
-        config.yarn_correction_range_round_to_int = FAMILIES[model.family].yarn_truncates
+        config.yarn_correction_range_round_to_int = model.traits.yarn_truncates
     return config
 
 
@@ -137,17 +137,17 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.num_query_groups,
         "kv_channels": model.head_size,
-        "add_qkv_bias": model.has_qkv_bias,
+        "add_qkv_bias": model.traits.has_qkv_bias,
         # Megatron sums the gradients of such norms over tensor-parallel ranks, which norms over all heads divide.
-        "qk_layernorm": model.has_head_norms and not model.norms_span_heads,
+        "qk_layernorm": model.has_head_norms and not model.traits.norms_span_heads,
         "layernorm_epsilon": model.norm_epsilon,
         "init_method_std": model.init_std,
         "normalization": "RMSNorm",
-        "layernorm_zero_centered_gamma": FAMILIES[model.family].norms_add_one,
-        "attention_output_gate": model.has_output_gate,
+        "layernorm_zero_centered_gamma": model.traits.norms_add_one,
+        "attention_output_gate": model.traits.has_output_gate,
         "gated_linear_unit": model.halves == 2,
-        "add_bias_linear": model.has_biases,
-        "softmax_type": "learnable" if model.has_sinks else "vanilla",
+        "add_bias_linear": model.traits.has_biases,
+        "softmax_type": "learnable" if model.traits.has_sinks else "vanilla",
         # Tokens before a token, without its own.
         "window_size": None if model.sliding_window is None else (model.sliding_window - 1, 0),
         "window_attn_skip_freq": None if model.sliding_window is None else 2,
@@ -161,11 +161,11 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
 
 def _kernel_settings(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
     fusions = choose_fusions(model, device)
-    activation = (quick_gelu if fusions.swiglu else _clamped_gate) if model.swiglu_limit else functional.silu
+    activation = (quick_gelu if fusions.swiglu else _clamped_gate) if model.traits.swiglu_limit else functional.silu
     return {
         "activation_func": activation if model.halves == 2 else squared_relu,
-        "activation_func_clamp_value": model.swiglu_limit or None,
-        "glu_linear_offset": 1.0 if model.swiglu_limit else 0.0,
+        "activation_func_clamp_value": model.traits.swiglu_limit or None,
+        "glu_linear_offset": 1.0 if model.traits.swiglu_limit else 0.0,
         "bias_activation_fusion": fusions.swiglu,
         "cross_entropy_loss_fusion": fusions.cross_entropy,
         "cross_entropy_fusion_impl": "native",
@@ -330,7 +330,7 @@ def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine
 
             stage = {"vp_stage": vp_stage} if compat.accepts(get_transformer_layer_offset, "vp_stage") else {}
             first = get_transformer_layer_offset(config, **stage)
-            is_whole = "-" in FAMILIES[model.family].pattern_letters
+            is_whole = "-" in model.traits.pattern_letters
             letters = model.layer_pattern[first : first + len(layers)]
             layers = [only(*pair, is_whole=is_whole) for pair in zip(letters, layers, strict=True)]
         if transformer_engine:
@@ -364,9 +364,9 @@ _NORM_NAMES = {
 def _with_attention(layer: ModuleSpec, model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
     """Return a layer with this project's rotary embedding; without Transformer Engine, also its kernel and norms."""
     # Few versions of Transformer Engine have sinks in packed rows, and none with a ring of context-parallel ranks.
-    with_kernel = transformer_engine and not model.has_sinks
+    with_kernel = transformer_engine and not model.traits.has_sinks
     parts: dict[str, Any] = {} if with_kernel else {"core_attention": VarlenAttention}
-    if model.norms_span_heads:
+    if model.traits.norms_span_heads:
         parts |= {"q_layernorm": JointQueryNorm, "k_layernorm": JointKeyNorm}
     elif model.has_head_norms and not transformer_engine:
         parts |= {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm}
@@ -451,7 +451,7 @@ def _build_chunk(
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type=_positions(model, config),
-        rotary_percent=FAMILIES[model.family].rotated_part,
+        rotary_percent=model.traits.rotated_part,
         rotary_base=model.rotary_base,
         rope_scaling=model.rope_scaling == "llama3",
         rope_scaling_factor=model.rope_scaling_factor,

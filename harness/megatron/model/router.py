@@ -168,11 +168,6 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         real = chosen if padding is None else chosen & ~padding.unsqueeze(1)
         self.source_counts.index_add_(0, sources, real.to(self.source_counts.dtype))
 
-    def note_bias(self) -> None:
-        """Record the tokens that the next change of the bias counts, before Megatron makes it and forgets them."""
-        if self.enable_expert_bias:
-            self.sums["bias_tokens"] += self.local_tokens_per_expert.double().sum() / self.topk
-
 
 def _scores(logits: torch.Tensor, function: str) -> torch.Tensor:
     """Return float32 [T, experts], the share of each expert in a token's scores."""
@@ -202,7 +197,7 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
             parameter.requires_grad = not model.freeze_router
         if chunk.config.expert_tensor_parallel_size != chunk.config.tensor_model_parallel_size:
             compat.reduce_over_copies(experts.experts)
-        if model.has_biases:
+        if model.traits.has_biases:
             _prepare_biases(experts.experts)
         if device.type == "cpu" and hasattr(experts.experts, "local_experts"):  # not grouped, as on GPUs
             for index, expert in zip(experts.local_expert_indices, experts.experts.local_experts, strict=True):
@@ -261,7 +256,9 @@ def _draw(expert: Any, config: Any, seed: int) -> None:
 def finalize_with_experts(model: list[torch.nn.Module], *arguments: Any, **options: Any) -> None:
     """Finish the gradients of a step as Megatron does, which also changes the experts' biases."""
     for router in routers(model):
-        router.note_bias()
+        if router.enable_expert_bias:
+            # Megatron forgets the tokens that it has counted.
+            router.sums["bias_tokens"] += router.local_tokens_per_expert.double().sum() / router.topk
     finalize_model_grads(model, *arguments, **options)
 
 

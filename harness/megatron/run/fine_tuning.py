@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.formats import PackReader
-from harness.loader import DataConfig, JoinedReader, Loader, LoaderConfig, RankLayout, RunData, open_datasets
+from harness.loader import JoinedReader, Loader, LoaderConfig, RankLayout, RunData, open_datasets
 from harness.loader.datasets import LiveData, open_live
 from harness.loader.live.rank import BatchPlan
 from harness.loader.order import epochs_after, steps_until
@@ -41,7 +41,7 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
         pad_rows_to=max_tokens_per_row if config.parallel.static_rows else None,
         max_sequences=_max_sequences(config, data) if config.parallel.cuda_graphs else None,
         pretrained=pretrained,
-        data_names=config.data.live.folders or _paths(config.data),
+        data_names=config.data.live.folders or [source.path for source in config.data.blend] or [config.data.path],
         facts={
             "dataset": data.describe(),
             "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens per rank",
@@ -118,10 +118,6 @@ def _warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
             f"{count_of(len(data.validation), 'pack')}: every validation reads the whole set"
         )
     return warnings
-
-
-def _paths(data: DataConfig) -> list[str]:
-    return [source.path for source in data.blend] or [data.path]
 
 
 def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | None = None) -> int:

@@ -60,7 +60,10 @@ class RunRecords:
         self.leaving: str | None = None
         self._named: set[tuple[int | None, str]] = set()
         self._thread = thread_times()
-        nodes, stages = zip(*self._on_every_rank((place_in_slurm().node, layout.pp_rank)), strict=True)
+        places = [(place_in_slurm().node, layout.pp_rank)] * ranks.world_size
+        if ranks.world_size > 1:
+            torch.distributed.all_gather_object(places, places[0])
+        nodes, stages = zip(*places, strict=True)
         self._is_on_many_nodes = len(set(nodes)) > 1
         self._watch: StragglerWatch | None = None
         if trainer.straggler_ratio is not None:
@@ -103,12 +106,6 @@ class RunRecords:
         for records in (self._metrics, self._digests, self._sampler):
             if records is not None:
                 records.sync()
-
-    def _on_every_rank(self, value: Any) -> list[Any]:
-        values = [value] * self._ranks.world_size
-        if self._ranks.world_size > 1:
-            torch.distributed.all_gather_object(values, value)
-        return values
 
     def _gather_times(self, record: StepRecord) -> list[RankTimes]:
         """Return the times of every rank in this step, the same on every rank."""
@@ -161,7 +158,11 @@ class RunRecords:
         if not steps:
             self.progress.log(f"warning: {self._folder / METRICS_FILE} no longer contains steps: no report is written")
             return
-        title = _title(config, self._folder, data_names)
+        model, data = config.model, ", ".join(data_names[:3])
+        data += f" and {len(data_names) - 3} more" if len(data_names) > 3 else ""
+        name = Path(model.init_from).name if model.init_from else f"{model.num_layers} layers of {model.hidden_size}"
+        adapters = f", LoRA of rank {model.lora_rank}" if model.lora_rank else ""
+        title = f"{self._folder.name}: {name}{adapters}, on {data}"
         plot_loss(steps, self._folder / "loss.png", title=title)
         if steps[-1].experts:
             plot_experts(steps, self._folder / "experts.png", title=title)
@@ -183,11 +184,3 @@ def _facts(config: RunConfig, ranks: runtime.Runtime) -> dict[str, str]:
         f"pipeline {parallel.pipeline_parallel_size}, context {parallel.context_parallel_size}",
         "versions": f"megatron-core {MEGATRON_VERSION}, torch {torch.__version__}",
     }
-
-
-def _title(config: RunConfig, folder: Path, names: Sequence[str]) -> str:
-    model = config.model
-    name = Path(model.init_from).name if model.init_from else f"{model.num_layers} layers of {model.hidden_size}"
-    adapters = f", LoRA of rank {model.lora_rank}" if model.lora_rank else ""
-    data = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{folder.name}: {name}{adapters}, on {data}"

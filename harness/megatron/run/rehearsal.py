@@ -179,13 +179,8 @@ def _blocks(model: ModelConfig) -> tuple[int, int]:
     return groups // top, model.experts_per_token // top
 
 
-def _route_evenly(model: ModelConfig, step: MegatronStep) -> None:
-    """Make all routers of a step send as many tokens to each expert."""
-    for router in routers(step.chunks):
-        router.routing = partial(_route, model, router.routing)  # type: ignore[method-assign]
-
-
 def _route(model: ModelConfig, routing: Any, logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    """Send as many tokens to each expert, in the place of a router."""
     top, (blocks, each) = model.router_top_groups or 1, _blocks(model)
     size = model.num_experts // (blocks * top)
     tokens = torch.arange(logits.numel() // model.num_experts).view(-1, 1, 1)
@@ -211,7 +206,8 @@ def _rehearse_rank(
         mask = np.r_[np.ones(tokens, np.uint8), np.zeros(1, np.uint8)]
         row = build_thd_batch([SequenceView(ids, mask)] * _SEQUENCES, pad_to_multiple=parallel.pad_to_multiple)
         microbatches = 2 * parallel.pipeline_parallel_size
-        _route_evenly(model, step)
+        for router in routers(step.chunks):
+            router.routing = partial(_route, model, router.routing)  # type: ignore[method-assign]
         weights = [weight for chunk in step.chunks for weight in chunk.parameters()]
         kept = KeptBytes({weight.untyped_storage().data_ptr() for weight in weights})
         with kept.counted():

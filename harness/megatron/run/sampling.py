@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +102,8 @@ def _likeliest(step: MegatronStep, logits: torch.Tensor, row: ThdBatch, lasts: I
     return tokens
 
 
-@dataclass(frozen=True)
-class Answering:
-    """The tokenizer of prompts and answers, and the ids of the tokens that end an answer to the trained model."""
-
-    tokenizer: ChatTokenizer
-    ends: Sequence[int]
+# The tokenizer of prompts and answers, and the ids of the tokens that end an answer to the trained model.
+Answering = tuple[ChatTokenizer, Sequence[int]]
 
 
 def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
@@ -146,7 +141,7 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
             where="trainer.sample_prompts, trainer.sample_tokens",
             fix="shorten them",
         )
-    return Answering(tokenizer, ends)
+    return tokenizer, ends
 
 
 class Sampler:
@@ -161,7 +156,7 @@ class Sampler:
     def __init__(
         self, step: MegatronStep, answering: Answering, folder: Path | None, trainer: TrainerConfig, first_step: int
     ) -> None:
-        self._step, self._tokenizer, self._ends = step, answering.tokenizer, answering.ends
+        self._step, (self._tokenizer, self._ends) = step, answering
         self._prompts, self._max_tokens = trainer.sample_prompts, trainer.sample_tokens
         self._ids = [self._tokenizer.prompt({"role": "user", "content": prompt}) for prompt in self._prompts]
         self._file: LineFile | None = None

@@ -202,8 +202,13 @@ class _Run(Hooks):
         if (newest := self.newest) is not None:
             self._progress = runtime.on_rank_0(lambda: resuming.check_resumed(config, folder, newest))
             config.optimizer = runtime.on_rank_0(lambda: resuming.keep_recorded(config.optimizer, folder))
-        else:
-            _check_base_weights(config)
+        elif config.model.lora_rank and config.model.init_from is None:
+            raise ConfigError(
+                f"model.lora_rank is {config.model.lora_rank}, but model.init_from is not set: the adapters would be "
+                "trained on frozen random weights",
+                where="model.init_from",
+                fix="set it to the folder or hub id of the base model, or train all weights with model.lora_rank=0",
+            )
         self.first_step = self._progress.step + 1 if self._progress is not None else 1
 
     def open(self, open_task: OpenTask[C]) -> None:
@@ -365,16 +370,6 @@ class _Run(Hooks):
 def _slurm_folder(config: RunConfig) -> Path | None:
     """Return the run's folder if Slurm's script made it; the script reads there why an attempt ended early."""
     return Path(config.run_dir) if config.run_dir is not None and "SLURM_JOB_ID" in os.environ else None
-
-
-def _check_base_weights(config: RunConfig) -> None:
-    if config.model.lora_rank and config.model.init_from is None:
-        raise ConfigError(
-            f"model.lora_rank is {config.model.lora_rank}, but model.init_from is not set: the adapters would be "
-            "trained on frozen random weights",
-            where="model.init_from",
-            fix="set it to the folder or hub id of the base model, or train all weights with model.lora_rank=0",
-        )
 
 
 def _check_validations(config: RunConfig, validation: Mapping[str, Feed]) -> None:

@@ -179,14 +179,12 @@ class _CheckedObjects:
         file = self._storage[item.storage_index].relative_path
         objects = _load(value, file, self._folder)
         # Transformer Engine unpickles what an extra state holds; in checkpoints of other tools without FP8 it is empty.
-        if "_extra_state" in item.dest_index.fqn and not all(map(_is_empty, objects)):
+        if "_extra_state" in item.dest_index.fqn and any(
+            state is not None and not (isinstance(state, torch.Tensor) and state.numel() == 0) for state in objects
+        ):
             raise _refused(file, self._folder, f"{item.dest_index.fqn} contains a pickled state")
         value.seek(0)
         self._planner.load_bytes(item, value)
-
-
-def _is_empty(state: Any) -> bool:
-    return state is None or (isinstance(state, torch.Tensor) and state.numel() == 0)
 
 
 def _check_common(path: Path) -> None:

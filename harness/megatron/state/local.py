@@ -393,7 +393,8 @@ class LocalCopies:
         missing = on_rank_0(lambda: self._missing(name))
         if missing is not None:
             return missing
-        target = on_rank_0(lambda: self._make_target(name, checkpoints))
+        target = checkpoints / on_rank_0(lambda: f"{name}.unfinished-{secrets.token_hex(8)}")
+        on_rank_0(lambda: make_folder(target))
         problems: dict[str, list[str]] = {}
         tried: dict[str, int] = {}
         while True:
@@ -415,17 +416,12 @@ class LocalCopies:
         elif not found.files:
             what = "its checksums.json and run.json are damaged, or of another run, on every node that has them"
         elif lost := [file.path for file in found.files if not found.holders.get(file.path)]:
-            what = f"missing or truncated on all nodes: {len(lost)} of {len(found.files)} files: {_few(lost)}"
+            what = f"missing or truncated on all nodes: {len(lost)} of {len(found.files)} files: {', '.join(lost[:3])}"
         if not what:
             return None
         return CheckpointError(
             f"the local checkpoint of step {step}{wrote} is incomplete: {what}", where=str(self._folder / name), fix=fix
         )
-
-    def _make_target(self, name: str, checkpoints: Path) -> Path:
-        target = checkpoints / f"{name}.unfinished-{secrets.token_hex(8)}"
-        make_folder(target)
-        return target
 
     def _assign(self, name: str, tried: dict[str, int]) -> list[list[StoredFile]]:
         """Return for every rank the files that it copies next; `tried` counts the disks tried, -1 once it is copied."""
@@ -546,7 +542,3 @@ def _reason(error: OSError, path: Path) -> str:
 
 def _first(problems: Sequence[str]) -> str:
     return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")

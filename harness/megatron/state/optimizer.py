@@ -117,13 +117,15 @@ def _shards_of(part: Any, weights: dict[str, Any], *, is_float32: bool) -> Itera
     for weight, ranges in chain.from_iterable(bucket["param_map"].items() for bucket in buckets):
         owned = range(ranges["param"].start, ranges["param"].end)
         pieces = _pieces(by_weight[id(weight)])
+        # The replica of the state to which this rank belongs; 0 is saved.
+        instance = int(getattr(part, "distributed_optimizer_instance_id", 0))
         for name, state in _states_of(part, weight).items():
             # A float32 main weight is a view of the model's own weight, which the model saves and loads.
             if is_float32 and name == _MAIN:
                 continue
             prefix = f"optimizer.state.{'fp32_param' if name == _MAIN else name}"
             for at, piece in pieces:
-                yield from _cut(piece, at, f"{prefix}.{piece.key}", state.detach(), owned, _instance_of(part))
+                yield from _cut(piece, at, f"{prefix}.{piece.key}", state.detach(), owned, instance)
 
 
 def _states_of(part: Any, weight: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -136,11 +138,6 @@ def _states_of(part: Any, weight: torch.nn.Parameter) -> dict[str, torch.Tensor]
     states = {name: value for name, value in part.optimizer.state[main].items() if name != "step"}
     # An inner optimizer that has the float32 weights has them in its state.
     return {_MAIN: states.pop("master_param", main), **states}
-
-
-def _instance_of(part: Any) -> int:
-    """Return the number of the replica of the state to which a rank belongs; 0 is the one that is saved."""
-    return int(getattr(part, "distributed_optimizer_instance_id", 0))
 
 
 def _pieces(sharded: Any) -> list[tuple[int, ShardedTensor]]:
@@ -175,7 +172,7 @@ def _cut(
         at: element of the weight at which `piece` begins.
         key: name on disk.
         state: the elements `owned.start` to `owned.stop` of the weight.
-        instance: from `_instance_of`.
+        instance: number of the replica of the state.
     """
     prefix = (1,) * piece.prepend_axis_num
     first, last = max(owned.start, at), min(owned.stop, at + math.prod(piece.local_shape))

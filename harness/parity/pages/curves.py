@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from harness.parity.compare import relative_difference
 from harness.parity.result import CellResult, ParityReport, Series
 from harness.printing import printable
 from harness.tables import shorten
@@ -120,7 +121,8 @@ def differences(reference: Series, run: Series, column: str) -> tuple[list[int],
     for step, value in zip(run.step, getattr(run, column), strict=False):
         if step in expected:
             steps.append(step)
-            values.append(_relative(finite(expected[step]), finite(value)))
+            pair = finite(expected[step]), finite(value)
+            values.append(None if None in pair else relative_difference(*pair))
     return steps, values
 
 
@@ -232,12 +234,6 @@ def _log_axis(report: ParityReport, column: str) -> dict[str, Any]:
         "range": [math.log10(FLOOR) - 0.7, 0.5],
     }
     return {"yaxis": AXIS | axis, "shapes": [line | {"y0": tolerance, "y1": tolerance} for tolerance in tolerances]}
-
-
-def _relative(expected: float | None, actual: float | None) -> float | None:
-    if expected is None or actual is None:
-        return None
-    return abs(actual - expected) / max(abs(expected), 1e-30)
 
 
 def finite(value: float | None) -> float | None:

@@ -61,26 +61,18 @@ def trouble(cell: CellResult) -> str:
 def places(difference: Difference) -> list[tuple[str, str]]:
     """Return the known parts of a difference's place as (name, value): step, microbatch, rank, ..."""
     known = {name: value for name, value in vars(difference).items() if name != "message" and value is not None}
-    return [(name, value if isinstance(value, str) else number(value)) for name, value in known.items()]
+    # With every digit, so that it can be searched for.
+    numbers = {name: f"{value:,}" if isinstance(value, int) else repr(value) for name, value in known.items()}
+    return [(name, value if isinstance(value, str) else numbers[name]) for name, value in known.items()]
 
 
 def size_of(check: Check) -> str:
     """Return the largest relative difference of a check, short; `differs` where it has no size."""
     if check.largest is None:
         return "equal" if check.passed else "differs"
-    return ratio(check.largest)
-
-
-def ratio(value: float) -> str:
-    """Format a relative difference with two digits; `0` for none, `infinite` where a value is missing."""
-    if value == 0:
+    if check.largest == 0:
         return "0"
-    return f"{value:.1e}" if math.isfinite(value) else "infinite"
-
-
-def number(value: float) -> str:
-    """Format a value with every digit, so that it can be searched for."""
-    return f"{value:,}" if isinstance(value, int) else repr(value)
+    return f"{check.largest:.1e}" if math.isfinite(check.largest) else "infinite"
 
 
 def limit(tolerance: float) -> str:

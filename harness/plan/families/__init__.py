@@ -1,4 +1,4 @@
-"""Published model families: a file each (those of Llama's shape share one), and a line here.
+"""Published model families, in a file for each shape of layers.
 
 A family is data: its differences from the Llama shape, how its config.json is read and written, and the names of its
 tensors. Models of other families are refused with what they need that is missing.
@@ -6,40 +6,14 @@ tensors. Models of other families are refused with what they need that is missin
 
 from __future__ import annotations
 
-from harness.plan.families import (
-    deepseek_v2,
-    deepseek_v3,
-    dense,
-    glm4_moe,
-    glm4_moe_lite,
-    gpt_oss,
-    mixtral,
-    nemotron_h,
-    olmoe,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-)
+from harness.plan.families import gpt_oss, latent, llama, nemotron_h, qwen3_next
 from harness.plan.families.base import Family
 
 __all__ = ["FAMILIES", "MISSING"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for module in (
-        dense,
-        qwen3_moe,
-        mixtral,
-        olmoe,
-        deepseek_v2,
-        deepseek_v3,
-        glm4_moe,
-        glm4_moe_lite,
-        gpt_oss,
-        nemotron_h,
-        qwen3_next,
-        qwen3_5,
-    )
+    for module in (llama, latent, gpt_oss, nemotron_h, qwen3_next)
     for family in vars(module).values()
     if isinstance(family, Family)
 }

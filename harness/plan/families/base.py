@@ -69,8 +69,14 @@ def read_softmax(
     }
 
 
-def _nothing(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    return {}
+def write_softmax(model: Any, *, number: str = "num_experts", inner: str = "intermediate_size") -> dict[str, Any]:
+    """Return the values that `read_softmax` reads, the number and size of experts under these names."""
+    return {
+        number: model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        inner: model.expert_size,
+        "router_aux_loss_coef": model.aux_loss,
+    }
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class Family:
     is_gated: bool = True
     norm_epsilon: float | None = None
     experts: ExpertNames | None = None
-    read: Callable[[Mapping[str, Any], Refuse], dict[str, Any]] = _nothing
+    read: Callable[[Mapping[str, Any], Refuse], dict[str, Any]] = lambda values, refuse: {}
     write: Callable[[Any], dict[str, Any]] = lambda model: {"attention_bias": False}
     standard: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
     stored_name: Callable[[str], str] = lambda name: name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax
+from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, write_softmax
 
 _LIMIT, _ALPHA = 7.0, 1.702
 
@@ -30,10 +30,7 @@ def _write(model: Any) -> dict[str, Any]:
         "sliding_window": model.sliding_window,
         "layer_types": _kinds(model.num_layers),
         "swiglu_limit": _LIMIT,
-        "num_local_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "intermediate_size": model.expert_size,
-        "router_aux_loss_coef": model.aux_loss,
+        **write_softmax(model, number="num_local_experts"),
     }
 
 

@@ -1,26 +1,23 @@
-"""Settings that config.json files of models with latent attention and shared experts have in common."""
+"""The families of DeepSeek and GLM: multi-latent attention, and experts of which some are shared.
+
+GLM-4.5 has these experts alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Refuse, count_experts
+from harness.plan.families.base import ExpertNames, Family, Refuse, count_experts
 
-SHARED = ("gate_proj", "up_proj", "down_proj")
-
-
-def expert_names(bias: str = "") -> ExpertNames:
-    """Return the names of tensors of experts.
-
-    Args:
-        bias: name of the experts' bias; empty where there is none.
-    """
-    gate, up, down = (f"mlp.shared_experts.{name}.weight" for name in SHARED)
-    return ExpertNames(bias=bias, shared=(gate, up, down))
+_EXPERTS = ExpertNames(
+    shared=tuple(f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")),  # type: ignore[arg-type]
+)
+_BIASED_EXPERTS = replace(_EXPERTS, bias="mlp.gate.e_score_correction_bias")
 
 
-def read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+def read_latent(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     """Return settings of the attention, and the sizes of experts."""
     heads, groups = int(values["num_attention_heads"]), values.get("num_key_value_heads")
     if groups not in (None, heads):
@@ -53,8 +50,8 @@ def read_experts(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     }
 
 
-def write(model: Any) -> dict[str, Any]:
-    """Return the values that `read` reads."""
+def write_latent(model: Any) -> dict[str, Any]:
+    """Return the values that `read_latent` reads."""
     return {
         "attention_bias": False,
         "head_dim": model.qk_rope_head_dim,
@@ -79,3 +76,139 @@ def write_experts(model: Any) -> dict[str, Any]:
         "moe_layer_freq": 1,
         "routed_scaling_factor": model.router_scale,
     }
+
+
+def _read_v2(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    if (method := values.get("topk_method") or "greedy") != "greedy":
+        raise refuse(
+            f"experts chosen by topk_method {method!r} are not supported: Megatron-Core ranks a group by the sum of "
+            "its best experts, not by the best one"
+        )
+    if values.get("norm_topk_prob"):
+        raise refuse("norm_topk_prob is set, which DeepSeek-V2 in transformers ignores")
+    return {**read_latent(values, refuse), "router_score": "softmax", "router_normalize": False, "expert_bias": False}
+
+
+def _write_v2(model: Any) -> dict[str, Any]:
+    return {**write_latent(model), "topk_method": "greedy", "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
+
+
+# And V2-Lite: a softmax router without normalization.
+DEEPSEEK_V2 = Family(
+    "deepseek_v2", "DeepseekV2ForCausalLM", has_latents=True, experts=_EXPERTS, read=_read_v2, write=_write_v2
+)
+
+
+def read_router(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """Return settings of a router by biased sigmoid scores in groups."""
+    for name, known in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}.items():
+        if values.get(name, known) != known:
+            raise refuse(f"{name} {values[name]!r} is not supported ({known!r} is)")
+    if not values.get("norm_topk_prob", True):
+        raise refuse("sigmoid scores that are not normalized are not supported: Megatron-Core always normalizes them")
+    groups, top = int(values.get("n_group") or 1), int(values.get("topk_group") or 1)
+    chosen = int(values["num_experts_per_tok"])
+    if groups > top and chosen // top != DEEPSEEK_V3.ranks_groups_by:
+        raise refuse(
+            f"{chosen} experts per token of {top} of {groups} groups are not supported: the model ranks a group by the "
+            f"sum of its best 2 experts, and Megatron-Core by that of its best {chosen // top}"
+        )
+    grouped = groups > top
+    return {
+        "router_score": "sigmoid",
+        "router_normalize": True,
+        "router_groups": groups if grouped else None,
+        "router_top_groups": top if grouped else None,
+        "expert_bias": True,
+    }
+
+
+def write_router(model: Any) -> dict[str, Any]:
+    """Return the values that `read_router` reads, and the number of layers that predict further tokens."""
+    return {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "n_group": model.router_groups or 1,
+        "topk_group": model.router_top_groups or 1,
+        "num_nextn_predict_layers": model.mtp_layers,
+    }
+
+
+# And R1, and Moonlight: experts chosen by biased sigmoid scores in groups.
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    has_latents=True,
+    ranks_groups_by=2,
+    predicts_further=True,
+    experts=_BIASED_EXPERTS,
+    read=lambda values, refuse: read_latent(values, refuse) | read_router(values, refuse),
+    write=lambda model: write_latent(model) | write_router(model),
+)
+
+
+_ROTATED = 0.5
+
+
+def _read_glm(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    rope = values.get("rope_parameters") or {}
+    part = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", _ROTATED))
+    if part != _ROTATED:
+        raise refuse(f"rotary positions in {part:g} of each head are not supported ({_ROTATED:g} is)")
+    if not values.get("attention_bias", False):
+        raise refuse("queries, keys and values without biases are not supported")
+    return {
+        "qk_norm": bool(values.get("use_qk_norm", False)),
+        **read_experts(values, refuse),
+        **read_router(values, refuse),
+    }
+
+
+def _write_glm(model: Any) -> dict[str, Any]:
+    return {
+        **write_experts(model),
+        **write_router(model),
+        "attention_bias": True,
+        "partial_rotary_factor": _ROTATED,
+        "use_qk_norm": model.has_head_norms,
+    }
+
+
+# GLM-4.5 and GLM-4.6: biases of queries, keys and values, half of each head rotated, and the experts of DeepSeek-V3.
+# The models of 355 billion weights have norms of queries and keys, GLM-4.5-Air has none.
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    has_qkv_bias=True,
+    chooses_head_norms=True,
+    rotated_part=_ROTATED,
+    ranks_groups_by=2,
+    predicts_further=True,
+    experts=_BIASED_EXPERTS,
+    read=_read_glm,
+    write=_write_glm,
+)
+
+
+def _read_lite(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    rope = values.get("rope_parameters") or {}
+    part = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    if part != 1:
+        raise refuse(f"rotary positions in {part:g} of a head's rotary part are not supported")
+    kinds = values.get("mlp_layer_types")
+    dense = int(values.get("first_k_dense_replace", 1)) if kinds is None else list(kinds).count("dense")
+    if kinds is not None and any(kind != "dense" for kind in kinds[:dense]):
+        raise refuse("dense layers that are not the first ones are not supported")
+    return DEEPSEEK_V3.read({**values, "first_k_dense_replace": dense}, refuse)
+
+
+def _write_lite(model: Any) -> dict[str, Any]:
+    sparse = model.num_layers - model.dense_layers
+    return {**DEEPSEEK_V3.write(model), "mlp_layer_types": ["dense"] * model.dense_layers + ["sparse"] * sparse}
+
+
+# GLM-4.7-Flash: the layers of DeepSeek-V3 under other names, without groups of experts.
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3, name="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", read=_read_lite, write=_write_lite
+)

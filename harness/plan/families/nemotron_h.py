@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families import deepseek_v3
+from harness.plan.families import latent
 from harness.plan.families.base import ExpertNames, Family, Refuse
 
 # Letters of `model.layer_pattern` by the words of transformers 5.
@@ -63,7 +63,7 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
         "expert_ffn_hidden_size": int(values["moe_intermediate_size"]),
         "shared_ffn_hidden_size": int(values["moe_shared_expert_intermediate_size"]),
         "router_scale": float(values.get("routed_scaling_factor", 1.0)),
-        **deepseek_v3.read_router(values, refuse),
+        **latent.read_router(values, refuse),
     }
 
 

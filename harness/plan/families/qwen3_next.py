@@ -1,5 +1,7 @@
 """Qwen3-Next: three of four layers with the gated delta rule, gated attention, and experts whose shared one has a gate.
 
+The text models of Qwen3.5, dense and with experts, are the same, but their rows of the delta rule are apart.
+
 Source: Qwen team, "Qwen3-Next: Towards Ultimate Training & Inference Efficiency", 2025; the names of its config.json.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax
+from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, write_softmax
 
 _ROTATED = 0.25
 _WORDS = {"D": "linear_attention", "*": "full_attention"}
@@ -22,7 +24,7 @@ _SIZES = {
 }
 
 
-def read_layers(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+def _read_layers(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     """Return the settings of layers that are the same in Qwen3-Next and Qwen3.5."""
     for name, known in _CONSTANTS.items():
         if values.get(name) not in (known, None):
@@ -41,7 +43,7 @@ def read_layers(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     return {"layer_pattern": "".join(letters[kind] for kind in kinds), **sizes}
 
 
-def write_layers(model: Any) -> dict[str, Any]:
+def _write_layers(model: Any) -> dict[str, Any]:
     """Return their values of a config.json."""
     return {
         "attention_bias": False,
@@ -52,40 +54,37 @@ def write_layers(model: Any) -> dict[str, Any]:
     }
 
 
-def read_experts(values: Mapping[str, Any], *, normalize: bool) -> dict[str, Any]:
+def _read_experts(values: Mapping[str, Any], *, normalize: bool) -> dict[str, Any]:
     """Return the settings of experts."""
     shared = int(values["shared_expert_intermediate_size"])
     inner = int(values["moe_intermediate_size"])
     return {**read_softmax(values, normalize=normalize, inner=inner), "shared_ffn_hidden_size": shared}
 
 
-def write_experts(model: Any) -> dict[str, Any]:
+def _write_experts(model: Any) -> dict[str, Any]:
     """Return their values of a config.json."""
     return {
-        "num_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "moe_intermediate_size": model.expert_size,
+        **write_softmax(model, inner="moe_intermediate_size"),
         "shared_expert_intermediate_size": model.shared_ffn_hidden_size,
-        "router_aux_loss_coef": model.aux_loss,
     }
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     normalize = bool(values.get("norm_topk_prob", True))
-    return read_layers(values, refuse) | read_experts(values, normalize=normalize)
+    return _read_layers(values, refuse) | _read_experts(values, normalize=normalize)
 
 
 def _write(model: Any) -> dict[str, Any]:
     others = {name: _CONSTANTS[name] for name in ("decoder_sparse_step", "mlp_only_layers")}
-    return write_layers(model) | write_experts(model) | others | {"norm_topk_prob": model.router_normalize}
+    return _write_layers(model) | _write_experts(model) | others | {"norm_topk_prob": model.router_normalize}
 
 
-EXPERTS = ExpertNames(
+_EXPERTS = ExpertNames(
     shared=tuple(f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")),  # type: ignore[arg-type]
     shared_gate="mlp.shared_expert_gate.weight",
 )
 # Features of a `Family` that models of Qwen3-Next and Qwen3.5 share.
-LAYERS: dict[str, Any] = {
+_LAYERS: dict[str, Any] = {
     "has_head_norms": True,
     "rotated_part": _ROTATED,
     "pattern_letters": "D*",
@@ -94,13 +93,32 @@ LAYERS: dict[str, Any] = {
     # Layers that predict further tokens, which transformers leaves out too, and the encoder of images.
     "left_out": ("mtp.", "model.visual."),
 }
-FAMILY = Family(
+QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    **LAYERS,
+    **_LAYERS,
     groups_scan_rows=True,
     has_experts_everywhere=True,
-    experts=EXPERTS,
+    experts=_EXPERTS,
     read=_read,
     write=_write,
+)
+
+
+def _read_3_5(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    return _read_layers(values, refuse) | _read_experts(values, normalize=True)
+
+
+QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", **_LAYERS, read=_read_layers, write=_write_layers)
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    **_LAYERS,
+    has_experts_everywhere=True,
+    experts=_EXPERTS,
+    # No layer has an MLP, and config.json no size of one.
+    standard=lambda values: {"intermediate_size": values["moe_intermediate_size"], **values},
+    unwritten=("intermediate_size",),
+    read=_read_3_5,
+    write=lambda model: _write_layers(model) | _write_experts(model),
 )

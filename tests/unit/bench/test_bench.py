@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from harness.bench import BENCHES, load, scheduling
-from harness.bench.figures import BenchReport, Case, Figure, rate, render_report, take_turns
+from harness.bench.figures import BenchReport, Case, Figure, render_report, take_turns
 from harness.bench.scheduling import NEXT_FIT
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
@@ -21,6 +21,7 @@ from harness.cli.app import app
 from harness.errors import ConfigError
 from harness.formats import open_dataset
 from tests.benchmarks.__main__ import PEERS
+from tests.benchmarks.clocks import rate
 from tests.benchmarks.links import large_dataset
 
 ALL = BENCHES | PEERS

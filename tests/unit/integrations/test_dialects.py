@@ -91,6 +91,6 @@ def test_other_keys_are_missing_as_in_any_dict() -> None:
         row["token_type_ids"]
 
 
-def test_an_unknown_dialect_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'megatron'"):
+def test_an_unknown_dialect_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="choose one of: megatron, huggingface"):
         require_dialect("megatorn")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.errors import CheckpointError, ConfigError, FormatError, ScheduleError
+from harness.errors import CheckpointError, ConfigError, ScheduleError
 from harness.formats import open_writer
 from harness.integrations import RankStream
 from harness.integrations.megatron_lm import ExternalLoader, data_loader, datasets_provider
@@ -132,13 +132,13 @@ def test_the_position_is_that_of_the_checkpoint_that_was_loaded(path: str, tmp_p
 
 
 def test_a_checkpoint_without_a_position_or_with_a_damaged_one_is_refused(path: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="iteration 3 has no position") as caught:
+    with pytest.raises(CheckpointError, match="after step 3, but its position in the data is missing") as caught:
         data_loader._saved_position(arguments(load=str(tmp_path)), loader(path))
     assert "--finetune" in caught.value.fix
     folder = tmp_path / "iter_0000003" / "mp_rank_00"
     folder.mkdir(parents=True)
     (folder / "train_dataloader_dprank000.pt").write_bytes(b"nothing")
-    with pytest.raises(FormatError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         data_loader._saved_position(arguments(load=str(tmp_path)), loader(path))
 
 

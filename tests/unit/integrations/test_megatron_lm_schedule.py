@@ -203,10 +203,10 @@ def test_rows_of_another_scheduler_get_the_padding_of_their_bounds(one_rank: Non
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"dynamic_cp": True}, "dynamic_cp=True is not supported"),
+        ({"dynamic_cp": True}, "dynamic_cp is not supported"),
         ({"dynamic_cp_group_func": max}, "dynamic_cp_group_func is not supported"),
-        ({"return_context_parallel_batch": True}, "return_context_parallel_batch=True is not supported"),
-        ({"pg_collection": False}, "the process groups are False"),
+        ({"return_context_parallel_batch": True}, "return_context_parallel_batch is not supported"),
+        ({"pg_collection": False}, "pg_collection=False is not supported"),
         ({"config": config(cp_partition_mode="contiguous")}, "config.cp_partition_mode = 'contiguous'"),
     ],
 )

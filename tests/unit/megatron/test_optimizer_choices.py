@@ -30,8 +30,8 @@ def make(job: runtime.Runtime) -> Callable[..., MegatronStep]:
     layout = join(SPLIT, 1)
 
     def build(**settings: float | str) -> MegatronStep:
-        optimizer = OptimizerConfig(lr=1e-2, warmup_steps=1, **settings)  # type: ignore[arg-type]
-        return MegatronStep(MODEL, SPLIT, layout, device=job.device, vocab_size=64, optimizer=optimizer, decay_steps=20)
+        optimizer = OptimizerConfig(lr=1e-2, warmup_steps=1, decay_steps=20, **settings)  # type: ignore[arg-type]
+        return MegatronStep(MODEL, SPLIT, layout, device=job.device, vocab_size=64, optimizer=optimizer)
 
     return build
 

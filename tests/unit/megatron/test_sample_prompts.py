@@ -47,10 +47,9 @@ def found(*paths: Path) -> tuple[str, set[str]]:
     """Return the text of the prompt, and the texts of the tokens that end an answer."""
     data = DataConfig(path=str(paths[0])) if len(paths) == 1 else DataConfig(blend=[BlendSource(str(p)) for p in paths])
     config = SftConfig(data=data, trainer=TrainerConfig(sample_prompts=["Hi"], sample_tokens=8))
-    answering = find_tokenizer(config, open_datasets(data))
-    tokenizer = answering.tokenizer
+    tokenizer, ends = find_tokenizer(config, open_datasets(data))
     return tokenizer.decode(tokenizer.prompt({"role": "user", "content": "Hi"})), {
-        tokenizer.decode([token]) for token in answering.ends
+        tokenizer.decode([token]) for token in ends
     }
 
 

@@ -20,7 +20,7 @@ from harness.parity import result
 from harness.parity.pages import LONGEST, render_all, render_junit, render_message, render_page
 from harness.parity.pages.curves import FLOOR, POINTS, Pool, draw_charts
 from harness.parity.pages.matrix import arrange
-from harness.parity.result import Check, Difference, ParityReport, Series, read_report, write_report
+from harness.parity.result import Check, Difference, ParityReport, Series, read_report, to_json
 from harness.tables import Table
 
 SCHEMA = json.loads(Path(harness.parity.pages.__file__).with_name("report.schema.json").read_text())
@@ -183,7 +183,8 @@ def test_the_axis_that_varies_first_makes_rows_and_the_others_columns():
 def test_report_json_follows_its_schema(tmp_path, found):
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     first = replace(found.cells[0], seconds=math.nan) if found.cells else None
-    write_report(replace(found, cells=[first, *found.cells[1:]] if first else []), tmp_path / "report.json")
+    changed = replace(found, cells=[first, *found.cells[1:]] if first else [])
+    (tmp_path / "report.json").write_text(to_json(changed))
     jsonschema.validate(json.loads((tmp_path / "report.json").read_text()), SCHEMA)
     assert read_report(tmp_path / "report.json").verdict == found.verdict
 

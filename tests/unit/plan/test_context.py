@@ -8,7 +8,7 @@ from long_tails import COST, TOKENS, lengths_of
 from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.plan import SftConfig
-from harness.plan.context import compare_context_sizes
+from harness.plan.run_plan import compare_context_sizes
 
 
 def test_one_size_that_holds_a_million_tokens_costs_chats_more_than_a_size_for_each() -> None:

@@ -1,0 +1,94 @@
+"""Families of Llama's shape: dense ones, each with at most one difference, and those with experts.
+
+A softmax router chooses the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, write_softmax
+
+# Llama 2 to 3.3.
+LLAMA = Family("llama", "LlamaForCausalLM")
+# Without its sliding window.
+MISTRAL = Family("mistral", "MistralForCausalLM", window_setting="", write=lambda model: {"sliding_window": None})
+# And Qwen2.5: biases of queries, keys and values.
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True, write=lambda model: {"use_sliding_window": False})
+# Norms of the queries and keys of each head.
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True)
+
+
+def _read_qwen3_moe(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    if values.get("decoder_sparse_step", 1) != 1:
+        raise refuse(f"experts in one of {values['decoder_sparse_step']} layers are not supported")
+    dense = values.get("mlp_only_layers") or []
+    if sorted(dense) != list(range(len(dense))):
+        raise refuse(f"dense layers {dense} that are not the first ones are not supported")
+    normalize, inner = bool(values.get("norm_topk_prob", False)), int(values["moe_intermediate_size"])
+    return read_softmax(values, normalize=normalize, inner=inner, dense_layers=len(dense))
+
+
+def _write_qwen3_moe(model: Any) -> dict[str, Any]:
+    return {
+        "attention_bias": False,
+        **write_softmax(model, inner="moe_intermediate_size"),
+        "norm_topk_prob": model.router_normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(model.dense_layers)),
+    }
+
+
+# The dense Qwen3 whose layers choose some of many small experts.
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    has_head_norms=True,
+    experts=ExpertNames(),
+    read=_read_qwen3_moe,
+    write=_write_qwen3_moe,
+)
+
+
+_PLACE = "block_sparse_moe"
+# Mistral's attention, and a few large experts.
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    window_setting="",
+    has_experts_everywhere=True,
+    experts=ExpertNames(
+        router=f"{_PLACE}.gate.weight",
+        gate=f"{_PLACE}.experts.{{}}.w1.weight",
+        up=f"{_PLACE}.experts.{{}}.w3.weight",
+        down=f"{_PLACE}.experts.{{}}.w2.weight",
+    ),
+    read=lambda values, refuse: read_softmax(values, normalize=True),
+    write=lambda model: {"sliding_window": None, **write_softmax(model, number="num_local_experts")},
+)
+
+
+def _read_olmoe(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    if values.get("clip_qkv") is not None:
+        raise refuse(f"queries, keys and values clipped to {values['clip_qkv']} are not supported")
+    return read_softmax(values, normalize=bool(values.get("norm_topk_prob", False)))
+
+
+def _write_olmoe(model: Any) -> dict[str, Any]:
+    own = {"attention_bias": False, "clip_qkv": None, "norm_topk_prob": model.router_normalize}
+    return own | write_softmax(model)
+
+
+# One norm over the queries, and one over the keys, of all heads together.
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    has_head_norms=True,
+    norms_span_heads=True,
+    norm_epsilon=1e-5,
+    has_experts_everywhere=True,
+    experts=ExpertNames(),
+    read=_read_olmoe,
+    write=_write_olmoe,
+)
