@@ -16,7 +16,7 @@ from harness.errors import ConfigError, os_errors_as
 from harness.printing import print_line, print_text
 
 
-def conformance(
+def run_conformance(
     target: Annotated[
         str, typer.Argument(metavar="[TARGET]", help="a class: FILE.py[:CLASS] or MODULE:CLASS", show_default=False)
     ] = "",
@@ -65,4 +65,4 @@ def conformance(
 
 
 conformance_app = typer.Typer()
-conformance_app.command(name="conformance")(conformance)
+conformance_app.command(name="conformance")(run_conformance)

@@ -146,13 +146,13 @@ def stock_templates_are_masked(kit: Kit) -> str:
             refused.append(file.stem)
             continue
         judged += 1
-        surplus = [said for said in ("capital of France", "And of Italy") if said in trained]
-        missing = [said for said in ("It is Paris.", "It is Rome.") if said not in trained]
+        surplus = [phrase for phrase in ("capital of France", "And of Italy") if phrase in trained]
+        missing = [phrase for phrase in ("It is Paris.", "It is Rome.") if phrase not in trained]
         after = text.rpartition("It is Rome.")[2].strip()
         ending = [repr(after)] if after and not missing and not trained.rpartition("It is Rome.")[2].strip() else []
         faults = {"trained": surplus, "not trained": [*missing, *ending]}
-        if said := "; ".join(f"{name}: {', '.join(values)}" for name, values in faults.items() if values):
-            wrong.append(f"{file.stem} ({said})")
+        if phrase := "; ".join(f"{name}: {', '.join(values)}" for name, values in faults.items() if values):
+            wrong.append(f"{file.stem} ({phrase})")
     if wrong:
         shown = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
         raise Failed(f"{len(wrong)} of {judged} templates are masked wrongly: {shown}")

@@ -47,7 +47,6 @@ class CommandTarget:
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Step:
         self._require(*layout.changed())
         self._values = {"model": str(model_folder), "data": str(data), **asdict(layout)}
-        self._lines: list[dict[str, Any]] = []
         self._load = ""
 
         def step(batch: Sequence[Tokens]) -> tuple[float, float | None]:

@@ -1,4 +1,4 @@
-"""What checks are written with: the registry, the data that they feed to a target, and how a check fails."""
+"""The tools of checks: their registry, the data that they feed to a target, and the ways to fail."""
 
 from __future__ import annotations
 
