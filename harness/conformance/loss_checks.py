@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from harness.conformance.kit import LOSS_TOLERANCE, Failed, Kit, check, conversations
@@ -135,7 +136,7 @@ def _leaks(kit: Kit, data: list[Tokens]) -> dict[str, tuple[float, float]]:
             "input_ids": [*one["input_ids"], other["input_ids"][0]],
             "labels": [-100] * len(one["labels"]) + other["labels"][:1],
         }
-        for one, other in zip(data, data[1:], strict=False)
+        for one, other in pairwise(data)
     ]
     return {
         "the first token of each conversation predicted from the one before": kit.reference.step([*data, *joints]),

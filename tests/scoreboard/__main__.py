@@ -94,6 +94,9 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in targets()]:
         parser.error(f"there is no trainer {unknown[0]!r}; choose from {', '.join(targets())}")
+    names = given.checks.split(",") if given.checks else list(CHECKS)
+    if unknown := [name for name in names if name not in CHECKS]:
+        parser.error(f"there is no check {unknown[0]!r}; choose from {', '.join(CHECKS)}")
     if given.refresh:
         write_rows([_refreshed(row) for row in json.loads(WRITTEN.read_text())["rows"]])
         return
@@ -101,7 +104,6 @@ def main() -> None:
         folder = given.dir or Path(temporary)
         for name in given.names or targets():
             sys.stdout.write(f"{name}\n")
-            names = given.checks.split(",") if given.checks else list(CHECKS)
             row = row_of(name, targets()[name], names, folder)
             if not given.checks:
                 write_rows([row])

@@ -39,7 +39,8 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 LINES = {
     "harness": 2_618,
     "harness/bench": 2_425,
-    "harness/cli": 2_760,
+    "harness/cli": 2_829,
+    "harness/conformance": 1_279,
     "harness/formats": 5_882,
     "harness/indexed": 1_292,
     "harness/integrations": 3_004,
@@ -54,7 +55,7 @@ LINES = {
     "harness/storage": 2_724,
     "harness/train": 3_139,
     "recipes": 504,
-    "tests": 53_347,
+    "tests": 54_638,
     "tests/benchmarks": 2_826,
 }
 SHAPE = {
@@ -64,8 +65,8 @@ SHAPE = {
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
     "functions of complexity over 15": 0,
-    "names in __all__": 189,
-    "class names used twice": 0,
+    "names in __all__": 199,
+    "class names used twice": 2,
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 107,
 }

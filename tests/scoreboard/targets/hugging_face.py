@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from harness.conformance import Layout
+from harness.conformance import Layout, NotSupported
 
 # What every target sets: nothing moves or is random, and everything is logged.
 ARGUMENTS: dict[str, Any] = {
@@ -128,6 +128,11 @@ class HuggingFaceTarget:
     def load(self, folder: Path) -> None:
         """Load once, up to the first step; `rows` does it again and goes on."""
         trainer = self._trainer()
+        if trainer.args.device.index is not None:
+            # Of ranks on CPUs alone; accelerate 1.15 names it cpu.
+            raise NotSupported(
+                f"its accelerate names the device of ranks {trainer.args.device}, which torch.load refuses"
+            )
         trainer.add_callback(_OnlyLoad())
         try:
             trainer.train(resume_from_checkpoint=str(folder))
