@@ -1,4 +1,4 @@
-"""What checks are written with: the registry, the data that they feed to a target, and how a check fails."""
+"""Parts of checks: the registry, the data that they feed to a target, and how a check fails."""
 
 from __future__ import annotations
 
