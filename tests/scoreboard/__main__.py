@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.conformance import CHECKS, TargetProcess, Verdict
+from harness.errors import HarnessError
 from tests.integrations.environments import ROOT
 from tests.scoreboard.environments import ENVIRONMENTS
 
@@ -104,7 +105,10 @@ def main() -> None:
         folder = given.dir or Path(temporary)
         for name in given.names or targets():
             sys.stdout.write(f"{name}\n")
-            row = row_of(name, targets()[name], names, folder)
+            try:
+                row = row_of(name, targets()[name], names, folder)
+            except HarnessError as error:
+                sys.exit(f"{name}: {error}")
             if not given.checks:
                 write_rows([row])
 
