@@ -37,7 +37,7 @@ def run_conformance(
 
     Exit code 1: a check failed.
     """
-    from harness.conformance import CHECKS, OUTCOMES, TargetProcess, Verdict
+    from harness.conformance import CHECKS, OUTCOMES, ConformanceVerdict, TargetProcess
 
     if shows:
         for check in CHECKS.values():
@@ -48,7 +48,7 @@ def run_conformance(
         fix = "harness conformance my_trainer.py; `--list` explains the checks"
         raise ConfigError("give either a TARGET or a --command", where="harness conformance", fix=fix)
 
-    def report(verdict: Verdict) -> None:
+    def report(verdict: ConformanceVerdict) -> None:
         print_line(f"{verdict.outcome:14}{verdict.check:44}{verdict.text}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="conformance-") as temporary:

@@ -12,19 +12,19 @@ of two layers, and compare losses, gradient norms and rows with what training on
 from __future__ import annotations
 
 from harness.conformance import chat_checks, epoch_checks, loss_checks
-from harness.conformance.kit import CHECKS, OUTCOMES, Check, judge
-from harness.conformance.running import TargetProcess, Verdict
+from harness.conformance.kit import CHECKS, OUTCOMES, ConformanceCheck, judge
+from harness.conformance.running import ConformanceVerdict, TargetProcess
 from harness.conformance.target import Layout, NotSupported, Target, load_target
 
 __all__ = [
     "CHECKS",
     "OUTCOMES",
-    "Check",
+    "ConformanceCheck",
+    "ConformanceVerdict",
     "Layout",
     "NotSupported",
     "Target",
     "TargetProcess",
-    "Verdict",
     "judge",
     "load_target",
 ]

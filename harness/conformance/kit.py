@@ -26,7 +26,7 @@ class Failed(Exception):  # noqa: N818 - a verdict, not an error
 
 
 @dataclass(frozen=True)
-class Check:
+class ConformanceCheck:
     """One question to a trainer.
 
     Attributes:
@@ -43,7 +43,7 @@ class Check:
     run: Callable[[Kit], str]
 
 
-CHECKS: dict[str, Check] = {}
+CHECKS: dict[str, ConformanceCheck] = {}
 
 
 def check(*threads: str, ranks: int = 1) -> Callable[[Callable[[Kit], str]], Callable[[Kit], str]]:
@@ -51,7 +51,7 @@ def check(*threads: str, ranks: int = 1) -> Callable[[Callable[[Kit], str]], Cal
 
     def register(run: Callable[[Kit], str]) -> Callable[[Kit], str]:
         name = run.__name__.replace("_", "-")
-        CHECKS[name] = Check(name, " ".join((run.__doc__ or "").split()), ranks, threads, run)
+        CHECKS[name] = ConformanceCheck(name, " ".join((run.__doc__ or "").split()), ranks, threads, run)
         return run
 
     return register

@@ -20,7 +20,7 @@ _LOG_LINES = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ConformanceVerdict:
     """The answer of a trainer to one check.
 
     Attributes:
@@ -51,7 +51,7 @@ class TargetProcess:
     python: str = sys.executable
     limit_s: float = 300.0
 
-    def run(self, names: Sequence[str], report: Callable[[Verdict], None]) -> list[Verdict]:
+    def run(self, names: Sequence[str], report: Callable[[ConformanceVerdict], None]) -> list[ConformanceVerdict]:
         """Run checks, and report each verdict; a process that dies or hangs fails one check and is started again.
 
         Raises:
@@ -60,7 +60,7 @@ class TargetProcess:
         if unknown := [name for name in names if name not in CHECKS]:
             fix = f"choose from {', '.join(CHECKS)}"
             raise ConfigError(f"there is no check {unknown[0]!r}", where="--checks", fix=fix)
-        verdicts: list[Verdict] = []
+        verdicts: list[ConformanceVerdict] = []
         # The most ranks first: one rank continues what two have saved.
         for number in sorted({CHECKS[name].ranks for name in names}, reverse=True):
             # A command starts its own ranks.
@@ -80,7 +80,7 @@ class TargetProcess:
         values: dict[str, str] = json.loads(found[-1].read_text()) if found else {}
         return values
 
-    def _run_job(self, names: list[str], ranks: int, folder: Path) -> list[Verdict]:
+    def _run_job(self, names: list[str], ranks: int, folder: Path) -> list[ConformanceVerdict]:
         folder.mkdir(parents=True)
         settings = {"target": self.target, "command": self.command, "checks": names, "folder": str(folder.resolve())}
         (folder / "settings.json").write_text(json.dumps(settings))
@@ -101,7 +101,7 @@ class TargetProcess:
         if not verdicts or (len(verdicts) < len(names) and verdicts[-1].outcome != ERROR):
             words = " | ".join((folder / "log.txt").read_text(errors="replace").strip().splitlines()[-_LOG_LINES:])
             how = f"no answer within {self.limit_s:.0f} s" if code is None else f"the process ended with code {code}"
-            verdicts.append(Verdict(names[len(verdicts)], ERROR, f"{how}: {words[-400:]}"))
+            verdicts.append(ConformanceVerdict(names[len(verdicts)], ERROR, f"{how}: {words[-400:]}"))
         return verdicts
 
     def _wait(self, process: subprocess.Popen[bytes], folder: Path, ranks: int, checks: int) -> int | None:
@@ -120,15 +120,15 @@ class TargetProcess:
             process.wait()
 
 
-def _joined(folder: Path, ranks: int, *, is_over: bool = False) -> list[Verdict]:
+def _joined(folder: Path, ranks: int, *, is_over: bool = False) -> list[ConformanceVerdict]:
     """Return the worst verdict on each check of all ranks of a job; once it is over, an error where one is missing."""
-    by_check: dict[str, list[Verdict]] = {}
+    by_check: dict[str, list[ConformanceVerdict]] = {}
     for file in folder.glob("verdicts-*.jsonl"):
         for line in file.read_text().splitlines():
-            verdict = Verdict(**json.loads(line))
+            verdict = ConformanceVerdict(**json.loads(line))
             by_check.setdefault(verdict.check, []).append(verdict)
     if is_over:
         for name in [name for name, given in by_check.items() if len(given) < ranks]:
-            by_check[name].append(Verdict(name, ERROR, "a rank ended without an answer"))
+            by_check[name].append(ConformanceVerdict(name, ERROR, "a rank ended without an answer"))
     joined = [given for given in by_check.values() if len(given) >= ranks or is_over]
     return [min(given, key=lambda verdict: _WORST_FIRST.index(verdict.outcome)) for given in joined]

@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.conformance import CHECKS, TargetProcess, Verdict
+from harness.conformance import CHECKS, ConformanceVerdict, TargetProcess
+from harness.errors import HarnessError
 from tests.integrations.environments import ROOT
 from tests.scoreboard.environments import ENVIRONMENTS
 from tests.scoreboard.page import write_page
@@ -68,7 +69,7 @@ def row_of(name: str, path: Path, names: list[str], folder: Path) -> dict[str, A
     return {"trainer": name, "version": versions.get("version", ""), "date": today, "verdicts": cells}
 
 
-def _print(verdict: Verdict) -> None:
+def _print(verdict: ConformanceVerdict) -> None:
     sys.stdout.write(f"{verdict.outcome:13} {verdict.check:30} {verdict.text} ({verdict.seconds:.0f} s)\n")
     sys.stdout.flush()
 
@@ -97,6 +98,9 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in targets()]:
         parser.error(f"there is no trainer {unknown[0]!r}; choose from {', '.join(targets())}")
+    names = given.checks.split(",") if given.checks else list(CHECKS)
+    if unknown := [name for name in names if name not in CHECKS]:
+        parser.error(f"there is no check {unknown[0]!r}; choose from {', '.join(CHECKS)}")
     if given.refresh:
         write_rows([_refreshed(row) for row in json.loads(WRITTEN.read_text())["rows"]])
         return
@@ -104,8 +108,10 @@ def main() -> None:
         folder = given.dir or Path(temporary)
         for name in given.names or targets():
             sys.stdout.write(f"{name}\n")
-            names = given.checks.split(",") if given.checks else list(CHECKS)
-            row = row_of(name, targets()[name], names, folder)
+            try:
+                row = row_of(name, targets()[name], names, folder)
+            except HarnessError as error:
+                sys.exit(f"{name}: {error}")
             if not given.checks:
                 write_rows([row])
 

@@ -44,7 +44,7 @@ ENVIRONMENTS = {
                 *("scipy", "art", "python-dotenv==1.0.1", "zstandard", "langdetect", "immutabledict", "s3fs"),
                 *("schedulefree==1.4.1", "axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6", "jinja2"),
                 *("mistral-common==1.11.5", "optimum==1.16.2", "sentencepiece", "kernels<0.17", "tensorboard", "wandb"),
-                *("posthog==6.7.11", "fastcore", "trackio", "torchao==0.17.0", "triton==3.7.0"),
+                *("posthog==6.7.11", "fastcore", "trackio", "torchao==0.17.0", "triton==3.7.0", "bitsandbytes==0.50.2"),
             ),
             alone=("axolotl==0.19.0",),
         ),

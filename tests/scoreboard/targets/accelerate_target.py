@@ -22,8 +22,8 @@ from harness.conformance import Layout, NotSupported
 NOTES: dict[str, str] = {
     "resume-within-an-epoch": (
         "The guide to checkpoints: load_state, then skip_first_batches. With the default sampler the generator is "
-        "restored as it was when the checkpoint was written, so that batches of another permutation are skipped. "
-        "DataLoaderConfiguration(use_seedable_sampler=True) passes."
+        "restored as it was when the checkpoint was written, so that batches of another permutation are skipped "
+        "(huggingface/accelerate#4233). DataLoaderConfiguration(use_seedable_sampler=True) passes."
     ),
     "resume-with-workers": "The same as resume-within-an-epoch.",
     "damaged-checkpoint-is-refused": (
@@ -133,6 +133,12 @@ class Trainer:
                 for place in range(len(batch["labels"]))
             ]
             yield float(accelerator.gather(total).sum()), float(norm), rows
+
+    def evaluate(self, batch: Any) -> float:
+        raise NotSupported("accelerate has no evaluation of its own")
+
+    def render(self, records: Any) -> list[Any]:
+        raise NotSupported("accelerate does not tokenize")
 
     def save(self, folder: Path) -> None:
         self._accelerator.save_state(str(folder))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
-# `accelerate launch --cpu`, with which it starts ranks, sets this; a device map is then left to accelerate.
+# `accelerate launch --cpu`, with which it starts ranks, sets this.
 os.environ["ACCELERATE_USE_CPU"] = "true"
 
 from axolotl.cli.config import load_cfg
@@ -41,6 +41,11 @@ NOTES: dict[str, str] = {
         "is then divided by its own tokens. axolotl-ai-cloud/axolotl#3982 reports it."
     ),
     "token-mean-over-packed-rows": "The same as token-mean-over-microbatches.",
+    "token-mean-over-ranks": "The same as token-mean-over-microbatches: each rank divides by its own tokens.",
+    "epoch-is-complete-on-ranks": (
+        "Documented: accelerate's `even_batches` (default True, and switched off with `sample_packing` alone) "
+        "repeats samples from the start of the data until all ranks have equally many."
+    ),
     "damaged-checkpoint-is-refused": (
         "optimizer.pt is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
         "has; no other checksum is written."
@@ -107,4 +112,7 @@ class Trainer(HuggingFaceTarget):
         }
         if evaluated:
             settings["test_datasets"] = [source]
-        return load_cfg(DictDefault(settings))
+        cfg = load_cfg(DictDefault(settings))
+        if layout.dp_size > 1:
+            cfg.device_map = None  # names a GPU by the rank
+        return cfg

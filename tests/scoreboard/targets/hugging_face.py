@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from harness.conformance import Layout
+from harness.conformance import Layout, NotSupported
 
 _SUPPORTED = ("dp_size", "microbatches", "pack_size", "loss_average", "num_workers", "shuffle", "seed", "learning_rate")
 # What every target sets: nothing is random, and everything is logged.
@@ -136,6 +136,11 @@ class HuggingFaceTarget:
     def load(self, folder: Path) -> None:
         """Load once, up to the first step; `rows` does it again and goes on."""
         trainer = self._trainer()
+        if trainer.args.device.index is not None:
+            # Of ranks on CPUs alone; accelerate 1.15 names it cpu.
+            raise NotSupported(
+                f"its accelerate names the device of ranks {trainer.args.device}, which torch.load refuses"
+            )
         trainer.add_callback(_OnlyLoad())
         try:
             trainer.train(resume_from_checkpoint=str(folder))

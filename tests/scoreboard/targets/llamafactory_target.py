@@ -29,8 +29,8 @@ from harness.conformance import NotSupported
 
 NOTES: dict[str, str] = {
     "long-conversation-is-kept": (
-        "Prompt and answer are cut to `cutoff_len` in proportion (processor_utils.infer_seqlen), so that the "
-        "answer follows a prompt that stops in its middle, without a warning."
+        "Documented: `cutoff_len`. Prompt and answer are cut to it in proportion (processor_utils.infer_seqlen), "
+        "so that the answer follows a prompt that stops in its middle, without a warning."
     ),
     "labels-at-boundaries": (
         "With `train_on_prompt` the label of the first token of each conversation is kept in a packed row "
@@ -86,12 +86,6 @@ class Trainer(HuggingFaceTarget):
         if evaluation:
             arguments["eval_dataset"] = "train"
         return self._assemble(records, {}, pairs, disable_shuffling=not layout.shuffle, **arguments)
-
-    def load(self, folder: Path) -> None:
-        if self._layout.dp_size > 1:
-            # The ranks of GPUs are not concerned.
-            raise NotSupported("accelerate 1.11 names the device of a rank on CPUs cpu:0, which torch.load refuses")
-        super().load(folder)
 
     def render(self, records: Any) -> list[Any]:
         rows = self._assemble(list(records), _CHATS, None).train_dataset

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from plain_trainer import FAULTS, Trainer, WithoutRows
 
-from harness.conformance import CHECKS, TargetProcess, Verdict, judge
+from harness.conformance import CHECKS, ConformanceVerdict, TargetProcess, judge
 from harness.conformance.kit import conversations, trained_pairs
 
 PLAIN = Path(__file__).parents[2] / "samples/plain_trainer.py"
@@ -16,7 +16,7 @@ ALONE = [name for name, check in CHECKS.items() if check.ranks == 1 and name != 
 TOGETHER = [name for name in CHECKS if name not in ALONE]
 
 
-def run(target: str, names: list[str], folder: Path, **options) -> list[Verdict]:
+def run(target: str, names: list[str], folder: Path, **options) -> list[ConformanceVerdict]:
     return TargetProcess(target, folder, **options).run(names, lambda verdict: None)
 
 

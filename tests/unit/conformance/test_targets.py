@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness.cli.app import app
-from harness.conformance import TargetProcess, Verdict, load_target
+from harness.conformance import ConformanceVerdict, TargetProcess, load_target
 from harness.errors import ConfigError
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -30,7 +30,7 @@ class Trainer:
 """
 
 
-def run(folder: Path, names: list[str], target: str = "", **options) -> list[Verdict]:
+def run(folder: Path, names: list[str], target: str = "", **options) -> list[ConformanceVerdict]:
     return TargetProcess(target, folder, **options).run(names, lambda verdict: None)
 
 
