@@ -129,7 +129,7 @@ def resume_on_ranks(kit: Kit) -> str:
     return _judge_resume(kit, steps=2)
 
 
-@check("meta-pytorch/torchft#292")
+@check("meta-pytorch/torchft#292", after="resume-on-ranks")
 def resume_on_one_rank(kit: Kit) -> str:
     """Continue on one rank what `resume-on-ranks` saved on two; the epoch must be trained exactly once in all.
 
@@ -139,7 +139,7 @@ def resume_on_one_rank(kit: Kit) -> str:
     kit.require("rows", "save", "load")
     saved = sorted(kit.folder.parent.parent.glob(f"*/resume-on-ranks/{_TRAINED}"))
     if not saved:
-        raise NotSupported("resume-on-ranks has not saved anything in this run of the checks")
+        raise NotSupported("resume-on-ranks saved nothing")
     data = _corpus()
     kit.build(data, shuffle=True, microbatches=2)
     kit.target.load(saved[-1].parent / "saved")

@@ -32,6 +32,7 @@ class ConformanceCheck:
     Attributes:
         about: why it matters and what is done, in a paragraph.
         ranks: of the job.
+        after: the check whose checkpoint it continues from, which is run first; empty for none.
         threads: public threads in which users found the defect, as OWNER/REPOSITORY#NUMBER.
         run: returns what was seen, or raises `Failed` or `NotSupported`.
     """
@@ -39,6 +40,7 @@ class ConformanceCheck:
     name: str
     about: str
     ranks: int
+    after: str
     threads: tuple[str, ...]
     run: Callable[[Kit], str]
 
@@ -46,12 +48,12 @@ class ConformanceCheck:
 CHECKS: dict[str, ConformanceCheck] = {}
 
 
-def check(*threads: str, ranks: int = 1) -> Callable[[Callable[[Kit], str]], Callable[[Kit], str]]:
+def check(*threads: str, ranks: int = 1, after: str = "") -> Callable[[Callable[[Kit], str]], Callable[[Kit], str]]:
     """Register a function as the check of its name; its docstring explains it."""
 
     def register(run: Callable[[Kit], str]) -> Callable[[Kit], str]:
         name = run.__name__.replace("_", "-")
-        CHECKS[name] = ConformanceCheck(name, " ".join((run.__doc__ or "").split()), ranks, threads, run)
+        CHECKS[name] = ConformanceCheck(name, " ".join((run.__doc__ or "").split()), ranks, after, threads, run)
         return run
 
     return register

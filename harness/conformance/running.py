@@ -60,6 +60,8 @@ class TargetProcess:
         if unknown := [name for name in names if name not in CHECKS]:
             fix = f"choose from {', '.join(CHECKS)}"
             raise ConfigError(f"there is no check {unknown[0]!r}", where="--checks", fix=fix)
+        wanted = {*names, *(CHECKS[name].after for name in names)}
+        names = [name for name in CHECKS if name in wanted]
         verdicts: list[ConformanceVerdict] = []
         # The most ranks first: one rank continues what two have saved.
         for number in sorted({CHECKS[name].ranks for name in names}, reverse=True):

@@ -46,8 +46,12 @@ def test_the_scoreboard_has_the_notes_and_descriptions_of_today(rows: list[dict[
 
 def test_a_row_replaces_the_old_one_and_leaves_the_others(tmp_path: Path) -> None:
     path = tmp_path / "scoreboard.json"
-    write_rows([{"trainer": "plain", "version": "1"}, {"trainer": "trl", "version": "1"}], path)
-    write_rows([{"trainer": "trl", "version": "2"}], path)
+    first, second, new = (
+        {"trainer": name, "version": version, "date": "2026-11-26", "verdicts": {}}
+        for name, version in (("plain", "1"), ("trl", "1"), ("trl", "2"))
+    )
+    write_rows([first, second], path)
+    write_rows([new], path)
 
     rows = json.loads(path.read_text())["rows"]
     assert [(row["trainer"], row["version"]) for row in rows] == [("trl", "2"), ("plain", "1")]
