@@ -32,7 +32,9 @@ def check(done: list[RankRehearsal], model: ModelConfig, parallel: ParallelConfi
         # A scan keeps others on a CPU than its kernel.
         assert ("activations" in one.found) == (model.layer_pattern is None)
         if model.layer_pattern is None:
-            assert one.found["activations"] == pytest.approx(one.planned["activations"], rel=0.05)
+            # Hidden states of 32 numbers are little beside a router's scores of 256 experts.
+            rel = 0.05 if model.num_experts < 256 else 0.1
+            assert one.found["activations"] == pytest.approx(one.planned["activations"], rel=rel)
     assert done[-1].place["pp"] == stages - 1
 
 
