@@ -1,7 +1,7 @@
 """`torchrun -m tests.distributed.isolation_ranks JOBS.json`: the isolation check with and without planted defects.
 
-JOBS.json is a list of [port, name of a preset, which settings may follow]; a line of JSON a preset goes to the file named
-by the second argument; the third is the device, cpu where it is left out.
+JOBS.json is a list of [port, name of a preset, which settings may follow]; a line of JSON a preset goes to the file
+named by the second argument; the third is the device, cpu where it is left out.
 """
 
 from __future__ import annotations
