@@ -65,6 +65,7 @@ _NAMES_ELSEWHERE = {
     "model.lora_targets": "lora_target_modules target_modules",
     "parallel.tensor_parallel_size": "tp tensor_model_parallel_size",
     "parallel.pipeline_parallel_size": "pp pipeline_model_parallel_size",
+    "parallel.pipeline_layout": "pipeline_model_parallel_layout",
     "parallel.context_parallel_size": "cp",
     "parallel.expert_parallel_size": "ep expert_model_parallel_size",
     "parallel.distributed_optimizer": "use_distributed_optimizer",

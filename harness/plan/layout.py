@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than
 from harness.errors import ConfigError
+from harness.plan.stages import read_stages
 from harness.printing import count_of
 from harness.thd import padding_multiple
 
@@ -37,6 +39,9 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         tensor_parallel_size: number of ranks that share each layer.
         pipeline_parallel_size: number of pipeline stages.
         virtual_pipeline_parallel_size: model chunks per pipeline stage (interleaved schedule); null for one.
+        pipeline_layout: layers of each stage in Megatron-Core's notation, such as Et*3|t*4|t*4|t*3L for 14 layers on
+            four stages: E is the embedding, t a layer, m an MTP layer, L the loss. With model chunks, the stages follow
+            one another once per chunk. Null divides the layers evenly; if they do not divide, the error has a layout.
         context_parallel_size: number of ranks that share each sequence.
         expert_parallel_size: number of ranks that share the experts of each layer. These ranks are also tensor-,
             context- or data-parallel ranks.
@@ -66,6 +71,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     tensor_parallel_size: int = bounded(1, lowest=1, highest=100_000)
     pipeline_parallel_size: int = bounded(1, lowest=1, highest=100_000)
     virtual_pipeline_parallel_size: int | None = bounded(None, lowest=2, highest=10_000)
+    pipeline_layout: str | None = None
     context_parallel_size: int = bounded(1, lowest=1, highest=100_000)
     expert_parallel_size: int = bounded(1, lowest=1, highest=100_000)
     expert_tensor_parallel_size: int = bounded(1, lowest=1, highest=100_000)
@@ -85,6 +91,11 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             {"parallel.virtual_pipeline_parallel_size": SET, "parallel.pipeline_parallel_size": 1},
             "model chunks require at least two pipeline stages",
             "parallel.pipeline_parallel_size=2 or more, or parallel.virtual_pipeline_parallel_size=null",
+        ),
+        Rule(
+            {"parallel.pipeline_layout": SET, "parallel.pipeline_parallel_size": 1},
+            "one stage has all layers",
+            "parallel.pipeline_parallel_size=2 or more, or parallel.pipeline_layout=null",
         ),
         Rule(
             {"parallel.sequence_parallel": True, "parallel.tensor_parallel_size": 1},
@@ -128,6 +139,13 @@ class ParallelConfig(CheckedSettings, section="parallel"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.pipeline_layout and (found := len(read_stages(self.pipeline_layout))) != self.num_chunks:
+            raise ConfigError(
+                f"pipeline_layout has {found} stages instead of {self.num_chunks} (pipeline "
+                f"{self.pipeline_parallel_size} x virtual pipeline {self.virtual_pipeline_parallel_size or 1})",
+                where="parallel.pipeline_layout, parallel.pipeline_parallel_size",
+                fix=f"{self.num_chunks} stages with | between them, or other sizes",
+            )
         shared = self.expert_parallel_size * self.expert_tensor_parallel_size
         # On a GPU; on a CPU `on` comes here again.
         is_static = self.pipeline_parallel_size > 1 if self.static_rows is None else self.static_rows
@@ -212,12 +230,18 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             )
         return world_size // self.model_ranks
 
-    def layers_of_stage(self, num_layers: int, stage: int) -> list[int]:
-        """Return the layers of a pipeline stage, 0 for the first of the model."""
-        stages, chunks = self.pipeline_parallel_size, self.virtual_pipeline_parallel_size or 1
-        size = num_layers // (stages * chunks)
-        starts = [(chunk * stages + stage) * size for chunk in range(chunks)]
-        return [start + number for start in starts for number in range(size)]
+    @property
+    def num_chunks(self) -> int:
+        """Number of model chunks of all pipeline stages."""
+        return self.pipeline_parallel_size * (self.virtual_pipeline_parallel_size or 1)
+
+    def chunks_of_stage(self, num_layers: int, stage: int) -> list[range]:
+        """Return the layers of each model chunk of a pipeline stage, 0 for the first of the model."""
+        sizes = [num_layers // self.num_chunks] * self.num_chunks
+        if self.pipeline_layout:
+            sizes = [chunk.count("t") for chunk in read_stages(self.pipeline_layout)]
+        bounds = list(pairwise(accumulate(sizes, initial=0)))
+        return [range(*chunk) for chunk in bounds[stage :: self.pipeline_parallel_size]]
 
     def expert_copies(self, world_size: int) -> int:
         """Return the number of ranks that hold the same experts."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, cycle, islice
 from typing import Any
 
 from harness.plan.dispatch import dispatch_bytes
@@ -139,11 +140,17 @@ def kernels_on_gpu(model: ModelConfig, parallel: ParallelConfig) -> Kernels:
     )
 
 
+def chunks_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[list[int]]:
+    """Return the layers of each model chunk of a pipeline stage; MTP layers follow those of the last chunk."""
+    chunks = [list(layers) for layers in parallel.chunks_of_stage(model.num_layers, stage)]
+    if stage == parallel.pipeline_parallel_size - 1:
+        chunks[-1] += range(model.num_layers, model.num_layers + model.mtp_layers)
+    return chunks
+
+
 def layers_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
-    """Return the layers of a pipeline stage, 0 for the first of the model; MTP layers are on the last, after it."""
-    is_last = stage == parallel.pipeline_parallel_size - 1
-    further = range(model.num_layers, model.num_layers + (model.mtp_layers if is_last else 0))
-    return [*parallel.layers_of_stage(model.num_layers, stage), *further]
+    """Return the layers of a pipeline stage, 0 for the first of the model, with MTP layers."""
+    return [layer for chunk in chunks_of_stage(model, parallel, stage) for layer in chunk]
 
 
 def parts_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> str:
@@ -174,13 +181,17 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
         + mlp * model.shared_ffn_hidden_size // tp
         + hidden * model.gates_shared_experts,
     }
-    parts = parts_of_stage(model, parallel, stage)
-    total = sum(weights[part] for part in parts) + count_experts(model, parallel, stage=stage)
+    layers = layers_of_stage(model, parallel, stage)
+    total = sum(weights[part] for layer in layers for part in model.parts(layer)) + count_experts(
+        model, parallel, stage=stage
+    )
     is_first, is_last = stage == 0, stage == stages - 1
     total += words if is_first else 0
+    # The last norm is on the last stage, with MTP layers on that of the last layer.
+    total += hidden * (model.num_layers - 1 in layers if model.mtp_layers else is_last)
     if is_last:
         # A tied matrix exists once on a single stage, and on both ends of a pipeline.
-        total += hidden + (0 if model.tie_embeddings and is_first else words)
+        total += 0 if model.tie_embeddings and is_first else words
         # Each has a matrix and three norms more, and they need the embedding.
         total += model.mtp_layers * (2 * hidden * hidden // tp + 3 * hidden)
         total += words if model.mtp_layers and not is_first else 0
@@ -447,18 +458,19 @@ def plan_stage_memory(
     gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
     state, moved = _divided_state(state_bytes(model, optimizer), gradient, optimizer.offload)
     own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
-    own = [model.parts(layer) for layer in layers_of_stage(model, parallel, stage)]
+    chunks = [[model.parts(layer) for layer in chunk] for chunk in chunks_of_stage(model, parallel, stage)]
+    own = [parts for chunk in chunks for parts in chunk]
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
     # Cosine and sine of the rotary angles are of a row, and all layers share them.
     models = [replace(model, recompute="full")] * kernels.recomputed_layers + [model] * len(own)
-    layers = sum(count(how, parts=one) for how, one in zip(models, own, strict=False))
-    layers, once = layers + 2 * item * model.rotated_size, 0.0
+    angles, how, once = 2 * item * model.rotated_size, iter(models), 0.0
+    sizes = [sum(count(next(how), parts=one) for one in chunk) + angles / len(chunks) for chunk in chunks]
     if model.recompute == "full" or kernels.recomputed_layers:
         again = replace(model, recompute="none")
         # One layer at a time, and the angles that each layer is given again.
-        once = max(count(again, parts=one) for one in own) + 4 * model.rotated_size
+        once = max((count(again, parts=one) for one in own), default=0.0) + 4 * model.rotated_size
     kept, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
-    kept += _waiting(parallel, stage, microbatches) * layers
+    kept += _waiting(sizes, parallel, stage, microbatches)
     sent = math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load))
     ends = (stage == 0) + (stage == stages - 1) * (1 + bool(model.mtp_layers))
     fp8, parts = 0 if model.fp8 == "off" else weights - words * ends, dp_size if kernels.sharded else 1
@@ -485,12 +497,21 @@ def _divided_state(state: int, gradient: int, offload: float) -> tuple[float, fl
     return (1 - offload) * (state + (4 if gradient == 2 else 0)), offload * (state + 4)
 
 
-def _waiting(parallel: ParallelConfig, stage: int, microbatches: int) -> float:
-    """Return the microbatches whose backward pass is to come, as Megatron-Core orders them; a chunk is part of one."""
-    stages, chunks = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
-    if chunks == 1:
-        return min(microbatches, stages - stage)
-    return min(microbatches, (2 * (stages - stage) - 1 + (chunks - 1) * stages) / chunks)
+def _waiting(sizes: list[float], parallel: ParallelConfig, stage: int, microbatches: int) -> float:
+    """Return the most that a stage keeps of microbatches whose backward pass is to come, as Megatron-Core orders them.
+
+    Args:
+        sizes: of a microbatch, by model chunk. As many microbatches as there are stages pass a chunk before the next.
+    """
+    stages, passes = parallel.pipeline_parallel_size, microbatches * len(sizes)
+    if len(sizes) == 1:
+        return min(microbatches, stages - stage) * sizes[0]
+    first = min(passes, 2 * (stages - stage) - 1 + (len(sizes) - 1) * stages)
+    order = [size for size in sizes for _ in range(stages)]
+    forward, backward = cycle(order), cycle(reversed(order))
+    held = sum(islice(forward, first))
+    changes = (next(forward) - next(backward) for _ in range(min(len(order), passes - first)))
+    return max(accumulate(changes, initial=held))
 
 
 def _loss_bytes(
@@ -559,6 +580,7 @@ def plan_checkpoint(
     one = ParallelConfig(
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
+        pipeline_layout=parallel.pipeline_layout,
     )
     weights = sum(count_weights(model, one, stage=stage, vocab_size=vocab_size) for stage in stages)
     adapters = sum(count_adapters(model, one, stage=stage) for stage in stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from harness.plan.layout import (
     VOCAB_MULTIPLE,
     ParallelConfig,
 )
+from harness.plan.stages import balance_stages, read_stages
 
 if TYPE_CHECKING:
     from harness.plan.model import ModelConfig
@@ -282,7 +284,7 @@ def _check_groups(model: ModelConfig) -> None:
 
 def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError, with the arithmetic, if a model cannot be divided over the layout."""
-    tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    tp = parallel.tensor_parallel_size
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         _check_multiple(name, getattr(model, name), _TP, tp)
     if tp > 1 and not parallel.sequence_parallel and (model.kv_lora_rank or model.num_experts):
@@ -309,13 +311,40 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
             where="parallel.tensor_parallel_size",
             fix="a power of two up to 128",
         )
-    chunks = stages * (parallel.virtual_pipeline_parallel_size or 1)
-    if model.num_layers % chunks:
+    _check_stages(model, parallel)
+
+
+def _check_stages(model: ModelConfig, parallel: ParallelConfig) -> None:
+    chunks, further, what = parallel.num_chunks, model.mtp_layers, ""
+    if parallel.pipeline_layout:
+        letters = Counter("".join(read_stages(parallel.pipeline_layout)))
+        if (letters["t"], letters["m"]) != (model.num_layers, further):
+            what = (
+                f"pipeline_layout has {letters['t']} layers (t) and {letters['m']} MTP layers (m), and the model has "
+            )
+            what += f"{model.num_layers} and {further}"
+    elif model.num_layers % chunks:
+        what = f"{model.num_layers} layers cannot be cut into {chunks} equal pipeline chunks"
+    if what:
+        balanced = balanced_layout(model, chunks)
         raise ConfigError(
-            f"{model.num_layers} layers cannot be cut into {chunks} equal pipeline chunks",
-            where="model.num_layers, parallel.pipeline_parallel_size",
-            fix=f"a number of layers that {chunks} divides, or fewer stages",
+            what,
+            where="model.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layout",
+            fix=(f"parallel.pipeline_layout='{balanced}', " if balanced else "") + "fewer stages, or other layers",
         )
+
+
+def balanced_layout(model: ModelConfig, chunks: int) -> str | None:
+    """Return the value of `parallel.pipeline_layout` whose chunks have the most even work; None for too few layers."""
+    layers = range(model.num_layers + model.mtp_layers)
+    work = list(map(model.active_weights, layers))
+    output = (1 + model.mtp_layers) * model.hidden_size * (model.vocab_size or 0) + sum(work[model.num_layers :])
+    return balance_stages(
+        model.num_layers,
+        chunks,
+        mtp_layers=model.mtp_layers,
+        loss_layers=output * model.num_layers / sum(work[: model.num_layers]),
+    )
 
 
 def _check_fp8_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:

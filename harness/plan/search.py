@@ -21,6 +21,8 @@ from rich.text import Text
 from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig, fp8_rank_multiple
 from harness.plan.memory import ROOM
+from harness.plan.model import ModelConfig
+from harness.plan.model_checks import balanced_layout
 from harness.plan.run_plan import (
     AssumedPacks,
     RunPlan,
@@ -47,6 +49,8 @@ _ADAPTERS = ("model.lora_rank", 16)
 C = TypeVar("C", bound=RunConfig)
 # Rows hold one pack, or as many.
 _PACKS_A_ROW = (1, 2, 4)
+# Model chunks of stages whose layers do not divide.
+_CHUNKS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Candidate:
             "parallel.sequence_parallel": str(parallel.sequence_parallel).lower(),
             "parallel.pipeline_parallel_size": parallel.pipeline_parallel_size,
             "parallel.virtual_pipeline_parallel_size": parallel.virtual_pipeline_parallel_size or "null",
+            "parallel.pipeline_layout": f"'{parallel.pipeline_layout}'" if parallel.pipeline_layout else "null",
             "parallel.context_parallel_size": parallel.context_parallel_size,
             "parallel.expert_parallel_size": parallel.expert_parallel_size,
             "parallel.distributed_optimizer": "true",
@@ -110,7 +115,7 @@ class LayoutSearch:
             waits = sum(plan.parts[name] for name in ("tensor", "context", "expert", "pipeline", "data", "launches"))
             row = (
                 str(parallel.tensor_parallel_size),
-                str(parallel.pipeline_parallel_size),
+                f"{parallel.pipeline_parallel_size}{' uneven' if parallel.pipeline_layout else ''}",
                 str(parallel.virtual_pipeline_parallel_size or "-"),
                 str(parallel.context_parallel_size),
                 str(parallel.expert_parallel_size),
@@ -247,7 +252,7 @@ def _changed(config: C, changes: Sequence[tuple[str, object]]) -> C:
 def _choices(base: SftConfig, ranks: int, pack_size: int) -> Iterator[tuple[ParallelConfig, str, int]]:
     """Yield every layout with every kind of recomputation and several row sizes, as the tokens of a rank."""
     model, packs = base.model, (1,) if base.schedule.name == "as_packed" else _PACKS_A_ROW
-    for parallel in _layouts(base.parallel, ranks, layers=model.num_layers, experts=model.num_experts):
+    for parallel in _layouts(base.parallel, ranks, model):
         multiple = math.lcm(parallel.pad_to_multiple, fp8_rank_multiple(model.fp8, parallel))
         for packs_a_row, recompute in itertools.product(packs, _RECOMPUTE):
             tokens = -(-packs_a_row * pack_size // (parallel.context_parallel_size * multiple)) * multiple
@@ -256,15 +261,19 @@ def _choices(base: SftConfig, ranks: int, pack_size: int) -> Iterator[tuple[Para
             yield parallel, recompute, tokens
 
 
-def _layouts(asked: ParallelConfig, ranks: int, *, layers: int, experts: int) -> list[ParallelConfig]:
+def _layouts(asked: ParallelConfig, ranks: int, model: ModelConfig) -> list[ParallelConfig]:
     found: list[ParallelConfig] = []
+    layers, experts = model.num_layers, model.num_experts
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     for tp, pp, cp in itertools.product(sizes, sizes, sizes):
-        if ranks % (tp * pp * cp) or layers % pp:
+        if ranks % (tp * pp * cp) or pp > layers:
             continue
-        chunks = [None, *(n for n in range(2, layers // pp + 1) if layers // pp % n == 0)] if pp > 1 else [None]
+        # Layers that stages do not divide evenly are divided as evenly as they can be, by chunks of a few sizes.
+        counts = [n for n in range(2, layers // pp + 1) if layers % (pp * n) == 0 or (layers % pp and n in _CHUNKS)]
+        chunks = [None, *counts] if pp > 1 else [None]
         shares = [size for size in sizes if experts % size == 0 and ranks // pp % size == 0] if experts else [1]
         for vpp, ep in itertools.product(chunks, shares):
+            uneven = layers % (pp * (vpp or 1)) > 0
             with suppress(ConfigError):  # of a dispatcher that does not divide experts over so many
                 found.append(
                     replace(
@@ -273,6 +282,7 @@ def _layouts(asked: ParallelConfig, ranks: int, *, layers: int, experts: int) ->
                         sequence_parallel=tp > 1,
                         pipeline_parallel_size=pp,
                         virtual_pipeline_parallel_size=vpp,
+                        pipeline_layout=balanced_layout(model, pp * (vpp or 1)) if uneven else None,
                         context_parallel_size=cp,
                         expert_parallel_size=ep,
                         expert_tensor_parallel_size=1,

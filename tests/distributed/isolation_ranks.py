@@ -1,7 +1,7 @@
 """`torchrun -m tests.distributed.isolation_ranks JOBS.json`: the isolation check with and without planted defects.
 
-JOBS.json is a list of [port, name of a preset]; a line of JSON a preset goes to the file named by the second argument;
-the third is the device, cpu where it is left out.
+JOBS.json is a list of [port, name of a preset, which settings may follow]; a line of JSON a preset goes to the file
+named by the second argument; the third is the device, cpu where it is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL = ModelConfig(
 
 
 def check(name: str, out: Path, device: str) -> None:
-    parallel = compose_config("sft", SftConfig, [f"parallel={name}"]).parallel
+    parallel = compose_config("sft", SftConfig, f"parallel={name}".split()).parallel
     with runtime.start(device, timeout_s=60) as job:
         layout = join(parallel, job.world_size)
         dtype = "float32" if job.device.type == "cpu" else "bfloat16"

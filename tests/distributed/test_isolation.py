@@ -41,7 +41,7 @@ def check(found: dict[str, dict[str, list[str]]]) -> None:
 
 
 def test_documents_are_isolated_on_two_ranks_and_every_planted_defect_is_caught(tmp_path) -> None:
-    layouts = ["tp2_sp", "pp2_vpp2", "cp2"]
+    layouts = ["tp2_sp", "pp2_vpp2 parallel.pipeline_layout=E|t*2|t|tL", "cp2"]
     found = findings_on(2, layouts, tmp_path)
     assert list(found) == layouts
     check(found)

@@ -25,7 +25,14 @@ RUNS["bfloat16"] |= {
     "host-tensor": ("split", 4, "parallel=tp2 parallel.distributed_optimizer=true optimizer.offload=0.5"),
     "plain-from-host": ("host-tensor", 6, PLAIN),
 }
-LAST = {"float32": ["split-tensor-from-plain"], "bfloat16": ["split-tensor-from-plain", "plain-from-host"]}
+RUNS["float32"] |= {
+    "uneven": ("split", 4, "parallel=pp2 parallel.distributed_optimizer=true parallel.pipeline_layout=Et*3|tL"),
+    "plain-from-uneven": ("uneven", 6, PLAIN),
+}
+LAST = {
+    "float32": ["split-tensor-from-plain", "plain-from-uneven"],
+    "bfloat16": ["split-tensor-from-plain", "plain-from-host"],
+}
 
 
 @pytest.mark.nightly

@@ -53,6 +53,8 @@ SETTINGS = (
 )
 NUM_PACKS = 7
 _FEW_EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+# Layers on stages, or model chunks, of different sizes, by their number; the last of four has the loss alone.
+UNEVEN = {2: "Et|t*3{m}L", 4: "Et*2|t|t|{m}L"}
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,19 @@ def layouts_of(kind: str) -> Iterator[Layout]:
             **{f"{name}_parallel_size": sizes for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")},
             "virtual_pipeline_parallel_size": (None, 2, 4),
             **dict.fromkeys(("sequence_parallel", "distributed_optimizer", "static_rows"), (False, True)),
+            "pipeline_layout": (None, UNEVEN),
         }
         for values in itertools.product(*dimensions.values()):
             parallel, run, refused = dict(zip(dimensions, values, strict=True)), None, None
-            if parallel["static_rows"] and parallel["pipeline_parallel_size"] == 1:
+            stages = parallel["pipeline_parallel_size"]
+            if parallel["static_rows"] and stages == 1:
                 continue  # a GPU has them for stages alone
+            if parallel["pipeline_layout"]:
+                if stages == 1 or parallel["static_rows"] or not parallel["distributed_optimizer"]:
+                    continue  # neither depends on the sizes of stages
+                chunks = stages * (parallel["virtual_pipeline_parallel_size"] or 1)
+                text = UNEVEN.get(chunks, UNEVEN[2])  # which is refused for more
+                parallel["pipeline_layout"] = text.format(m="m" * config.model.mtp_layers)
             try:
                 run = replace(config, parallel=ParallelConfig(**parallel))
                 if "shared" in kind.split():

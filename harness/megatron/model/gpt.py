@@ -17,6 +17,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -189,6 +190,7 @@ def _division(model: ModelConfig, parallel: ParallelConfig, device: torch.device
         "tensor_model_parallel_size": parallel.tensor_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_parallel_size,
+        "pipeline_model_parallel_layout": parallel.pipeline_layout or None,
         "context_parallel_size": parallel.context_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
         "tp_comm_overlap": parallel.overlap_tensor_parallel,
@@ -323,8 +325,7 @@ def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine
         block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
         )
-        layers = [compat.with_router(layer, Router) for layer in block.layer_specs]
-        layers = [_with_attention(layer, model, transformer_engine=transformer_engine) for layer in layers]
+        layers = _with_own_parts(block.layer_specs, model, transformer_engine=transformer_engine)
         if model.layer_pattern is not None:
             from harness.megatron.model.scan import only
 
@@ -349,6 +350,11 @@ def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, **stage), layer_norm=RMSNorm
     )
+
+
+def _with_own_parts(layers: list[ModuleSpec], model: ModelConfig, *, transformer_engine: bool) -> list[ModuleSpec]:
+    layers = [compat.with_router(layer, Router) for layer in layers]
+    return [_with_attention(layer, model, transformer_engine=transformer_engine) for layer in layers]
 
 
 # By whether attention is latent, whose layers Megatron names in another way.
@@ -440,7 +446,11 @@ def _build_chunk(
     layers = _layers(model, config, transformer_engine=with_engine, vp_stage=vp_stage)
     further = None
     if model.mtp_layers:
-        further = predicting_layers(config, layers, transformer_engine=with_engine, vp_stage=vp_stage)
+        block = layers
+        if not block.layer_specs:  # MTP layers are like the last layer, which is in another chunk
+            last = get_gpt_decoder_layer_specs(config, with_engine, normalization="RMSNorm")[-1:]
+            block = replace(block, layer_specs=_with_own_parts(last, model, transformer_engine=with_engine))
+        further = predicting_layers(config, block, transformer_engine=with_engine, vp_stage=vp_stage)
     return (PredictingModel if model.mtp_layers else GPTModel)(
         config=config,
         transformer_layer_spec=layers,
@@ -468,8 +478,9 @@ def _positions(model: ModelConfig, config: TransformerConfig) -> str:
 
 def _share_angles(chunk: GPTModel) -> None:
     """Give all layers of latent attention one rotary embedding: its angles are gathered once a microbatch."""
-    for _, layer in decoder_layers(chunk):
-        layer.self_attention.rotary_pos_emb = chunk.decoder.layers[0].self_attention.rotary_pos_emb
+    attentions = [layer.self_attention for _, layer in decoder_layers(chunk)]
+    for attention in attentions:
+        attention.rotary_pos_emb = attentions[0].rotary_pos_emb
 
 
 def _hide_padding(chunk: GPTModel, vocab_size: int) -> None:

@@ -22,7 +22,7 @@ LAYOUTS = sorted(path.stem for path in (CONFIGS / "parallel").glob("*.yaml"))
 def check(done: list[RankRehearsal], model: ModelConfig, parallel: ParallelConfig) -> None:
     stages = parallel.pipeline_parallel_size
     for one in done:
-        assert one.layers == model.num_layers // stages
+        assert one.layers == sum(map(len, parallel.chunks_of_stage(model.num_layers, one.place["pp"])))
         assert one.microbatches == 2 * stages
         assert one.sharded_tensors >= (6 if model.layer_pattern is None else 3) * one.layers
         assert one.found["weights"] == one.planned["weights"]
@@ -32,7 +32,9 @@ def check(done: list[RankRehearsal], model: ModelConfig, parallel: ParallelConfi
         # A scan keeps others on a CPU than its kernel.
         assert ("activations" in one.found) == (model.layer_pattern is None)
         if model.layer_pattern is None:
-            assert one.found["activations"] == pytest.approx(one.planned["activations"], rel=0.05)
+            # Hidden states of 32 numbers are little beside a router's scores of 256 experts.
+            rel = 0.05 if model.num_experts < 256 else 0.1
+            assert one.found["activations"] == pytest.approx(one.planned["activations"], rel=rel)
     assert done[-1].place["pp"] == stages - 1
 
 
@@ -63,6 +65,23 @@ def test_ranks_of_a_large_job_train_a_step_and_have_the_planned_bytes(preset, pa
     done = rehearse(
         model, parallel, world_size=world_size, ranks=[0, world_size - 1], optimizer=OptimizerConfig(offload=offload)
     )
+    check(done, model, parallel)
+
+
+def test_uneven_stages_of_61_layers_and_their_mtp_layer_have_the_planned_bytes_on_64_ranks() -> None:
+    model = compose_config("sft", SftConfig, ["model=deepseek_v3"]).model
+    model = replace(model, num_experts=32, mtp_layers=1)
+    parallel = ParallelConfig(
+        tensor_parallel_size=2,
+        sequence_parallel=True,
+        pipeline_parallel_size=8,
+        virtual_pipeline_parallel_size=4,
+        pipeline_layout="Et|(tt|)*30mL",
+        expert_parallel_size=8,
+        distributed_optimizer=True,
+    )
+    done = rehearse(model, parallel, world_size=64, ranks=[0, 63])
+    assert [one.layers for one in done] == [7, 6]
     check(done, model, parallel)
 
 

@@ -69,5 +69,5 @@ def test_an_experiment_trains_on_its_number_of_ranks_only(name: str, tmp_path) -
     ranks = config.parallel.ranks
     config.check(ranks)
     assert check(config, data) == config.model.vocab_size
-    with pytest.raises(ConfigError, match=f"planned for {ranks} ranks, but the job has 16"):
+    with pytest.raises(ConfigError, match=f"planned for {ranks:,} ranks, but the job has 16"):
         config.check(16)

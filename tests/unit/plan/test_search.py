@@ -50,13 +50,17 @@ def test_the_layouts_of_megatron_bridge_s_h100_recipes_are_the_first_or_as_fast(
     assert large.fitting[recipe].plan.step_s < 1.01 * large.fitting[0].plan.step_s
 
 
-def test_a_layout_of_the_search_is_planned_alike_by_its_settings() -> None:
-    base = ["model=llama3_8b", "model.vocab_size=128256", "loader.global_batch_size=64"]
+@pytest.mark.parametrize("layers", [32, 31])
+def test_a_layout_of_the_search_is_planned_alike_by_its_settings(layers: int) -> None:
+    base = ["model=llama3_8b", "model.vocab_size=128256", "loader.global_batch_size=64", f"model.num_layers={layers}"]
     found = search(*base)
     assert found.fitting == sorted(found.fitting, key=lambda one: one.plan.step_s)
     assert all(one.plan.fits(GPU) for one in found.fitting)
     assert found.fitting[-1].parallel.virtual_pipeline_parallel_size
-    for one in (found.fitting[0], found.fitting[-1]):
+    uneven = [one for one in found.fitting if one.parallel.pipeline_layout]
+    assert bool(uneven) == (layers == 31)
+    assert {one.parallel.virtual_pipeline_parallel_size for one in uneven} >= ({None, 2, 4} if uneven else set())
+    for one in (found.fitting[0], found.fitting[-1], *uneven[:1]):
         config = compose_config("sft", SftConfig, [*base, *one.overrides])
         planned = plan_run(config, packs=AssumedPacks(1000, 8192, 1024))
         assert (planned.step_s, planned.memory) == (one.plan.step_s, one.plan.memory)
