@@ -157,5 +157,5 @@ def stock_templates_are_masked(kit: Kit) -> str:
         shown = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
         raise Failed(f"{len(wrong)} of {judged} templates are masked wrongly: {shown}")
     if not judged:
-        raise NotSupported(f"all {len(refused)} templates are refused")
+        raise NotSupported(f"all {len(refused)} templates are refused" if refused else "the installed trl has none")
     return f"{judged} templates are masked, {len(refused)} are refused"

@@ -20,6 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq
 from harness.conformance import Layout, NotSupported
 
 NOTES: dict[str, str] = {
+    "resume-on-one-rank": (
+        "skip_first_batches skips the batches that the user counted, of the new number of ranks, and the saved random "
+        "state is that of a rank; another number of ranks draws and divides other batches."
+    ),
     "resume-within-an-epoch": (
         "The guide to checkpoints: load_state, then skip_first_batches. With the default sampler the generator is "
         "restored as it was when the checkpoint was written, so that batches of another permutation are skipped "

@@ -19,6 +19,7 @@ from axolotl.utils.data import sft
 from axolotl.utils.dict import DictDefault
 from hugging_face import HuggingFaceTarget
 
+from harness.conformance.model import TEMPLATE
 from harness.conformance import NotSupported
 
 # The cache of prepared datasets, which starts a process for each.
@@ -27,6 +28,10 @@ sft.save_preprocessed_dataset = lambda *_: None
 gc.freeze()
 
 NOTES: dict[str, str] = {
+    "resume-on-one-rank": (
+        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
+        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
+    ),
     "long-conversation-is-kept": (
         "Documented: `excess_length_strategy`, by default `drop`, leaves out what is longer than `sequence_len` "
         "(utils.data.utils.handle_long_seq_in_dataset); `truncate` cuts it and `raise` refuses it."
@@ -73,6 +78,8 @@ class Trainer(HuggingFaceTarget):
         return setup_model_and_trainer(cfg, load_datasets(cfg=cfg))[0]
 
     def render(self, records: Any) -> list[Any]:
+        if (self._model_folder / "chat_template.jinja").read_text() != TEMPLATE:
+            raise NotSupported("the tokens that end turns of other templates are a setting, eot_tokens, not given here")
         cfg = self._configured(list(records), {"type": "chat_template", "field_messages": "messages"})
         rows = load_datasets(cfg=cfg).train_dataset
         return [{name: row[name] for name in ("input_ids", "labels")} for row in rows]

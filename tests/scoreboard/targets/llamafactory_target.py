@@ -28,6 +28,10 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from harness.conformance import NotSupported
 
 NOTES: dict[str, str] = {
+    "resume-on-one-rank": (
+        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
+        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
+    ),
     "long-conversation-is-kept": (
         "Documented: `cutoff_len`. Prompt and answer are cut to it in proportion (processor_utils.infer_seqlen), "
         "so that the answer follows a prompt that stops in its middle, without a warning."

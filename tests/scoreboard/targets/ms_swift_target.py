@@ -21,6 +21,10 @@ from harness.conformance import NotSupported
 gc.freeze()
 
 NOTES: dict[str, str] = {
+    "resume-on-one-rank": (
+        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
+        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
+    ),
     "epoch-is-complete-on-ranks": (
         "BatchSamplerShard gives each rank len(dataset) // ranks samples, and draws its permutation of these "
         "alone: the rest, here the last conversation, is not trained in any epoch."

@@ -19,6 +19,10 @@ from transformers import (
 from harness.conformance import NotSupported
 
 NOTES: dict[str, str] = {
+    "resume-on-one-rank": (
+        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
+        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
+    ),
     "damaged-checkpoint-is-refused": (
         "optimizer.pt is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
         "has; no other checksum is written."

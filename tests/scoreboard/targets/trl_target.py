@@ -11,6 +11,10 @@ from trl import SFTConfig, SFTTrainer
 from harness.conformance import NotSupported
 
 NOTES: dict[str, str] = {
+    "resume-on-one-rank": (
+        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
+        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
+    ),
     "long-conversation-is-kept": (
         "Documented: `packing_strategy` `bfd`, the default, truncates what is longer than `max_length` "
         "(data_utils.pack_dataset); `bfd_split` splits it. Here the cut part has all trained tokens."
