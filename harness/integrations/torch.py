@@ -52,11 +52,7 @@ class PackedDataset(IterableDataset[Row]):
     repeats the step, whose gradients were lost. A new iterator of the same process continues after the row that was
     yielded last, in a new epoch after a whole one.
 
-    Attributes:
-        stream: as given.
-
     Args:
-        stream: this rank's batches.
         dialect: `megatron` or `huggingface`, see `harness.integrations.DIALECTS`.
         device: copy rows there, one row ahead of the one in training; None leaves them on the CPU.
         pin_memory: build rows in pinned memory, so that copies to a GPU run beside training.

@@ -35,7 +35,6 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
     """Yields microbatches of this rank, across epochs; torchtitan builds it from its Config.
 
     Args:
-        config: settings.
         dp_world_size, dp_rank: of the data-parallel mesh.
         seq_len: tokens that every row is padded to.
         local_batch_size: rows of a microbatch.

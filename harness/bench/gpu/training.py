@@ -160,8 +160,6 @@ class SavingRank:
     """Saves of one rank in the background, each with the seconds that training waits and that one copy takes.
 
     Args:
-        step: the model and its optimizer's state.
-        folder: of the checkpoints.
         job: of this process; every rank of it makes one.
     """
 

@@ -38,7 +38,6 @@ class BridgeFiles(CheckedSettings, section="bridge"):
     """Names of the files for Megatron-Bridge.
 
     Attributes:
-        split: training or validation.
         tokenizer: the tokenizer's name in Bridge's configuration, such as org/name, which is in the folder's name;
             empty for a folder that Bridge finds with the setting that is printed.
         file_format: npy, which megatron-bridge 0.3 reads, or parquet, which only later versions read.
@@ -54,8 +53,6 @@ class BridgeExport:
     """Files that were written for Megatron-Bridge.
 
     Attributes:
-        manifest: of the written packs.
-        path, metadata_path: of the files.
         settings: Python text of the dataset's settings, for a recipe of Bridge.
         end_token: id of the token that ends a sequence in the dataset's own tokenizer; None if that is not at hand.
         num_untrained: labels that Bridge leaves out of the loss although the dataset trains them: it never trains the

@@ -62,7 +62,6 @@ class ParquetShard(ShardReader):
     """One open file and its last few decoded row groups.
 
     Args:
-        place: of the file.
         pack_size: tokens that no pack exceeds, which bounds the memory that a file can claim.
     """
 

@@ -65,7 +65,6 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     """Find the data of a run; what is missing does not raise, unless `moved_to` says where it is.
 
     Args:
-        settings: the run's.
         state: of the loader, in the checkpoint: a dataset of another fingerprint is not the one that was trained.
         moved_to: where the run's data is now, in the order of its settings; empty for where it was.
 
@@ -175,8 +174,6 @@ class SpecialTokens:
     Attributes:
         ends: end an answer; the end token of the tokenizer among them.
         pad: fills the rows of a batch; another token than those that end an answer, if there is one.
-        begin: starts a text.
-        texts: spelling by id.
     """
 
     ends: tuple[int, ...]

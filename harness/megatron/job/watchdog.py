@@ -160,9 +160,6 @@ class Watchdog:
         limit_s: a rank without progress for this long before its first step ends the job, with exit code 70.
         requested: returns the signal to stop that this rank has received, and the seconds since; None for none.
         leave: records the reason of an end before `training_begins`; False if another rank has recorded one.
-
-    Attributes:
-        current: the active watchdog of this process.
     """
 
     current: ClassVar[Watchdog | None] = None

@@ -114,8 +114,6 @@ class Adapter(torch.nn.Module):
     """The two small matrices beside one linear layer.
 
     Args:
-        place: of the linear layer.
-        shard: this rank's part.
         seed: of A, the same on every rank.
 
     Attributes:

@@ -78,9 +78,6 @@ class LocalStore:
     """The local checkpoints that a run writes; every rank has one and calls its methods at the same points.
 
     Args:
-        record: of this attempt.
-        folder: of this attempt on this node's disk.
-        run: the run's folder.
         log: prints a line, on rank 0.
         timeout_s: of a connection to a peer.
     """
@@ -108,7 +105,6 @@ class LocalStore:
         Args:
             root: `trainer.local_checkpoints`; empty for none.
             run: the run's folder, which no other run writes to.
-            identity: of the attempt.
         """
         record = on_rank_0(lambda: begin_local_attempt(run, root, identity))
         if record is None:
@@ -356,7 +352,6 @@ class LocalCopies:
 
     Args:
         root: `trainer.local_checkpoints`; empty for none.
-        record: of the run's own.
     """
 
     def __init__(self, root: str, record: LocalRecord) -> None:

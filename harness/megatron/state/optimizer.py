@@ -48,7 +48,6 @@ def sharded_tensors(
     Args:
         part: one of `parts_of`.
         weights: the model's own sharded state.
-        is_float32: True if the model's weights are.
     """
     if is_loading:
         _make_empty_state(part)
@@ -170,7 +169,6 @@ def _cut(
     Args:
         piece: this tensor-parallel rank's part of the tensor.
         at: element of the weight at which `piece` begins.
-        key: name on disk.
         state: the elements `owned.start` to `owned.stop` of the weight.
         instance: number of the replica of the state.
     """
