@@ -251,14 +251,11 @@ class Watchdog:
                 self._end_hang()
             requested = self._requested() if self._folder is None else None
             if requested is not None and requested[1] > _STARTUP_GRACE_S:
-                self._end_startup(requested[0])
-
-    def _end_startup(self, signal_name: str) -> None:
-        step, activity = self.now
-        message = f"{signal_name} received before the first step, in step {step}, {activity}"
-        if self._leave(Stop(max(0, step - 1), "signal", message)):
-            print_line(f"{message}: there is nothing to save; restart with resume=auto", file=sys.stderr)
-        _exit_now(EXIT_STOPPED)
+                step, activity = self.now
+                message = f"{requested[0]} received before the first step, in step {step}, {activity}"
+                if self._leave(Stop(max(0, step - 1), "signal", message)):
+                    print_line(f"{message}: there is nothing to save; restart with resume=auto", file=sys.stderr)
+                _exit_now(EXIT_STOPPED)
 
     def _publish(self) -> None:
         self._count += 1

@@ -374,7 +374,12 @@ class LocalCopies:
             names = {name for held in parts for name in held}
             for name in names:
                 held = [(ranks, parts[ranks[0]][name]) for ranks in disks if name in parts[ranks[0]]]
-                self._found[name] = _merge(held)
+                whole = next((part for _, part in held if part.manifest), DiskPart({}, {}, ()))
+                holders = {
+                    file.path: [ranks for ranks, part in held if part.sizes.get(file.path) == file.num_bytes]
+                    for file in whole.files
+                }
+                self._found[name] = _Found(whole.manifest, whole.files, holders)
             return sorted(names | ({_name(self._record.step)} if self._record.step else set()))
 
         return on_rank_0(merge)
@@ -495,17 +500,6 @@ class LocalCopies:
             raise self._no_room(target, f"{socket.gethostname()}: {_reason(error, target)}") from error
         self.notes += [f"{one}; that of another node is used" for found in problems.values() for one in found]
         return None
-
-
-def _merge(held: Sequence[tuple[list[int], DiskPart]]) -> _Found:
-    whole = next((part for _, part in held if part.manifest), None)
-    if whole is None:
-        return _Found({}, (), {})
-    holders = {
-        file.path: [ranks for ranks, part in held if part.sizes.get(file.path) == file.num_bytes]
-        for file in whole.files
-    }
-    return _Found(whole.manifest, whole.files, holders)
 
 
 def _from_all(value: Any, function: Callable[[list[Any]], Any] = list) -> Any:
