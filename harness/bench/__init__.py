@@ -28,7 +28,6 @@ class Bench:
 
     Attributes:
         place: `module:function` of `package`; called with sizes, a workspace and a progress, it returns a report.
-        about: one line for the command line.
         full: the settings of `Sizes` that this bench has, with their values.
         quick: those that differ in sizes that take seconds: they show that the bench works, not how fast anything is.
         uses_megatron: the process must be prepared for Megatron-Core before the module is imported.
@@ -54,11 +53,7 @@ class Bench:
 
 
 def load(place: str, *, uses_megatron: bool = False) -> Callable[..., Any]:
-    """Return the function at `module:function`.
-
-    Raises:
-        ConfigError: torch or megatron-core is not installed.
-    """
+    """Return the function at `module:function`; raises ConfigError if torch or megatron-core is not installed."""
     module, _, name = place.partition(":")
     try:
         if uses_megatron:

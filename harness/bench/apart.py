@@ -29,8 +29,6 @@ def measure_apart(
 
     Args:
         place: `module:function`; it gets `arguments` as text, and returns what JSON has.
-        ranks: processes, started by torchrun if there are several.
-        limit_s: seconds after which the processes are ended.
         log: file for their output; None for a temporary one.
 
     Raises:

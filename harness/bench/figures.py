@@ -40,9 +40,6 @@ class Case:
     Attributes:
         name: of the ratio of the first side to the second; empty for no ratio.
         sides: what each side does in a round, by the name of its figure; it returns its sample.
-        rounds: turns of each side.
-        unit: of the samples.
-        at_least, at_most: the target of the ratio.
     """
 
     name: str
@@ -77,9 +74,7 @@ class Figure:
 
     Attributes:
         name: unique in its report.
-        value: in `unit`.
         unit: such as `packs/s`; `x` for a ratio.
-        at_least, at_most: the target; None for no target.
         samples: one a round, in `unit`; `value` is their median, but that of a ratio is the ratio of medians. Empty for
             a count.
         of: names of the figures that `value` is computed from.
@@ -115,8 +110,6 @@ class BenchReport:
     """The figures of one bench, in the order in which they were measured.
 
     Attributes:
-        subject: name of the bench.
-        settings: of the bench.
         notes: facts that a reader of the figures needs, such as a package that is not installed here.
         command: the command that measured; empty for the command of this process.
         load: load average of the last minute when the bench ended.

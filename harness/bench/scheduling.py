@@ -48,11 +48,7 @@ class SimulatedBatch:
 
 
 def bench_schedule(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
-    """Place batches with every scheduler.
-
-    Raises:
-        ScheduleError: a sequence is longer than a row.
-    """
+    """Place batches with every scheduler; raises ScheduleError if a sequence is longer than a row."""
     require_at_least(sizes.ranks, 1, setting="ranks")
     report = BenchReport("schedule")
     batches = list(read_batches(sizes) if sizes.path else simulate_batches(sizes))

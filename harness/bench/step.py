@@ -99,10 +99,6 @@ class LoopBench(ExitStack):
 
     Args:
         sizes: of a step of each data-parallel rank; `steps` are measured, and a quarter as many run before them.
-        model, step: the model, built.
-        layout: of this rank.
-        job: of this process.
-        path: the dataset.
     """
 
     def __init__(
@@ -228,7 +224,6 @@ def bare_step(
 
     Args:
         updates: take the optimizer's step; False for forward and backward alone.
-        clock: counts the seconds.
     """
     wait_for(device)
     start = clock()

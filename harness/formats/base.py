@@ -61,7 +61,6 @@ class ShardReader(ABC):
     """The open files of one shard, used by one process only.
 
     Attributes:
-        num_packs: packs that the files hold.
         entry: the local copies that the files are, which are evicted only once this is gone; None for others.
     """
 
@@ -110,7 +109,6 @@ class ShardWriter(ABC, Generic[File]):
     """The files of one shard, which exist under their names only once it is finished.
 
     Args:
-        names: of the files in the folder.
         files: starts them, in this order; those that were started are dropped if one cannot be.
     """
 
@@ -151,7 +149,6 @@ class Format:
         shard_template: path of a shard inside a dataset folder, to be formatted with its number.
         suffixes: of files that `open_dataset` takes, for error messages.
         shard_pattern: regular expression for names in a dataset folder that look like (part of) a shard.
-        packs_per_shard: default.
         files_per_shard: file descriptors that an open shard holds.
         write_shard: start the shard of a name in a folder.
         open_shard: open a shard at its file, or at the common prefix of its files' names: a Path, or with `in_buckets`

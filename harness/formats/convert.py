@@ -45,7 +45,6 @@ def convert_dataset(
     Args:
         source: as for `open_dataset`.
         destination: as for `open_writer`.
-        format: of the destination.
         pack_size: tokens that no pack exceeds; the source's if None.
         packs_per_shard, rows_per_group, overwrite: as for `open_writer`.
         progress: called with the stage (`convert`, `compare`), packs done and packs in total.

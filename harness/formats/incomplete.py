@@ -127,7 +127,6 @@ def survey_folder(folder: LocalFolder, progress: Callable[[int, int], None] | No
     """Read all shards of a folder without a whole manifest, and compare them with what is left of the index.
 
     Args:
-        folder: of the dataset.
         progress: called with shards read and shards in total.
     """
     survey = Survey()

@@ -36,7 +36,6 @@ class DatasetSummary:
 
     Attributes:
         path, format, pack_size: of the dataset; without a manifest, pack_size is its longest pack.
-        packs, sequences, tokens, trained_tokens: counts.
         fill: share of the packs' capacity that holds tokens.
         shortest, median, mean, longest: tokens of a sequence.
         histogram: (first length, last length, sequences) for each power of two.
@@ -149,11 +148,7 @@ class TokenizerFile:
         self._folder = folder
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids to text, special tokens included.
-
-        Raises:
-            ConfigError: an id is not in the vocabulary.
-        """
+        """Decode ids to text, special tokens included; raises ConfigError if an id is not in the vocabulary."""
         tokens = list(map(int, ids))
         if unknown := [token for token in tokens if self._tokenizer.id_to_token(token) is None]:
             what = f"the tokenizer has no token {unknown[0]:,}, so it is not the tokenizer of this dataset"

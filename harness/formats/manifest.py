@@ -37,11 +37,8 @@ class Provenance:
     """The origin of a dataset; fields are empty if unknown.
 
     Attributes:
-        tokenizer: name or folder of the tokenizer.
         tokenizer_hash: digest of the tokenizer's files.
         chat_template_hash: digest of the chat template's text.
-        packer: the packing algorithm.
-        seed: the packing seed.
         settings_hash: digest of all preparation settings.
         counts: free-form whole numbers, such as conversations read and dropped.
         mask: how the loss mask was made, as text by name: `rule`, `why`, `history`, `train_on` and so on, `end_tokens`,

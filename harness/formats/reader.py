@@ -77,7 +77,6 @@ class PackReader:
 
     Attributes:
         path: as it was given to `open_dataset`.
-        format: name of the format.
         pack_size: tokens that no pack exceeds; for files without a manifest the longest pack.
         manifest: None for files without one.
         max_weight: largest entry of a loss mask: 1, or 100 in a dataset whose masks are weights in hundredths.

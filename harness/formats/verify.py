@@ -28,7 +28,6 @@ class PackDifference:
         field: `num_packs`, `input_ids`, `loss_mask` or `seq_start_id`; with `.length` after it for arrays of unequal
             length that agree as far as the shorter one goes.
         position: in that array; None for lengths.
-        a, b: both values.
     """
 
     pack: int | None

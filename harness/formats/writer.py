@@ -81,7 +81,6 @@ class PackWriter:
     Memory holds one shard's lengths and what the format buffers, never the dataset.
 
     Attributes:
-        where: the destination, for messages.
         pack_size: tokens that no pack may exceed.
         provenance: stored in the manifest; may be replaced until the block is left.
         manifest: of the written dataset, once the block is left.

@@ -87,9 +87,7 @@ def convert_tokens(
 
     Args:
         sources: Parquet files, folders or patterns.
-        prefix: X.
         source: settings for reading; None reads `input_ids` unchanged.
-        overwrite: replace an existing pair.
         progress: called with numbers of documents as they are written.
 
     Raises:
@@ -121,7 +119,6 @@ def merge_indexed(
     Args:
         sources: X, X.bin or X.idx of each.
         prefix: of the pair to write.
-        overwrite: replace an existing pair.
         progress: called with tokens written and tokens in total.
 
     Raises:

@@ -52,7 +52,6 @@ class TokenFamily:
         name: part of every file name: letters, digits, dots, dashes and underscores.
         splits: relative weights of `train`, `valid` and `test`. The hash of its tokens decides where a document goes:
             it stays in its split when others are added or removed, and equal documents share a split.
-        source: settings for reading the documents.
     """
 
     name: str
@@ -88,7 +87,6 @@ def write_family(
     Args:
         sources: Parquet files, folders or patterns to split by hash; or a mapping with the sources of each split.
         folder: OUT. Prefixes in the JSON files begin with this path as given.
-        family: name and splits.
         overwrite: replace an existing family of that name.
         progress: called with numbers of documents as they are written.
 

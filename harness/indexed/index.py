@@ -41,7 +41,6 @@ class IndexHeader:
     """The fixed-size start of an index.
 
     Attributes:
-        dtype: of the tokens in the `.bin`.
         num_sequences: S.
         num_bounds: D, the number of documents plus one.
     """
@@ -89,7 +88,6 @@ class MappedIndex:
     """A memory-mapped index: reading an entry touches its page only, and nothing is copied.
 
     Attributes:
-        header: of the index.
         lengths: int32 [S].
         pointers: int64 [S].
         documents: int64 [D].

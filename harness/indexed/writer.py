@@ -44,7 +44,6 @@ class IndexedWriter:
     leaving it with an exception leaves nothing. After a kill the same call writes the pair again.
 
     Args:
-        prefix: X.
         dtype: of the stored tokens. None starts with uint16 and rewrites the file as int32 once a token needs it.
         overwrite: replace an existing pair, at the end.
 

@@ -32,7 +32,6 @@ class Row(dict[str, Any]):
     raises ConfigError: a default DataLoader has stacked rows, which are batches already.
 
     Attributes:
-        dialect: name of the dialect.
         keys_of_dialect: keys of a row.
     """
 

@@ -117,7 +117,6 @@ def as_packed_rows(
 
     Args:
         pack_offsets, sequence_lengths: of the dataset.
-        layout: of this rank.
         pad_rows_to: tokens that a row is padded to; None for rows as long as their pack.
         setting: name of `pad_rows_to` for errors.
 
@@ -149,7 +148,6 @@ def saved_position(folders: Sequence[str], step: int, *, where: str, fix: str) -
     Args:
         folders: of checkpoints; the first that has a position counts.
         where: settings of the folders, for errors.
-        fix: of errors.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.

@@ -185,7 +185,6 @@ class BridgeRows:
     It moves to the position of a checkpoint when its first row is read, because only then Bridge's step is known.
 
     Args:
-        rows: of this rank.
         pin_memory: return tensors in pinned memory.
         resume_from: folder of the positions that Bridge saved; None to begin at the first pack.
         repeat_steps: begin again after this many steps, as evaluations do; None to read on.

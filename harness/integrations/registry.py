@@ -48,12 +48,7 @@ INTEGRATIONS = MappingProxyType(
 
 
 def missing_packages(name: str, *, beside: Iterable[str] = ()) -> list[str]:
-    """Return the packages of an integration that are not installed; nothing is imported but their parents.
-
-    Args:
-        name: of the integration.
-        beside: further packages that are needed.
-    """
+    """Return the packages of an integration that are not installed; nothing is imported but their parents."""
     return [package for package in (*INTEGRATIONS[name].packages, *beside) if not _is_installed(package)]
 
 

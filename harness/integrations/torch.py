@@ -52,11 +52,7 @@ class PackedDataset(IterableDataset[Row]):
     repeats the step, whose gradients were lost. A new iterator of the same process continues after the row that was
     yielded last, in a new epoch after a whole one.
 
-    Attributes:
-        stream: as given.
-
     Args:
-        stream: this rank's batches.
         dialect: `megatron` or `huggingface`, see `harness.integrations.DIALECTS`.
         device: copy rows there, one row ahead of the one in training; None leaves them on the CPU.
         pin_memory: build rows in pinned memory, so that copies to a GPU run beside training.
@@ -107,7 +103,16 @@ class PackedDataset(IterableDataset[Row]):
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows after the position to the end of its epoch."""
         _refuse_workers()
-        self._refuse_prepared()
+        accelerate = sys.modules.get("accelerate.state")
+        read = getattr(accelerate and accelerate.GradientState().active_dataloader, "dataset", None)
+        # On several ranks accelerate may wrap the dataset.
+        if self in (read, getattr(read, "dataset", None)):
+            raise LoaderError(
+                "a PackedDataset is read by a loader that accelerate prepared, which would divide this rank's rows "
+                "among all ranks and read them ahead of the position",
+                where="Accelerator.prepare",
+                fix="prepare only model and optimizer, and read the dataset, or a DataLoader with batch_size=None",
+            )
         self.stream.seek(self._position)
         steps = self.stream.one_epoch()
 
@@ -141,18 +146,6 @@ class PackedDataset(IterableDataset[Row]):
     def close(self) -> None:
         """End the workers; the position stays."""
         self.stream.close()
-
-    def _refuse_prepared(self) -> None:
-        accelerate = sys.modules.get("accelerate.state")
-        read = getattr(accelerate and accelerate.GradientState().active_dataloader, "dataset", None)
-        # On several ranks accelerate may wrap the dataset.
-        if self in (read, getattr(read, "dataset", None)):
-            raise LoaderError(
-                "a PackedDataset is read by a loader that accelerate prepared, which would divide this rank's rows "
-                "among all ranks and read them ahead of the position",
-                where="Accelerator.prepare",
-                fix="prepare only model and optimizer, and read the dataset, or a DataLoader with batch_size=None",
-            )
 
     def _place(self, row: Row) -> Row:
         made = row.tensors(pin=self._pin_memory)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from harness.errors import ConfigError
 from harness.formats import open_dataset
 from harness.integrations import FixedRows, RankStream, as_packed_rows, require, require_as_packed
 from harness.loader import LoaderConfig, RankLayout
-from harness.thd import ThdBatch
 
 require("torchtitan")
 
@@ -35,7 +35,6 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
     """Yields microbatches of this rank, across epochs; torchtitan builds it from its Config.
 
     Args:
-        config: settings.
         dp_world_size, dp_rank: of the data-parallel mesh.
         seq_len: tokens that every row is padded to.
         local_batch_size: rows of a microbatch.
@@ -117,7 +116,7 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Yield `input` and `positions`, int64 [B, L], and labels, int64 [B, L], of one microbatch of this rank."""
-        while rows := self._microbatch():
+        while rows := list(islice(self._rows, self._local_batch_size)):
             tokens, positions, labels = (
                 torch.from_numpy(np.stack(arrays))
                 for arrays in (
@@ -149,10 +148,3 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
     def close(self) -> None:
         """End the workers."""
         self._rows.close()
-
-    def _microbatch(self) -> list[ThdBatch]:
-        """Return the rows of one microbatch; none at the end of the data."""
-        first = next(self._rows, None)
-        if first is None:
-            return []
-        return [first, *(next(self._rows) for _ in range(self._local_batch_size - 1))]

@@ -65,7 +65,16 @@ class Chat:
                 fix="run `harness verify` on the folder; use a model of transformers whose weights have the "
                 "shapes of its config.json, in safetensors; code in the folder is not run",
             ) from None
-        self._ends = self._find_ends(folder)
+        settings = self._model.generation_config
+        # For adapters the model's own settings are those of the base model.
+        with suppress(OSError):
+            settings = transformers.GenerationConfig.from_pretrained(folder, trust_remote_code=False)
+        named = settings.eos_token_id
+        # The tokens that end and pad an answer: those that the folder names, and those of its template.
+        ends = {*end_tokens(self._tokenizer), *(named if isinstance(named, list) else [named])} - {None}
+        pads = (settings.pad_token_id, self._tokenizer.pad_token_id, min(ends, default=None))
+        pad = next((id for id in pads if id is not None), None)
+        self._ends = {"eos_token_id": sorted(ends) or None, "pad_token_id": pad}
         self._room = int(self._model.config.max_position_embeddings) - max_tokens
         if self._room < 1:
             raise ConfigError(
@@ -116,19 +125,6 @@ class Chat:
         answer = str(self._tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True))
         self._messages.append({"role": "assistant", "content": answer})
         return answer
-
-    def _find_ends(self, folder: Path) -> dict[str, Any]:
-        """Return the tokens that end and pad an answer: those that the folder names, and those of its template."""
-        from transformers import GenerationConfig
-
-        settings = self._model.generation_config
-        # For adapters the model's own settings are those of the base model.
-        with suppress(OSError):
-            settings = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
-        named = settings.eos_token_id
-        ends = {*end_tokens(self._tokenizer), *(named if isinstance(named, list) else [named])} - {None}
-        pads = (settings.pad_token_id, self._tokenizer.pad_token_id, min(ends, default=None))
-        return {"eos_token_id": sorted(ends) or None, "pad_token_id": next((id for id in pads if id is not None), None)}
 
 
 @contextmanager

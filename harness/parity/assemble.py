@@ -34,9 +34,6 @@ def cell_result(
     """Return the result of a cell that ran, or failed to.
 
     Args:
-        finished: outcomes of all cells by name.
-        folder: of the matrix.
-        known: all cells by name.
         device: cpu or cuda; bit-identity is required on CPUs alone.
     """
     outcome = finished[cell.name]

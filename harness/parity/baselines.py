@@ -34,13 +34,10 @@ class Baseline:
     """One file of the baselines' folder.
 
     Attributes:
-        name: of the file, without `.json`.
         created: ISO 8601, UTC.
         environment: of the machine that made it: device, versions, commit.
         tolerances: for later runs; data is always compared exactly.
         settings: of the run, without its folder.
-        steps: its metrics; the times in them are 0.
-        digests: of its data.
     """
 
     name: str

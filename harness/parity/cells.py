@@ -98,12 +98,9 @@ class Cell:
 
     Attributes:
         name: unique in the matrix.
-        check: the check that it belongs to.
-        case: ranks and settings.
         reference: name of the cell that it is compared with; None for a reference.
         settings: all settings of `recipes.sft` but the folder.
         steps: steps that it makes, with those of the cell that it starts from.
-        python: the interpreter.
         dataset: the data; when it changes, a finished cell is run again.
         start: name of the cell whose folder it continues.
         is_reported: False for a cell that others only start from.

@@ -91,7 +91,6 @@ class IsolationCheck:
         sequences: the documents of the row, two or more.
         pad_to_multiple: each is padded to a multiple of this many tokens.
         vocab_size: changed tokens stay below it.
-        row: made of the sequences.
     """
 
     chunks: list[DistributedDataParallel]

@@ -29,7 +29,6 @@ class Recorded:
     """The records of a run.
 
     Attributes:
-        steps: its metrics.
         digests: returns the digests of its data; raises FormatError where none were recorded.
         arrays: returns a trained sequence (step, its row, its place in the row) by field; empty where it is not known.
     """

@@ -37,10 +37,8 @@ class CurveDifference:
 
     Attributes:
         curve: loss, grad_norm, or the name of a validation set.
-        steps: steps that are compared.
         last: values of both at the last of these steps.
         largest, largest_step: largest relative difference, and the step that has it.
-        mean: mean relative difference.
         first: first step whose difference is above the tolerance, with both values; None if there is none, or the
             curve is not judged.
     """

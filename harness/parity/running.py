@@ -71,7 +71,6 @@ def run_cells(
         folder: holds the runs as `cells/<name>/run`; runs of an earlier try are kept while their settings, data and
             code are the same.
         slots: ranks that run at one time; a cell of more ranks runs alone.
-        timeout_s: time limit of a cell.
         watch: called a few times a second with the outcomes so far.
 
     Returns:
@@ -247,7 +246,6 @@ class CellBatch:
     """Cells of one number of ranks that run one after another in the same processes; mostly one cell.
 
     Args:
-        folder: of the matrix.
         cells: not empty; of one interpreter and program.
         starts: by name, the cells whose folders these continue.
     """

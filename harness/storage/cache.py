@@ -76,7 +76,6 @@ class LocalCache:
         """Return the entry of these files, downloaded if missing.
 
         Args:
-            files: with the sizes and hashes that their bytes must have.
             download: writes one of them to a path.
 
         Raises:

@@ -38,7 +38,6 @@ class Stamp:
     """Identity of a file's content, as far as its storage knows it without reading.
 
     Attributes:
-        num_bytes: size.
         version: modification time in nanoseconds of a file on a disk; ETag of an object, or its time.
     """
 

@@ -24,11 +24,7 @@ _LEASE_NAME = "_lease"
 
 
 class _Folder(ABC):
-    """Files named by their `/`-separated paths in a folder; `LocalFolder` explains the methods of both kinds. Pickles.
-
-    Attributes:
-        place: the folder's own path.
-    """
+    """Files named by their `/`-separated paths in a folder; `LocalFolder` explains the methods. Pickles."""
 
     place: Place
 

@@ -47,7 +47,6 @@ class LocalCopy:
     """A whole copy.
 
     Attributes:
-        path: of the copy.
         files: by path below it; of a single file, one whose path is empty.
         new_bytes: of these, bytes that were copied now.
     """

@@ -26,7 +26,6 @@ class ObjectPath:
     """A place in object storage.
 
     Attributes:
-        scheme: one of SCHEMES.
         bucket: of s3 and gs; of abfs and az the container, with `@account...` after it if the URI names the account; of
             msc the profile.
         key: without slashes at its ends; empty for the whole bucket.

@@ -146,28 +146,22 @@ def _dense(row: ThdBatch, count: int, length: int, device: torch.device) -> RowT
     return RowTensors(tokens, labels, position_ids, loss_mask, padding_mask, loss_mask.sum().to(torch.int), None)
 
 
-def owned_tensors(step: MegatronStep, ranks: int) -> list[torch.Tensor]:
-    """Return views of as many bytes as a rank has to save: its optimizer state, and an equal part of the weights."""
-    (part,) = getattr(step.optimizer, "chained_optimizers", [step.optimizer])
-    mains = [main for group in part.optimizer.param_groups for main in group["params"]]
-    states = [value for main in mains for value in part.optimizer.state[main].values() if value.dim()]
-    weights = [weight for chunk in step.chunks for weight in chunk.parameters()]
-    parts = [weight.detach().view(-1)[: weight.numel() // ranks] for weight in weights]
-    return [*(main.detach() for main in mains), *states, *parts]
-
-
 class SavingRank:
     """Saves of one rank in the background, each with the seconds that training waits and that one copy takes.
 
     Args:
-        step: the model and its optimizer's state.
-        folder: of the checkpoints.
         job: of this process; every rank of it makes one.
     """
 
     def __init__(self, step: MegatronStep, folder: Path, job: Any) -> None:
         self._device = job.device
-        self._owned = owned_tensors(step, job.world_size)
+        # As many bytes as a rank has to save: its optimizer state, and an equal part of the weights.
+        (part,) = getattr(step.optimizer, "chained_optimizers", [step.optimizer])
+        mains = [main for group in part.optimizer.param_groups for main in group["params"]]
+        states = [value for main in mains for value in part.optimizer.state[main].values() if value.dim()]
+        weights = [weight.detach().view(-1) for chunk in step.chunks for weight in chunk.parameters()]
+        parts = [weight[: weight.numel() // job.world_size] for weight in weights]
+        self._owned = [*(main.detach() for main in mains), *states, *parts]
         self.owned_bytes = sum(tensor.nbytes for tensor in self._owned)
         self._writer = CheckpointWriter(folder, step, keep=1)
         self._number, self._began = 0, 0.0

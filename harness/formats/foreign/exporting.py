@@ -38,7 +38,6 @@ class BridgeFiles(CheckedSettings, section="bridge"):
     """Names of the files for Megatron-Bridge.
 
     Attributes:
-        split: training or validation.
         tokenizer: the tokenizer's name in Bridge's configuration, such as org/name, which is in the folder's name;
             empty for a folder that Bridge finds with the setting that is printed.
         file_format: npy, which megatron-bridge 0.3 reads, or parquet, which only later versions read.
@@ -54,8 +53,6 @@ class BridgeExport:
     """Files that were written for Megatron-Bridge.
 
     Attributes:
-        manifest: of the written packs.
-        path, metadata_path: of the files.
         settings: Python text of the dataset's settings, for a recipe of Bridge.
         end_token: id of the token that ends a sequence in the dataset's own tokenizer; None if that is not at hand.
         num_untrained: labels that Bridge leaves out of the loss although the dataset trains them: it never trains the
@@ -102,7 +99,13 @@ def export_to_bridge(
         folder = Path(root) / "packed" / f"{name}_pad_seq_to_mult1"
         path = folder / f"{files.split}_{size}{_SUFFIXES[files.file_format]}"
         metadata_path = folder / f"{size}_metadata.jsonl"
-        others = [figures for figures in _read_figures(metadata_path) if figures.get("split") != files.split]
+        others: list[dict[str, Any]] = []
+        with suppress(FileNotFoundError):
+            what = "the packing metadata is damaged"
+            others = load(
+                list[dict[str, Any]], metadata_path.read_bytes(), where=metadata_path, fix="remove it", what=what
+            )
+        others = [figures for figures in others if figures.get("split") != files.split]
         manifest = convert_dataset(
             source, path, format=files.file_format, pack_size=size, overwrite=overwrite, progress=progress
         )
@@ -132,14 +135,6 @@ def _figures(reader: PackReader, pack_size: int, split: str) -> dict[str, Any]:
         "min_packed_seqlen": int(of_packs.min()),
         "split": split,
     }
-
-
-def _read_figures(path: Path) -> list[dict[str, Any]]:
-    """Return the records of files that were written before, of any split."""
-    what = "the packing metadata is damaged"
-    with suppress(FileNotFoundError):
-        return load(list[dict[str, Any]], path.read_bytes(), where=path, fix="remove it", what=what)
-    return []
 
 
 def _settings(root: str | PathLike[str], pack_size: int, name: str, folder: Path) -> str:

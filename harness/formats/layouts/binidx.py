@@ -50,7 +50,12 @@ class BinIdxShard(ShardReader):
         # Read, not mapped: 28 bytes a pack.
         self._lengths = read_lengths(with_suffix(prefix, IDX))
         self.num_packs = self._lengths.shape[0]
-        self._offsets = self._read_offsets()
+        path = with_suffix(prefix, SEQ_IDX)
+        self._check_size(SEQ_IDX, path.stat().st_size, 8 * (self.num_packs + 1))
+        self._offsets: Int64Array = np.fromfile(path, "<i8")
+        counts = np.diff(self._offsets)
+        if self._offsets[0] != 0 or (counts <= 0).any() or (counts > self._lengths).any():
+            raise FormatError("the offsets of sequence starts do not increase from 0", where=str(path))
         ends = np.zeros(self.num_packs + 1, np.int64)
         np.cumsum(self._lengths, out=ends[1:])
         num_tokens = int(ends[-1])
@@ -84,15 +89,6 @@ class BinIdxShard(ShardReader):
     def _check_size(self, suffix: str, num_bytes: int, expected: int) -> None:
         if num_bytes != expected:
             raise FormatError(f"has {num_bytes:,} bytes, the index lists {expected:,}", where=f"{self._prefix}{suffix}")
-
-    def _read_offsets(self) -> Int64Array:
-        path = with_suffix(self._prefix, SEQ_IDX)
-        self._check_size(SEQ_IDX, path.stat().st_size, 8 * (self.num_packs + 1))
-        offsets = np.fromfile(path, "<i8")
-        counts = np.diff(offsets)
-        if offsets[0] != 0 or (counts <= 0).any() or (counts > self._lengths).any():
-            raise FormatError("the offsets of sequence starts do not increase from 0", where=str(path))
-        return offsets
 
 
 class BinIdxWriter(ShardWriter[OutputFile]):

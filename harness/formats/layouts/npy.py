@@ -126,8 +126,11 @@ class NpyWriter(ShardWriter[OutputFile]):
         self._files[0].write(npy_header("|O", (0,)) + _pickle_head(0))
 
     def append(self, pack: Pack) -> None:
-        item = {name: getattr(pack, name).tolist() for name in FIELDS}
-        self._files[0].write(_pickled_item(item) + b"a")  # APPEND
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer, protocol=3)
+        pickler.fast = True  # no memo entries, which would clash between packs
+        pickler.dump({name: getattr(pack, name).tolist() for name in FIELDS})
+        self._files[0].write(buffer.getvalue()[2:-1] + b"a")  # without PROTO and STOP; APPEND
         self._num_packs += 1
 
     def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
@@ -146,15 +149,6 @@ def _pickle_head(num_packs: int) -> bytes:
     dtype_state = b"(K\x03X\x01\x00\x00\x00|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x3ftb"
     count = b"J" + struct.pack("<i", num_packs)
     return b"\x80\x03" + reconstruct + arguments + b"R" + b"(K\x01" + count + b"\x85" + dtype + dtype_state + b"\x89]"
-
-
-def _pickled_item(item: dict[str, list[int]]) -> bytes:
-    """Pickle one dict to bare opcodes, without memo entries, which would clash between items."""
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, protocol=3)
-    pickler.fast = True
-    pickler.dump(item)
-    return buffer.getvalue()[2:-1]  # without PROTO and STOP
 
 
 def find_bare(path: Path) -> list[Path]:

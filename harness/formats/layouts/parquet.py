@@ -26,7 +26,7 @@ from harness.errors import FormatError
 from harness.formats.base import FIELDS, Format, ShardContents, ShardReader, find_files, make_pack
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import IndexPart, lengths_from_starts
-from harness.formats.layouts.parquet_packs import METADATA_PREFIX, PageTable, ParquetWriter, find_table, read_packs
+from harness.formats.layouts.parquet_packs import METADATA_PREFIX, ParquetWriter, find_table, read_packs
 from harness.formats.layouts.parquet_pages import check_totals, fetch_columns, read_footer, read_row_groups
 from harness.formats.manifest import Manifest
 from harness.records import Pack
@@ -62,7 +62,6 @@ class ParquetShard(ShardReader):
     """One open file and its last few decoded row groups.
 
     Args:
-        place: of the file.
         pack_size: tokens that no pack exceeds, which bounds the memory that a file can claim.
     """
 
@@ -109,13 +108,12 @@ class ParquetShard(ShardReader):
                 raise FormatError(f"the footer is damaged: its table of pages lists {self._table.num_packs:,} packs")
 
     def read(self, rows: Sequence[int]) -> list[Pack]:
-        return self._read_groups(rows) if self._table is None else self._read_pages(rows, self._table)
-
-    def _read_pages(self, rows: Sequence[int], table: PageTable) -> list[Pack]:
+        if self._table is None:
+            return self._read_groups(rows)
         assert self._source is not None
         packs: list[Pack] = []
         try:
-            for pack in read_packs(self._source, table, rows, self._pack_size):
+            for pack in read_packs(self._source, self._table, rows, self._pack_size):
                 packs.append(pack)
         except _UNREADABLE as error:
             # Of the first row if pages cannot be read, because they are read together.

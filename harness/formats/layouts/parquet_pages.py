@@ -55,7 +55,6 @@ class Page:
     Attributes:
         num_bytes: decompressed.
         num_values: of a data page; 0 of a dictionary.
-        is_dictionary: it is the dictionary of its column chunk.
         is_coded: it refers to the dictionary, so that its values can be larger than it is.
     """
 
@@ -116,7 +115,6 @@ def count_limit(rows: int, ids_bytes: int, pack_size: int | None) -> int:
     """Return the most values that a column of a row group may hold.
 
     Args:
-        rows: of the row group.
         ids_bytes: compressed size of its input_ids.
         pack_size: tokens that no pack exceeds, which allows more; the compressed size limits them as for real text.
     """

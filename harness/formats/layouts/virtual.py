@@ -151,7 +151,6 @@ class SequenceStore:
 
     Attributes:
         folder: on a disk or in object storage.
-        manifest: of the dataset.
         lengths: int32 [sequences], tokens of each sequence, by its number.
     """
 
@@ -230,7 +229,6 @@ class PlanShard(ShardReader):
     """An open plan and its store.
 
     Args:
-        path: the plan's files, on a disk.
         folder: of the dataset, from which the plan names its store; None for that of the files.
     """
 
@@ -323,8 +321,6 @@ def write_plan(
             there; a plan on a disk may have one.
         pack_offsets, sequence_ids: as in a PackPlan; each sequence of the store once.
         pack_size: tokens that no pack exceeds.
-        packer, seed: stored in the manifest.
-        overwrite: replace an existing dataset.
 
     Raises:
         ConfigError: the plan does not fit this store, or cannot refer to it.

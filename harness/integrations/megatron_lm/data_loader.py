@@ -25,7 +25,6 @@ class ExternalLoader:
     """Yields the rows of this rank, one a microbatch, without end; Megatron saves its state in checkpoints.
 
     Args:
-        stream: of this rank's batches.
         num_microbatches: rows of each batch; a batch with fewer, at the end of an epoch, is filled with rows of zero
             loss.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.

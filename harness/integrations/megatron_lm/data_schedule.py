@@ -328,8 +328,7 @@ def get_batch_on_this_rank_for_sequence_packing(
         mtp_on_this_rank: this chunk predicts several tokens, so it reads tokens and labels wherever it is.
         pg_collection: process groups `tp`, `pp` and `cp`; None for those of Megatron's parallel state.
         config: the model's TransformerConfig, in which only what is not supported is looked for; None for none.
-        dynamic_cp, dynamic_cp_group_func, return_context_parallel_batch: of newer versions; refused unless left at
-            their defaults.
+        dynamic_cp, dynamic_cp_group_func, return_context_parallel_batch: of newer versions; only their defaults work.
 
     Returns:
         tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params and padding_mask. Tensors are
@@ -347,7 +346,11 @@ def get_batch_on_this_rank_for_sequence_packing(
     _check_call(newer | {f"pg_collection={pg_collection}": isinstance(pg_collection, bool)}, config)
     tp_group, pp_group, cp_group = _groups(pg_collection, "tp", "pp", "cp")
     device = device_of(tp_group)
-    fields = _read_by_chunk(pp_group, vpp_size, vp_stage, is_predicting=mtp_on_this_rank)
+    if vp_stage is not None and vpp_size is None:
+        vpp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    is_first = pp_group.rank() == 0 and vp_stage in (None, 0)
+    is_last = pp_group.rank() == pp_group.size() - 1 and vp_stage in (None, (vpp_size or 1) - 1)
+    fields = (*_OF_FIRST_STAGE * (is_first or mtp_on_this_rank), *_OF_LAST_STAGE * (is_last or mtp_on_this_rank))
     values, (ends, max_seqlen, total, padded) = _next_row(data_iterator, fields, tp_group, cp_group, device)
     source = torch.distributed.get_process_group_ranks(tp_group)[0]
 
@@ -376,16 +379,6 @@ def _check_call(refused: dict[str, Any], config: Any) -> None:
         )
     if config is not None:
         _check_config(config)
-
-
-def _read_by_chunk(
-    pp_group: ProcessGroup, vpp_size: int | None, vp_stage: int | None, *, is_predicting: bool
-) -> tuple[str, ...]:
-    if vp_stage is not None and vpp_size is None:
-        vpp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    is_first = pp_group.rank() == 0 and vp_stage in (None, 0)
-    is_last = pp_group.rank() == pp_group.size() - 1 and vp_stage in (None, (vpp_size or 1) - 1)
-    return (*_OF_FIRST_STAGE * (is_first or is_predicting), *_OF_LAST_STAGE * (is_last or is_predicting))
 
 
 def _next_row(

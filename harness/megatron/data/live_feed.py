@@ -42,13 +42,11 @@ class LiveFeed(Feed):
     """The batches of a stream of live chunks, in step with all other ranks of the job.
 
     Args:
-        config: names the folders.
         plan: the division of a step into rows, with the place of this rank.
         tokenizer: for chunks of conversations.
         state: position to resume from; None begins with the first chunk.
         allow_other_data: resume although the stream or the tokenizer differs from that of the checkpoint.
         timeout_s: the longest wait for a rank that does not answer.
-        device: as for a Feed.
 
     Raises:
         HarnessError: on every rank: a pack would not fit a row, another run trains on the chunks, or `state` belongs to

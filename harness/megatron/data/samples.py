@@ -180,7 +180,6 @@ class SampleReader:
     Number i of a row is sample `start + (microbatch * dp_size + dp_rank) * micro_batch_size + i`, as in Megatron-LM.
 
     Attributes:
-        dataset: from `open_corpus`.
         sequence_length, micro_batch_size: as in CorpusConfig.
         boundary: the token after which attention starts again; None for none.
     """

@@ -48,7 +48,6 @@ def model_card(
 
     Args:
         checkpoint: that was exported; the metrics of its run lie two folders above it.
-        settings: the run's.
         tokens: None if the tokenizer is not part of the folder.
         is_adapter: the folder has LoRA matrices alone.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +65,6 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     """Find the data of a run; what is missing does not raise, unless `moved_to` says where it is.
 
     Args:
-        settings: the run's.
         state: of the loader, in the checkpoint: a dataset of another fingerprint is not the one that was trained.
         moved_to: where the run's data is now, in the order of its settings; empty for where it was.
 
@@ -131,7 +130,11 @@ def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[st
     assert reader.manifest is not None
     recorded = reader.manifest.provenance
     reasons = []
-    for name in _candidates(reader, settings):
+    # Beside the data, then those that the run names.
+    names = [settings["data"].get("tokenizer"), settings["model"].get("init_from")]
+    with suppress(ConfigError):
+        names.insert(0, str(find_tokenizer_folder(reader)))
+    for name in filter(None, names):
         try:
             tokens, template = _hashes(name)
         except ConfigError as error:
@@ -153,13 +156,6 @@ def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[st
     found.missing.append(f"tokenizer and chat template: {why}")
 
 
-def _candidates(reader: PackReader, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield places where the tokenizer may be: beside the data, and those that the run names."""
-    with suppress(ConfigError):
-        yield str(find_tokenizer_folder(reader))
-    yield from filter(None, (settings["data"].get("tokenizer"), settings["model"].get("init_from")))
-
-
 def _hashes(name: str) -> tuple[str, str]:
     try:
         tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
@@ -175,8 +171,6 @@ class SpecialTokens:
     Attributes:
         ends: end an answer; the end token of the tokenizer among them.
         pad: fills the rows of a batch; another token than those that end an answer, if there is one.
-        begin: starts a text.
-        texts: spelling by id.
     """
 
     ends: tuple[int, ...]
@@ -199,7 +193,11 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
     try:
         source = Path(found.tokenizer)
         if source.is_dir() and not found.template:
-            copy_tokenizer(source, folder)
+            # Byte by byte, and nothing else that lies beside them.
+            for file in {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}:
+                shutil.copy(file, folder / file.name)
+            if (source / _TEMPLATES).is_dir():
+                shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
         else:
             config = TokenizerConfig(name=found.tokenizer, chat_template=found.template, mask="all")
             ChatTokenizer(config).save(folder)
@@ -218,14 +216,6 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
     ends = {token for mask in found.masks for token in end_tokens(tokenizer, mask)}
     ends |= set() if found.eod is None else {found.eod}
     return _special_tokens(tokenizer, ends, vocab_size)
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer, byte by byte, and nothing else that lies beside them."""
-    for file in {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}:
-        shutil.copy(file, folder / file.name)
-    if (source / _TEMPLATES).is_dir():
-        shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
 
 
 def _special_tokens(tokenizer: Any, ends: set[int], vocab_size: int) -> SpecialTokens:

@@ -49,9 +49,6 @@ class Exported:
     """Summary of an export.
 
     Attributes:
-        step: of the checkpoint.
-        num_weights, num_bytes: written.
-        has_tokenizer: True if the tokenizer of the data is included.
         end_tokens: texts of the tokens that end an answer.
         pad_token: text of the token that fills a batch; None if there is none.
         missing: sentences about what could not be written, and why.

@@ -40,13 +40,7 @@ Settings = TypeVar("Settings", bound=RunConfig)
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process in its job.
-
-    Attributes:
-        device: of its tensors.
-        rank, world_size: in the job.
-        local_rank: on the node.
-    """
+    """This process in its job."""
 
     device: torch.device
     rank: int

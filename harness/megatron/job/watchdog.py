@@ -160,9 +160,6 @@ class Watchdog:
         limit_s: a rank without progress for this long before its first step ends the job, with exit code 70.
         requested: returns the signal to stop that this rank has received, and the seconds since; None for none.
         leave: records the reason of an end before `training_begins`; False if another rank has recorded one.
-
-    Attributes:
-        current: the active watchdog of this process.
     """
 
     current: ClassVar[Watchdog | None] = None
@@ -254,14 +251,11 @@ class Watchdog:
                 self._end_hang()
             requested = self._requested() if self._folder is None else None
             if requested is not None and requested[1] > _STARTUP_GRACE_S:
-                self._end_startup(requested[0])
-
-    def _end_startup(self, signal_name: str) -> None:
-        step, activity = self.now
-        message = f"{signal_name} received before the first step, in step {step}, {activity}"
-        if self._leave(Stop(max(0, step - 1), "signal", message)):
-            print_line(f"{message}: there is nothing to save; restart with resume=auto", file=sys.stderr)
-        _exit_now(EXIT_STOPPED)
+                step, activity = self.now
+                message = f"{requested[0]} received before the first step, in step {step}, {activity}"
+                if self._leave(Stop(max(0, step - 1), "signal", message)):
+                    print_line(f"{message}: there is nothing to save; restart with resume=auto", file=sys.stderr)
+                _exit_now(EXIT_STOPPED)
 
     def _publish(self) -> None:
         self._count += 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,8 +115,6 @@ class Adapter(torch.nn.Module):
     """The two small matrices beside one linear layer.
 
     Args:
-        place: of the linear layer.
-        shard: this rank's part.
         seed: of A, the same on every rank.
 
     Attributes:
@@ -215,23 +214,20 @@ def add_adapters(chunk: GPTModel, model: ModelConfig, shard: TensorShard, device
             seed = (seed * 1_000_003 + place.seed) % (1 << 63)  # a generator takes no more
         adapter = Adapter(config, model, place, shard=shard, seed=seed, device=device)
         setattr(place.parent, place.linear + ADAPTER[:-1], adapter)
-        getattr(place.parent, place.linear).register_forward_hook(_adding(adapter, config))
+        getattr(place.parent, place.linear).register_forward_hook(partial(_add, adapter, config))
     if chunk.pre_process:
         # Recomputed layers compute gradients only if their input requires one, and the embedding is frozen.
         chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
-def _adding(adapter: Adapter, config: TransformerConfig) -> Any:
-    def add(layer: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        values = inputs[0]
-        norm = getattr(layer, "layer_norm_weight", None)
-        if norm is not None:  # the layer of Transformer Engine includes the norm
-            weight = norm.float() + config.layernorm_zero_centered_gamma
-            wide = functional.rms_norm(values.float(), norm.shape, weight, config.layernorm_epsilon)
-            values = wide.type_as(values)
-        return output[0] + adapter(values), *output[1:]
-
-    return add
+def _add(adapter: Adapter, config: TransformerConfig, layer: torch.nn.Module, inputs: Any, output: Any) -> Any:
+    values = inputs[0]
+    norm = getattr(layer, "layer_norm_weight", None)
+    if norm is not None:  # the layer of Transformer Engine includes the norm
+        weight = norm.float() + config.layernorm_zero_centered_gamma
+        wide = functional.rms_norm(values.float(), norm.shape, weight, config.layernorm_epsilon)
+        values = wide.type_as(values)
+    return output[0] + adapter(values), *output[1:]
 
 
 def adapters(chunk: GPTModel, model: ModelConfig) -> Iterator[tuple[str, torch.nn.Module, Adapter]]:

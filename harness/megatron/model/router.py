@@ -8,6 +8,7 @@ expert bias is an error in 0.16). Here both are computed once for all versions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,9 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         # In the forward pass: where activations are computed again, another row may have come by then.
         is_forward = torch.is_grad_enabled() != (config.recompute_granularity == "full")
         if self.row_sources is not None and self.training and is_forward:
-            self._count_sources(self.row_sources, chosen, padding)
+            with torch.no_grad():
+                real = chosen if padding is None else chosen & ~padding.unsqueeze(1)
+                self.source_counts.index_add_(0, self.row_sources, real.to(self.source_counts.dtype))
         return weights, chosen
 
     def _add_z_loss(self, logits: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
@@ -163,11 +166,6 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
             self.sums["shared_tokens"] += tokens.double()
         self.shared_experts_ran = False
 
-    @torch.no_grad()
-    def _count_sources(self, sources: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor | None) -> None:
-        real = chosen if padding is None else chosen & ~padding.unsqueeze(1)
-        self.source_counts.index_add_(0, sources, real.to(self.source_counts.dtype))
-
 
 def _scores(logits: torch.Tensor, function: str) -> torch.Tensor:
     """Return float32 [T, experts], the share of each expert in a token's scores."""
@@ -190,9 +188,9 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
         experts = layer.mlp
         experts.router.layer = number
         experts.router.balances_sequences = model.aux_loss_scope == "sequence"
-        layer.register_forward_pre_hook(_showing_rows(experts.router), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_note_row, experts.router), with_kwargs=True)
         if experts.shared_experts is not None:
-            experts.shared_experts.register_forward_hook(_noting(experts.router))
+            experts.shared_experts.register_forward_hook(partial(_note_shared, experts.router))
         for parameter in experts.router.parameters():
             parameter.requires_grad = not model.freeze_router
         if chunk.config.expert_tensor_parallel_size != chunk.config.tensor_model_parallel_size:
@@ -204,18 +202,12 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
                 _draw(expert, chunk.config, (model.seed * 10_007 + number + 1) * 100_003 + index)
 
 
-def _showing_rows(router: Router) -> Any:
-    def show(module: torch.nn.Module, inputs: Any, named: Any) -> None:
-        router.row = named.get("packed_seq_params")
-
-    return show
+def _note_row(router: Router, module: torch.nn.Module, inputs: Any, named: Any) -> None:
+    router.row = named.get("packed_seq_params")
 
 
-def _noting(router: Router) -> Any:
-    def note(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        router.shared_experts_ran = True
-
-    return note
+def _note_shared(router: Router, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    router.shared_experts_ran = True
 
 
 def _prepare_biases(experts: Any) -> None:

@@ -31,7 +31,6 @@ class RunRecords:
     """Writes the records of a run; every rank has one, and that of rank 0 writes.
 
     Args:
-        folder: of the run.
         first_step: records of this step and later ones, left by an earlier part of the run, are removed.
         sampler: answers prompts at every evaluation.
 

@@ -57,10 +57,8 @@ class Task:
     Attributes:
         feeds: returns the training batches after a progress, None for the start, and the validation sets by name, each
             read once per validation; every rank takes part.
-        vocab_size: of the model.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
         max_sequences: the most that a row has, for `parallel.cuda_graphs`; None without.
-        pretrained: initial weights.
         data_names: of the training data, for the title of the loss plot.
         facts: about data and schedule, for the run's report.
         answering: for sample prompts; None where there are none.
@@ -179,13 +177,10 @@ class _Run(Hooks):
     """A run on one rank, from its folder to its end; the hooks of its steps.
 
     Attributes:
-        folder: of the run; no other run writes there.
         newest: the checkpoint that it resumes from, None for a new run.
-        first_step: the next step.
         training, validation: of `Task.feeds`.
         step: has the weights that `first_step` begins with.
         validated: losses of the validations before it.
-        waits: of this rank.
     """
 
     waits: Waits

@@ -202,7 +202,6 @@ class CheckpointWriter:
     """Writes the checkpoints of one run; every rank has one and calls its methods at the same points.
 
     Args:
-        folder: of the run's checkpoints.
         keep: number of newest checkpoints to keep.
         in_background: `start` returns once the state is copied, not once it is on disk.
         before_whole: called on rank 0 before a checkpoint gets its name; makes the records of its steps durable.

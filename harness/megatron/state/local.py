@@ -78,9 +78,6 @@ class LocalStore:
     """The local checkpoints that a run writes; every rank has one and calls its methods at the same points.
 
     Args:
-        record: of this attempt.
-        folder: of this attempt on this node's disk.
-        run: the run's folder.
         log: prints a line, on rank 0.
         timeout_s: of a connection to a peer.
     """
@@ -108,7 +105,6 @@ class LocalStore:
         Args:
             root: `trainer.local_checkpoints`; empty for none.
             run: the run's folder, which no other run writes to.
-            identity: of the attempt.
         """
         record = on_rank_0(lambda: begin_local_attempt(run, root, identity))
         if record is None:
@@ -356,7 +352,6 @@ class LocalCopies:
 
     Args:
         root: `trainer.local_checkpoints`; empty for none.
-        record: of the run's own.
     """
 
     def __init__(self, root: str, record: LocalRecord) -> None:
@@ -379,7 +374,12 @@ class LocalCopies:
             names = {name for held in parts for name in held}
             for name in names:
                 held = [(ranks, parts[ranks[0]][name]) for ranks in disks if name in parts[ranks[0]]]
-                self._found[name] = _merge(held)
+                whole = next((part for _, part in held if part.manifest), DiskPart({}, {}, ()))
+                holders = {
+                    file.path: [ranks for ranks, part in held if part.sizes.get(file.path) == file.num_bytes]
+                    for file in whole.files
+                }
+                self._found[name] = _Found(whole.manifest, whole.files, holders)
             return sorted(names | ({_name(self._record.step)} if self._record.step else set()))
 
         return on_rank_0(merge)
@@ -500,17 +500,6 @@ class LocalCopies:
             raise self._no_room(target, f"{socket.gethostname()}: {_reason(error, target)}") from error
         self.notes += [f"{one}; that of another node is used" for found in problems.values() for one in found]
         return None
-
-
-def _merge(held: Sequence[tuple[list[int], DiskPart]]) -> _Found:
-    whole = next((part for _, part in held if part.manifest), None)
-    if whole is None:
-        return _Found({}, (), {})
-    holders = {
-        file.path: [ranks for ranks, part in held if part.sizes.get(file.path) == file.num_bytes]
-        for file in whole.files
-    }
-    return _Found(whole.manifest, whole.files, holders)
 
 
 def _from_all(value: Any, function: Callable[[list[Any]], Any] = list) -> Any:

@@ -48,7 +48,6 @@ def sharded_tensors(
     Args:
         part: one of `parts_of`.
         weights: the model's own sharded state.
-        is_float32: True if the model's weights are.
     """
     if is_loading:
         _make_empty_state(part)
@@ -119,25 +118,18 @@ def _shards_of(part: Any, weights: dict[str, Any], *, is_float32: bool) -> Itera
         pieces = _pieces(by_weight[id(weight)])
         # The replica of the state to which this rank belongs; 0 is saved.
         instance = int(getattr(part, "distributed_optimizer_instance_id", 0))
-        for name, state in _states_of(part, weight).items():
+        group, place = part.model_param_group_index_map[weight]
+        main = part.optimizer.param_groups[group]["params"][place]
+        # Megatron's `_get_main_param_and_optimizer_states` returns copies of moments in bfloat16.
+        states = {name: value for name, value in part.optimizer.state[main].items() if name != "step"}
+        # An inner optimizer that has the float32 weights has them in its state.
+        for name, state in {_MAIN: states.pop("master_param", main), **states}.items():
             # A float32 main weight is a view of the model's own weight, which the model saves and loads.
             if is_float32 and name == _MAIN:
                 continue
             prefix = f"optimizer.state.{'fp32_param' if name == _MAIN else name}"
             for at, piece in pieces:
                 yield from _cut(piece, at, f"{prefix}.{piece.key}", state.detach(), owned, instance)
-
-
-def _states_of(part: Any, weight: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return the optimizer's own tensors of the part of a weight that a rank owns, by name.
-
-    Megatron's `_get_main_param_and_optimizer_states` returns copies of moments in bfloat16.
-    """
-    group, place = part.model_param_group_index_map[weight]
-    main = part.optimizer.param_groups[group]["params"][place]
-    states = {name: value for name, value in part.optimizer.state[main].items() if name != "step"}
-    # An inner optimizer that has the float32 weights has them in its state.
-    return {_MAIN: states.pop("master_param", main), **states}
 
 
 def _pieces(sharded: Any) -> list[tuple[int, ShardedTensor]]:
@@ -170,7 +162,6 @@ def _cut(
     Args:
         piece: this tensor-parallel rank's part of the tensor.
         at: element of the weight at which `piece` begins.
-        key: name on disk.
         state: the elements `owned.start` to `owned.stop` of the weight.
         instance: number of the replica of the state.
     """

@@ -75,11 +75,9 @@ class PeerCopy:
     """The copy of one checkpoint: a thread that sends this rank's files, and one that receives those of its peers.
 
     Args:
-        rank: of this process.
         folder: of the checkpoint on this node's disk.
         files: of every rank, in the order in which they are sent.
         receivers: the rank that keeps the copies of each rank's files.
-        places: address and port of every rank.
         token: 32 bytes that only the ranks of the job know.
         number: of the copy, which tells it from an abandoned one.
         timeout_s: without a byte ends a connection, and the wait until all senders have connected.

@@ -119,7 +119,13 @@ def render_message(report: ParityReport) -> str:
     """Render `report.md`, at most `LONGEST` characters: verdict, differences, environment, and how to run it again."""
     verdict = f"**{SIGNS[report.verdict]} {words.verdict(report)}**"
     head = [f"{verdict}: {_text(report.title)}", "", words.summary(report)]
-    parts = [head, _problems(report)]
+    bad = [cell for cell in report.cells if cell.status in ("different", "failed")]
+    lines = [f"- {SIGNS[cell.status]} **{_text(cell.name, 80)}**: {_text(words.trouble(cell))}" for cell in bad]
+    if len(bad) > _MOST_PROBLEMS:
+        lines = [*lines[:_MOST_PROBLEMS], f"- and {len(bad) - _MOST_PROBLEMS:,} more"]
+    if bad and bad[0].command:
+        lines.append(f"- again: {_code(bad[0].command)}")
+    parts = [head, lines]
     environment = [f"{_text(name, 40)} {_text(value, 60)}" for name, value in list(report.environment.items())[:12]]
     parts.append(["; ".join([_text(report.created, 40), *environment])])
     parts.append([f"Again: {_code(report.command)}"])
@@ -129,14 +135,6 @@ def render_message(report: ParityReport) -> str:
         if part and len(text) + len(more) + 1 <= LONGEST:
             text += ("\n" if text else "") + more
     return text
-
-
-def _problems(report: ParityReport) -> list[str]:
-    bad = [cell for cell in report.cells if cell.status in ("different", "failed")]
-    lines = [f"- {SIGNS[cell.status]} **{_text(cell.name, 80)}**: {_text(words.trouble(cell))}" for cell in bad]
-    if len(bad) > _MOST_PROBLEMS:
-        lines = [*lines[:_MOST_PROBLEMS], f"- and {len(bad) - _MOST_PROBLEMS:,} more"]
-    return lines + ([f"- again: {_code(bad[0].command)}"] if bad and bad[0].command else [])
 
 
 def _text(text: str, longest: int = _LONGEST_TEXT) -> str:

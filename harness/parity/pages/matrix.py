@@ -18,9 +18,6 @@ class Group:
     """The cells of one check.
 
     Attributes:
-        name: of the check.
-        cells: in the report's order.
-        matrix: status of the cells by their axes.
         settled: text with the axes that have the same value in every cell.
         checks: status and comparisons of each cell, with the largest difference of each.
         reasons: comparisons that share a reason for their tolerance, and the reason.
