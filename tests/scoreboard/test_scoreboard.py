@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from harness.conformance import CHECKS, OUTCOMES
-from tests.scoreboard.__main__ import WRITTEN, main, notes_of, targets, write_rows
+from tests.scoreboard.__main__ import WRITTEN, main, notes_of, row_of, targets, write_rows
+from tests.scoreboard.environments import ENVIRONMENTS
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +74,16 @@ def test_unknown_trainers_and_checks_are_refused(
         with pytest.raises(SystemExit):
             main()
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", targets())
+def test_a_trainer_answers_as_the_scoreboard_says(name: str, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    if name in ENVIRONMENTS and not ENVIRONMENTS[name].is_made:
+        pytest.skip(f"no environment: make scoreboard TRAINERS={name}")
+    (stored,) = [row for row in rows if row["trainer"] == name]
+    new = row_of(name, targets()[name], list(CHECKS), tmp_path)
+
+    outcomes = [{check: cell["outcome"] for check, cell in row["verdicts"].items()} for row in (stored, new)]
+    assert outcomes[1] == outcomes[0]
