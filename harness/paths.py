@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from itertools import islice
 from pathlib import Path
+
+from harness.errors import ConfigError
 
 _CHATS = (".csv", ".tsv", ".txt", ".json", ".jsonl")
 # A prepared folder holds a dataset in each.
@@ -26,6 +29,16 @@ def is_run(path: Path) -> bool:
     """Return whether a folder is that of a training run."""
     has_trained = any(is_there(path / name) for name in ("metrics.jsonl", "checkpoints", "identity.json"))
     return has_trained and is_there(path / "config.yaml")
+
+
+def numbered_runs(runs: Path, name: str) -> dict[int, Path]:
+    """Return the folders `<runs>/<name>-NNN` by number; raise ConfigError for a name that cannot name a folder."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        what = f"{name!r} is not a valid name for a run's folder"
+        raise ConfigError(what, where="name", fix="use letters, digits, dots, dashes and underscores")
+    pattern = re.compile(rf"{re.escape(name)}-(\d+)")
+    paths = runs.iterdir() if runs.is_dir() else ()
+    return {int(match[1]): path for path in paths if (match := pattern.fullmatch(path.name))}
 
 
 def is_dataset(path: Path) -> bool:

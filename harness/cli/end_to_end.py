@@ -117,11 +117,7 @@ def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, l
 
 
 def _divide(model: str, chats: str, out: Path, settings: Sequence[str]) -> _Stages:
-    """Divide settings between the two recipes, which share no name but those that this command sets.
-
-    Raises:
-        ConfigError: a setting follows from the arguments.
-    """
+    """Divide settings between the two recipes, which share no name; raise ConfigError for those of the arguments."""
     known = KnownSettings("harness prepare", PrepareConfig, [CONFIGS])
     stages = _Stages(out, [f"source.path={chats}", f"tokenizer.name={model}"], [f"model.init_from={model}"])
     for text in ("data.overwrite=true" if text == "--overwrite" else text for text in settings):

@@ -115,11 +115,7 @@ preflight:
 
 
 def propose_cluster(partitions: list[Partition], name: str = "", *, site: str = "") -> str:
-    """Return the text of a cluster file for the nodes of a partition; see `detect_cluster`.
-
-    Args:
-        site: of `find_site`.
-    """
+    """Return the text of a cluster file for the nodes of a partition; see `detect_cluster` and `find_site`."""
     chosen = [each for each in partitions if name in ("", each.name)]
     if not chosen:
         raise ConfigError(

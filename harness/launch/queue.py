@@ -99,11 +99,7 @@ def jobs_of_run(run_dir: Path) -> list[QueuedJob]:
 
 
 def cancel_jobs(jobs: Sequence[QueuedJob]) -> None:
-    """Cancel jobs, pending ones first, because one may wait for the end of a running one.
-
-    Raises:
-        HarnessError: Slurm refuses.
-    """
+    """Cancel jobs, those first that wait for the end of a running one; raise HarnessError if Slurm refuses."""
     for job in sorted(jobs, key=lambda job: not job.is_pending):
         ask_slurm("scancel", job.job_id)
 
@@ -120,11 +116,7 @@ def read_excluded(run_dir: Path) -> dict[str, str]:
 
 
 def ask_slurm(*command: str) -> str:
-    """Return what a command of Slurm prints.
-
-    Raises:
-        HarnessError: it is not installed here, or fails.
-    """
+    """Return what a command of Slurm prints; raise HarnessError if it is not installed here, or fails."""
     if shutil.which(command[0]) is None:
         raise HarnessError(f"{command[0]} is not installed here", where="PATH", fix="run the command on a login node")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -141,12 +133,11 @@ def _squeue(*options: str) -> list[QueuedJob]:
         if "Invalid job id" in error.what:
             return []
         raise
-    return [_parse(line) for line in printed.splitlines() if line.count("|") >= _FORMAT.count("|")]
-
-
-def _parse(line: str) -> QueuedJob:
-    job_id, state, elapsed, limit, nodes, starts, rest = line.split("|", 6)
-    where, _, command = rest.partition("|")
-    if state == "PENDING":
-        where = explain_reason(where, job_id)
-    return QueuedJob(job_id, state, elapsed, limit, int(nodes) if nodes.isdecimal() else 0, starts, where, command)
+    jobs = []
+    for line in printed.splitlines():
+        if line.count("|") >= _FORMAT.count("|"):
+            job_id, state, elapsed, limit, nodes, starts, where, command = line.split("|", 7)
+            where = explain_reason(where, job_id) if state == "PENDING" else where
+            num_nodes = int(nodes) if nodes.isdecimal() else 0
+            jobs.append(QueuedJob(job_id, state, elapsed, limit, num_nodes, starts, where, command))
+    return jobs

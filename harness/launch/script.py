@@ -31,12 +31,10 @@ class Job:
 
     Attributes:
         name: name of the job and of its logs.
-        nodes: number of nodes.
         module: module that every rank runs, such as `recipes.sft`.
         overrides: settings of the recipe as on its command line, without the run's folder and `resume`.
         run_dir: absolute path of the run's folder, which the job keeps over requeues.
         workdir: absolute path of the folder to run in.
-        python: interpreter of the job.
         data: datasets that every node must be able to read; empty checks none.
         copied: those of them that each node copies to its own disk where `cluster.local_dir` is set.
         weights: folder of the initial weights, if any.
@@ -83,6 +81,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     of = f" of {restarts}" if restarts else ""  # a run that leaves a slow node starts again anyway
     preflight = cluster.preflight
     ending = {"limit": f"{max(60.0, preflight.timeout_s):g}", "replace": replace, "of": of, "copy": copy}
+    what, mark = ("rank", "t") if cluster.launcher == "srun" else ("node", "n")
     image = "copy_image" if copies_image(cluster) else "make_local_dir"
     sections = [
         [
@@ -110,18 +109,24 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         [_preflight(job, cluster)] if preflight.enabled else [],
         ["[[ ${train_on[*]:-} ]] || choose_nodes || run_again"] if cluster.spares else [],
         [_copies(job, cluster, train_on)] if copied else [],
-        _run_ranks(cluster, train_on),
+        # The start of a rank, or of a node's agent, and the function that starts it everywhere.
+        [
+            part(f"start_{what}"),
+            part("run_ranks", step=f"on_each_{what}", what=what, number=f"%{mark}", train_on=train_on),
+        ],
         [part("ending", max_same=cluster.max_same_failures, restarts=restarts, **ending)],
     ]
     return "\n\n".join(text for lines in sections if (text := "\n".join(lines))) + "\n"
 
 
 def _variables(job: Job, cluster: ClusterConfig) -> list[str]:
+    # In quotes even where no character needs them: `NAME==mlx5_0` looks like a comparison.
+    values = {name: value.replace("'", "'\"'\"'") for name, value in cluster.env.items()}
     binds = cluster.cpu_bind not in ("", "no", "none")
     return [
         "set -uo pipefail",
         *cluster.setup,
-        *(f"export {name}={_quote(value)}" for name, value in cluster.env.items()),
+        *(f"export {name}='{value}'" for name, value in values.items()),
         f"run_dir={shlex.quote(job.run_dir)}",
         f"logs={shlex.quote(job.logs)}",
         f"harness=({shlex.join([job.python, '-m', 'harness'])})",
@@ -149,18 +154,6 @@ def part(name: str, /, **values: object) -> str:
     """Return a part of the script that is kept in `shell`, with values in place of `@name@`."""
     text = (_SHELL / f"{name}.bash").read_text().removesuffix("\n")
     return re.sub("@(\\w+)@", lambda match: str(values.get(match[1], match[0])), text)
-
-
-def _run_ranks(cluster: ClusterConfig, train_on: str) -> list[str]:
-    """Return the start of a rank, or of a node's agent, and the function that starts it everywhere."""
-    if cluster.launcher == "srun":
-        return [part("start_rank"), part("run_ranks", step="on_each_rank", what="rank", number="%t", train_on=train_on)]
-    return [part("start_node"), part("run_ranks", step="on_each_node", what="node", number="%n", train_on=train_on)]
-
-
-def _quote(value: str) -> str:
-    """Put a value in quotes even where no character needs them: `NAME==mlx5_0` looks like a comparison."""
-    return "'" + value.replace("'", "'\"'\"'") + "'"
 
 
 def _directives(job: Job, cluster: ClusterConfig) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,10 +16,10 @@ from harness.launch.preflight.probe import code_digest
 from harness.launch.queue import jobs_of_run
 from harness.launch.script import Job
 from harness.loader import corpus_paths
+from harness.paths import numbered_runs
 
 # As in docker/Dockerfile.
 _IMAGE_WORKDIR = "/opt/harness"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -50,8 +49,6 @@ def plan_job(
         module: the recipe, such as `recipes.sft`.
         arguments: its command line.
         settings: the composed settings, as plain values.
-        nodes: number of nodes.
-        cluster: the cluster.
         run_dir: folder of a run to resume; omit for a new one.
 
     Raises:
@@ -66,8 +63,8 @@ def plan_job(
     if run_dir is not None and not Path(run_dir).is_dir():
         raise ConfigError("there is no run to resume", where=run_dir, fix="omit run_dir to start a new one")
     folder = Path(run_dir).absolute() if run_dir else next_run_dir(Path(settings["runs"]), settings["name"])
+    data = (*dataset_paths(settings), *(settings["data"].get("evaluation") or {}).values())
     if cluster.image:
-        data = (*dataset_paths(settings), *_evaluation(settings))
         named = {"data.path, data.evaluation": data, "model.init_from": [weights], "data.live.path": live}
         local = {"trainer.local_checkpoints": [settings["trainer"]["local_checkpoints"]]}
         _check_mounts({**named, **local, "runs": [str(folder)]}, cluster)
@@ -82,7 +79,7 @@ def plan_job(
         python=cluster.python or ("python3" if cluster.image else sys.executable),
         data=dataset_paths(settings),
         # Megatron's indices of a corpus have the paths of its pairs in them.
-        copied=() if "blend_per_split" in settings["data"] else (*dataset_paths(settings), *_evaluation(settings)),
+        copied=() if "blend_per_split" in settings["data"] else data,
         weights=weights,
         live=live,
         code=code_digest() if cluster.image and cluster.preflight.same_code else "",
@@ -133,12 +130,7 @@ def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterCon
 
 def next_run_dir(runs: Path, name: str) -> Path:
     """Return `<runs>/<name>-NNN` with the next free number, without creating it."""
-    if not _NAME.fullmatch(name):
-        what = f"{name!r} is not a valid name for a run's folder"
-        raise ConfigError(what, where="name", fix="use letters, digits, dots, dashes and underscores")
-    numbered = re.compile(rf"{re.escape(name)}-(\d+)")
-    numbers = [int(match[1]) for path in runs.glob("*") if (match := numbered.fullmatch(path.name))]
-    return runs.absolute() / f"{name}-{max(numbers, default=0) + 1:03d}"
+    return runs.absolute() / f"{name}-{max(numbered_runs(runs, name), default=0) + 1:03d}"
 
 
 def live_paths(settings: dict[str, Any]) -> list[str]:
@@ -160,10 +152,6 @@ def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _evaluation(settings: dict[str, Any]) -> list[str]:
-    return list((settings["data"].get("evaluation") or {}).values())
-
-
 def refuse_second_job(run_dir: Path) -> None:
     """Raise ConfigError if a job of the run is in the queue; the script of a second one would end at once."""
     if shutil.which("squeue") is None:
@@ -181,7 +169,6 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
     """Write the script to the run's folder, submit it with sbatch, and return the id of the job.
 
     Args:
-        job: that is submitted.
         text: of the script.
         is_private: the script holds values of the environment: only its owner may read it.
 

@@ -28,19 +28,8 @@ REPORT, REPORT_PAGE, SAMPLES_PAGE = "report.json", "report.md", "report.html"
 _MARKER = "_preparing"
 _MAX_REPORT_BYTES = 1 << 28
 # Removed in this order; the report is first because a folder with one counts as finished.
-_OWNED = (
-    REPORT,
-    REPORT_PAGE,
-    SAMPLES_PAGE,
-    TRAIN,
-    VALIDATION,
-    TEST,
-    TOKENIZER,
-    SOURCE,
-    BAD_RECORDS,
-    TO_REPAIR,
-    SEQUENCES,
-)
+_OWNED: tuple[str, ...] = (REPORT, REPORT_PAGE, SAMPLES_PAGE, TRAIN, VALIDATION, TEST)
+_OWNED += (TOKENIZER, SOURCE, BAD_RECORDS, TO_REPAIR, SEQUENCES)
 
 
 def settings_hash(settings: dict[str, Any]) -> str:
@@ -114,28 +103,19 @@ def upload(
     try:
         sent = 0
         if finished_report(folder, settings, overwrite=overwrite) is None:
-            sent = _send(paths, names, folder, advance)
+            folder.remove(REPORT)
+            stored = [name for name in folder.files() if name.split("/")[0] in _OWNED]
+            manifests = [name for name in stored if name.endswith("/manifest.json")]
+            for name in (*manifests, *(other for other in stored if other not in paths and other not in manifests)):
+                folder.remove(name)
+            for name in [*names, REPORT]:
+                num_bytes = paths[name].stat().st_size
+                sent += num_bytes * folder.upload(name, paths[name])
+                advance(num_bytes)
         is_whole = True
         return sent
     finally:
         marker.release(remove=is_whole)
-
-
-def _send(paths: dict[str, Path], names: list[str], folder: BucketFolder, advance: Callable[[int], None]) -> int:
-    folder.remove(REPORT)
-    stored = [name for name in folder.files() if name.split("/")[0] in _OWNED]
-    for name in stored:
-        if name.endswith("/manifest.json"):
-            folder.remove(name)
-    for name in stored:
-        if name not in paths:
-            folder.remove(name)
-    sent = 0
-    for name in [*names, REPORT]:
-        num_bytes = paths[name].stat().st_size
-        sent += num_bytes * folder.upload(name, paths[name])
-        advance(num_bytes)
-    return sent
 
 
 class PreparedFolder:
@@ -152,8 +132,7 @@ class PreparedFolder:
     def begin(self) -> None:
         """Lock the folder and remove the output of an earlier run, except its shards.
 
-        Raises:
-            FormatError: another process is preparing it.
+        Raise FormatError if another process is preparing it.
         """
         fix = "set data.path to a writable folder"
         with os_errors_as(ConfigError, "the folder cannot be created", where=self.path, fix=fix):

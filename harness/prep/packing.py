@@ -112,7 +112,6 @@ def plan_packs(
 
     Args:
         lengths: integers [sequences], tokens of each sequence, from 2 to `pack_size`.
-        pack_size: maximum number of tokens in a pack.
         algorithm: a name in `PACKERS`; `next_fit` keeps the order and does not use the seed.
         seed: shuffles which of equally long sequences share a pack, the order in which `first_fit` takes sequences, and
             the order of packs.

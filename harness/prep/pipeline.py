@@ -279,12 +279,11 @@ class Preparation:
         schemas: dict[str, None] = {}
         unused: dict[str, None] = {}
         for source in self.sources:
-            found = source.find_schema()
-            schemas |= dict.fromkeys([found.reader.schema])
-            unused |= dict.fromkeys(found.unused)
-            if found.is_detected and found.reader.schema:
+            unused |= dict.fromkeys(source.find_schema())
+            schemas |= dict.fromkeys([source.reader.schema])
+            if source.reader.schema and not source.config.schema:
                 of = f" of {source.name}" if source.name else ""
-                self.stages.show(f"The records{of} use the schema {found.reader.schema}.")
+                self.stages.show(f"The records{of} use the schema {source.reader.schema}.")
         self.report.schema, self.report.unused = ", ".join(filter(None, schemas)), list(unused)
         if unused:
             self.stages.show(f"Ignored fields: {', '.join(unused)}")

@@ -175,8 +175,11 @@ def first_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
     for length in lengths.tolist():
         if tree[1] < length:
             # Every pack is too full: double the tree, with the old one as the left half.
-            tree = _doubled(tree, leaves, pack_size)
-            leaves *= 2
+            doubled, width = [pack_size, pack_size], 1
+            while width <= leaves:
+                doubled += tree[width : 2 * width] + [pack_size] * width
+                width *= 2
+            tree, leaves = doubled, 2 * leaves
         node = 1
         while node < leaves:
             node *= 2
@@ -189,12 +192,3 @@ def first_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
             left, right = tree[2 * node], tree[2 * node + 1]
             tree[node] = left if left > right else right
     return np.array(packs, np.int64)
-
-
-def _doubled(tree: list[int], leaves: int, pack_size: int) -> list[int]:
-    doubled = [pack_size, pack_size]
-    width = 1
-    while width <= leaves:
-        doubled += tree[width : 2 * width] + [pack_size] * width
-        width *= 2
-    return doubled

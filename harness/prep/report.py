@@ -219,13 +219,10 @@ class PrepareReport(Counts):
 
     def findings(self) -> list[tuple[str, str, int, list[str]]]:
         """Return what became of the records: a title, an explanation, the count and the first places."""
-        found = [
-            (f"bad {reason}", f"bad: {reason}", "bad records", count) for reason, count in sorted(self.bad.items())
-        ]
-        found += [
-            (f"dropped {reason}", f"dropped: {reason}", "conversations were left out", count)
-            for reason, count in sorted(self.dropped.items())
-        ]
+        found = []
+        for kind, text in (("bad", "bad records"), ("dropped", "conversations were left out")):
+            counts = sorted(getattr(self, kind).items())
+            found += [(f"{kind} {reason}", f"{kind}: {reason}", text, count) for reason, count in counts]
         found += [(kind, *words, getattr(self, kind)) for kind, words in _KINDS.items() if getattr(self, kind)]
         return [(title, text, count, self.examples.get(kind, [])) for kind, title, text, count in found]
 

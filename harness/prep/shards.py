@@ -228,11 +228,7 @@ class _ShardWriter:
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
     def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> None:
-        """Tokenize and write the records of a chunk.
-
-        Raises:
-            PrepError: some are bad, and these are refused.
-        """
+        """Tokenize and write the records of a chunk; raise PrepError if some are bad, and these are refused."""
         parsed = list(chunk.parse())
         conversations = [item for item in parsed if isinstance(item, Conversation)]
         results = iter(tokenizer.encode_each(conversations))
@@ -251,9 +247,13 @@ class _ShardWriter:
             refuse([record for _, record in refused])
         for raw, record in refused:
             self.receipt.counts.count("bad", f"{record.where}: {record.detail}", reason=record.reason.value)
-            whole = json.dumps({**asdict(record), "record": _decoded(raw)}, default=_describe_value)
+            plain = _decoded(raw)
+            whole = json.dumps({**asdict(record), "record": plain}, default=_describe_value)
             self.files[BAD_RECORDS].write(whole.encode() + b"\n")
-            self.files[TO_REPAIR].write(_as_line(raw))
+            line = raw.rstrip(b"\r\n") if isinstance(raw, bytes) else b"\n"
+            if b"\n" in line:  # rows are no text, and the items of a list may be spread over lines
+                line = json.dumps(plain, default=_describe_value).encode()
+            self.files[TO_REPAIR].write(line + b"\n")
 
     def _store(self, conversation: Conversation, sequences: Sequence[Encoded], tokenizer: ChatTokenizer) -> None:
         job, stored, counts, where = self.job, self.receipt, self.receipt.counts, conversation.where
@@ -314,13 +314,6 @@ def _decoded(raw: object) -> object:
         return json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return raw.decode(errors="backslashreplace").rstrip("\r\n")
-
-
-def _as_line(raw: object) -> bytes:
-    """Return a record as a line of JSONL, the bytes of one that has been a line before."""
-    line = raw.rstrip(b"\r\n") if isinstance(raw, bytes) else b"\n"
-    # Rows are no text, and the items of a list may be spread over lines.
-    return (json.dumps(_decoded(raw), default=_describe_value).encode() if b"\n" in line else line) + b"\n"
 
 
 def _describe_value(value: object) -> str:

@@ -149,7 +149,6 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, in_job: bool = Fa
     progress, however they ended, there are no more.
 
     Args:
-        folder: of the run.
         exit_code: of the launcher of its ranks.
         max_same: failures in the same way at the same step.
         in_job: the caller starts the ranks again in the same job, not through Slurm.

@@ -201,7 +201,6 @@ class DigestWriter:
 
     Args:
         first_step: lines of this step and later ones, left by a stopped run, are removed: they are trained again.
-        log: prints a line.
     """
 
     def __init__(self, folder: Path, *, first_step: int = 1, log: Callable[[str], None] = print) -> None:
@@ -213,11 +212,7 @@ class DigestWriter:
         self._file = LineFile(folder / DIGESTS_FILE, "the digests of the run's data")
 
     def write(self, step: StepDigests) -> None:
-        """Append a step, and write its arrays, if kept, as `batches/step-NNNNNNNN.npz`.
-
-        Raises:
-            HarnessError: the disk refuses.
-        """
+        """Append a step, and its arrays, if kept, as `batches/step-NNNNNNNN.npz`; raise HarnessError if that fails."""
         arrays = {
             f"{row.microbatch}.{row.rank}.{name}": values for row in step.rows for name, values in row.arrays.items()
         }

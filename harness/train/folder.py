@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ import yaml
 
 from harness.checks import require_choice
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, LostRankError, os_errors_as
-from harness.paths import is_run
+from harness.paths import is_run, numbered_runs
 from harness.plan import PretrainConfig, SftConfig
 from harness.printing import count_of
 from harness.settings import find_odd, to_plain
@@ -36,7 +35,6 @@ _ROOM = "free disk space, or select a folder on another disk with runs= or run_d
 _JOB = "_job"
 # Some network file systems keep the locks of a node that has died for so long.
 _LOST_LOCK_S = 150.0
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str) -> Path:
@@ -52,13 +50,8 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
             that has a run already; if that run is still active, the error names its process.
     """
     require_choice(resume, RESUME, setting="resume")
-    if not _NAME.fullmatch(name):
-        what = f"{name!r} is not a valid name for a run's folder"
-        raise ConfigError(what, where="name", fix="use letters, digits, dots, dashes and underscores")
+    numbered = numbered_runs(Path(runs), name)
     if run_dir is None:
-        pattern = re.compile(rf"{re.escape(name)}-(\d+)")
-        paths = Path(runs).iterdir() if Path(runs).is_dir() else ()
-        numbered = {int(match[1]): path for path in paths if (match := pattern.fullmatch(path.name))}
         resumable = [number for number, path in numbered.items() if may_resume(path)]
         if resume == "false" or (resume == "auto" and not resumable):
             return Path(runs) / f"{name}-{max(numbered, default=0) + 1:03d}"
@@ -141,7 +134,10 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[I
         with os_errors_as(ConfigError, "the run's settings cannot be written", where=path, fix=_ROOM):
             if not path.exists() or (before := path.read_bytes()) != settings.encode():
                 if path.exists():
-                    _keep(before, folder)
+                    number = len(list(folder.glob("config.before-*.yaml")))
+                    newest = folder / f"config.before-{number}.yaml"
+                    if not newest.exists() or newest.read_bytes() != before:
+                        write_atomically(folder / f"config.before-{number + 1}.yaml", before)
                 write_atomically(path, settings.encode())
             forget_stop(folder)
             identity = begin_attempt(folder)
@@ -170,13 +166,6 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         running.release(remove=True)
-
-
-def _keep(settings: bytes, folder: Path) -> None:
-    number = len(list(folder.glob("config.before-*.yaml")))
-    newest = folder / f"config.before-{number}.yaml"
-    if not newest.exists() or newest.read_bytes() != settings:
-        write_atomically(folder / f"config.before-{number + 1}.yaml", settings)
 
 
 def _refuse_if_running(folder: Path) -> None:

@@ -277,14 +277,16 @@ class _Loop:
         initial, self._initial = self._initial, {}
         self.hooks.record(StepRecord(number, batch, result, took, waited, evaluations, compute_s, data_s, initial))
         self.losses += [] if own is None else [own.loss]
-        has_stalled = own is not None and _has_stalled(self.losses, self.config.early_stop)
+        patience = self.config.early_stop
+        has_enough = own is not None and 0 < patience < len(self.losses)
+        has_stalled = has_enough and min(self.losses[-patience:]) >= min(self.losses[:-patience])
         reason = self.hooks.stop()
         self._save(number, batch.state, ends=reason is not None or has_stalled)
         if number == self.config.last_step:
             return True
         self.reason = reason
         if reason is None and has_stalled:
-            without = count_of(self.config.early_stop, "validation")
+            without = count_of(patience, "validation")
             self.hooks.log(f"stopped early after step {number}: {without} without a lower loss")
         return reason is not None or has_stalled
 
@@ -312,11 +314,6 @@ class _Loop:
             self.hooks.at(number, "writing a local checkpoint")
             self.hooks.save_locally(number, state)
         self.unsaved = None if saves else state
-
-
-def _has_stalled(losses: list[float], patience: int) -> bool:
-    """Return True if none of the last `patience` losses is lower than all before them."""
-    return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
 
 def is_due(step: int, interval: int, last: int) -> bool:

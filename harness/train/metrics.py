@@ -137,7 +137,6 @@ class MetricsWriter:
         first_step: lines of this step and later ones, written after the newest checkpoint by a run that was stopped,
             are removed: these steps are trained again.
         trackers: names of `harness.plan.settings.TRACKERS`.
-        log: prints a line.
     """
 
     def __init__(
@@ -272,11 +271,7 @@ def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> 
 
 
 def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
-    """Draw the load of the busiest expert over the steps as a PNG, also of each source of a blend and validation set.
-
-    Args:
-        title: above the plot; a long line is wrapped.
-    """
+    """Draw the load of the busiest expert over the steps as a PNG, also of each source and validation set."""
     figure, axes = _axes(title, "tokens of the busiest expert, relative to the mean")
     trained = [s for s in steps if s.experts]
     for name, label, color in (("load", "training", "#1f6feb"), ("worst_load", "training, worst layer", "#9ec5fe")):

@@ -58,16 +58,11 @@ class RunProgress:
 
     def log(self, line: str) -> None:
         """Print a line that stays."""
-        if not self._quiet:
-            with self._output_may_fail():
-                self._console.print(redact(line), soft_wrap=True)
-
-    @contextmanager
-    def _output_may_fail(self) -> Iterator[None]:
-        """Continue without output once a full or failing disk refuses it: the run's metrics have all that it shows."""
+        if self._quiet:
+            return
         try:
-            yield
-        except OSError as error:
+            self._console.print(redact(line), soft_wrap=True)
+        except OSError as error:  # of a full or failing disk; the run's metrics have all that is shown
             self._quiet = True
             discard_output()
             with suppress(OSError):

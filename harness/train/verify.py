@@ -132,8 +132,13 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
     path = folder / SETTINGS_FILE
     try:
         settings = read_settings(path)
+    except FileNotFoundError:
+        yield Problem("the run's settings are missing", str(path))
+        return
     except (OSError, ValueError) as error:
-        yield Problem(f"the run's settings {_why(error)}", str(path))
+        # A plain ValueError, of `read_settings`, ends the sentence.
+        why = str(error) if type(error) is ValueError else f"cannot be read: {error}"
+        yield Problem(f"the run's settings {why}", str(path))
         return
     known = [settings]
     for earlier in folder.glob("config.before-*.yaml"):
@@ -213,10 +218,3 @@ def _gaps(records: Sequence[tuple[str, Any]], kind: str, *, first: int) -> Itera
 def _numbers_of(value: Any) -> Iterator[Any]:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     yield from [value] if inner is None else (number for one in inner for number in _numbers_of(one))
-
-
-def _why(error: OSError | ValueError) -> str:
-    """Return the end of a sentence about a file; a plain ValueError, of `read_settings`, has one."""
-    if isinstance(error, FileNotFoundError):
-        return "are missing"
-    return str(error) if type(error) is ValueError else f"cannot be read: {error}"

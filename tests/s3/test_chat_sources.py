@@ -63,7 +63,7 @@ def put(bucket: Any, place: str, files: dict[str, bytes]) -> str:
 def read(path: str, **settings: Any) -> list[Any]:
     source = SourceConfig(path=path, **settings)
     files = find_files(source).files
-    reader = find_schema(files, source).reader
+    reader = find_schema(files, source)[0]
     return [record for chunk in read_chunks(files, reader=reader) for record in chunk.parse()]
 
 

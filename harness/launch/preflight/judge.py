@@ -22,8 +22,6 @@ _SAME_EVERYWHERE = {
     "all-reduce": _SAME_ENVIRONMENT,
     "infiniband": "drain the node: a cable, an adapter or a switch port has failed",
 }
-
-
 COPY_OF = "copy of "
 # Faults that say nothing about the node itself: the address or port of the first node, and what another node did.
 _NOT_ITS_OWN = ("first node", "own name", "live chunks", "all-reduce", "rank ")
@@ -43,8 +41,6 @@ _READ_FIX = (
     "cluster.preflight.min_read_mib_s"
 )
 _SLOW_GLOO = "gloo uses the interface of GLOO_SOCKET_IFNAME, or by default that of the node's own name"
-
-
 # `srun --label` puts the number of the task before each line.
 _LABELED = re.compile(r"\s*(\d+): ?(.*)", re.DOTALL)
 # Messages of srun and slurmstepd about a node that could not run its part of a step.
@@ -87,11 +83,7 @@ class Fault:
 
 
 def culprits(faults: Sequence[Fault], nodes: Sequence[str]) -> dict[str, str]:
-    """Return the nodes that a job can do without, and why; none if most are faulty, or if a fault has no clear cause.
-
-    Args:
-        nodes: of the job.
-    """
+    """Return the nodes that a job can do without, and why; none if most are faulty, or a fault has no clear cause."""
     own = {fault.node: fault.what for fault in reversed(faults) if fault.is_own}
     # Ranks that fail or wait because of a faulty node report that, too.
     of_several = [fault for fault in faults if "," in fault.node and not fault.what.startswith(_NOT_ITS_OWN)]

@@ -59,11 +59,6 @@ class StepShares:
         self.requested = np.zeros((len(positions), plan.layout.dp_size), np.int64)
         self._draw(plan.size)
 
-    def mine(self, dp_rank: int) -> list[int]:
-        """Return the share of a rank in each folder."""
-        column: list[int] = self.requested[:, dp_rank].tolist()
-        return column
-
     def request_missing(self, offers: Sequence[Offer]) -> bool:
         """Request what ranks at the end of a stream could not give; return whether there is anything to request."""
         if not self._plan.is_balanced:
@@ -111,13 +106,11 @@ class LiveLoader:
 
     Args:
         streams: readers of this rank, one for each folder.
-        plan: the division of a step into rows.
         exchange: returns the offers of all ranks, by data-parallel rank and folder; all call it together.
         swap: sends tokens between the ranks, which call it together; only for schedules that balance.
         state: position to resume from, or the state of a new run, whose `live` is empty.
         timeout_s: the longest wait for a chunk.
         folders: for messages.
-        log: called with lines for the log.
         report: called at each look with the positions in all folders and the offers, for `harness live status` and
             for producers.
 
@@ -170,15 +163,37 @@ class LiveLoader:
                 return
             pairs = zip(self._streams, after, strict=True)
             mine = [live for stream, to in pairs for live in stream.take(done_below=to.done_below)]
-            self._advance(after, offers, len(packs))
+            self._positions = after
+            streams = [
+                next((offer.stream for offer in offers if offer.source == source and offer.stream), before)
+                for source, before in enumerate(split_streams(self._state.fingerprint, len(after)))
+            ]
+            self._state = replace(
+                self._state,
+                packs_consumed=self._state.packs_consumed + len(packs),
+                fingerprint=join_streams(streams),
+                live=positions_to_json(after),
+            )
             shares = StepShares(self._plan, after)
             ahead = self._read(shares)
             placement = place(packs, self._plan)
-            yield self._batch(self._rows(mine, placement), placement, packs)
+            yield self._batch(mine, placement, packs)
 
     def _look(self, offers: Sequence[Offer], shares: StepShares) -> None:
         """Raise what any rank refuses, and report what all have, the same on each rank."""
-        self._raise_together(offers)
+        for offer in offers:
+            if (error := offer.error) is None:
+                continue
+            if offer.dp_rank == self._plan.layout.dp_rank:
+                raise error
+            what = f"data-parallel rank {offer.dp_rank}: {error.what}"
+            raise type(error)(what, where=error.where, fix=error.fix)
+        for source, folder in enumerate(self._folders):
+            streams = sorted({offer.stream for offer in offers if offer.source == source and offer.stream})
+            if len(streams) > 1:
+                what = f"chunks of one folder belong to several streams: {', '.join(streams)}"
+                fix = "use one producer per folder, and do not copy chunks from another folder"
+                raise LoaderError(what, where=folder, fix=fix)
         for offer in offers:
             of = f" of {self._folders[offer.source]}" if len(self._folders) > 1 else ""
             for index, rows, name in offer.opened:
@@ -201,11 +216,7 @@ class LiveLoader:
         return is_last
 
     def _log_wait(self, offers: Sequence[Offer], log_at_s: float) -> tuple[Waiting, float]:
-        """Log the longest wait if it is long enough; return it, and when to log it again.
-
-        Raises:
-            LoaderError: it is too long.
-        """
+        """Log the longest wait if it is long enough; return it, and when to log it again; raise if it is too long."""
         waits = [(offer.waiting, offer.dp_rank) for offer in offers if offer.waiting is not None]
         waiting, dp_rank = max(waits, key=lambda wait: wait[0].waited_s)
         chunk, hint = chunk_name(waiting.chunk, ""), f"; {waiting.hint}" if waiting.hint else ""
@@ -222,13 +233,6 @@ class LiveLoader:
             return waiting, log_at_s
         self._log(f"data-parallel rank {dp_rank} has {waited}")
         return waiting, min(2 * log_at_s, log_at_s + _LOG_EVERY_S)
-
-    def _rows(self, mine: list[LivePack], placement: Placement) -> list[LivePack | None]:
-        """Return this rank's packs of a step, one for each row that it fills."""
-        rows: list[LivePack | None] = [*mine]
-        if self._plan.is_balanced:
-            rows = send_to_trainers(mine, placement, self._plan.layout.dp_rank, self._swap)
-        return rows + [None] * (placement.placed.num_microbatches - len(rows))
 
     @property
     def steps(self) -> int:
@@ -248,7 +252,7 @@ class LiveLoader:
 
     def _read(self, shares: StepShares) -> Future[list[Offer]]:
         """Start to read this rank's part of the next step, while the step before is trained."""
-        mine = shares.mine(self._plan.layout.dp_rank)
+        mine = shares.requested[:, self._plan.layout.dp_rank].tolist()
 
         def read() -> list[Offer]:
             return [stream.offer(share) for stream, share in zip(self._streams, mine, strict=True)]
@@ -265,24 +269,6 @@ class LiveLoader:
             )
             for source, position in enumerate(self._positions)
         ]
-
-    def _raise_together(self, offers: Sequence[Offer]) -> None:
-        for offer in offers:
-            error = offer.error
-            if error is None:
-                continue
-            if offer.dp_rank == self._plan.layout.dp_rank:
-                raise error
-            what = f"data-parallel rank {offer.dp_rank}: {error.what}"
-            raise type(error)(what, where=error.where, fix=error.fix)
-        for source in range(len(self._positions)):
-            streams = sorted({offer.stream for offer in offers if offer.source == source and offer.stream})
-            if len(streams) > 1:
-                raise LoaderError(
-                    f"chunks of one folder belong to several streams: {', '.join(streams)}",
-                    where=self._folders[source],
-                    fix="use one producer per folder, and do not copy chunks from another folder",
-                )
 
     def _check_end(self, source: int, after: LivePosition, offers: Sequence[Offer], *, all_ended: bool) -> None:
         expected = {offer.rows_expected for offer in offers if offer.source == source} - {None}
@@ -301,22 +287,12 @@ class LiveLoader:
             rows = f"{count_of(after.rows, 'row')} in {count_of(after.done_below, 'chunk')}"
             self._log(f"{which} ended: {rows}{left_out}{rest}")
 
-    def _advance(self, after: list[LivePosition], offers: Sequence[Offer], num_packs: int) -> None:
-        """Move to the positions after a step."""
-        self._positions = after
-        streams = [
-            next((offer.stream for offer in offers if offer.source == source and offer.stream), before)
-            for source, before in enumerate(split_streams(self._state.fingerprint, len(after)))
-        ]
-        self._state = replace(
-            self._state,
-            packs_consumed=self._state.packs_consumed + num_packs,
-            fingerprint=join_streams(streams),
-            live=positions_to_json(after),
-        )
-
-    def _batch(self, rows: list[LivePack | None], placement: Placement, packs: Sequence[ReadPack]) -> RankBatch:
+    def _batch(self, mine: list[LivePack], placement: Placement, packs: Sequence[ReadPack]) -> RankBatch:
         layout, lengths = self._plan.layout, placement.lengths
+        rows: list[LivePack | None] = [*mine]
+        if self._plan.is_balanced:
+            rows = send_to_trainers(mine, placement, layout.dp_rank, self._swap)
+        rows += [None] * (placement.placed.num_microbatches - len(rows))
         return RankBatch(
             epoch=0,
             step_in_epoch=self.steps - 1,

@@ -181,7 +181,7 @@ class BucketFiles:
         self._listed_at = -_LISTING_S
         # A producer that has lost its lease must not replace the records of the next one.
         if self._store.put(name, data, only_if="") is None:
-            raise self._conflict(name)
+            raise conflict(name, self.place)
 
     def touch(self, name: str) -> None:
         self._listed_at = -_LISTING_S
@@ -202,7 +202,7 @@ class BucketFiles:
     def finish_chunk(self, name: str, path: Path) -> None:
         self._listed_at = -_LISTING_S
         if self._store.put(name, path, only_if="") is None:
-            raise self._conflict(name)
+            raise conflict(name, self.place)
         self._made = name
         path.unlink()
 
@@ -227,15 +227,14 @@ class BucketFiles:
                 "the chunk was deleted", where=join_path(self.place, stored.path), fix="see `harness live status`"
             )
 
-    def _conflict(self, name: str) -> FormatError:
-        return FormatError(
-            f"{name} already exists",
-            where=self.place,
-            fix="another program writes to this folder; use a separate folder for each",
-        )
-
     def __reduce__(self) -> tuple[object, ...]:
         return BucketFiles, (ObjectPath.parse(self.place),)
+
+
+def conflict(name: str, place: str) -> FormatError:
+    """Return the error for a file that another writer has made in a folder."""
+    fix = "another program writes to this folder; use a separate folder for each"
+    return FormatError(f"{name} already exists", where=place, fix=fix)
 
 
 LiveFiles = LocalFiles | BucketFiles

@@ -104,12 +104,7 @@ class EndRecord:
 
 @dataclass
 class Contents:
-    """The names of the chunk files of a folder, by index.
-
-    Attributes:
-        chunks: the chunks.
-        ready, completed: their marks.
-    """
+    """The names of the chunk files of a folder, and of their marks `ready` and `completed`, by index."""
 
     chunks: dict[int, str] = field(default_factory=dict)
     ready: dict[int, str] = field(default_factory=dict)
@@ -146,11 +141,7 @@ class LiveFolder:
         self.where = self.files.place
 
     def look(self) -> Contents:
-        """Return all files with the name of a chunk.
-
-        Raises:
-            FormatError: the folder cannot be listed.
-        """
+        """Return all files with the name of a chunk; raise FormatError if the folder cannot be listed."""
         contents = Contents()
         with os_errors_as(FormatError, "the folder cannot be read", where=self.where, fix=_CHECK):
             names = self.files.names()
@@ -170,11 +161,8 @@ class LiveFolder:
 
     def record(self, index: int) -> ReadyRecord | None:
         """Return the ready record of a chunk, if there is one; raise FormatError for a damaged one."""
-        for name in _names(index):
-            record = self._read(name + READY, ReadyRecord)
-            if record is not None:
-                return record
-        return None
+        records = (self._read(name + READY, ReadyRecord) for name in _names(index))
+        return next((record for record in records if record is not None), None)
 
     def end(self) -> EndRecord | None:
         """Return the END record; None while more chunks may come. Raise FormatError for a damaged one."""
@@ -184,11 +172,7 @@ class LiveFolder:
         self.files.write(name, json.dumps(asdict(record)).encode() + b"\n")
 
     def complete(self, indices: Iterable[int]) -> None:
-        """Mark chunks that a producer may delete, except those that are already deleted.
-
-        Raises:
-            FormatError: the folder cannot be written to.
-        """
+        """Mark chunks that a producer may delete, without deleted ones; raise FormatError if that is not possible."""
         contents = self.look()
         with os_errors_as(FormatError, "trained chunks cannot be marked as completed", where=self.where, fix=_GRANT):
             for i in indices:
@@ -196,11 +180,7 @@ class LiveFolder:
                     self.files.touch(contents.chunks[i] + COMPLETED)
 
     def keep_again(self, indices: Iterable[int]) -> None:
-        """Remove the marks of chunks that are read again.
-
-        Raises:
-            FormatError: the folder cannot be written to.
-        """
+        """Remove the marks of chunks that are read again; raise FormatError if the folder cannot be written to."""
         completed = self.look().completed
         with os_errors_as(FormatError, "chunks cannot be marked to be kept", where=self.where, fix=_GRANT):
             for index in completed.keys() & indices:
@@ -342,11 +322,7 @@ class LiveChunk:
 
 
 def open_chunk(folder: LiveFolder, index: int, *, require_ready: bool, settle_s: float) -> LiveChunk | None:
-    """Open a chunk once it is whole; return None before.
-
-    Raises:
-        FormatError: it, or its record, is damaged.
-    """
+    """Open a chunk once it is whole, and return None before; raise FormatError if it or its record is damaged."""
     record = folder.record(index)
     if record is None and require_ready:
         return None

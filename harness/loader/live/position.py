@@ -115,11 +115,7 @@ def positions_to_json(positions: Sequence[LivePosition]) -> str:
 
 
 def positions_from_json(text: str, num_folders: int) -> list[LivePosition]:
-    """Return what `positions_to_json` wrote for as many folders; the beginnings of all folders for an empty text.
-
-    Raises:
-        LoaderError: it has another number of folders.
-    """
+    """Return what `positions_to_json` wrote, the beginnings for an empty text; raise LoaderError for other folders."""
     if not text:
         return [LivePosition()] * num_folders
     values = json.loads(text)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeGuard
@@ -120,13 +120,10 @@ def read_packs(source: str) -> Iterator[Item]:
                     f"the line {error.what}", where=f"standard input, line {number}", fix=error.fix
                 ) from None
         return
-    reader = open_dataset(source)
-    try:
+    with closing(open_dataset(source)) as reader:
         for index in range(len(reader)):
             pack = reader[index]
             yield Item(b"%016x" % pack_digest(pack), f"{source}, pack {index}", pack)
-    finally:
-        reader.close()
 
 
 def produce_chunks(

@@ -23,6 +23,7 @@ from harness.formats import load_format
 from harness.formats.base import ShardOptions
 from harness.formats.layouts.jsonl import line_of_pack
 from harness.loader.live import folder as live
+from harness.loader.live.files import conflict
 from harness.prep.chat import BadRecord, Conversation, parse_line
 from harness.records import Pack
 from harness.storage import LocalFolder, file_digest, write_atomically
@@ -245,11 +246,7 @@ class LiveProducer:
         name, files = live.chunk_name(index, self._suffix), self._folder.files
         with self._explained(f"{name} cannot be written"):
             if self._folder.find(index) is not None:
-                raise FormatError(
-                    f"{name} already exists",
-                    where=self._folder.where,
-                    fix="another program writes to this folder; use a separate folder for each",
-                )
+                raise conflict(name, self._folder.where)
             self._write_status("working", writing=index)
             path = files.begin_chunk(name)
             try:
@@ -387,7 +384,16 @@ class ChunkRows:
         if self._suffix == live.JSONL:
             write_atomically(path, self._rows)
         elif self._kind == live.PACKS:
-            self._write_packs(path)
+            options = ShardOptions(pack_size=max(map(len, self._rows)), rows_per_group=_ROWS_PER_GROUP)
+            writer = load_format("parquet").write_shard(LocalFolder(path.parent), path.name, options)
+            try:
+                for pack in self._rows:
+                    writer.append(pack)
+                writer.finish({})
+            except BaseException:
+                with suppress(OSError):  # the first error has the cause
+                    writer.abort()
+                raise
         else:
             table = pa.BufferOutputStream()
             pq.write_table(_table_of_chats(self._rows), table, compression="zstd", write_page_checksum=True)
@@ -412,15 +418,3 @@ class ChunkRows:
             producer=f"{socket.gethostname()}:{os.getpid()}",
             time=time.time(),
         )
-
-    def _write_packs(self, path: Path) -> None:
-        options = ShardOptions(pack_size=max(map(len, self._rows)), rows_per_group=_ROWS_PER_GROUP)
-        writer = load_format("parquet").write_shard(LocalFolder(path.parent), path.name, options)
-        try:
-            for pack in self._rows:
-                writer.append(pack)
-            writer.finish({})
-        except BaseException:
-            with suppress(OSError):  # the first error has the cause
-                writer.abort()
-            raise

@@ -59,10 +59,6 @@ def _kinds_of(name: str) -> set[str]:
     return kinds | {kind for other, kind in _OTHER_NAMES.items() if other in lower} or set(_KINDS)
 
 
-def _has_parts(part: object) -> bool:
-    return isinstance(part, Mapping) and isinstance(part.get("content"), list)
-
-
 @dataclass
 class _Removal:
     """Takes media and placeholders out of turns, and keeps the kinds of media and the count of what was removed."""
@@ -81,7 +77,8 @@ class _Removal:
             parts = kept.get(name)
             if isinstance(parts, list):
                 # What a tool returns may be parts, too.
-                parts = [self.without_media(part) if _has_parts(part) else part for part in parts]
+                nested = [isinstance(part, Mapping) and isinstance(part.get("content"), list) for part in parts]
+                parts = [self.without_media(part) if has else part for part, has in zip(parts, nested, strict=True)]
                 media = [part for part in parts if isinstance(part, Mapping) and is_media_part(part)]
                 kept[name] = [part for part in parts if not any(part is one for one in media)]
                 named = (" ".join(map(str, (part.get("type", ""), *part))) for part in media)

@@ -18,20 +18,8 @@ _MAX_DEPTH = 64
 _MAX_BITS = 14_000
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
 # What a chat template gets from elsewhere, or what decides how it is run.
-_RESERVED_KWARGS = frozenset(
-    (
-        "messages",
-        "conversation",
-        "conversations",
-        "tools",
-        "chat_template",
-        "tokenize",
-        "add_generation_prompt",
-        "continue_final_message",
-        "return_dict",
-        "return_assistant_tokens_mask",
-    )
-)
+_RESERVED_KWARGS = {"messages", "conversation", "conversations", "tools", "chat_template", "tokenize", "return_dict"}
+_RESERVED_KWARGS |= {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
 
 _CALL_FIELDS, _FUNCTION_FIELDS = frozenset(("id", "type", "function")), frozenset(("name", "arguments"))
 

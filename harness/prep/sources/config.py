@@ -84,38 +84,22 @@ class SourceConfig(CheckedSettings, section="source"):
         super().__post_init__()
         if self.kind:
             require_choice(self.kind, SOURCE_KINDS, setting="source.kind")
-        if self.mix:
-            self._check_mix()
-        if self.kind == "pydoc" and self.path:
-            what = f"{self.path} would not be read: the source is the built-in corpus"
-            raise ConfigError(what, where="source.path", fix="omit source=pydoc, or omit source.path")
-        fix = "specify a file, a glob, a folder, a bucket path or a dataset of the hub"
-        if self.kind == "files" and not self.path and not self.mix:
-            raise ConfigError("no path is set", where="source.path", fix=fix)
-        if self.kind != "pydoc" and self.path is not None and not self.path.strip():
-            # An unset variable of a shell must not prepare the built-in corpus.
-            fix += ", or omit it for the built-in corpus"
-            raise ConfigError("the path is empty", where="source.path", fix=fix)
-        if not self.path and (self.split or self.subset):
-            name = "split" if self.split else "subset"
-            raise ConfigError(
-                f"the built-in corpus has no {name}s", where=f"source.{name}", fix="omit it, or set source.path"
-            )
-
-    def _check_mix(self) -> None:
-        if self.kind == "pydoc":
-            fix = "omit source=pydoc, or omit source.mix"
-            raise ConfigError(
-                "the mix would not be read: the source is the built-in corpus", where="source.mix", fix=fix
-            )
-        if given := [name for name in _OF_EACH if getattr(self, name)]:
+        # An unset variable of a shell must not prepare the built-in corpus.
+        paths = {"path": self.path} if self.path is not None or (self.kind == "files" and not self.mix) else {}
+        paths |= {f"mix[{number}].path": one.path for number, one in enumerate(self.mix)}
+        for name, path in paths.items():
+            if self.kind != "pydoc" and not (path or "").strip():
+                fix = "specify a file, a glob, a folder, a bucket path or a dataset of the hub"
+                raise ConfigError("no path is set", where=f"source.{name}", fix=fix)
+        unread = [name for name in ("mix", "path") if self.kind == "pydoc" and getattr(self, name)]
+        unread += [name for name in ("split", "subset") if not self.path and not self.mix and getattr(self, name)]
+        for name in unread:
+            what = f"source.{name} would not be used: the source is the built-in corpus"
+            raise ConfigError(what, where=f"source.{name}", fix="omit it, or set source.path and omit source=pydoc")
+        if self.mix and (given := [name for name in _OF_EACH if getattr(self, name)]):
             what = f"source.{given[0]} would not be used: each source of the mix has its own"
             fix = f"source.mix=[{{path: chats.jsonl, {given[0]}: ...}}]" if given[0] != "path" else "omit one of them"
             raise ConfigError(what, where=f"source.{given[0]}", fix=fix)
-        for number, one in enumerate(self.mix):
-            if not one.path.strip():
-                fix = "specify a file, a glob, a folder, a bucket path or a dataset of the hub"
-                raise ConfigError("no path is set", where=f"source.mix[{number}].path", fix=fix)
 
     def resolve(self) -> SourceConfig:
         """Return these settings with their `kind`."""

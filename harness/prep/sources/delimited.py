@@ -23,7 +23,6 @@ class DelimitedReader:
     Args:
         place: the file, for errors.
         stream: at the first line to read.
-        separator: of the columns.
         first: number of that line; 1 is the header.
         end: offset of a row to stop at; None for the end of the file.
 

@@ -123,7 +123,7 @@ def fetch(
         fix = f"try hf://datasets/{place.name}@refs/convert/parquet, the hub's own Parquet conversion"
         raise PrepError(what, where=str(place), fix=fix)
     wanted = place.inner or split  # an address that no file matches ends with a split
-    by_card = partial(_by_card, place, data, _card_configs(info), wanted, subset)
+    by_card = partial(_by_card, place, data, info, wanted, subset)
     chosen, named = _by_path(place, data, split) or by_card() or _by_names(place, data, wanted)
     kinds = sorted({PurePosixPath(name).suffix.lower() for name in chosen})
     if len(kinds) > 1:
@@ -163,14 +163,6 @@ def _download(api: Any, place: HubName, name: str, revision: str) -> Path:
         return Path(hf_hub_download(place.name, name, repo_type="dataset", revision=revision, **settings))
 
 
-def _card_configs(info: Any) -> list[dict[str, Any]]:
-    """Return the subsets that the dataset's card defines, with their files; none if there are no usable ones."""
-    card = getattr(info, "card_data", None)
-    configs = card.get("configs") if card is not None else None
-    found = [one for one in configs or [] if isinstance(one, dict) and "config_name" in one]
-    return [one for one in found if "data_files" in one or "data_dir" in one]
-
-
 def _by_path(place: HubName, data: Sequence[str], split: str) -> Chosen | None:
     """Choose what the address names; None if it names all files, or none and may end with the name of a split."""
     where, inner = str(place), place.inner
@@ -187,10 +179,12 @@ def _by_path(place: HubName, data: Sequence[str], split: str) -> Chosen | None:
     return None
 
 
-def _by_card(
-    place: HubName, data: Sequence[str], configs: Sequence[Mapping[str, Any]], split: str, subset: str
-) -> Chosen | None:
+def _by_card(place: HubName, data: Sequence[str], info: Any, split: str, subset: str) -> Chosen | None:
     """Choose a subset of the dataset's card and its split; None if the card defines none and none is wanted."""
+    card = getattr(info, "card_data", None)
+    listed = card.get("configs") if card is not None else None
+    configs = [one for one in listed or [] if isinstance(one, dict) and "config_name" in one]
+    configs = [one for one in configs if "data_files" in one or "data_dir" in one]
     where, by_name = str(place), {str(one["config_name"]): one for one in reversed(configs)}
     if not configs and subset:
         fix = "omit source.subset, or specify a folder"

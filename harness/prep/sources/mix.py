@@ -12,7 +12,7 @@ from harness.prep.chat import RecordReader
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import Show, find_files
 from harness.prep.sources.reading import SourceChunk, SourceFiles, SourceShard, cut_shards, read_chunks
-from harness.prep.sources.schema import SourceSchema, find_schema
+from harness.prep.sources.schema import find_schema
 
 
 @dataclass
@@ -24,7 +24,7 @@ class PreparedSource:
         found: its files.
         epochs: as in `MixedSource`.
         name: its row of the report; empty for a row for each file.
-        reader: parser of its records, from `find_schema`.
+        reader: parser of its records; `find_schema` completes it.
     """
 
     config: SourceConfig
@@ -33,10 +33,10 @@ class PreparedSource:
     name: str = ""
     reader: RecordReader = field(default_factory=RecordReader)
 
-    def find_schema(self) -> SourceSchema:
-        found = find_schema(self.found.files, self.config)
-        self.reader = found.reader
-        return found
+    def find_schema(self) -> list[str]:
+        """Find the schema of the records; return their fields that are not read."""
+        self.reader, unused = find_schema(self.found.files, self.config)
+        return unused
 
     def chunks(self, limit: int) -> Iterator[SourceChunk]:
         """Yield the records, at most `limit`; 0 for the limit of the settings."""

@@ -32,8 +32,6 @@ TEXT_SUFFIXES = (*JSONL_SUFFIXES, *JSON_SUFFIXES, *SEPARATORS)
 SUFFIXES = (*TEXT_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES)
 _SCAN_BYTES = 8 << 20
 _THREADS = 16
-
-
 T = TypeVar("T")
 
 
@@ -243,10 +241,8 @@ def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
         unit = find_unit(file, is_json=suffix in JSON_SUFFIXES)
         if is_compressed(file) or size <= shard_bytes:
             yield SourceShard(str(file), 0 if unit == ITEM else 1, 0, size, unit)
-        elif suffix in SEPARATORS:
-            yield from _cut_rows(file, size, shard_bytes)
-        elif unit == ITEM:
-            yield from _cut_items(file, size, shard_bytes)
+        elif suffix in SEPARATORS or unit == ITEM:
+            yield from _cut_records(file, size, shard_bytes, unit)
         else:
             yield from _cut_lines(file, size, shard_bytes)
     except (OSError, pa.ArrowException) as error:
@@ -268,34 +264,24 @@ def _cut_lines(file: Place, size: int, shard_bytes: int) -> Iterator[SourceShard
             start, first = end, first + lines + bool(rest)
 
 
-def _cut_items(file: Place, size: int, shard_bytes: int) -> Iterator[SourceShard]:
-    start, first = 0, 0
+def _cut_records(file: Place, size: int, shard_bytes: int, unit: str) -> Iterator[SourceShard]:
+    start, first = 0, 0 if unit == ITEM else 1
     with open_stream(file) as source:
-        for number, items in read_items(file, source, 0):
-            for at, (offset, _) in enumerate(items, start=number):
-                if at > first and offset - start >= shard_bytes:
-                    yield SourceShard(str(file), first, start, offset, ITEM)
-                    start, first = offset, at
-    yield SourceShard(str(file), first, start, size, ITEM)
-
-
-def _cut_rows(file: Place, size: int, shard_bytes: int) -> Iterator[SourceShard]:
-    start, first = 0, 1
-    with open_stream(file) as source:
-        reader = DelimitedReader(file, source, SEPARATORS[suffix_of(file)])
-        for line, offset, _ in reader.rows(reader.header()):
-            if offset - start >= shard_bytes:
-                yield SourceShard(str(file), first, start, offset)
-                start, first = offset, line
-    yield SourceShard(str(file), first, start, size)
+        if unit == ITEM:
+            groups = read_items(file, source, 0)
+            places = ((number + at, offset) for number, items in groups for at, (offset, _) in enumerate(items))
+        else:
+            reader = DelimitedReader(file, source, SEPARATORS[suffix_of(file)])
+            places = ((line, offset) for line, offset, _ in reader.rows(reader.header()))
+        for number, offset in places:
+            if number > first and offset - start >= shard_bytes:
+                yield SourceShard(str(file), first, start, offset, unit)
+                start, first = offset, number
+    yield SourceShard(str(file), first, start, size, unit)
 
 
 def read_shard(shard: SourceShard) -> Iterator[SourceChunk]:
-    """Yield the records of a shard, about 256 KiB or 1,024 rows at a time.
-
-    Raises:
-        PrepError: the file cannot be read.
-    """
+    """Yield the records of a shard, about 256 KiB or 1,024 rows at a time; raise PrepError if it cannot be read."""
     return _limited(_read(shard), shard.limit)
 
 

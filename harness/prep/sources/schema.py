@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from harness.errors import PrepError
@@ -14,27 +14,12 @@ from harness.prep.sources.reading import SourceChunk, columns_of, for_each_file,
 from harness.storage import Place
 
 
-@dataclass(frozen=True)
-class SourceSchema:
-    """Schema of a source.
-
-    Attributes:
-        reader: parser of its records, by which all are read.
-        is_detected: it was not given by setting.
-        unused: fields of the records, in order, that are not read.
-    """
-
-    reader: RecordReader
-    is_detected: bool
-    unused: tuple[str, ...]
-
-
 def _reader(source: SourceConfig) -> RecordReader:
     return RecordReader(source.schema, source.columns, source.ignore_fields, source.drop_media, source.tool_calls)
 
 
-def find_schema(files: Iterable[Place], source: SourceConfig) -> SourceSchema:
-    """Find the schema of the records of files, the same for all.
+def find_schema(files: Iterable[Place], source: SourceConfig) -> tuple[RecordReader, list[str]]:
+    """Return the parser of the records of files, the same for all, and the fields that it does not read, in order.
 
     Raises:
         PrepError: the first records of a file fit no schema or several, two files have different ones, or a file
@@ -56,8 +41,7 @@ def find_schema(files: Iterable[Place], source: SourceConfig) -> SourceSchema:
         for record in records:
             unused |= dict.fromkeys(sorted(mine.unused_keys(record)))
         unused |= dict.fromkeys(_unread(names, mine))
-    schema = next(iter(found), source.schema)
-    return SourceSchema(replace(reader, schema=schema), not source.schema, tuple(unused))
+    return replace(reader, schema=next(iter(found), source.schema)), list(unused)
 
 
 def unread_columns(file: Place, reader: RecordReader) -> list[str]:

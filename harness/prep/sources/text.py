@@ -81,15 +81,14 @@ def find_unit(place: Place, *, is_json: bool) -> str:
                 "each line as a text to train on: jq -cR '{text: .}' FILE.txt > FILE.jsonl; chats need one JSON record"
             )
             raise PrepError("the file is plain text, expected records", where=str(place), fix=f"{fix} per line")
+        line = head.partition(b"\n")
         if not is_json:
-            line = head.partition(b"\n")
             if head.startswith(b"[") and line[1] and not _is_json(line[0]):
                 what = "the file contains one JSON list, but its name indicates one record per line"
                 raise PrepError(what, where=str(place), fix=f"rename it to .json, or {_TO_LINES}")
             return LINE
         if head.startswith(b"["):
             return ITEM
-        line = head.partition(b"\n")
         if head.startswith(b"{") and line[1] and not _is_json(line[0]) and line[0].rstrip()[-1:] in (b"{", b"[", b","):
             what = "the file contains one JSON object over several lines, expected a list or one record per line"
             fix = "if the records are a list in it, such as `data`: jq -c '.data[]' FILE.json > FILE.jsonl"

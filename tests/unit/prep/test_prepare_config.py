@@ -34,7 +34,7 @@ def test_every_file_composes(choice):
 
 def test_a_path_alone_names_files_and_contradicts_the_built_in_corpus():
     assert compose_config("prepare", PrepareConfig, ["source.path=chats.jsonl"]).source.resolve().kind == "files"
-    with pytest.raises(ConfigError, match=r"chats.jsonl would not be read"):
+    with pytest.raises(ConfigError, match=r"source.path would not be used"):
         compose_config("prepare", PrepareConfig, ["source=pydoc", "source.path=chats.jsonl"])
 
 

@@ -148,10 +148,10 @@ def test_the_schema_and_unused_fields_are_found_in_the_first_records(tmp_path):
     (tmp_path / "a.jsonl").write_text("broken\n" + json.dumps({**GOOD, "id": 1, "score": None}))
     (tmp_path / "b.jsonl").write_text(json.dumps({**GOOD, "source": "web", "chat_template_kwargs": {}}))
     (tmp_path / "c.jsonl").write_text("")
-    found = find_schema(list_files(str(tmp_path)), SourceConfig(path=str(tmp_path)))
-    assert (found.reader.schema, found.is_detected, found.unused) == ("messages", True, ("id", "source"))
-    given = find_schema(list_files(str(tmp_path)), SourceConfig(path=str(tmp_path), schema="sharegpt"))
-    assert (given.reader.schema, given.is_detected) == ("sharegpt", False)
+    reader, unused = find_schema(list_files(str(tmp_path)), SourceConfig(path=str(tmp_path)))
+    assert (reader.schema, unused) == ("messages", ["id", "source"])
+    given, _ = find_schema(list_files(str(tmp_path)), SourceConfig(path=str(tmp_path), schema="sharegpt"))
+    assert given.schema == "sharegpt"
 
 
 def test_the_digest_of_a_source_changes_with_its_files(tmp_path):

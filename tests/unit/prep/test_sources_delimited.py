@@ -57,7 +57,7 @@ def test_values_stay_texts_and_a_quoted_one_may_have_line_ends_and_separators(tm
 def test_columns_are_read_as_the_fields_of_a_schema(tmp_path, header, row, schema):
     (tmp_path / "chats.csv").write_text(f"{header}\n{row}\n")
     found = find_files(SourceConfig(path=str(tmp_path)))
-    assert find_schema(found.files, SourceConfig()).reader.schema == schema
+    assert find_schema(found.files, SourceConfig())[0].schema == schema
     (record,) = read_all(found.files[0])
     assert texts(record) == ["Hi", "Hello"]
 
@@ -70,7 +70,7 @@ def test_other_columns_are_named_with_the_setting_that_maps_them(tmp_path):
     assert "fields: Frage, Antwort" in caught.value.what
     assert "source.columns.prompt=question" in caught.value.fix
     columns = {"prompt": "Frage", "completion": "Antwort"}
-    assert find_schema(files, SourceConfig(columns=columns)).reader.schema == "prompt_completion"
+    assert find_schema(files, SourceConfig(columns=columns))[0].schema == "prompt_completion"
 
 
 def test_rows_of_other_widths_and_with_broken_text_are_bad_with_their_lines(tmp_path):

@@ -89,7 +89,7 @@ def server(monkeypatch, tmp_path):
 def questions(path, **settings):
     source = SourceConfig(path=path, **settings)
     files = find_files(source).files
-    chunks = read_chunks(files, reader=find_schema(files, source).reader)
+    chunks = read_chunks(files, reader=find_schema(files, source)[0])
     return [record.messages[0].content for chunk in chunks for record in chunk.parse()]
 
 

@@ -35,7 +35,7 @@ def write(path, table):
 def read_all(path, **settings):
     source = SourceConfig(path=str(path), **settings)
     files = find_files(source).files
-    reader = find_schema(files, source).reader
+    reader = find_schema(files, source)[0]
     return [record for chunk in read_chunks(files, reader=reader) for record in chunk.parse()]
 
 
@@ -77,8 +77,8 @@ def test_tools_are_read_and_other_columns_are_named(tmp_path, suffix):
     file = write(tmp_path / f"chats{suffix}", table)
     one, two = read_all(file)
     assert (one.tools, two.tools) == ((TOOL,), ())
-    found = find_schema([file], SourceConfig(path=str(file)))
-    assert (found.reader.schema, found.is_detected, found.unused) == ("messages", True, ("id", "score"))
+    reader, unused = find_schema([file], SourceConfig(path=str(file)))
+    assert (reader.schema, unused) == ("messages", ["id", "score"])
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
@@ -105,7 +105,7 @@ def test_only_the_columns_of_the_schema_are_decoded(tmp_path):
         tmp_path / "a.parquet", pa.table({"messages": [TURNS], "text": ["long"], "output": ["x"], "blob": [b"0"]})
     )
     source = SourceConfig(path=str(file), schema="messages")
-    (shard,) = cut_shards([file], shard_bytes=1 << 30, reader=find_schema([file], source).reader)
+    (shard,) = cut_shards([file], shard_bytes=1 << 30, reader=find_schema([file], source)[0])
     (chunk,) = read_shard(shard)
     assert chunk.records == [{"messages": TURNS}]
 
