@@ -149,7 +149,7 @@ def add_checksums(path: Path) -> None:
         ConfigError: the folder is no checkpoint, or has checksums.
     """
     if not (path / RUN_FILE).is_file() or (path / CHECKSUMS_FILE).exists():
-        fix = "specify a folder checkpoints/step-... without {CHECKSUMS_FILE}"
+        fix = f"specify a folder checkpoints/step-... without {CHECKSUMS_FILE}"
         raise ConfigError("this is not a checkpoint without checksums", where=str(path), fix=fix)
     files = (file for file in path.rglob("*") if file.is_file())
     write_checksums(path, digest_files(path, [str(file.relative_to(path)) for file in files]))

@@ -37,40 +37,40 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_603,
+    "harness": 2_617,
     "harness/bench": 2_336,
-    "harness/cli": 2_779,
-    "harness/conformance": 1_517,
+    "harness/cli": 2_775,
+    "harness/conformance": 1_520,
     "harness/formats": 5_597,
     "harness/indexed": 1_263,
     "harness/integrations": 2_881,
-    "harness/launch": 2_453,
-    "harness/loader": 4_775,
-    "harness/megatron": 11_545,
+    "harness/launch": 2_412,
+    "harness/loader": 4_713,
+    "harness/megatron": 11_559,
     "harness/parity": 2_841,
-    "harness/plan": 4_811,
-    "harness/prep": 10_106,
+    "harness/plan": 4_959,
+    "harness/prep": 9_998,
     "harness/recipes": 10,
     "harness/schedule": 966,
     "harness/storage": 2_692,
-    "harness/train": 3_122,
+    "harness/train": 3_090,
     "recipes": 507,
-    "tests": 55_216,
+    "tests": 55_527,
     "tests/benchmarks": 2_863,
 }
 SHAPE = {
-    "core ring, lines": 19_768,
+    "core ring, lines": 19_770,
     "from packs to the optimizer's step, lines": 4_001,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
     "functions of complexity over 15": 0,
     "names in __all__": 199,
-    "class names used twice": 2,
+    "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 110,
 }
-MOST_LINES_IN_ALL = 64363
+MOST_LINES_IN_ALL = 62_736
 
 
 def tree(path: Path) -> ast.Module:
