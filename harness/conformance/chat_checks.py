@@ -18,43 +18,34 @@ _CONTROL = re.compile(
 )
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<\uff5cend▁of▁sentence\uff5c>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|eot|>")
 
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "find_route",
-        "description": "Find a route.",
-        "parameters": {
-            "type": "object",
-            "properties": {"origin": {"type": "string"}, "goal": {"type": "string"}},
-            "required": ["origin", "goal"],
-        },
-    },
-}
-_CHAT = {
+_PARAMETERS = {"type": "object", "properties": {name: {"type": "string"} for name in ("origin", "goal")}}
+_TOOL = {"name": "find_route", "description": "Find a route.", "parameters": _PARAMETERS}
+_CALLS = [
+    {"id": name, "type": "function", "function": {"name": "find_route", "arguments": {"origin": name}}}
+    for name in ("first", "other")
+]
+_RESULTS = {"first": "by train, 42 km", "other": "on foot, 77 km"}
+
+
+def _messages(*turns: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+_TURNS = _messages(
+    ("user", "What is the capital of France?"),
+    ("assistant", "It is Paris."),
+    ("user", "And of Italy?"),
+    ("assistant", "It is Rome."),
+)
+_CHAT: dict[str, Any] = {"messages": _messages(("system", "Answer briefly.")) + _TURNS}
+_TOOL_CHAT: dict[str, Any] = {
     "messages": [
-        {"role": "system", "content": "Answer briefly."},
-        {"role": "user", "content": "What is the capital of France?"},
-        {"role": "assistant", "content": "It is Paris."},
-        {"role": "user", "content": "And of Italy?"},
-        {"role": "assistant", "content": "It is Rome."},
-    ]
-}
-_CALLS: dict[str, Any] = {
-    "messages": [
-        {"role": "user", "content": "Compare two routes."},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [
-                {"id": name, "type": "function", "function": {"name": "find_route", "arguments": {"origin": name}}}
-                for name in ("first", "other")
-            ],
-        },
-        {"role": "tool", "tool_call_id": "first", "name": "find_route", "content": "by train, 42 km"},
-        {"role": "tool", "tool_call_id": "other", "name": "find_route", "content": "on foot, 77 km"},
-        {"role": "assistant", "content": "The train is shorter."},
+        *_messages(("user", "Compare two routes.")),
+        {"role": "assistant", "content": "", "tool_calls": _CALLS},
+        *({"role": "tool", "tool_call_id": name, "name": "find_route", "content": _RESULTS[name]} for name in _RESULTS),
+        *_messages(("assistant", "The train is shorter.")),
     ],
-    "tools": [_TOOL],
+    "tools": [{"type": "function", "function": _TOOL}],
 }
 
 
@@ -98,7 +89,7 @@ def tool_schemas_are_written(kit: Kit) -> str:
 
     Without its schema the trained call comes from nowhere, and the model learns to invent tools.
     """
-    text, _ = _render(kit, _CALLS)
+    text, _ = _render(kit, _TOOL_CHAT)
     prompt = text.partition("Compare two routes.")[0]
     if missing := [name for name in ("find_route", "origin", "goal") if name not in prompt]:
         raise Failed(f"not in the prompt: {', '.join(missing)}")
@@ -108,10 +99,10 @@ def tool_schemas_are_written(kit: Kit) -> str:
 @check("AI-Hypercomputer/maxtext#4419", "mistralai/mistral-common#70")
 def tool_results_are_kept(kit: Kit) -> str:
     """Render two tool results in a row and two calls in one turn; all must be written, and calls alone be trained."""
-    text, trained = _render(kit, _CALLS)
-    results = [result for result in ("by train, 42 km", "on foot, 77 km") if result not in text]
-    calls = [name for name in ("first", "other") if name not in trained.partition(END)[0]]
-    surplus = [result for result in ("by train, 42 km", "on foot, 77 km") if result in trained]
+    text, trained = _render(kit, _TOOL_CHAT)
+    results = [result for result in _RESULTS.values() if result not in text]
+    calls = [name for name in _RESULTS if name not in trained.partition(END)[0]]
+    surplus = [result for result in _RESULTS.values() if result in trained]
     if results or calls or surplus:
         raise Failed(f"results not written: {results}; calls not trained: {calls}; results trained: {surplus}")
     return "two results written, two calls trained"
@@ -136,7 +127,7 @@ def stock_templates_are_masked(kit: Kit) -> str:
         end = next((text for text in _ENDS if text in template), END)
         write_tokenizer(kit.model, template, special, end)
         try:
-            text, trained = _render(kit, {"messages": _CHAT["messages"][1:]}, special)
+            text, trained = _render(kit, {"messages": _TURNS}, special)
         except NotSupported:
             raise
         except Exception:  # of the trainer or the template

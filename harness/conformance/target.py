@@ -68,10 +68,7 @@ class Layout:
 
 
 class Target(Protocol):
-    """A trainer, as the checks see it. All methods but `build` are optional; the ranks of a job make the same calls.
-
-    A target of two lines per method is enough: `docs/conformance.md` has a whole one.
-    """
+    """A trainer, as the checks see it. All methods but `build` are optional; the ranks of a job make the same calls."""
 
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Step:
         """Make a trainer ready, and return the function that trains one step.
