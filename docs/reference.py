@@ -73,8 +73,8 @@ def write_pages() -> dict[str, str]:
     pages["reference/groups.md"] = _lines("# Configuration files", *_describe_groups())
     pages["reference/commands.md"] = _lines("# Commands", *_describe_commands(typer.main.get_command(app), "harness"))
     pages["reference/errors.md"] = _lines("# Error classes", *_describe_errors())
-    pages["reference/conformance.md"] = _lines("# Checks of trainers", *_describe_checks())
     pages["reference/families.md"] = _lines("# Model families", *_describe_families())
+    pages["reference/conformance.md"] = _lines("# Checks of trainers", *_describe_checks())
     return pages
 
 
