@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.integrations.environments import ENVIRONMENTS as INTEGRATIONS
 from tests.integrations.environments import TORCH, Environment
 
 ENVIRONMENTS = {
@@ -52,6 +53,7 @@ ENVIRONMENTS = {
 }
 # A loop on accelerate needs what transformers needs.
 ENVIRONMENTS["accelerate"] = ENVIRONMENTS["transformers"]
+ENVIRONMENTS["torchtitan"] = INTEGRATIONS["torchtitan"]
 
 
 if __name__ == "__main__":

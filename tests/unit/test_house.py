@@ -40,7 +40,7 @@ LINES = {
     "harness": 2_603,
     "harness/bench": 2_365,
     "harness/cli": 2_779,
-    "harness/conformance": 1_517,
+    "harness/conformance": 1_516,
     "harness/formats": 5_636,
     "harness/indexed": 1_271,
     "harness/integrations": 2_913,
@@ -55,7 +55,7 @@ LINES = {
     "harness/storage": 2_700,
     "harness/train": 3_122,
     "recipes": 507,
-    "tests": 55_215,
+    "tests": 55_912,
     "tests/benchmarks": 2_863,
 }
 SHAPE = {
@@ -66,7 +66,7 @@ SHAPE = {
     "functions over 60 lines": 0,
     "functions of complexity over 15": 0,
     "names in __all__": 199,
-    "class names used twice": 2,
+    "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 110,
 }
