@@ -115,11 +115,16 @@ def small(settings: dict[str, Any]) -> Trainer.Config:
     )
 
 
-def main() -> None:
-    settings = json.loads(Path(sys.argv[1]).read_text())
+def use_cpu() -> None:
+    """Replace what torchtitan has for GPUs alone; the devices are replaced by the import of this module."""
     torch.compiler.set_stance("force_eager")
     FlexAttention.compiled_flex_attn = staticmethod(attend_on_cpu)
     distributed.set_pg_timeouts = lambda **_: None  # of a later PyTorch
+
+
+def main() -> None:
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    use_cpu()
     trainer = Trainer(small(settings))
     rows: list[dict[str, np.ndarray[Any, Any]]] = []
     steps: list[dict[str, float]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.integrations.environments import ENVIRONMENTS as INTEGRATIONS
 from tests.integrations.environments import TORCH, Environment
 
 ENVIRONMENTS = {
@@ -48,10 +49,19 @@ ENVIRONMENTS = {
             ),
             alone=("axolotl==0.19.0",),
         ),
+        Environment(
+            "scoreboard-automodel",
+            (
+                *(TORCH, "numpy", "transformers==5.18.0", "datasets==5.2.0", "accelerate==1.15.0", "pyyaml"),
+                *("torchdata", "torchao==0.17.0", "tiktoken", "jinja2", "opencv-python-headless", "mistral-common"),
+            ),
+            alone=("nemo-automodel==0.7.0", "megatron-fsdp==0.5.0", "flashoptim==0.1.3", "trl==1.16.0"),
+        ),
     )
 }
 # A loop on accelerate needs what transformers needs.
 ENVIRONMENTS["accelerate"] = ENVIRONMENTS["transformers"]
+ENVIRONMENTS["torchtitan"] = INTEGRATIONS["torchtitan"]
 
 
 if __name__ == "__main__":
