@@ -11,7 +11,7 @@ from .conftest import SCREENSHOTS
 def make_results() -> dict:
     checks = [{"name": one.name, "about": one.about, "threads": list(one.threads)} for one in CHECKS.values()]
     outcomes = {
-        "alpha": ["PASS"] * 25,
+        "alpha": ["PASS"] * 25 + ["FAIL"],
         "beta": ["FAIL", "ERROR"] + ["NOT SUPPORTED"] * 20,
         "gamma <b>": ["PASS", "FAIL"] * 12,
     }
@@ -21,7 +21,7 @@ def make_results() -> dict:
             check["name"]: {
                 "outcome": outcome,
                 "text": f"loss 6.1 <i>{outcome}</i>",
-                "note": "documented",
+                "note": "Documented: a choice" if trainer == "alpha" else "a function",
                 "command": f"python -m tests.scoreboard {trainer} --checks {check['name']}",
             }
             for check, outcome in zip(checks, given, strict=False)
@@ -42,11 +42,12 @@ def test_the_scoreboard_is_sorted_explained_and_fits_a_phone(tmp_path, visit) ->
     assert names_of(page) == ["alpha", "gamma <b>", "beta"]
     page.get_by_role("button", name="pass", exact=True).click()
     assert names_of(page) == ["beta", "gamma <b>", "alpha"]
+    assert page.locator("tbody td button.CHOICE").all_inner_texts() == ["d"]
     cell = page.locator("tbody td button.FAIL").first
     cell.click()
     text = page.locator("dialog").inner_text()
     assert "loss 6.1 <i>FAIL</i>" in text
-    assert "documented" in text
+    assert "a function" in text
     assert "python -m tests.scoreboard beta --checks " in text
     page.keyboard.press("Escape")
     assert not page.locator("dialog").is_visible()

@@ -1,14 +1,14 @@
 "use strict";
 const body = document.querySelector("tbody");
 const dialog = document.querySelector("dialog");
-const ORDER = ["FAIL", "ERROR", "NOT SUPPORTED", "PASS"];
+const ORDER = ["FAIL", "ERROR", "CHOICE", "NOT SUPPORTED", "PASS"];
 let sorted = null;
 
 function key(row, column) {
   const cell = row.children[column];
   if (column === 0) return cell.textContent;
   if (cell.dataset.count !== undefined) return -Number(cell.dataset.count);
-  return ORDER.indexOf(cell.querySelector("button").dataset.outcome);
+  return ORDER.indexOf(cell.querySelector("button").dataset.kind);
 }
 
 document.querySelectorAll("thead th").forEach((head, column) => {

@@ -10,7 +10,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 HERE = Path(__file__).parent
-SIGNS = {"PASS": "✓", "FAIL": "✗", "ERROR": "!", "NOT SUPPORTED": "·"}
+SIGNS = {"PASS": "✓", "FAIL": "✗", "CHOICE": "d", "ERROR": "!", "NOT SUPPORTED": "·"}
+
+
+def kind_of(cell: dict[str, Any]) -> str:
+    """Return the outcome of a cell, CHOICE for a failure that the trainer's documentation names as its choice."""
+    return "CHOICE" if cell["outcome"] == "FAIL" and cell["note"].startswith("Documented") else str(cell["outcome"])
 
 
 def write_page(results: dict[str, Any], path: Path) -> None:
@@ -25,8 +30,9 @@ def write_page(results: dict[str, Any], path: Path) -> None:
     hashes = {kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for kind, text in sources.items()}
     rows = []
     for row in results["rows"]:
-        outcomes = [cell["outcome"] for cell in row["verdicts"].values()]
-        rows.append({**row, "counts": {outcome: outcomes.count(outcome) for outcome in SIGNS}})
+        cells = {name: {**cell, "kind": kind_of(cell)} for name, cell in row["verdicts"].items()}
+        kinds = [cell["kind"] for cell in cells.values()]
+        rows.append({**row, "verdicts": cells, "counts": {kind: kinds.count(kind) for kind in SIGNS}})
     text = templates.get_template("page.html.j2").render(
         checks=results["checks"], rows=rows, signs=SIGNS, sources=sources, hashes=hashes
     )
