@@ -51,15 +51,19 @@ def run_conformance(
     def report(verdict: ConformanceVerdict) -> None:
         print_line(f"{verdict.outcome:14}{verdict.check:44}{verdict.text}", flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="conformance-") as temporary:
+    refused = {"where": " ".join(map(str, filter(None, (python, folder, save)))), "fix": "choose other files"}
+    with os_errors_as(ConfigError, "the checks cannot be run", **refused), tempfile.TemporaryDirectory() as temporary:
+        if save is not None:
+            save.touch()
+        if folder is not None and folder.exists() and any(folder.iterdir()):
+            raise ConfigError("the folder is not empty", where=f"--dir {folder}", fix="name a new folder")
         process = TargetProcess(target, folder or Path(temporary), command=command, python=python)
-        verdicts = process.run(checks.split(",") if checks else list(CHECKS), report)
-        versions = process.versions()
+        names = [name.strip() for name in checks.split(",")] if checks else list(CHECKS)
+        verdicts, versions = process.run(names, report), process.versions()
     counts = {name: sum(one.outcome == name for one in verdicts) for name in OUTCOMES}
     print_line(", ".join(f"{count} {name}" for name, count in counts.items()))
     if save is not None:
-        with os_errors_as(ConfigError, "the verdicts cannot be written", where=save, fix="choose another file"):
-            save.write_text(json.dumps({**versions, "verdicts": [asdict(one) for one in verdicts]}, indent=2) + "\n")
+        save.write_text(json.dumps({**versions, "verdicts": [asdict(one) for one in verdicts]}, indent=2) + "\n")
     if counts["FAIL"] or counts["ERROR"]:
         raise typer.Exit(1)
 

@@ -78,7 +78,7 @@ def assistant_alone_is_trained(kit: Kit) -> str:
 def end_token_is_trained(kit: Kit) -> str:
     """Mask a chat; the token that ends each assistant turn must be trained, or the model never learns to stop."""
     _, trained = _render(kit, _CHAT)
-    if (count := trained.count(END)) < 2:
+    if (count := sum(answer + END in trained for answer in ("It is Paris.", "It is Rome."))) < 2:
         raise Failed(f"{count} of 2 assistant turns train their end token: {trained!r}")
     return "both assistant turns train their end token"
 

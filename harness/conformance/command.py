@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -42,7 +43,11 @@ class CommandTarget:
             raise ConfigError(f"the command has no use for {{{unknown[0]}}}", where="--command", fix=fix)
         if missing := sorted({"model", "data"} - places):
             raise ConfigError(f"the command does not read {{{missing[0]}}}", where="--command", fix="add it")
-        self._command, self._places, self._load = command, places, ""
+        try:
+            self._words = shlex.split(command)
+        except ValueError as error:
+            raise ConfigError(f"the command is not one: {error}", where="--command", fix="close the quotes") from error
+        self._places, self._load = places, ""
 
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Step:
         self._require(*layout.changed())
@@ -96,9 +101,15 @@ class CommandTarget:
     def _run(self, **values: str) -> list[dict[str, Any]]:
         """Run the command to its end; return the JSON objects that it prints."""
         texts = dict.fromkeys(_PLACES, "") | {name: str(value) for name, value in (self._values | values).items()}
-        words = [re.sub(r"\{(\w+)\}", lambda match: texts[match[1]], word) for word in shlex.split(self._command)]
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=True)
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        if not (lines := [line for line in lines if "step" in line]):
+        words = [re.sub(r"\{(\w+)\}", lambda match: texts[match[1]], word) for word in self._words]
+        done = subprocess.run(words, capture_output=True, errors="replace", timeout=_LIMIT_S, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["nothing on standard error"])[-1]
+            raise RuntimeError(f"the command ended with code {done.returncode}: {reason}")
+        lines = []
+        for line in done.stdout.splitlines():
+            with contextlib.suppress(ValueError):  # other lines of the trainer
+                lines.append(json.loads(line))
+        if not (lines := [line for line in lines if isinstance(line, dict) and "step" in line]):
             raise RuntimeError("the command printed no JSON object with `step`")
         return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -136,7 +137,10 @@ def _describe(values: tuple[float, float | None]) -> str:
 
 def _agree(got: tuple[float, float | None], expected: tuple[float, float]) -> bool:
     pairs = zip(got, expected, (LOSS_TOLERANCE, NORM_TOLERANCE), strict=True)
-    return all(one is None or abs(one - other) <= tolerance * abs(other) for one, other, tolerance in pairs)
+    return all(
+        one is None or (math.isfinite(other) and abs(one - other) <= tolerance * abs(other))
+        for one, other, tolerance in pairs
+    )
 
 
 def _wait_for(paths: Iterable[Path]) -> None:
@@ -187,7 +191,11 @@ def judge(target: Any, name: str, folder: Path, *, rank: int = 0, ranks: int = 1
         return FAIL, str(failed)
     except NotSupported as missing:
         return NOT_SUPPORTED, str(missing)
-    except Exception as error:  # of the trainer, which may raise anything
+    except (Exception, SystemExit) as error:  # of the trainer, which may raise anything
         traceback.print_exc()
-        lines = str(error).strip().splitlines() or [""]
-        return ERROR, f"{type(error).__name__}: {lines[0][:300]}"
+        return ERROR, first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['without a message'])[0][:200]}"

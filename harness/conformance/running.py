@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from harness.errors import ConfigError
 
 _WORST_FIRST = (ERROR, FAIL, NOT_SUPPORTED, PASS)
 _LOG_LINES = 3
+_PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,9 @@ class TargetProcess:
             ranks = 1 if self.command else number
             left = [name for name in names if CHECKS[name].ranks == number]
             while left:
-                new = self._run_job(left, ranks, self.folder / f"job-{len(list(self.folder.glob('job-*')))}")
+                place = self.folder / f"job-{len(list(self.folder.glob('job-*'))):02d}"
+                new = self._run_job(left, ranks, place, report)
                 left = left[len(new) :]
-                for verdict in new:
-                    report(verdict)
                 verdicts += new
         return sorted(verdicts, key=lambda verdict: list(CHECKS).index(verdict.check))
 
@@ -82,19 +83,23 @@ class TargetProcess:
         values: dict[str, str] = json.loads(found[-1].read_text()) if found else {}
         return values
 
-    def _run_job(self, names: list[str], ranks: int, folder: Path) -> list[ConformanceVerdict]:
-        folder.mkdir(parents=True)
+    def _run_job(
+        self, names: list[str], ranks: int, folder: Path, report: Callable[[ConformanceVerdict], None]
+    ) -> list[ConformanceVerdict]:
+        # Of the packages beside this one, the trainer must not get any.
+        (folder / "path").mkdir(parents=True)
+        (folder / "path/harness").symlink_to(Path(__file__).parents[1])
         settings = {"target": self.target, "command": self.command, "checks": names, "folder": str(folder.resolve())}
         (folder / "settings.json").write_text(json.dumps(settings))
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         module = ["-m", "harness.conformance.worker", str((folder / "settings.json").resolve())]
-        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(folder.resolve() / "path"), os.environ.get("PYTHONPATH"))))
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": path}
         with (folder / "log.txt").open("w") as log:
             process = subprocess.Popen(
                 [self.python, *launch, *module], env=environment, stdout=log, stderr=log, start_new_session=True
             )
-            code = self._wait(process, folder, ranks, len(names))
+            code, reported = self._wait(process, folder, ranks, report)
         if (refused := folder / "refused.json").exists():
             what, where, fix = json.loads(refused.read_text())
             raise ConfigError(what, where=where, fix=fix)
@@ -103,20 +108,35 @@ class TargetProcess:
         if not verdicts or (len(verdicts) < len(names) and verdicts[-1].outcome != ERROR):
             words = " | ".join((folder / "log.txt").read_text(errors="replace").strip().splitlines()[-_LOG_LINES:])
             how = f"no answer within {self.limit_s:.0f} s" if code is None else f"the process ended with code {code}"
+            if not verdicts and not (folder / "target.json").exists():
+                fix = "load it with that Python; --dir FOLDER keeps the log"
+                raise ConfigError(f"the target does not start: {how}: {words[-400:]}", where=self.python, fix=fix)
             verdicts.append(ConformanceVerdict(names[len(verdicts)], ERROR, f"{how}: {words[-400:]}"))
+        for verdict in verdicts[reported:]:
+            report(verdict)
         return verdicts
 
-    def _wait(self, process: subprocess.Popen[bytes], folder: Path, ranks: int, checks: int) -> int | None:
-        """Wait for the end of a job, None if it did not finish a check in time; its processes are ended."""
+    def _wait(
+        self, process: subprocess.Popen[bytes], folder: Path, ranks: int, report: Callable[[ConformanceVerdict], None]
+    ) -> tuple[int | None, int]:
+        """Wait for the end of a job, None if a check takes too long; return also the number of reported verdicts."""
+        done, began = 0, time.monotonic()
         try:
-            for done in range(checks + 1):
-                try:
-                    return process.wait(self.limit_s)
-                except subprocess.TimeoutExpired:
-                    if len(_joined(folder, ranks)) <= done:
-                        return None
-            return None
+            while process.poll() is None:
+                verdicts = _joined(folder, ranks)
+                for verdict in verdicts[done:]:
+                    report(verdict)
+                if len(verdicts) > done:
+                    done, began = len(verdicts), time.monotonic()
+                elif time.monotonic() - began > self.limit_s:
+                    return None, done
+                time.sleep(0.2)
+            return process.returncode, done
         finally:
+            # torchrun ends its ranks, which are in sessions of their own.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_PATIENCE_S)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -137,7 +137,7 @@ def load_target(spec: str) -> Any:
         else:
             module = importlib.import_module(place)
         made = getattr(module, name)()
-    except (OSError, ImportError, AttributeError, SyntaxError) as error:
+    except Exception as error:  # the module is the user's, and runs here
         fix = "name a class with a method `build`: FILE.py:CLASS or MODULE:CLASS"
         raise ConfigError(f"there is no such target: {type(error).__name__}: {error}", where=spec, fix=fix) from error
     if not callable(getattr(made, "build", None)):

@@ -41,7 +41,7 @@ def main() -> None:
     except HarnessError as error:
         (folder / "refused.json").write_text(json.dumps([error.what, error.where, error.fix]))
         sys.exit(2)
-    versions = {"name": getattr(target, "name", ""), "version": getattr(target, "version", "")}
+    versions = {name: str(getattr(target, name, "")) for name in ("name", "version")}
     (folder / "target.json").write_text(json.dumps(versions))
     code = run_checks(target, settings["checks"], folder)
     # Trainers leave threads and process groups that may wait for each other.
