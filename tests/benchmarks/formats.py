@@ -25,7 +25,6 @@ from harness.bench.figures import CPU, BenchReport, Case, Figure, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.formats import PackReader, open_dataset, open_writer
-from harness.formats.base import ShardReader
 from harness.loader import EpochOrder, LoaderConfig
 from harness.records import Int64Array, Pack
 from tests.benchmarks.clocks import rate
@@ -167,7 +166,7 @@ def open_arrow(path: Path, packs: Iterable[Pack]) -> Any | None:
 class UncheckedReader(PackReader):
     """Reads without comparing the checksums of packs. Never train from it."""
 
-    def _check_pack(self, handle: ShardReader, row: int, pack: Pack, pack_id: int) -> None:
+    def _check_pack(self, pack: Pack, pack_id: int) -> None:
         return None
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from harness.parity.result import REPORT_FILE, CellResult, Check, ParityReport, read_report, write_report
+from harness.parity.result import REPORT_FILE, CellResult, Check, ParityReport, read_report, to_json
+from harness.storage import write_atomically
 
 
 def add_points(folder: Path, check: str, name: str, points: int, *, of: str, test: str, outcome: str) -> None:
@@ -33,4 +34,4 @@ def add_points(folder: Path, check: str, name: str, points: int, *, of: str, tes
         if path.exists():
             report = read_report(path)
         others = [one for one in report.cells if one.command != command]
-        write_report(replace(report, cells=[*others, cell]), path)
+        write_atomically(path, to_json(replace(report, cells=[*others, cell])).encode())

@@ -39,9 +39,9 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 LINES = {
     "harness": 2_617,
     "harness/bench": 2_336,
-    "harness/cli": 2_775,
-    "harness/conformance": 1_508,
-    "harness/formats": 5_597,
+    "harness/cli": 2_779,
+    "harness/conformance": 1_558,
+    "harness/formats": 5_598,
     "harness/indexed": 1_263,
     "harness/integrations": 2_881,
     "harness/launch": 2_412,
@@ -55,8 +55,8 @@ LINES = {
     "harness/storage": 2_692,
     "harness/train": 3_090,
     "recipes": 507,
-    "tests": 55_527,
-    "tests/benchmarks": 2_863,
+    "tests": 56_144,
+    "tests/benchmarks": 2_862,
 }
 SHAPE = {
     "core ring, lines": 19_770,
@@ -70,7 +70,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 110,
 }
-MOST_LINES_IN_ALL = 62_724
+MOST_LINES_IN_ALL = 62_779
 
 
 def tree(path: Path) -> ast.Module:

@@ -38,6 +38,7 @@ class BridgeFiles(CheckedSettings, section="bridge"):
     """Names of the files for Megatron-Bridge.
 
     Attributes:
+        split: training or validation.
         tokenizer: the tokenizer's name in Bridge's configuration, such as org/name, which is in the folder's name;
             empty for a folder that Bridge finds with the setting that is printed.
         file_format: npy, which megatron-bridge 0.3 reads, or parquet, which only later versions read.

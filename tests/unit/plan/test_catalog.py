@@ -32,7 +32,7 @@ def test_every_family_and_every_preset_is_listed_and_every_refused_family_with_i
     assert {name: need for need, names in list_missing().items() for name in names} == MISSING
     code, printed, _ = harness("models")
     row = next(line for line in printed.splitlines() if line.startswith("qwen3_moe "))
-    assert row.split()[1:3] == ["Qwen3MoeForCausalLM", "qwen3_30b_a3b"]
+    assert row.split()[1:4] == ["Qwen3MoeForCausalLM", "qwen3_235b_a22b,", "qwen3_30b_a3b"]
     assert "quantized weights" in printed
 
 
