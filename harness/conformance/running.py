@@ -19,6 +19,8 @@ from harness.errors import ConfigError
 _WORST_FIRST = (ERROR, FAIL, NOT_SUPPORTED, PASS)
 _LOG_LINES = 3
 _PATIENCE_S = 20.0
+# Imports of a trainer on a busy machine.
+_START_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -120,15 +122,17 @@ class TargetProcess:
         self, process: subprocess.Popen[bytes], folder: Path, ranks: int, report: Callable[[ConformanceVerdict], None]
     ) -> tuple[int | None, int]:
         """Wait for the end of a job, None if a check takes too long; return also the number of reported verdicts."""
-        done, began = 0, time.monotonic()
+        done, began, limit_s = 0, time.monotonic(), _START_S
         try:
             while process.poll() is None:
+                if limit_s != self.limit_s and (folder / "target.json").exists():
+                    began, limit_s = time.monotonic(), self.limit_s
                 verdicts = _joined(folder, ranks)
                 for verdict in verdicts[done:]:
                     report(verdict)
                 if len(verdicts) > done:
                     done, began = len(verdicts), time.monotonic()
-                elif time.monotonic() - began > self.limit_s:
+                elif time.monotonic() - began > limit_s:
                     return None, done
                 time.sleep(0.2)
             return process.returncode, done

@@ -40,7 +40,7 @@ LINES = {
     "harness": 2_617,
     "harness/bench": 2_336,
     "harness/cli": 2_779,
-    "harness/conformance": 1_558,
+    "harness/conformance": 1_562,
     "harness/formats": 5_598,
     "harness/indexed": 1_263,
     "harness/integrations": 2_881,
@@ -70,7 +70,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 110,
 }
-MOST_LINES_IN_ALL = 62_779
+MOST_LINES_IN_ALL = 62_783
 
 
 def tree(path: Path) -> ast.Module:
