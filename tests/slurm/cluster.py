@@ -127,6 +127,24 @@ class Cluster:
                 continue
         return [pid for pid in pids if pid != holder]
 
+    def rank_on(self, node: str) -> int:
+        """Return the process that trains on a node, not one that it has forked and that still has its arguments."""
+        parents = {}
+        for pid in self.processes(node):
+            try:
+                arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:  # just ended
+                continue
+            if (
+                "python" in arguments[0]
+                and "harness.recipes.sft" in arguments
+                and "torch.distributed.run" not in arguments
+            ):
+                parents[pid] = parent
+        (rank,) = [pid for pid, parent in parents.items() if parent not in parents]
+        return rank
+
     def wait_idle(self) -> None:
         def all_idle() -> bool:
             idle = self.on("login", "sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %t").split("\n")

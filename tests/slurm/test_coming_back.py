@@ -12,16 +12,11 @@ from pathlib import Path
 import pytest
 
 from ..distributed.conftest import ROOT
-from .cluster import Cluster
 from .conftest import HARNESS, SlurmJob
 from .test_resuming import LONG, attempts, resumed_step, undisturbed, wait_for_step
 
 __all__ = ["undisturbed"]
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
-
-
-def ranks_on(slurm: Cluster, node: str) -> list[int]:
-    return [pid for pid in slurm.processes(node) if arguments_of(pid)[1:3] == ["-m", "harness.recipes.sft"]]
 
 
 def arguments_of(pid: int) -> list[str]:
@@ -42,7 +37,7 @@ def test_a_job_is_requeued_although_the_controller_is_away_when_a_rank_dies(subm
     wait_for_step(job, 45)
     slurm.end_daemon("slurmctld", signal.SIGKILL)
     try:
-        os.kill(ranks_on(slurm, "node2")[0], signal.SIGKILL)
+        os.kill(slurm.rank_on("node2"), signal.SIGKILL)
         deadline = time.monotonic() + 480
         while "no answer from Slurm" not in job.log:
             assert time.monotonic() < deadline, job.log
@@ -60,7 +55,7 @@ def test_a_warning_that_meets_the_time_limit_continues_in_the_next_attempt(submi
     """A rank that is stopped saves nothing until Slurm ends the job, and kills the script seconds after the limit."""
     job = submit(*LONG, "cluster.time='3'", "cluster.signal_lead_s=20")
     wait_for_step(job, 45)
-    os.kill(ranks_on(slurm, "node2")[0], signal.SIGSTOP)
+    os.kill(slurm.rank_on("node2"), signal.SIGSTOP)
     job.wait_for(lambda: job.facts["Restarts"] == "1", "requeue at the time limit")
     assert job.wait() == "COMPLETED", job.log
     assert job.losses == undisturbed

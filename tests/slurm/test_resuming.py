@@ -122,12 +122,7 @@ def test_a_node_that_dies_costs_only_the_steps_since_the_last_checkpoint(submit,
 def test_a_rank_that_is_killed_or_hangs_is_named_and_the_job_resumes(submit, slurm, undisturbed, how, message):
     job = submit(*LONG, "trainer.timeout_s=40")
     wait_for_step(job, 45)
-    (rank_1,) = [
-        pid
-        for pid in slurm.processes("node2")
-        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"harness.recipes.sft"]
-    ]
-    os.kill(rank_1, how)
+    os.kill(slurm.rank_on("node2"), how)
     assert job.wait() == "COMPLETED", job.log
     assert (job.facts["Restarts"], job.losses == undisturbed) == ("1", True)
     assert message in job.log
@@ -141,13 +136,7 @@ def test_killed_ranks_start_again_in_the_same_job_and_then_through_slurm(submit,
     job = submit(*LONG, "cluster.restarts=1", f"cluster.launcher={launcher}")
     for step in (45, 85):
         wait_for_step(job, step)
-        ranks = [
-            pid
-            for pid in slurm.processes("node2")
-            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2:-1] == [b"resume=auto"]
-            and b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        os.kill(ranks[0], signal.SIGKILL)
+        os.kill(slurm.rank_on("node2"), signal.SIGKILL)
     assert job.wait() == "COMPLETED", job.log
     assert (job.facts["Restarts"], job.losses == undisturbed) == ("1", True)
     first, second = attempts(job)

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -92,12 +91,7 @@ def _lose_node_2(job: SlurmJob, slurm: Cluster, lost: str) -> None:
     if lost == "node":
         slurm.kill_node("node2")
     else:
-        (rank_1,) = [
-            pid
-            for pid in slurm.processes("node2")
-            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"harness.recipes.sft"]
-        ]
-        os.kill(rank_1, signal.SIGKILL)
+        os.kill(slurm.rank_on("node2"), signal.SIGKILL)
     try:
         assert job.wait() == "COMPLETED", job.log
     finally:
