@@ -216,6 +216,7 @@ def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None,
     from harness.plan.run_plan import plan_run
     from harness.plan.search import search_layouts, suggest_settings
 
+    print_line("looking for settings and layouts that fit ...", file=sys.stderr)
     lines = suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).fits(gpu_bytes))
     with suppress(ConfigError):  # of data that is not here
         divided = replace(config, parallel=replace(config.parallel, ranks=ranks))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from operator import attrgetter
 from typing import TypeVar
 
@@ -49,8 +50,8 @@ _ADAPTERS = ("model.lora_rank", 16)
 C = TypeVar("C", bound=RunConfig)
 # Rows hold one pack, or as many.
 _PACKS_A_ROW = (1, 2, 4)
-# Model chunks of stages whose layers do not divide.
-_CHUNKS = (2, 4, 8)
+# Model chunks of a stage, where layers do not divide over the stages.
+_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -263,13 +264,13 @@ def _choices(base: SftConfig, ranks: int, pack_size: int) -> Iterator[tuple[Para
 
 def _layouts(asked: ParallelConfig, ranks: int, model: ModelConfig) -> list[ParallelConfig]:
     found: list[ParallelConfig] = []
-    layers, experts = model.num_layers, model.num_experts
+    layers, experts, balanced = model.num_layers, model.num_experts, cache(partial(balanced_layout, model))
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     for tp, pp, cp in itertools.product(sizes, sizes, sizes):
         if ranks % (tp * pp * cp) or pp > layers:
             continue
-        # Layers that stages do not divide evenly are divided as evenly as they can be, by chunks of a few sizes.
-        counts = [n for n in range(2, layers // pp + 1) if layers % (pp * n) == 0 or (layers % pp and n in _CHUNKS)]
+        # Layers that do not divide over the stages are divided as evenly as they can be.
+        counts = [n for n in range(2, layers // pp + 1) if layers % (pp * n) == 0 or (layers % pp and n == _CHUNKS)]
         chunks = [None, *counts] if pp > 1 else [None]
         shares = [size for size in sizes if experts % size == 0 and ranks // pp % size == 0] if experts else [1]
         for vpp, ep in itertools.product(chunks, shares):
@@ -282,7 +283,7 @@ def _layouts(asked: ParallelConfig, ranks: int, model: ModelConfig) -> list[Para
                         sequence_parallel=tp > 1,
                         pipeline_parallel_size=pp,
                         virtual_pipeline_parallel_size=vpp,
-                        pipeline_layout=balanced_layout(model, pp * (vpp or 1)) if uneven else None,
+                        pipeline_layout=balanced(pp * (vpp or 1)) if uneven else None,
                         context_parallel_size=cp,
                         expert_parallel_size=ep,
                         expert_tensor_parallel_size=1,
