@@ -22,7 +22,7 @@ from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, Index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
 from harness.records import Pack
 from harness.settings import from_plain
-from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_folder, write_atomically
+from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_path, write_atomically
 from harness.storage.files import TEMPORARY_SUFFIX, explain_os_errors
 
 # Left in the marker of a write that cannot continue: what is there belongs to it and is replaced.
@@ -244,7 +244,7 @@ class PackWriter:
                 self._part_path(number).unlink()
                 if self._resumes and isinstance(self._folder, BucketFolder):
                     self._folder.remove(_part_name(number))
-            sync_folder(self._part_path(0).parent)
+            sync_path(self._part_path(0).parent)
             manifest = replace(
                 manifest,
                 fingerprint=fingerprint,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError
 from harness.indexed.index import BIN, IDX, INT32, UINT16, IndexHeader, largest_token, with_suffix
-from harness.storage import Marker, make_folder, sync_folder
+from harness.storage import Marker, make_folder, sync_path
 from harness.storage.files import AtomicFile, explain_os_errors
 
 # Ledger entries, or tokens, in memory at a time.
@@ -205,7 +205,7 @@ class IndexedWriter:
             index.finish()
         finally:
             index.abort()
-        sync_folder(self.prefix.parent)
+        sync_path(self.prefix.parent)
         self.header = header
 
     def _read_lengths(self) -> Iterator[npt.NDArray[np.int32]]:

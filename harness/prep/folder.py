@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.errors import ConfigError, PrepError, os_errors_as
 from harness.settings import flatten, load
-from harness.storage import BucketFolder, Folder, Marker, make_folder, sync_folder, write_atomically
+from harness.storage import BucketFolder, Folder, Marker, make_folder, sync_path, write_atomically
 from harness.storage.files import sync_tree
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
@@ -170,7 +170,7 @@ class PreparedFolder:
             raise
         shutil.rmtree(self.path / SHARDS, ignore_errors=True)
         self._marker.release(remove=True)
-        sync_folder(self.path)
+        sync_path(self.path)
 
     def abandon(self) -> None:
         """Unlock the folder after a failure; the next run takes over."""

@@ -34,7 +34,7 @@ from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.printing import count_of
 from harness.settings import load, to_plain
-from harness.storage import StoredFile, parse_place, stamp_of, sync_folder
+from harness.storage import StoredFile, parse_place, stamp_of, sync_path
 from harness.storage.checksums import digest_files
 from harness.storage.files import Stamp
 
@@ -195,7 +195,7 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
         else:
             fix = "remove the folder, then try again"
             raise PrepError("the shard cannot be moved into place", where=str(final), fix=fix)
-        sync_folder(final.parent)
+        sync_path(final.parent)
         return receipt
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from harness.storage.cache import LocalCache
 from harness.storage.checksums import read_checksums
-from harness.storage.files import Marker, StoredFile, file_digest, make_folder, natural_key, sync_folder
+from harness.storage.files import Marker, StoredFile, file_digest, make_folder, natural_key, sync_path
 from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder, write_atomically
 from harness.storage.inputs import parse_place, stamp_of
 from harness.storage.mapped import name_bus_errors
@@ -40,6 +40,6 @@ __all__ = [
     "parse_place",
     "read_checksums",
     "stamp_of",
-    "sync_folder",
+    "sync_path",
     "write_atomically",
 ]

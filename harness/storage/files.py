@@ -92,7 +92,7 @@ class AtomicFile(OutputFile):
         self._file.flush()
 
     def finish(self) -> None:
-        """Force the bytes to disk and rename the file. The folder's entry is durable after `sync_folder`."""
+        """Force the bytes to disk and rename the file. The folder's entry is durable after `sync_path`."""
         if self._done:
             return
         try:
@@ -292,17 +292,12 @@ def make_folder(folder: Path) -> bool:
     if not folder.parent.exists():
         make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
-    sync_folder(folder.parent)
+    sync_path(folder.parent)
     return True
 
 
-def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to disk: without it a renamed file can vanish in a power failure."""
-    sync_path(folder)
-
-
 def sync_path(path: Path) -> None:
-    """Force a file's bytes or a folder's entries to disk, whoever wrote them."""
+    """Force a file's bytes or a folder's entries to disk; else a renamed file can vanish in a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,7 +15,7 @@ from harness.errors import FormatError
 from harness.storage.bucket import REQUEST_BYTES, ObjectStore, StagedFile, UploadFile, etag_of, list_below
 from harness.storage.cache import Entry, LocalCache
 from harness.storage.claims import ClaimStore, Lease
-from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, make_folder, sync_folder
+from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, make_folder, sync_path
 from harness.storage.uris import ObjectPath, Place, is_uri
 
 _MARKER_BYTES = 1 << 20
@@ -124,7 +124,7 @@ class LocalFolder(_Folder):
 
     def sync(self, names: Sequence[str]) -> None:
         for folder in {(self.place / name).parent for name in names} | {self.place}:
-            sync_folder(folder)
+            sync_path(folder)
 
     def describe(self, names: Sequence[str]) -> tuple[StoredFile, ...]:
         """Return size and hash of files that were finished here."""

@@ -16,7 +16,7 @@ from harness.storage import (
     is_uri,
     join_path,
     make_folder,
-    sync_folder,
+    sync_path,
     write_atomically,
 )
 from harness.storage.bucket import ListedObject, list_below
@@ -94,7 +94,7 @@ class LocalFiles:
     def touch(self, name: str) -> None:
         """Make an empty file, unless it is there."""
         (self.path / name).touch()
-        sync_folder(self.path)
+        sync_path(self.path)
 
     def delete(self, name: str) -> None:
         """Delete a file; a missing one is no error."""
@@ -110,7 +110,7 @@ class LocalFiles:
 
     def finish_chunk(self, name: str, path: Path) -> None:
         """Make a chunk that was written to `path` durable; raise FormatError if another writer has made one."""
-        sync_folder(self.path)
+        sync_path(self.path)
 
     def drop_chunk(self, name: str, path: Path) -> None:
         """Remove a chunk that was begun and has no record."""

@@ -31,7 +31,7 @@ from harness.paths import explain_path
 from harness.plan import ModelConfig, ParallelConfig, read_hf_config
 from harness.plan.hf_config import MTP_SETTINGS, find_weights, text_config, to_hf_config
 from harness.printing import print_text
-from harness.storage import Marker, make_folder, sync_folder
+from harness.storage import Marker, make_folder, sync_path
 from harness.storage.checksums import digest_files, write_checksums
 from harness.storage.files import sync_tree
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
@@ -215,7 +215,7 @@ def _claim(out: Path) -> Iterator[Path]:
             if out.exists():
                 out.rmdir()
             writing.rename(out)
-            sync_folder(place.parent)
+            sync_path(place.parent)
         finally:
             shutil.rmtree(writing, ignore_errors=True)
             marker.release(remove=True)

@@ -321,14 +321,14 @@ def test_a_killed_packing_producer_adds_all_sequences_of_a_conversation_once(
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")])
 def test_a_chunk_with_a_record_survives_a_later_error(tmp_path: Path, monkeypatch, error) -> None:
     producer = LiveProducer(tmp_path, rows_per_chunk=2)
-    done = folders.sync_folder
+    done = folders.sync_path
 
     def fail(folder: Path) -> None:
         done(folder)
         if (tmp_path / "chunk_00001.jsonl.ready").exists():
             raise error
 
-    monkeypatch.setattr(folders, "sync_folder", fail)
+    monkeypatch.setattr(folders, "sync_path", fail)
     with pytest.raises((KeyboardInterrupt, FormatError)):
         produce_chunks(producer, items(6))
     producer.close()
