@@ -11,7 +11,7 @@ of two layers, and compare losses, gradient norms and rows with what training on
 
 from __future__ import annotations
 
-from harness.conformance import chat_checks, epoch_checks, loss_checks
+from harness.conformance import chat_checks, epoch_checks, loss_checks  # noqa: F401 - each registers its checks
 from harness.conformance.kit import CHECKS, OUTCOMES, ConformanceCheck, judge
 from harness.conformance.running import ConformanceVerdict, TargetProcess
 from harness.conformance.target import Layout, NotSupported, Target, load_target
@@ -28,6 +28,3 @@ __all__ = [
     "judge",
     "load_target",
 ]
-
-# Each registers its checks.
-_MODULES = (loss_checks, epoch_checks, chat_checks)

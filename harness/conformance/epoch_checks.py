@@ -6,7 +6,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ def positions_restart(kit: Kit) -> str:
     """
     data = _corpus()
     lengths = {tuple(one["input_ids"][:3]): len(one["input_ids"]) for one in data}
-    rows = [row for steps in kit.rows_of(data, pack_size=_PACK) for step in steps for row in step]
+    rows = _flat(kit.rows_of(data, pack_size=_PACK))
     if not any("position_ids" in row for row in rows):
         raise NotSupported("rows have no position_ids")
     found, wrong = 0, 0
@@ -80,7 +79,7 @@ def long_conversation_is_kept(kit: Kit) -> str:
         raise
     except Exception as error:
         return f"refused: {first_line(error)}"
-    return _judge(data[-1:], [row for steps in rows for step in steps for row in step], others=data[:-1])
+    return _judge(data[-1:], _flat(rows), others=data[:-1])
 
 
 @check("dreamzero0/dreamzero#91")
@@ -145,8 +144,7 @@ def resume_on_one_rank(kit: Kit) -> str:
     data = _corpus()
     kit.build(data, shuffle=True, microbatches=2)
     kit.target.load(saved[-1].parent / "saved")
-    rest = [row for step in kit.target.rows(None) for row in step]
-    return _judge(data, [*json.loads(saved[-1].read_text()), *rest])
+    return _judge(data, [*json.loads(saved[-1].read_text()), *_flat([kit.target.rows(None)])])
 
 
 @check("huggingface/transformers#33336", "CodefyUI/CodefyUI#147")
@@ -176,7 +174,7 @@ def resume_restores_the_optimizer(kit: Kit) -> str:
 def damaged_checkpoint_is_refused(kit: Kit) -> str:
     """Flip one bit in the middle of the largest file of a checkpoint; loading it must be refused.
 
-    Disks and copies damage files. Weights with one wrong exponent train on, and nobody learns why the loss jumped.
+    Disks and copies damage files. Training continues from a weight with a wrong exponent, and the loss jumps.
     """
     kit.require("rows", "save", "load")
     data, whole, damaged = _corpus(), kit.folder / "saved", kit.folder / "damaged"
@@ -202,8 +200,11 @@ def damaged_checkpoint_is_refused(kit: Kit) -> str:
 
 
 def _judge_epoch(kit: Kit, data: Sequence[Tokens], **layout: Any) -> str:
-    ranks = kit.rows_of(data, **layout)
-    return _judge(data, [row for steps in ranks for step in steps for row in step])
+    return _judge(data, _flat(kit.rows_of(data, **layout)))
+
+
+def _flat(ranks: list[list[list[Tokens]]]) -> list[Tokens]:
+    return [row for steps in ranks for step in steps for row in step]
 
 
 def _judge(data: Sequence[Tokens], rows: Sequence[Tokens], *, others: Sequence[Tokens] = ()) -> str:
@@ -226,19 +227,18 @@ def _judge_resume(kit: Kit, *, steps: int | None, **layout: Any) -> str:
     data, folder, layout = _corpus(), kit.folder / "saved", {"shuffle": True, "microbatches": 2, **layout}
     whole = kit.rows_of(data, **layout)
     first = kit.rows_of(data, steps, **layout)
-    if not all(trained_pairs(row for step in rank for row in step) for rank in whole):
+    if not all(trained_pairs(_flat([steps])) for steps in whole):
         raise Failed("a rank trains nothing in an epoch")
     kit.target.save(folder)
     kit.gather("saved")
     if kit.rank == 0:
-        (kit.folder / _TRAINED).write_text(json.dumps([row for steps in first for step in steps for row in step]))
+        (kit.folder / _TRAINED).write_text(json.dumps(_flat(first)))
     kit.build(data, **layout)
-    kit.target.load(Path(folder))
-    rest = [] if steps is None else kit.gather(kit.target.rows(None))
+    kit.target.load(folder)
+    # At the end of an epoch a trainer may train nothing more, or begin the next one.
+    rest = kit.gather(kit.target.rows(1 if steps is None else None))
     if steps is None:
-        # A trainer may train nothing more, or begin the next epoch with what is not checked here.
-        following = kit.gather(kit.target.rows(1))
-        if any(step in _order(whole)[0] for step in _order(following)[0]):
+        if any(step in _order(whole)[0] for step in _order(rest)[0]):
             raise Failed("a step of the epoch is trained again")
         return "the epoch is not trained again"
     joined = [one + other for one, other in zip(_order(first), _order(rest), strict=True)]
@@ -247,13 +247,9 @@ def _judge_resume(kit: Kit, *, steps: int | None, **layout: Any) -> str:
     return f"{len(joined[0])} steps as without an interruption"
 
 
-def _order(ranks: list[list[list[Tokens]]]) -> list[list[list[list[int]]]]:
+def _order(ranks: list[list[list[Tokens]]]) -> list[list[list[list[tuple[int, int]]]]]:
     """Return the trained tokens of each row by rank and step."""
-    return [[[sorted(map(_number, trained_pairs([row]))) for row in step] for step in steps] for steps in ranks]
-
-
-def _number(pair: tuple[int, int]) -> int:
-    return 1000 * pair[0] + pair[1]
+    return [[[sorted(trained_pairs([row])) for row in step] for step in steps] for steps in ranks]
 
 
 def _first_difference(expected: list[Any], got: list[Any]) -> str:

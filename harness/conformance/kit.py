@@ -88,7 +88,14 @@ class Kit:
         path = self.folder / f"data-{self._meetings}-{self.rank}.jsonl"
         path.write_text("".join(json.dumps(one) + "\n" for one in data))
         self._meetings += 1
-        step: Step = self.target.build(self.model, path, Layout(**{"dp_size": self.dp_size, **layout}))
+        made = self.target.build(self.model, path, Layout(**{"dp_size": self.dp_size, **layout}))
+
+        def step(batch: Sequence[Tokens]) -> tuple[float, float | None]:
+            values = made(batch)
+            if not isinstance(values, tuple) or len(values) != 2:
+                raise TypeError(f"the step returned {values!r} instead of a loss and a norm (None without one)")
+            return float(values[0]), None if values[1] is None else float(values[1])
+
         return step
 
     def require(self, *methods: str) -> None:
@@ -182,11 +189,11 @@ def trained_pairs(rows: Iterable[Tokens]) -> list[tuple[int, int]]:
 
 def judge(target: Any, name: str, folder: Path, *, rank: int = 0, ranks: int = 1) -> tuple[str, str]:
     """Return the verdict of one check on a target, and what was seen."""
-    check = CHECKS[name]
+    asked = CHECKS[name]
     try:
-        if ranks != check.ranks and not getattr(target, "starts_ranks", False):
-            raise NotSupported(f"the check needs a job of {check.ranks} ranks")
-        return PASS, check.run(Kit(target, folder, rank=rank, ranks=ranks, dp_size=check.ranks))
+        if ranks != asked.ranks and not getattr(target, "starts_ranks", False):
+            raise NotSupported(f"the check needs a job of {asked.ranks} ranks")
+        return PASS, asked.run(Kit(target, folder, rank=rank, ranks=ranks, dp_size=asked.ranks))
     except Failed as failed:
         return FAIL, str(failed)
     except NotSupported as missing:

@@ -109,8 +109,10 @@ class TargetProcess:
         # A job of several ranks ends itself after an error.
         if not verdicts or (len(verdicts) < len(names) and verdicts[-1].outcome != ERROR):
             words = " | ".join((folder / "log.txt").read_text(errors="replace").strip().splitlines()[-_LOG_LINES:])
-            how = f"no answer within {self.limit_s:.0f} s" if code is None else f"the process ended with code {code}"
-            if not verdicts and not (folder / "target.json").exists():
+            is_loaded = (folder / "target.json").exists()
+            limit_s = self.limit_s if is_loaded else _START_S
+            how = f"no answer within {limit_s:.0f} s" if code is None else f"the process ended with code {code}"
+            if not is_loaded:
                 fix = "load it with that Python; --dir FOLDER keeps the log"
                 raise ConfigError(f"the target does not start: {how}: {words[-400:]}", where=self.python, fix=fix)
             verdicts.append(ConformanceVerdict(names[len(verdicts)], ERROR, f"{how}: {words[-400:]}"))

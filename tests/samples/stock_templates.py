@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from harness.conformance.chat_checks import control_tokens, end_token
 from harness.prep.tokenize import train_bpe
 
 TWIN = "_training"
@@ -23,23 +24,8 @@ TEXTS = [
     '{"name": "get_weather", "arguments": {"city": "Paris"}}',
     "Grüße, 世界! \U0001f600",
 ] * 20
-# Written between angle brackets like any tag, but tokens of their own in every family that uses them: <|end|>, <|turn>,
-# <turn|>, <end_of_turn>, [INST]; DeepSeek's bars are full-width.
-_CONTROL = re.compile(
-    r"<\|[^<>|\s'\"{}]+\|?>|<[A-Za-z_]+\|>|<\uff5c[^<>\s'\"]+\uff5c>|<\w+_of_\w+>|\[/?(?:INST|[A-Z]+_[A-Z_]+)\]|<sop>"
-)
 # Families add these to the vocabulary without making them special: users may write them.
 _WORDS = re.compile(r"</?(?:think|tool_call|tool_response|tools|arg_key|arg_value|atem:[a-z_]+)>")
-# The first that a template writes is the tokenizer's own end-of-sequence token.
-_ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<\uff5cend▁of▁sentence\uff5c>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<end_of_utterance>",
-    "<|return|>",
-    "<|eot|>",
-)
 BEGIN, END, PAD, UNKNOWN = "<s>", "</s>", "<pad>", "<unk>"
 
 
@@ -63,18 +49,13 @@ def training_twin(name: str) -> str | None:
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
-def control_tokens(template: str) -> list[str]:
-    """Return the special tokens that a template writes, in the order of their first place."""
-    return list(dict.fromkeys(_CONTROL.findall(template)))
-
-
 def tokenizer_for(template: str, folder: Path, *, texts: list[str] | None = None, size: int = 320) -> Path:
     """Train a small tokenizer of `size` and a template's special tokens, and save it with the template."""
     train_bpe(texts or TEXTS, folder, vocab_size=size)
     file = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
     control = control_tokens(template)
-    end = next((token for token in _ENDS if token in control), END)
+    end = end_token(template, END)
     begin = "<|begin_of_text|>" if "<|begin_of_text|>" in control else BEGIN
     tokenizer.add_special_tokens([*control, begin, end, PAD, UNKNOWN])
     words = dict.fromkeys(_WORDS.findall(template))

@@ -70,3 +70,78 @@ def test_conversations_have_every_pair_of_neighbors_once_and_train_their_last_to
     assert len(pairs) == len(set(pairs)) == 40 * 29
     assert all(one["labels"][-1] == one["input_ids"][-1] for one in data)
     assert data == conversations([30] * 40)
+
+
+class NeverLoads(Trainer):
+    def load(self, folder: Path) -> None:
+        raise RuntimeError("checkpoint format 3 cannot be read")
+
+
+class DoesNothing(Trainer):
+    def build(self, model_folder, data, layout):
+        super().build(model_folder, data, layout)
+        return lambda batch: (3.0, 1.0)
+
+    def evaluate(self, batch):
+        return 3.0
+
+    def rows(self, steps):
+        return []
+
+    def load(self, folder: Path) -> None:
+        pass
+
+
+class GivesNoNumbers(Trainer):
+    def build(self, model_folder, data, layout):
+        super().build(model_folder, data, layout)
+        return lambda batch: (float("nan"), float("nan"))
+
+
+class TrainsAgain(Trainer):
+    """After a resume the last step is trained again."""
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        self._done -= 1
+
+
+class TrainsEndsOfOthers(Trainer):
+    """Of the end tokens, those of the system and the user are trained."""
+
+    def render(self, records):
+        made = super().render(records)
+        for one in made:
+            one["labels"] = [
+                token if label == -100 and token == 257 else -100
+                for token, label in zip(one["input_ids"], one["labels"], strict=True)
+            ]
+        return made
+
+
+RESUMES = [name for name in ALONE if name.startswith("resume-")]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "name"),
+    [
+        *((DoesNothing, name) for name in ALONE if not name.startswith(("assistant", "end-", "tool", "stock"))),
+        *((GivesNoNumbers, name) for name in ALONE if name in ("attention-boundaries", "packed-equals-unpacked")),
+        *((NeverLoads, name) for name in ["damaged-checkpoint-is-refused", *RESUMES]),
+        *((TrainsAgain, name) for name in RESUMES if name != "resume-restores-the-optimizer"),
+        (TrainsEndsOfOthers, "end-token-is-trained"),
+    ],
+)
+def test_a_broken_trainer_passes_no_check_for_another_reason(trainer, name, tmp_path) -> None:
+    outcome, text = judge(trainer(), name, tmp_path)
+    assert outcome != "PASS", text
+
+
+def test_a_step_of_another_type_is_named(tmp_path) -> None:
+    class ReturnsLossAlone(Trainer):
+        def build(self, model_folder, data, layout):
+            return lambda batch: 2.0
+
+    outcome, text = judge(ReturnsLossAlone(), "padding-changes-nothing", tmp_path)
+    assert outcome == "ERROR"
+    assert text == "TypeError: the step returned 2.0 instead of a loss and a norm (None without one)"
