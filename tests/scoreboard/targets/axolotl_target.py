@@ -28,10 +28,6 @@ sft.save_preprocessed_dataset = lambda *_: None
 gc.freeze()
 
 NOTES: dict[str, str] = {
-    "resume-on-one-rank": (
-        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
-        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
-    ),
     "long-conversation-is-kept": (
         "Documented: `excess_length_strategy`, by default `drop`, leaves out what is longer than `sequence_len` "
         "(utils.data.utils.handle_long_seq_in_dataset); `truncate` cuts it and `raise` refuses it."
@@ -50,14 +46,6 @@ NOTES: dict[str, str] = {
     "epoch-is-complete-on-ranks": (
         "Documented: accelerate's `even_batches` (default True, and switched off with `sample_packing` alone) "
         "repeats samples from the start of the data until all ranks have equally many."
-    ),
-    "damaged-checkpoint-is-refused": (
-        "optimizer.pt is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
-        "has; no other checksum is written."
-    ),
-    "evaluation-mean": (
-        "Trainer.evaluation_loop repeats the mean loss of each batch batch_size times and reports the mean of "
-        "these, so that a batch of few trained tokens weighs as much as one of many."
     ),
 }
 

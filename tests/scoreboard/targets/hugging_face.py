@@ -14,6 +14,25 @@ from transformers import TrainerCallback
 
 from harness.conformance import Layout, NotSupported
 
+# Of every target here, beside its own.
+NOTES: dict[str, str] = {
+    "resume-on-one-rank": (
+        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
+        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
+    ),
+    "damaged-checkpoint-is-refused": (
+        "optimizer.pt is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
+        "has; no other checksum is written."
+    ),
+    "evaluation-mean": (
+        "Trainer.evaluation_loop repeats the mean loss of each batch batch_size times and reports the mean of "
+        "these, so that a batch of few trained tokens weighs as much as one of many."
+    ),
+    "epoch-is-complete-on-ranks": (
+        "Documented: `even_batches` of AcceleratorConfig (default True) repeats samples from the start of the "
+        "data until all ranks have equally many."
+    ),
+}
 _SUPPORTED = ("dp_size", "microbatches", "pack_size", "loss_average", "num_workers", "shuffle", "seed", "learning_rate")
 # What every target sets: nothing is random, and everything is logged.
 ARGUMENTS: dict[str, Any] = {

@@ -28,10 +28,6 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from harness.conformance import NotSupported
 
 NOTES: dict[str, str] = {
-    "resume-on-one-rank": (
-        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
-        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
-    ),
     "long-conversation-is-kept": (
         "Documented: `cutoff_len`. Prompt and answer are cut to it in proportion (processor_utils.infer_seqlen), "
         "so that the answer follows a prompt that stops in its middle, without a warning."
@@ -44,18 +40,6 @@ NOTES: dict[str, str] = {
     ),
     "assistant-alone-is-trained": (
         "The line break after each answer is trained too; it belongs to the template's answer."
-    ),
-    "damaged-checkpoint-is-refused": (
-        "optimizer.pt is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
-        "has; no other checksum is written."
-    ),
-    "evaluation-mean": (
-        "Trainer.evaluation_loop repeats the mean loss of each batch batch_size times and reports the mean of "
-        "these, so that a batch of few trained tokens weighs as much as one of many."
-    ),
-    "epoch-is-complete-on-ranks": (
-        "Documented: `even_batches` of AcceleratorConfig (default True) repeats samples from the start of the "
-        "data until all ranks have equally many."
     ),
 }
 _CHATS = {

@@ -21,10 +21,6 @@ from harness.conformance import NotSupported
 gc.freeze()
 
 NOTES: dict[str, str] = {
-    "resume-on-one-rank": (
-        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
-        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
-    ),
     "epoch-is-complete-on-ranks": (
         "BatchSamplerShard gives each rank len(dataset) // ranks samples, and draws its permutation of these "
         "alone: the rest, here the last conversation, is not trained in any epoch."
@@ -34,14 +30,6 @@ NOTES: dict[str, str] = {
     ),
     "packed-equals-unpacked": (
         "SftArguments._check_padding_free refuses `packing` without a flash attention implementation."
-    ),
-    "damaged-checkpoint-is-refused": (
-        "optimizer.pt is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
-        "has; no other checksum is written."
-    ),
-    "evaluation-mean": (
-        "Trainer.evaluation_loop repeats the mean loss of each batch batch_size times and reports the mean of "
-        "these, so that a batch of few trained tokens weighs as much as one of many."
     ),
 }
 

@@ -19,22 +19,6 @@ from transformers import (
 from harness.conformance import NotSupported
 
 NOTES: dict[str, str] = {
-    "resume-on-one-rank": (
-        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
-        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
-    ),
-    "damaged-checkpoint-is-refused": (
-        "optimizer.pt is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
-        "has; no other checksum is written."
-    ),
-    "evaluation-mean": (
-        "Trainer.evaluation_loop repeats the mean loss of each batch batch_size times and reports the mean of "
-        "these, so that a batch of few trained tokens weighs as much as one of many."
-    ),
-    "epoch-is-complete-on-ranks": (
-        "Documented: `even_batches` of AcceleratorConfig (default True) repeats samples from the start of the "
-        "data until all ranks have equally many."
-    ),
     "packed-equals-unpacked": (
         "Rows are batches joined by DataCollatorWithFlattening. Its documentation says to make sure that "
         "attention can handle it; sdpa finds the boundaries by position_ids "

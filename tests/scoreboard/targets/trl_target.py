@@ -11,25 +11,9 @@ from trl import SFTConfig, SFTTrainer
 from harness.conformance import NotSupported
 
 NOTES: dict[str, str] = {
-    "resume-on-one-rank": (
-        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
-        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
-    ),
     "long-conversation-is-kept": (
         "Documented: `packing_strategy` `bfd`, the default, truncates what is longer than `max_length` "
         "(data_utils.pack_dataset); `bfd_split` splits it. Here the cut part has all trained tokens."
-    ),
-    "damaged-checkpoint-is-refused": (
-        "optimizer.pt is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
-        "has; no other checksum is written."
-    ),
-    "evaluation-mean": (
-        "Trainer.evaluation_loop repeats the mean loss of each batch batch_size times and reports the mean of "
-        "these, so that a batch of few trained tokens weighs as much as one of many."
-    ),
-    "epoch-is-complete-on-ranks": (
-        "Documented: `even_batches` of AcceleratorConfig (default True) repeats samples from the start of the "
-        "data until all ranks have equally many."
     ),
     "packed-equals-unpacked": (
         "The documentation of `padding_free` asks for flash attention 2 or 3; sdpa of transformers finds the "
