@@ -10,7 +10,7 @@ PREPARE ?= data=pack_1k
 # Where the environment forbids bytecode files, every process of a test would compile this project again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup setup-ray setup-msc sft prepare test test-install test-versions test-integrations test-container test-slurm lint format bench scoreboard docs docs-serve clean
+.PHONY: setup setup-ray setup-msc sft prepare test test-install test-versions test-integrations test-container test-slurm lint format bench scoreboard docs docs-serve release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make setup   install into $(VENV) only"
 	@echo "make lint    ruff, mypy, import-linter, shellcheck, hadolint"
 	@echo "make scoreboard   run the checks of conformance on released trainers, and write docs/scoreboard"
+	@echo "make release   tag the version of CHANGELOG.md, and build and check its archives in dist/"
 	@echo "make docs    build the documentation in build/site; make docs-serve serves it on this machine"
 	@echo "make bench   measure this machine, write BENCHMARKS.md"
 
@@ -119,6 +120,9 @@ docs: setup
 
 docs-serve: setup
 	$(BIN)/python -m mkdocs serve
+
+release:
+	PYTHON="$(PYTHON)" .ci/release
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from harness.errors import how_to_install
+
 
 def names_on_first_use(package: str, **modules: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package (PEP 562) that imports a name from its module when it is first used.
@@ -19,6 +21,11 @@ def names_on_first_use(package: str, **modules: str) -> Callable[[str], Any]:
     def load(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{places[name]}"), name)
+        try:
+            return getattr(importlib.import_module(f"{package}.{places[name]}"), name)
+        except ModuleNotFoundError as error:
+            if fix := how_to_install(error):
+                error.add_note(fix)
+            raise
 
     return load

@@ -83,11 +83,18 @@ class CheckpointError(HarnessError):
 
 # Packages that commands import when they run, and the extra that installs each.
 _EXTRAS = {
+    **dict.fromkeys(("typer", "rich", "yaml", "hydra", "omegaconf"), "cli"),
     **dict.fromkeys(("torch", "megatron", "psutil", "safetensors", "tensorboard", "matplotlib"), "train"),
     **dict.fromkeys(("tokenizers", "transformers"), "tokenize"),
     **dict.fromkeys(("jinja2", "plotly"), "report"),
     "ray": "ray",
 }
+
+
+def how_to_install(error: ModuleNotFoundError) -> str:
+    """Return the command that installs the extra with a missing package; "" for a package of no extra."""
+    extra = _EXTRAS.get((error.name or "").partition(".")[0])
+    return f"pip install 'megatron-sft-harness[{extra}]'" if extra else ""
 
 
 @contextlib.contextmanager
@@ -184,9 +191,7 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             if os.environ.get("RANK", "0") == "0":
                 print_line("interrupted", file=sys.stderr)
             sys.exit(130)
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _EXTRAS:
-            extra = _EXTRAS[(error.name or "").partition(".")[0]]
-            fix = f"pip install 'megatron-sft-harness[{extra}]'"
+        if isinstance(error, ModuleNotFoundError) and (fix := how_to_install(error)):
             error = ConfigError(f"the package {error.name} is not installed", where=sys.executable, fix=fix)
         if not isinstance(error, HarnessError) and is_of_memory(error):
             error = HarnessError(
