@@ -161,6 +161,7 @@ def to_device(
             max_seqlen=row.max_seqlen,
             cp_group=cp_group,
             positions=positions,
+            lengths=tuple(filter(None, np.diff(row.cu_seqlens_padded).tolist())),
             ahead=tuple(ahead),
             is_static=is_static,
         ),

@@ -64,6 +64,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         overlap_tensor_parallel: overlap tensor-parallel communication with matrix products, using buffers of one row's
             shape. Requires GPUs with Transformer Engine, sequence_parallel, static_rows, a dense model without LoRA,
             and tensor-parallel ranks on one node.
+        overlap_shared_experts: compute shared experts while tokens travel to the other experts. Requires the dispatcher
+            `alltoall`.
         ranks: number of ranks that the run is planned for. `harness train` starts this many on one machine; a run on
             any other number is refused. Null accepts any number.
     """
@@ -84,6 +86,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     overlap_gradients: bool = True
     overlap_weights: bool = True
     overlap_tensor_parallel: bool = False
+    overlap_shared_experts: bool = False
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
     rules = (
@@ -134,6 +137,11 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             {"parallel.overlap_tensor_parallel": True, "parallel.cuda_graphs": True},
             "CUDA graphs do not support its streams",
             "parallel.overlap_tensor_parallel=false, or parallel.cuda_graphs=false",
+        ),
+        Rule(
+            {"parallel.overlap_shared_experts": True, "parallel.expert_dispatcher": other_than("alltoall")},
+            "only this dispatcher computes them in between",
+            "parallel.overlap_shared_experts=false, or parallel.expert_dispatcher=alltoall",
         ),
     )
 

@@ -75,6 +75,8 @@ class ModelConfig(CheckedSettings, section="model"):
         fuse_cross_entropy: use a fused cross-entropy kernel, in bfloat16; `auto` (on GPUs), `on` or `off`.
         fuse_weight_gradient: accumulate each weight gradient in its matrix product. Requires Apex's extension; `auto`
             (on GPUs that have it), `on` or `off`.
+        fuse_permutation: sort tokens by expert with Transformer Engine's kernels, for which the host does not wait; `auto`
+            (on GPUs that have it), `on` or `off`.
         seed: seed of the initial weights.
         lora_rank: rank of the LoRA adapters, in which case only the adapters are trained; 0 trains all weights.
         lora_alpha: scale of LoRA; the output of an adapter is multiplied by lora_alpha / lora_rank.
@@ -144,6 +146,7 @@ class ModelConfig(CheckedSettings, section="model"):
     fuse_swiglu: str = one_of("auto", _SWITCH)
     fuse_cross_entropy: str = one_of("auto", _SWITCH)
     fuse_weight_gradient: str = one_of("auto", _SWITCH)
+    fuse_permutation: str = one_of("auto", _SWITCH)
     seed: int = bounded(1234)
     lora_rank: int = bounded(0, highest=100_000)
     lora_alpha: float = bounded(32.0, above=0, highest=1_000_000)

@@ -83,6 +83,7 @@ RULES = (
     ),
 )
 _GRAPHS, _OVERLAP = {"parallel.cuda_graphs": True}, {"parallel.overlap_tensor_parallel": True}
+_BETWEEN = {"parallel.overlap_shared_experts": True}
 # Of a model and its layout.
 LAYOUT_RULES = (
     Rule(
@@ -91,6 +92,16 @@ LAYOUT_RULES = (
         "parallel.cuda_graphs=false",
     ),
     Rule({**_GRAPHS, "model.fp8": other_than("off")}, "CUDA graphs do not support FP8", "parallel.cuda_graphs=false"),
+    Rule(
+        {**_BETWEEN, "model.shared_ffn_hidden_size": 0},
+        "the model has no shared experts",
+        "parallel.overlap_shared_experts=false",
+    ),
+    Rule(
+        {**_BETWEEN, "model.lora_rank": SET},
+        "adapters of shared experts exchange tokens themselves",
+        "parallel.overlap_shared_experts=false",
+    ),
     Rule({**_GRAPHS, **_HYBRID}, "CUDA graphs do not support hybrid models", "parallel.cuda_graphs=false"),
     *(
         Rule({**_OVERLAP, f"model.{name}": refused}, why, "parallel.overlap_tensor_parallel=false")

@@ -30,6 +30,8 @@ LATER = (
 AVERAGED = (
     *("dense conversation", "lora deepseek_like conversation", "deepseek_like conversation"),
     *("dense weighted", "deepseek_like weighted", "qwen3_moe weighted conversation"),
+    # And shared experts that are computed while tokens travel.
+    *("deepseek_like overlapped", "hybrid_moe overlapped", "delta_moe overlapped sequences"),
 )
 SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
 # Every sequence on as many data-parallel ranks as hold it, the longest on all of them. The balancing loss of experts is
@@ -122,6 +124,8 @@ def layouts_of(kind: str) -> Iterator[Layout]:
                 chunks = stages * (parallel["virtual_pipeline_parallel_size"] or 1)
                 text = UNEVEN.get(chunks, UNEVEN[2])  # which is refused for more
                 parallel["pipeline_layout"] = text.format(m="m" * config.model.mtp_layers)
+            if "overlapped" in kind.split():
+                parallel["overlap_shared_experts"] = True
             try:
                 run = replace(config, parallel=ParallelConfig(**parallel))
                 if "shared" in kind.split():

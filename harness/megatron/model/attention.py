@@ -96,7 +96,7 @@ class VarlenAttention(_Divided):
             bounds = packed_seq_params.cu_seqlens_q
         if getattr(packed_seq_params, "is_static", False):
             return self._forward_as_one(query, key, value, bounds)
-        lengths = [length for length in torch.diff(bounds).tolist() if length]
+        lengths = list(getattr(packed_seq_params, "lengths", ()) or filter(None, torch.diff(bounds).tolist()))
         group = packed_seq_params.cp_group or self.cp_group
         if group is not None:
             return self._forward_on_slices(query, key, value, lengths, group)

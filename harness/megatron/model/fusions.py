@@ -13,7 +13,8 @@ from harness.megatron.compat import missing_kernels
 from harness.plan import ModelConfig, ParallelConfig
 
 # Megatron-Core's linear layers call this extension of Apex to add a weight's gradient inside the product.
-_ADDING_KERNEL = "fused_weight_gradient_mlp_cuda"
+_ADDING_KERNEL, _ENGINE = "fused_weight_gradient_mlp_cuda", "transformer_engine"
+_PACKAGES = {"fuse_weight_gradient": _ADDING_KERNEL, "fuse_permutation": _ENGINE}
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class Fusions:
         swiglu: the gate and its product.
         cross_entropy: the loss over a divided vocabulary, without a second copy of the logits in float32.
         weight_gradient: a weight's gradient is added to its buffer where it is computed.
+        permutation: tokens are sorted by their experts without a wait of the host.
     """
 
     swiglu: bool
     cross_entropy: bool
     weight_gradient: bool
+    permutation: bool
 
 
 def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
@@ -38,9 +41,9 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
         ConfigError: one that is `on` cannot be had.
     """
     model, is_gpu = model.on(device.type), device.type == "cuda"
-    if model.fuse_weight_gradient == "on" and (missing := _why_not_added(device)):
-        what = f"model.fuse_weight_gradient is on, but {missing}"
-        raise ConfigError(what, where="model.fuse_weight_gradient", fix="set it to auto")
+    for name, package in _PACKAGES.items():
+        if getattr(model, name) == "on" and (missing := _why_not(package, device)):
+            raise ConfigError(f"model.{name} is on, but {missing}", where=f"model.{name}", fix="set it to auto")
     deterministic = torch.are_deterministic_algorithms_enabled()
     if model.fuse_cross_entropy == "on" and deterministic:
         raise ConfigError(
@@ -58,7 +61,8 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
         swiglu=_is_on(model.fuse_swiglu, is_gpu) and model.halves == 2,
         # Megatron's fused loss rounds the gradients of the logits to bfloat16.
         cross_entropy=_is_on(model.fuse_cross_entropy, is_gpu) and not deterministic and model.dtype == "bfloat16",
-        weight_gradient=_is_on(model.fuse_weight_gradient, is_gpu) and _why_not_added(device) is None,
+        weight_gradient=_is_on(model.fuse_weight_gradient, is_gpu) and not _why_not(_ADDING_KERNEL, device),
+        permutation=_is_on(model.fuse_permutation, is_gpu) and not _why_not(_ENGINE, device),
     )
 
 
@@ -96,7 +100,9 @@ def slow_parts(
     found += _wrong_connections(parallel, device, shares_rows)
     if model.dtype == "float32":
         found.append("model.dtype is float32: bfloat16 takes half the memory and is many times faster on a GPU")
-    if model.fuse_weight_gradient == "auto" and (missing := _why_not_added(device)):
+    if model.num_experts and model.fuse_permutation == "auto" and (missing := _why_not(_ENGINE, device)):
+        found.append(f"model.fuse_permutation is auto, but {missing}: every layer with experts waits for the host")
+    if model.fuse_weight_gradient == "auto" and (missing := _why_not(_ADDING_KERNEL, device)):
         found.append(f"model.fuse_weight_gradient is auto, but {missing}: each weight gradient takes another kernel")
     if has_engine and not model.traits.has_sinks and torch.are_deterministic_algorithms_enabled():
         heads = model.num_attention_heads // parallel.tensor_parallel_size
@@ -128,9 +134,10 @@ def _is_on(choice: str, is_gpu: bool) -> bool:
     return choice == "on" or (choice == "auto" and is_gpu)
 
 
-def _why_not_added(device: torch.device) -> str | None:
+def _why_not(package: str, device: torch.device) -> str | None:
     if device.type != "cuda":
         return "there is no GPU"
-    if importlib.util.find_spec(_ADDING_KERNEL) is None:
-        return f"Apex's extension {_ADDING_KERNEL} is not installed"
+    if importlib.util.find_spec(package) is None:
+        name = f"Apex's extension {package}" if package == _ADDING_KERNEL else "Transformer Engine"
+        return f"{name} is not installed"
     return None

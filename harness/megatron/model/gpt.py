@@ -308,6 +308,8 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device)
         "moe_router_bias_update_rate": 0.0 if model.lora_rank else model.expert_bias_rate,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": _groups_experts(model, parallel, device),
+        "moe_permute_fusion": choose_fusions(model, device).permutation,
+        "moe_shared_expert_overlap": parallel.overlap_shared_experts,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,24 +17,42 @@ from harness.plan import ModelConfig, ParallelConfig
 from harness.plan.settings import SftConfig
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_fusions_are_on_by_default_on_a_gpu_alone_and_as_set_anywhere() -> None:
-    assert choose_fusions(ModelConfig(), CPU) == Fusions(False, False, False)
+    assert choose_fusions(ModelConfig(), CPU) == Fusions(False, False, False, False)
     half, whole = ModelConfig(), ModelConfig(dtype="float32")  # bfloat16 on a GPU
-    assert choose_fusions(half, GPU) == Fusions(True, True, False)
+    assert choose_fusions(half, GPU) == Fusions(True, True, False, False)
     # Megatron's fused loss rounds gradients to bfloat16.
-    assert choose_fusions(whole, GPU) == Fusions(True, False, False)
+    assert choose_fusions(whole, GPU) == Fusions(True, False, False, False)
     both = replace(half, dtype="bfloat16", fuse_swiglu="on", fuse_cross_entropy="on")
-    assert choose_fusions(both, CPU) == Fusions(True, True, False)
-    assert choose_fusions(ModelConfig(fuse_swiglu="off", fuse_cross_entropy="off"), GPU) == Fusions(False, False, False)
+    assert choose_fusions(both, CPU) == Fusions(True, True, False, False)
+    assert choose_fusions(ModelConfig(fuse_swiglu="off", fuse_cross_entropy="off"), GPU) == Fusions(
+        False, False, False, False
+    )
     made = transformer_config(ModelConfig(dtype="bfloat16"), ParallelConfig(), GPU)
     assert (made.bias_activation_fusion, made.cross_entropy_loss_fusion) == (True, True)
+
+
+def test_tokens_are_sorted_by_transformer_engine_on_a_gpu_that_has_it(monkeypatch) -> None:
+    experts = ModelConfig(num_experts=4, dtype="bfloat16", fuse_weight_gradient="off")
+    (found,) = [one for one in slow_parts(experts, ParallelConfig(), GPU, has_engine=True) if "permutation" in one]
+    assert found.startswith("model.fuse_permutation is auto, but Transformer Engine is not installed")
+    monkeypatch.syspath_prepend(ROOT / "tests/engine_stub")
+    assert choose_fusions(experts, GPU).permutation
+    assert not choose_fusions(experts, CPU).permutation
+    shared, overlapped = replace(experts, shared_ffn_hidden_size=64), ParallelConfig(overlap_shared_experts=True)
+    assert transformer_config(shared, overlapped, CPU).moe_shared_expert_overlap
+    assert not choose_fusions(replace(experts, fuse_permutation="off"), GPU).permutation
+    assert not [one for one in slow_parts(experts, ParallelConfig(), GPU, has_engine=True) if "permutation" in one]
 
 
 def test_a_fusion_that_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="fuse_weight_gradient is on, but there is no GPU"):
         choose_fusions(ModelConfig(fuse_weight_gradient="on"), CPU)
+    with pytest.raises(ConfigError, match="fuse_permutation is on, but Transformer Engine is not installed"):
+        choose_fusions(ModelConfig(fuse_permutation="on"), GPU)
     with pytest.raises(ConfigError, match="fuse_weight_gradient is on, but Apex"):
         choose_fusions(ModelConfig(fuse_weight_gradient="on"), GPU)
     with pytest.raises(ConfigError, match="rounds gradients to bfloat16"):

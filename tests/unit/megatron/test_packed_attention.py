@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from harness.megatron.batch import RowTensors, to_device
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
+from tests.benchmarks.kernels import _Waits
 
 from .conftest import VOCAB, make_sequence
 
@@ -115,3 +116,16 @@ def test_without_boundaries_sequences_see_each_other(chunks) -> None:
     first = int(batch.cu_seqlens[1])
     torch.testing.assert_close(good[:first], bad[:first], rtol=1e-5, atol=1e-5)
     assert (good[first:] - bad[first:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_no_layer_reads_the_bounds_of_a_row_from_the_device(chunks, multiple) -> None:
+    """On a GPU, the host would wait for everything that is queued, once a layer."""
+    row = to_device(build_thd_batch(sequences(), pad_to_multiple=multiple), CPU)
+    with _Waits() as waits:
+        losses_of(chunks, row).sum().backward()
+    assert waits.ours == 0
+    row.packed_seq_params.lengths = ()  # as rows of other programs
+    with _Waits() as waits:
+        losses_of(chunks, row)
+    assert waits.ours == len(chunks[0].module.decoder.layers)
