@@ -57,13 +57,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Link the titles in the list of generated pages, which exist only in the site."""
+    """Append the list of generated pages, which exist only in the site, to the page of the reference."""
     if page.file.src_uri != "reference/index.md":
         return markdown
-    for path, text in write_pages().items():
-        title = text.partition("\n")[0].removeprefix("# ")
-        markdown = markdown.replace(f"| {title} |", f"| [{title}]({Path(path).name}) |")
-    return markdown
+    pages = {Path(path).name: text for path, text in write_pages().items() if path.startswith("reference/")}
+    rows = [f"| [{text.partition(chr(10))[0].removeprefix('# ')}]({name}) |" for name, text in pages.items()]
+    return _lines(markdown, "## Generated pages\n", "| page |", "|---|", *rows)
 
 
 def write_pages() -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from engine_backends import golden, question
@@ -18,6 +17,19 @@ from harness.plan.settings import SftConfig
 from harness.records import Pack
 
 NAMES = sorted(file.stem for file in (CONFIGS / "experiment").glob("*node*.yaml"))
+# Buffers on the fullest GPU with alltoall, allgather and flex; DeepEP does not support experts on 256 ranks.
+DISPATCH_GIB = {
+    "qwen3_30b_a3b_1node": (0.38, 0.40, 0.39),
+    "qwen3_30b_a3b_4nodes": (1.12, 1.22, 0.84),
+    "nemotron3_nano_1node": (0.62, 0.84, 0.58),
+    "nemotron3_nano_4nodes": (1.11, 1.55, 0.89),
+    "qwen3_5_35b_a3b_1node": (0.62, 0.69, 0.54),
+    "qwen3_5_35b_a3b_4nodes": (1.12, 1.25, 0.84),
+    "gpt_oss_20b_1node": (0.70, 1.50, 0.66),
+    "qwen3_235b_a22b_32nodes": (1.12, 4.25, 1.17),
+    "deepseek_v3_128nodes": (1.88, 14.48, 2.11),
+    "deepseek_v3_32nodes": (0.45, 14.40, None),
+}
 
 
 def test_every_known_transformer_engine_trains_every_experiment_by_cudnn_s_kernel() -> None:
@@ -47,17 +59,15 @@ def test_an_experiment_fits_and_its_file_quotes_the_plan(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not re.search(r"llama|_[89]b_", name)])
-def test_the_table_of_dispatchers_has_the_buffers_of_the_plan(name: str) -> None:
-    table = (Path(__file__).resolve().parents[3] / "docs/experiments.md").read_text()
-    row = next(line for line in table.splitlines() if line.startswith(f"| `{name}` |"))
-    for dispatcher, quoted in zip(("alltoall", "allgather", "flex"), row.split("|")[3:6], strict=True):
+def test_the_buffers_of_each_dispatcher_are_those_of_earlier_plans(name: str) -> None:
+    for dispatcher, expected in zip(("alltoall", "allgather", "flex"), DISPATCH_GIB[name], strict=True):
         overrides = [f"experiment={name}", f"parallel.expert_dispatcher={dispatcher}", "parallel.static_rows=true"]
-        if quoted.strip() == "-":
+        if expected is None:
             with pytest.raises(ConfigError, match="but the layout has 256"):
                 compose_config("sft", SftConfig, overrides)
             continue
         planned = plan_run(compose_config("sft", SftConfig, overrides))
-        assert f"{planned.memory.dispatch / 2**30:.2f}" == quoted.strip()
+        assert round(planned.memory.dispatch / 2**30, 2) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
