@@ -162,6 +162,7 @@ def to_device(
             cp_group=cp_group,
             positions=positions,
             lengths=tuple(filter(None, np.diff(row.cu_seqlens_padded).tolist())),
+            padding_mask=own.padding_mask,
             ahead=tuple(ahead),
             is_static=is_static,
         ),

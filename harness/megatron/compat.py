@@ -58,12 +58,14 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
     Attributes:
         positions: int64 [T / cp], of this rank's tokens in their sequences.
         lengths: padded tokens of each sequence that has any, for layers that split a row on the host.
+        padding_mask: bool [1, T / cp], True at padding.
         is_static: rows differ in the values of tensors alone; what is computed reads no value on the host.
         ahead: by the number of tokens ahead, from 1 on, what layers that predict further tokens read.
     """
 
     positions: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
+    padding_mask: torch.Tensor | None = None
     ahead: tuple[Any, ...] = ()
     is_static: bool = False
     _angles: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, repr=False)

@@ -100,7 +100,6 @@ class Kernels:
         expert_swiglu: so is the gate of experts. No setting chooses this and what follows: other programs have it.
         fp8_weights: bytes of a weight in 8 bits alone: 2, or 1 if it is transposed when needed; 0 for bfloat16 too.
         recomputed: parts of layers that are computed again: `norm`, `activation`, `latent` (projections), dense `mlp`.
-        recomputed_layers: of each stage, which are computed again as a whole.
         sharded: weights and gradients are divided over data-parallel ranks.
         overlap_experts: tokens are sent to experts while another microbatch is computed.
     """
@@ -111,7 +110,6 @@ class Kernels:
     expert_swiglu: bool = False
     fp8_weights: int = 0
     recomputed: tuple[str, ...] = ()
-    recomputed_layers: int = 0
     sharded: bool = False
     overlap_experts: bool = False
 
@@ -459,18 +457,19 @@ def plan_stage_memory(
     state, moved = _divided_state(state_bytes(model, optimizer), gradient, optimizer.offload)
     own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
     chunks = [[model.parts(layer) for layer in chunk] for chunk in chunks_of_stage(model, parallel, stage)]
-    own = [parts for chunk in chunks for parts in chunk]
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
     # Cosine and sine of the rotary angles are of a row, and all layers share them.
-    models = [replace(model, recompute="full")] * kernels.recomputed_layers + [model] * len(own)
-    angles, how, once = 2 * item * model.rotated_size, iter(models), 0.0
-    sizes = [sum(count(next(how), parts=one) for one in chunk) + angles / len(chunks) for chunk in chunks]
-    if model.recompute == "full" or kernels.recomputed_layers:
-        again = replace(model, recompute="none")
-        # One layer at a time, and the angles that each layer is given again.
-        once = max((count(again, parts=one) for one in own), default=0.0) + 4 * model.rotated_size
-    kept, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
-    kept += _waiting(sizes, parallel, stage, microbatches)
+    again = replace(model, recompute="none", recompute_layers=None) if model.recompute == "full" else model
+    angles, once, sizes = 2 * item * model.rotated_size, 0.0, []
+    for chunk in chunks:
+        whole = [count(again, parts=parts) for parts in chunk]
+        kept = [count(model, parts=one) if model.is_recomputed(n) else whole[n] for n, one in enumerate(chunk)]
+        sizes.append(sum(kept) + angles / len(chunks))
+        if first := whole[: model.recompute_layers] if model.recompute == "full" else []:
+            # One layer at a time, and the angles that each layer is given again, when what the others kept is gone.
+            once = max(once, max(first) + 4 * model.rotated_size - sum(whole[len(first) :]))
+    most, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
+    most += _waiting(sizes, parallel, stage, microbatches)
     sent = math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load))
     ends = (stage == 0) + (stage == stages - 1) * (1 + bool(model.mtp_layers))
     fp8, parts = 0 if model.fp8 == "off" else weights - words * ends, dp_size if kernels.sharded else 1
@@ -480,10 +479,10 @@ def plan_stage_memory(
         gradients=gradient * trained // parts,
         optimizer=own_bytes(state),
         host=own_bytes(moved),
-        activations=math.ceil(kept * max_tokens_per_rank),
+        activations=math.ceil(most * max_tokens_per_rank),
         fp8=(kernels.fp8_weights or 2) * fp8 // parts,
         logits=math.ceil(logits * max_tokens_per_rank),
-        dispatch=any("E" in one for one in own)
+        dispatch=any("E" in parts for chunk in chunks for parts in chunk)
         * dispatch_bytes(model, parallel, tokens=sent, is_grouped=kernels.grouped),
         exchange=_EXCHANGES * item * max_tokens_per_rank * model.hidden_size * parallel.overlap_tensor_parallel,
     )

@@ -69,14 +69,16 @@ class ModelConfig(CheckedSettings, section="model"):
             expert are padded to a multiple of 16, 128 or 32 tokens per rank.
         recompute: activations to recompute in the backward pass: `none`, `selective` (attention) or `full` (whole
             layers).
+        recompute_layers: with `full`, number of layers to recompute, the first ones of each model chunk of a pipeline
+            stage. Null recomputes all layers.
         attention: attention implementation: `auto` (Transformer Engine on GPUs that have it), `transformer_engine`, one
             of its backends (`flash`, `fused` or `unfused`; refused if it does not support the model), or `torch`.
         fuse_swiglu: use a fused kernel for the activation of the MLP; `auto` (on GPUs), `on` or `off`.
         fuse_cross_entropy: use a fused cross-entropy kernel, in bfloat16; `auto` (on GPUs), `on` or `off`.
         fuse_weight_gradient: accumulate each weight gradient in its matrix product. Requires Apex's extension; `auto`
             (on GPUs that have it), `on` or `off`.
-        fuse_permutation: sort tokens by expert with Transformer Engine's kernels, for which the host does not wait; `auto`
-            (on GPUs that have it), `on` or `off`.
+        fuse_permutation: sort tokens by expert with Transformer Engine's kernels, for which the host does not wait;
+            `auto` (on GPUs that have it), `on` or `off`.
         seed: seed of the initial weights.
         lora_rank: rank of the LoRA adapters, in which case only the adapters are trained; 0 trains all weights.
         lora_alpha: scale of LoRA; the output of an adapter is multiplied by lora_alpha / lora_rank.
@@ -142,6 +144,7 @@ class ModelConfig(CheckedSettings, section="model"):
     dtype: str = one_of("auto", ("auto", *DTYPE_BYTES))
     fp8: str = one_of("off", FP8_BLOCKS)
     recompute: str = one_of("none", ("none", "selective", "full"))
+    recompute_layers: int | None = bounded(None, lowest=1, highest=10_000)
     attention: str = one_of("auto", ("auto", "transformer_engine", "flash", "fused", "unfused", "torch"))
     fuse_swiglu: str = one_of("auto", _SWITCH)
     fuse_cross_entropy: str = one_of("auto", _SWITCH)
@@ -290,6 +293,10 @@ class ModelConfig(CheckedSettings, section="model"):
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, 0 for the first, has experts."""
         return "E" in self.parts(layer)
+
+    def is_recomputed(self, place: int) -> bool:
+        """Return True if a layer is recomputed as a whole; `place` is 0 for the first layer of a model chunk."""
+        return self.recompute == "full" and (self.recompute_layers is None or place < self.recompute_layers)
 
     @property
     def gates_shared_experts(self) -> bool:

@@ -65,6 +65,16 @@ RULES = (
     ),
     Rule({**_MTP, "model.lora_rank": SET}, "LoRA does not support MTP layers", "model.mtp_layers=0"),
     Rule({**_MTP, "model.fp8": other_than("off")}, "FP8 is not supported with MTP layers", "model.mtp_layers=0"),
+    Rule(
+        {**_MTP, "model.recompute_layers": SET},
+        "MTP layers are recomputed together with all layers",
+        "model.recompute_layers=null",
+    ),
+    Rule(
+        {"model.recompute_layers": SET, "model.recompute": other_than("full")},
+        "it is the number of layers that are recomputed as a whole",
+        "model.recompute=full, or model.recompute_layers=null",
+    ),
     Rule({**_MTP, "model.tie_embeddings": True}, "MTP layers do not support tied embeddings", "model.mtp_layers=0"),
     Rule({**_HYBRID, "model.fp8": other_than("off")}, "FP8 is not supported with hybrid models", "model.fp8=off"),
     Rule(

@@ -77,6 +77,7 @@ class Candidate:
             "parallel.distributed_optimizer": "true",
             "parallel.ranks": self.plan.ranks,
             "model.recompute": self.recompute,
+            "model.recompute_layers": "null",
             "schedule.max_tokens_per_rank": self.max_tokens_per_rank,
         }
         return [f"{name}={value}" for name, value in values.items()]
@@ -171,7 +172,12 @@ def search_layouts(
     for parallel, recompute, tokens in _choices(base, ranks, inputs.pack_size):
         try:
             schedule = replace(base.schedule, max_tokens_per_rank=tokens)
-            run = replace(base, model=replace(model, recompute=recompute), parallel=parallel, schedule=schedule)
+            run = replace(
+                base,
+                model=replace(model, recompute=recompute, recompute_layers=None),
+                parallel=parallel,
+                schedule=schedule,
+            )
             (run := run.planned()).check(ranks)
         except ConfigError as error:
             refused.append(error)

@@ -223,8 +223,9 @@ class _RankStep:
     @property
     def again(self) -> float:
         """Share of the layers that are computed again."""
-        layers = self.model.num_layers / self.parallel.pipeline_parallel_size
-        return 1.0 if self.model.recompute == "full" else self.kernels.recomputed_layers / layers
+        layers, stages = self.model.num_layers, range(self.parallel.pipeline_parallel_size)
+        chunks = [chunk for stage in stages for chunk in self.parallel.chunks_of_stage(layers, stage)]
+        return sum(self.model.is_recomputed(place) for chunk in chunks for place in range(len(chunk))) / layers
 
     def products(self, parts: str) -> Iterator[_Product]:
         """Yield the products of a layer with these parts, as a rank computes them."""
@@ -290,7 +291,10 @@ class _RankStep:
 
     def layer(self, parts: str) -> dict[str, float]:
         """Return the times of a microbatch in one layer with these parts, without launches."""
-        once, products = replace(self.model, recompute="none", fp8="off"), list(self.products(parts))
+        once, products = (
+            replace(self.model, recompute="none", recompute_layers=None, fp8="off"),
+            list(self.products(parts)),
+        )
         kept = layer_activation_bytes(once, self.parallel, parts=parts, kernels=self.kernels)
         # What a layer keeps is written, and read by the next kernel and by the backward pass.
         moved = (_PASSES + self.again) * kept * self.tokens + (self.permuted_bytes() if "E" in parts else 0.0)

@@ -73,8 +73,8 @@ def run_all(dataset: Path, place: Path, wanted: Sequence[tuple[str, str, str | N
     blend = f"data.blend=[{{path: {dataset}}}, {{path: {dataset / 'validation'}}}]"
 
     def overrides(kind: str, folder: Path, steps: int) -> list[str]:
-        again = f"model.recompute={'full' if kind == 'qwen3_moe' else 'none'}"
-        return overrides_of(dataset, folder, *settings_of_kind(kind), blend, again, f"trainer.steps={steps}")
+        again = ("model.recompute=full", "model.recompute_layers=1") if kind == "qwen3_moe" else ()
+        return overrides_of(dataset, folder, *settings_of_kind(kind), blend, *again, f"trainer.steps={steps}")
 
     for kind in {kind for kind, _, _ in wanted}:
         start, one = place / kind / "start", place / kind / "one"

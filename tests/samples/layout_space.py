@@ -30,8 +30,15 @@ LATER = (
 AVERAGED = (
     *("dense conversation", "lora deepseek_like conversation", "deepseek_like conversation"),
     *("dense weighted", "deepseek_like weighted", "qwen3_moe weighted conversation"),
-    # And shared experts that are computed while tokens travel.
-    *("deepseek_like overlapped", "hybrid_moe overlapped", "delta_moe overlapped sequences"),
+    # Layers of which the first is computed again, and shared experts that are computed while tokens travel.
+    *(
+        "qwen3_moe partly",
+        "lora partly",
+        "hybrid partly",
+        "deepseek_like overlapped",
+        "hybrid_moe overlapped",
+        "delta_moe overlapped sequences",
+    ),
 )
 SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
 # Every sequence on as many data-parallel ranks as hold it, the longest on all of them. The balancing loss of experts is
@@ -94,6 +101,8 @@ def config_of(kind: str) -> SftConfig:
         model = replace(model, kv_lora_rank=26)  # with 6 rotated numbers, a multiple of four ranks
     if "lora" in kind.split():
         model = replace(model, lora_rank=4, lora_alpha=4.0, mtp_layers=0)
+    if "partly" in kind.split():
+        model = replace(model, recompute="full", recompute_layers=1)
     if "sequences" in kind.split():
         # Layers are computed again while other rows are on their way through a pipeline.
         model = replace(model, aux_loss=0.1, aux_loss_scope="sequence", recompute="full")

@@ -116,8 +116,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         mtp_loss_scaling_factor=model.mtp_loss,
         calculate_per_token_loss=True,
         recompute_granularity=None if model.recompute == "none" else model.recompute,
-        recompute_method="uniform" if model.recompute == "full" else None,
-        recompute_num_layers=1 if model.recompute == "full" else None,
+        # Units of one layer each, or the first layers of a chunk.
+        recompute_method=None if model.recompute != "full" else "block" if model.recompute_layers else "uniform",
+        recompute_num_layers=(model.recompute_layers or 1) if model.recompute == "full" else None,
     )
     if model.rope_scaling == "yarn" and not model.kv_lora_rank:
         # Megatron reads these from its config, which has no fields for them.

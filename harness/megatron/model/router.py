@@ -40,6 +40,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         source_counts: float64 [datasets, experts], as `counts`, of each dataset.
         shared_experts_ran: True if this layer's shared experts saw the tokens that are routed next.
         balances_sequences: the balancing loss is that of each sequence.
+        is_recomputed: the layer is computed again in the backward pass.
         row: PackedSeqParams of the row that the layer computes, also where it is computed again.
     """
 
@@ -48,7 +49,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         self.layer = 0
         self.token_weight = 1.0
         self.shared_experts_ran = False
-        self.balances_sequences = False
+        self.balances_sequences = self.is_recomputed = False
         self.row: Any = None
         self.reset()
 
@@ -73,6 +74,12 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         """
         config = self.config
         logits = logits.view(-1, config.num_moe_experts)
+        if padding_mask is None and (whole := getattr(self.row, "padding_mask", None)) is not None:
+            # Where only the first layers are computed again, Megatron gives the mask to these alone.
+            parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+            padding_mask = whole.chunk(parts, dim=1)[
+                parallel_state.get_tensor_model_parallel_rank() if parts > 1 else 0
+            ]
         padding = None if padding_mask is None else padding_mask.reshape(-1)
         counted = self.training and torch.is_grad_enabled()  # once, also where activations are computed again
         if counted and config.moe_z_loss_coeff:
@@ -92,7 +99,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         if counted or not self.training:
             self._count(logits, chosen, padding)
         # In the forward pass: where activations are computed again, another row may have come by then.
-        is_forward = torch.is_grad_enabled() != (config.recompute_granularity == "full")
+        is_forward = torch.is_grad_enabled() != self.is_recomputed
         if self.row_sources is not None and self.training and is_forward:
             with torch.no_grad():
                 real = chosen if padding is None else chosen & ~padding.unsqueeze(1)
@@ -182,11 +189,11 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
 
     On GPUs Megatron draws them from a generator of each expert-parallel rank.
     """
-    for number, layer in decoder_layers(chunk):
+    for place, (number, layer) in enumerate(decoder_layers(chunk)):
         if not hasattr(layer.mlp, "router"):
             continue
         experts = layer.mlp
-        experts.router.layer = number
+        experts.router.layer, experts.router.is_recomputed = number, model.is_recomputed(place)
         experts.router.balances_sequences = model.aux_loss_scope == "sequence"
         layer.register_forward_pre_hook(partial(_note_row, experts.router), with_kwargs=True)
         if experts.shared_experts is not None:

@@ -94,6 +94,8 @@ def model_of(**settings) -> ModelConfig:
         {**LATENT, "lora_rank": 4, "q_lora_rank": 40, "shared_ffn_hidden_size": 160},
         {"lora_rank": 4},
         {"lora_rank": 4, "dtype": "bfloat16", "recompute": "full"},
+        {"recompute": "full", "recompute_layers": 2},
+        {"num_experts": 8, "recompute": "full", "recompute_layers": 1, "dtype": "bfloat16"},
         SCANS,
         {**SCANS, "layer_pattern": "MMM", "dtype": "bfloat16"},
         {**SCANS, "layer_pattern": "ME-", "num_experts": 8, "shared_ffn_hidden_size": 160, "dtype": "bfloat16"},
