@@ -99,7 +99,7 @@ def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_t
     for settings, reason in (({"lora_rank": 2}, "experts have LoRA adapters"), ({"attention": "torch"}, "require")):
         with pytest.raises(ConfigError, match=reason):
             ModelConfig(**SIZES, **settings, grouped_gemm="on")
-    model = ModelConfig(**SIZES, dtype="bfloat16", fuse_weight_gradient="off")
+    model = ModelConfig(**SIZES, dtype="bfloat16", fuse_weight_gradient="off", fuse_permutation="off")
     gpu = torch.device("cuda")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert slow_parts(model, ONE, gpu, has_engine=True) == []
@@ -111,7 +111,7 @@ def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_t
 
 
 @pytest.mark.parametrize("average", ["token", "conversation"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "full", "of the first layer"])
 def test_tokens_of_a_source_have_the_load_and_the_loss_that_they_have_alone(recompute, average) -> None:
     """Whatever is computed again, and however sources and padding lie in the rows of a step."""
     lengths = {0: 9, 1: 30, 2: 18, 3: 43}  # of sequences; the first two are of one source
@@ -123,7 +123,10 @@ def test_tokens_of_a_source_have_the_load_and_the_loss_that_they_have_alone(reco
     }
 
     def train(rows: list[list[int]], *, sources: Sources | None = None) -> StepResult:
-        model = ModelConfig(**SIZES, recompute=recompute, init_std=0.3)
+        again = {"recompute": "none" if recompute == "none" else "full"}
+        if recompute == "of the first layer":
+            again["recompute_layers"] = 1
+        model = ModelConfig(**SIZES, **again, init_std=0.3)
         options = {"pad_rows_to": 160, "loss_average": average}
         step = MegatronStep(model, ONE, layout, device=CPU, vocab_size=VOCAB, **options)
         step.sources = sources
