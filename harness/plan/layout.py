@@ -254,12 +254,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         return max_tokens_per_rank * self.context_parallel_size
 
     def check(self, world_size: int, *, global_batch_size: int, max_tokens_per_rank: int) -> None:
-        """Raise ConfigError, with the arithmetic, if the ranks, the batch or the rows do not fit this layout.
-
-        Args:
-            global_batch_size: packs of one step.
-            max_tokens_per_rank: of one microbatch.
-        """
+        """Raise ConfigError, with the arithmetic, if the ranks, the batch or the rows do not fit this layout."""
         if self.ranks not in (None, world_size):
             raise ConfigError(
                 f"the settings are planned for {count_of(self.ranks, 'rank')}, but the job has {world_size}",

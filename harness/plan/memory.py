@@ -270,8 +270,6 @@ def layer_activation_bytes(
 
     Args:
         parts: of the layer, as letters of `model.layer_pattern`.
-        kernels: fused layers.
-        expert_load: as in `plan_stage_memory`.
     """
     experts = expert_activation_bytes(model, parallel, kernels, expert_load) if "E" in parts else 0.0
     item, tp = DTYPE_BYTES[model.number], parallel.tensor_parallel_size

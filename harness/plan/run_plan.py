@@ -46,12 +46,7 @@ ASSUMED_VOCABULARY = 131_072
 
 @dataclass(frozen=True)
 class AssumedPacks:
-    """Data that does not exist yet: packs filled with sequences of one length.
-
-    Attributes:
-        packs: their number.
-        pack_size, sequence_tokens: stored tokens.
-    """
+    """Data that does not exist yet: packs filled with sequences of one length."""
 
     packs: int
     pack_size: int
@@ -73,17 +68,12 @@ class RunPlan:
     """Result of `harness plan`.
 
     Attributes:
-        weights: of the whole model.
         active_weights: of them, those without the experts that a token is not sent to.
         work: of an epoch; None if the data is not on this machine, for the reason in `why_no_work`.
         mfu: share of the GPUs' peak in a step; None without `work`.
-        step_s: seconds of a step.
         parts: seconds of a step by purpose; empty if the MFU was given.
         without_engine: memory without Transformer Engine; None where `memory` is that.
-        checkpoint: bytes of one.
-        machine: that the time was planned for.
         has_local_checkpoints: the run keeps some on the nodes' own disks.
-        notes: what was assumed.
         context: of `compare_context_sizes`; empty where no row is shared.
     """
 
@@ -190,7 +180,6 @@ class Inputs:
         config: its model has a dtype and a vocabulary size.
         lengths: int64 [sequences], model tokens; None for data that is not here, for the reason in `why_no_work`.
         num_packs, pack_size: of the data; 0 and None without it.
-        notes: what was assumed.
     """
 
     config: SftConfig
@@ -295,10 +284,7 @@ def compare_context_sizes(
 
     Args:
         lengths: int64 [sequences], model tokens; a global batch is drawn from them.
-        sequences: of a global batch.
         ranks: data-parallel times context-parallel ranks.
-        max_tokens_per_rank: of one microbatch.
-        cost: of training a sequence.
 
     Returns:
         costs of the busiest rank over that of ranks that divide the whole work evenly and exchange nothing, by the

@@ -88,8 +88,6 @@ class LayoutSearch:
 
     Attributes:
         fitting: layouts whose memory fits, the shortest step first; of each, the fastest recomputation and rows.
-        smallest: the layout of the least memory.
-        considered: plans that were compared.
     """
 
     fitting: list[Candidate]
@@ -150,7 +148,6 @@ def search_layouts(
     Args:
         packs: None for the dataset of the settings.
         gpu_bytes: memory of a GPU; None for any.
-        expert_load: as in `plan_run`.
 
     Raises:
         ConfigError: there is no data to plan for, or no layout divides the model over so many ranks.
