@@ -73,7 +73,6 @@ class Figure:
     """One measured number.
 
     Attributes:
-        name: unique in its report.
         unit: such as `packs/s`; `x` for a ratio.
         samples: one a round, in `unit`; `value` is their median, but that of a ratio is the ratio of medians. Empty for
             a count.

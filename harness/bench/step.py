@@ -220,11 +220,7 @@ def bare_step(
     updates: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the seconds of a step as a Megatron training script makes it, on tensors that are ready.
-
-    Args:
-        updates: take the optimizer's step; False for forward and backward alone.
-    """
+    """Return the seconds of a step as a Megatron training script makes it, on tensors that are ready."""
     wait_for(device)
     start = clock()
     for chunk in step.chunks:

@@ -22,9 +22,7 @@ class NodePlace:
     """One node of a job.
 
     Attributes:
-        node: its name in Slurm's node lists.
         number: its number, 0 for the first node.
-        num_nodes: number of nodes of the job.
         attempt: identifies one start of one job.
     """
 

@@ -70,8 +70,6 @@ class RowsAhead(Iterator[ThdBatch]):
     for those of the next. On a CPU they are made at the same points.
 
     Args:
-        rows: of one step.
-        copy: makes the tensors of a row.
         stream: of the copies; None on a CPU.
     """
 
@@ -124,8 +122,6 @@ def to_device(
     Args:
         cp_size, cp_rank, cp_group: context-parallel ranks of the row, this one, and where rows differ, their group.
         mtp_layers: layers that predict further tokens, and need those ahead.
-        is_static: the row is one of `static_row`.
-        loss_average: one of `LOSS_AVERAGES`.
     """
     weights, divisor = loss_weights(row, loss_average)
     weighed = replace(row, loss_mask=weights)

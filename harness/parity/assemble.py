@@ -145,9 +145,6 @@ def command_line() -> str:
 def summarize(folders: Sequence[Path], *, command: str) -> ParityReport:
     """Join the reports of many nodes; cells carry the node's name, and a node without a report is a failed cell.
 
-    Args:
-        folders: a folder for each node, with one or more reports in it or below.
-
     Raises:
         ConfigError: no folder is named.
     """

@@ -37,7 +37,6 @@ class Baseline:
         created: ISO 8601, UTC.
         environment: of the machine that made it: device, versions, commit.
         tolerances: for later runs; data is always compared exactly.
-        settings: of the run, without its folder.
     """
 
     name: str

@@ -88,9 +88,7 @@ class IsolationCheck:
 
     Attributes:
         chunks: from `build_model`; initial weights of a large standard deviation show more.
-        sequences: the documents of the row, two or more.
         pad_to_multiple: each is padded to a multiple of this many tokens.
-        vocab_size: changed tokens stay below it.
     """
 
     chunks: list[DistributedDataParallel]

@@ -58,7 +58,6 @@ class RunComparison:
 
     Attributes:
         curves: loss first, then validation sets, then grad_norm, which is not judged.
-        settings: values of both by the names of the settings that differ.
         other_data: first common step that trained on other data, by its counts; None if there is none.
     """
 

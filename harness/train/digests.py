@@ -70,8 +70,6 @@ class StepDigests:
     """One optimizer step of the whole job.
 
     Attributes:
-        step: 1 for the first.
-        epoch: from 0.
         packs: ids of the global batch's packs in training order.
         rows: by microbatch, then rank; rows of zero loss left out.
         disagreements: messages about ranks that train one row and had different data.
@@ -101,12 +99,7 @@ class StepDigests:
 def rank_rows(
     batch: RankBatch, *, process: int, dp_rank: int, is_first_stage: bool, is_last_stage: bool, keep: bool = False
 ) -> RankRows:
-    """Return digests of the rows that this process trains.
-
-    Args:
-        process: its rank in the job.
-        keep: keep the arrays too, as copies.
-    """
+    """Return digests of the rows that this process trains."""
     fields = (*(_OF_FIRST_STAGE * is_first_stage), *(_OF_LAST_STAGE * is_last_stage), "position_ids")
     rows = [
         _row_digests(row, sequences, microbatch, dp_rank - dp_rank % row.shared_by, keep=keep)

@@ -68,7 +68,6 @@ class LocalRecord:
         root: `trainer.local_checkpoints` on the node of rank 0.
         run, attempt: of the identity of the attempt that writes them, or wrote them last.
         step: of the newest one that this attempt has written, 0 for none.
-        hosts: nodes that wrote it.
     """
 
     root: str

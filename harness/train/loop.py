@@ -53,11 +53,8 @@ class StepResult:
 
     Attributes:
         loss: mean over the global batch, in nats, by `TrainerConfig.loss_average`.
-        trained_tokens: of the global batch.
         grad_norm: before clipping.
-        learning_rate: used by this step.
         skipped: True if the optimizer refused the step because gradients were not finite.
-        experts: None for a dense model.
         source_losses: mean loss of the trained tokens of each dataset of a blend, by their weights, by name; without
             those that the step trains no token of.
         source_expert_loads: load of the busiest expert, as in `ExpertMetrics`, for the tokens of each dataset of a
@@ -98,7 +95,6 @@ class StepRecord:
     """Everything that is recorded of one step.
 
     Attributes:
-        step: 1 for the first.
         step_s: seconds from the end of the previous step to the end of this one, without validation and checkpoint.
         data_wait_s: the part of step_s spent waiting for the loader.
         compute_s, data_s: time in computation and in the loader, without waiting for other ranks.

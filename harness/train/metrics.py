@@ -38,10 +38,8 @@ class StepMetrics:
         validation_loss: the same over the validation set; None if no validation followed this step.
         learning_rate, grad_norm: of this step; the norm before clipping.
         tokens: model tokens of the global batch, without padding.
-        trained_tokens: tokens with a loss.
         tokens_per_s: tokens / step_s, of the whole job.
         fill: share of the largest rows that holds tokens; with `parallel.static_rows` the rest is padding.
-        num_microbatches: of each rank.
         step_s: wall time of the step, with the wait for data, without validation and checkpoint.
         data_wait_s: wait for the loader on rank 0.
         imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in attention cost;
@@ -59,7 +57,6 @@ class StepMetrics:
         evaluation_expert_loads: load of the busiest expert over the mean in each validation set, by name; `validation`
             is that of the training data. Empty for a dense model.
         rank_compute_s: time of each rank in computation, without its loader and without waiting for other ranks.
-        stragglers: ranks that hold the others up.
     """
 
     step: int
@@ -136,7 +133,6 @@ class MetricsWriter:
     Args:
         first_step: lines of this step and later ones, written after the newest checkpoint by a run that was stopped,
             are removed: these steps are trained again.
-        trackers: names of `harness.plan.settings.TRACKERS`.
     """
 
     def __init__(
@@ -253,11 +249,7 @@ def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
 
 
 def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> bytes:
-    """Draw the training and validation losses of several runs over the steps; return the PNG.
-
-    Args:
-        runs: steps of each run by its name.
-    """
+    """Draw the training and validation losses of several runs over the steps; return the PNG."""
     figure, axes = _axes(title, "loss (nats per trained token)")
     for number, (run, steps) in enumerate(runs.items()):
         color = f"C{number}"

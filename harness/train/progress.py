@@ -28,7 +28,6 @@ class RunProgress:
     Args:
         steps: of the whole run; None where only the end of its data ends it.
         done: steps that an earlier part of the run has completed.
-        quiet: print nothing (ranks other than 0).
     """
 
     def __init__(self, steps: int | None, *, done: int = 0, quiet: bool = False) -> None:

@@ -147,11 +147,7 @@ def _dense(row: ThdBatch, count: int, length: int, device: torch.device) -> RowT
 
 
 class SavingRank:
-    """Saves of one rank in the background, each with the seconds that training waits and that one copy takes.
-
-    Args:
-        job: of this process; every rank of it makes one.
-    """
+    """Saves of one rank in the background, each with the seconds that training waits and that one copy takes."""
 
     def __init__(self, step: MegatronStep, folder: Path, job: Any) -> None:
         self._device = job.device

@@ -99,13 +99,10 @@ class _Sources:
     """A stand-in for the dataset class of Megatron's builder: GPTDataset for corpora, PackDataset for packs.
 
     Args:
-        packs: the sources that are packed SFT datasets.
         fetch: copies built indices from where they are shared; None where they are not.
 
     Attributes:
-        opened: low-level datasets by path.
         facts: that identify each, by path.
-        built: mid-level ones by path and split.
         is_mixed: one blend has both corpora and packs.
     """
 
@@ -193,7 +190,6 @@ def open_corpus(
 
     Args:
         sizes: samples of training, validation and test; None for all of them, once.
-        packs: from `find_packs`.
         reads: this rank needs the datasets; the others get None.
 
     Raises:

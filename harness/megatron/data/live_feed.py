@@ -43,7 +43,6 @@ class LiveFeed(Feed):
 
     Args:
         plan: the division of a step into rows, with the place of this rank.
-        tokenizer: for chunks of conversations.
         state: position to resume from; None begins with the first chunk.
         allow_other_data: resume although the stream or the tokenizer differs from that of the checkpoint.
         timeout_s: the longest wait for a rank that does not answer.

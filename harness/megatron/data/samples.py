@@ -91,7 +91,6 @@ class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
     documents and the two sizes alone: with more samples the earlier ones stay the same.
 
     Args:
-        dataset, path, indices, num_samples, split, config: those of GPTDataset.
         block_documents: neighboring documents of a block.
         window_blocks: blocks that documents are mixed across.
     """
@@ -180,7 +179,6 @@ class SampleReader:
     Number i of a row is sample `start + (microbatch * dp_size + dp_rank) * micro_batch_size + i`, as in Megatron-LM.
 
     Attributes:
-        sequence_length, micro_batch_size: as in CorpusConfig.
         boundary: the token after which attention starts again; None for none.
     """
 
@@ -288,7 +286,6 @@ class SampleLoader(BatchStream[RawBatch]):
     """Global batches of samples in Megatron's order, from a state on to the last sample.
 
     Args:
-        reader: sent to workers.
         num_samples: end of the batches; the last one may be ragged.
         start: of the run; its `packs_consumed` are samples.
     """

@@ -94,7 +94,6 @@ def start(
     Backends are NCCL on GPUs and gloo on CPUs. A process that was not started by a launcher is a job of one rank.
 
     Args:
-        timeout_s: of a collective.
         meet_timeout_s: wait for missing ranks at the start; None for `timeout_s`.
         deterministic: take only kernels that give the same bits each time, until the job ends.
 

@@ -21,9 +21,7 @@ class Fusions:
     """Fused operations of a model on a device.
 
     Attributes:
-        swiglu: the gate and its product.
         cross_entropy: the loss over a divided vocabulary, without a second copy of the logits in float32.
-        weight_gradient: a weight's gradient is added to its buffer where it is computed.
     """
 
     swiglu: bool

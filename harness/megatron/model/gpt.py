@@ -263,11 +263,7 @@ _FP8_SINCE = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 
 
 def _fp8(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
-    """Return the settings of products in 8 bits; none where they are off.
-
-    Raises:
-        ConfigError: the layers are not Transformer Engine's, or this GPU has no kernels for the recipe.
-    """
+    """Return the settings of products in 8 bits; none where they are off."""
     if model.fp8 == "off":
         return {}
     _require_engine(model, parallel, device, f"model.fp8={model.fp8}", "off")
@@ -393,11 +389,7 @@ def _with_attention(layer: ModuleSpec, model: ModelConfig, *, transformer_engine
 def build_chunks(
     model: ModelConfig, parallel: ParallelConfig, *, vocab_size: int, device: torch.device
 ) -> list[GPTModel]:
-    """Build this rank's chunks of the model: one, or one per virtual pipeline stage.
-
-    Args:
-        vocab_size: of the tokenizer; padded here.
-    """
+    """Build this rank's chunks of the model: one, or one per virtual pipeline stage."""
     config = transformer_config(model, parallel, device)
     _check_backend_variables(model)
     if parallel.overlap_tensor_parallel:
@@ -541,7 +533,6 @@ def build_model(
     """Build this rank's chunks of the model, ready to train.
 
     Args:
-        vocab_size: of the tokenizer; padded here.
         fill: replaces the random weights, before the optimizer copies them.
     """
     chunks = build_chunks(model, parallel, vocab_size=vocab_size, device=device)

@@ -134,11 +134,7 @@ def reset_predictions(chunks: Sequence[DistributedDataParallel]) -> None:
 def predicted_losses(
     chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device
 ) -> tuple[tuple[float, ...], int]:
-    """Return the mean loss of each MTP layer in the step over all ranks, and the tokens that they trained together.
-
-    Args:
-        num_layers: that predict further tokens.
-    """
+    """Return the mean loss of each MTP layer in the step over all ranks, and the tokens that they trained together."""
     sums = torch.zeros(num_layers, 3, dtype=torch.float64, device=device)
     for chunk in chunks:
         sums += chunk.module.predicted

@@ -35,7 +35,6 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         layer: number of its layer, 0 for the model's first.
         token_weight: weight of a real token in the losses, which Megatron divides by the divisor of the step's loss.
         counts: float64 [experts], real tokens sent to each expert in this step, on this rank.
-        sums: of this step, by the names of `_SUMS`.
         row_sources: int64 [T], the dataset of each token of this rank in the row that is computed; None for none.
         source_counts: float64 [datasets, experts], as `counts`, of each dataset.
         shared_experts_ran: True if this layer's shared experts saw the tokens that are routed next.
@@ -271,7 +270,6 @@ def show_sources(chunk: torch.nn.Module, sources: torch.Tensor, number: int) -> 
 
     Args:
         sources: int64 [1, T / cp], the dataset of each token.
-        number: of datasets.
     """
     for router in routers([chunk]):
         config = router.config

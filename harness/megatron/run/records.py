@@ -32,7 +32,6 @@ class RunRecords:
 
     Args:
         first_step: records of this step and later ones, left by an earlier part of the run, are removed.
-        sampler: answers prompts at every evaluation.
 
     Attributes:
         progress: the terminal's view, a context manager; it prints nothing on other ranks.
@@ -145,12 +144,7 @@ class RunRecords:
             self._digests.close()
 
     def report(self, config: RunConfig, facts: Mapping[str, str], data_names: Sequence[str]) -> None:
-        """Plot the losses of a closed run and write its report.
-
-        Args:
-            facts: about data and schedule.
-            data_names: of the training data, for the title of the plot.
-        """
+        """Plot the losses of a closed run and write its report."""
         if self._metrics is None:
             return
         steps = read_metrics(self._folder / METRICS_FILE)

@@ -36,7 +36,6 @@ def generate(
 
     Args:
         prompts: token ids, at least one each.
-        max_tokens: of an answer.
         ends: tokens that end an answer and are not part of it.
     """
     for chunk in step.chunks:
@@ -149,7 +148,6 @@ class Sampler:
 
     Args:
         folder: the run's; None if this rank writes nothing.
-        trainer: has the prompts, each a conversation of its own, and the longest answer.
         first_step: lines of this step and later ones, left by a stopped run, are removed.
     """
 

@@ -202,11 +202,9 @@ class CheckpointWriter:
     """Writes the checkpoints of one run; every rank has one and calls its methods at the same points.
 
     Args:
-        keep: number of newest checkpoints to keep.
         in_background: `start` returns once the state is copied, not once it is on disk.
         before_whole: called on rank 0 before a checkpoint gets its name; makes the records of its steps durable.
         on_whole: called on rank 0 with the progress of each checkpoint that is complete.
-        facts: more values for the `run.json` of each.
         hashes: takes the hashes of files while they are written; None for a new one.
         local: the nodes' own disks, for `start_local`.
     """

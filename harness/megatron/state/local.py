@@ -75,12 +75,7 @@ def _ranks_by_disk(places: Sequence[_Place]) -> list[list[int]]:
 
 
 class LocalStore:
-    """The local checkpoints that a run writes; every rank has one and calls its methods at the same points.
-
-    Args:
-        log: prints a line, on rank 0.
-        timeout_s: of a connection to a peer.
-    """
+    """The local checkpoints that a run writes; every rank has one and calls its methods at the same points."""
 
     def __init__(
         self, record: LocalRecord, folder: Path, run: Path, *, log: Callable[[str], None], timeout_s: float
@@ -100,12 +95,7 @@ class LocalStore:
     def open(
         cls, root: str, run: Path, identity: Identity, *, log: Callable[[str], None], timeout_s: float
     ) -> LocalStore | None:
-        """Begin an attempt that writes local checkpoints; None, with a warning, if a disk cannot be used.
-
-        Args:
-            root: `trainer.local_checkpoints`; empty for none.
-            run: the run's folder, which no other run writes to.
-        """
+        """Begin an attempt that writes local checkpoints; None, with a warning, if a disk cannot be used."""
         record = on_rank_0(lambda: begin_local_attempt(run, root, identity))
         if record is None:
             return None
@@ -225,7 +215,6 @@ class LocalStore:
         """Give the checkpoint that all ranks have written its name on every disk, and begin to copy it to the peers.
 
         Args:
-            own: files that this rank has written.
             describe: on rank 0, completes the unfinished folder with the manifest, from the files of all ranks.
         """
         by_rank = gather_on_rank_0(own)

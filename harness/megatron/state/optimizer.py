@@ -44,10 +44,6 @@ def sharded_tensors(
 
     They are for `dist_checkpointing`, under keys that mean nothing. In the same order come the local tensors, views of
     the optimizer's own state.
-
-    Args:
-        part: one of `parts_of`.
-        weights: the model's own sharded state.
     """
     if is_loading:
         _make_empty_state(part)
@@ -160,10 +156,8 @@ def _cut(
     """Yield the boxes of one tensor on disk that a rank owns.
 
     Args:
-        piece: this tensor-parallel rank's part of the tensor.
         at: element of the weight at which `piece` begins.
         state: the elements `owned.start` to `owned.stop` of the weight.
-        instance: number of the replica of the state.
     """
     prefix = (1,) * piece.prepend_axis_num
     first, last = max(owned.start, at), min(owned.stop, at + math.prod(piece.local_shape))

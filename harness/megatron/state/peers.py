@@ -75,7 +75,6 @@ class PeerCopy:
     """The copy of one checkpoint: a thread that sends this rank's files, and one that receives those of its peers.
 
     Args:
-        folder: of the checkpoint on this node's disk.
         files: of every rank, in the order in which they are sent.
         receivers: the rank that keeps the copies of each rank's files.
         token: 32 bytes that only the ranks of the job know.
