@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,7 +63,7 @@ class AheadTensors:
     padding_mask: torch.Tensor
 
 
-class RowsAhead(Iterator[ThdBatch]):
+class RowsAhead:
     """Rows of a step, each copied to the device while the one before it is computed.
 
     Copies go from pinned memory through a stream of their own, so that neither the host nor the kernels of a row wait
@@ -78,11 +78,6 @@ class RowsAhead(Iterator[ThdBatch]):
     ) -> None:
         self._rows, self._copy, self._stream = iter(rows), copy, stream
         self._begun: tuple[ThdBatch, RowTensors] | None = None
-
-    def __next__(self) -> ThdBatch:
-        """Return the next row for someone who makes tensors of it by other means."""
-        assert self._begun is None, "a row that is being copied is taken with its tensors"
-        return next(self._rows)
 
     def take(self) -> tuple[ThdBatch, RowTensors]:
         """Return the next row with its tensors, and begin to copy the one after it."""
@@ -143,6 +138,10 @@ def to_device(
     position_ids = positions
     if not _count_from_bounds(row):
         position_ids = _copied(row.position_ids[keep].astype(np.int32), device).long()
+    sources = None
+    if row.sources is not None:
+        missing = len(row.cu_seqlens) - 1 - len(row.sources)
+        sources = _copied(np.pad(row.sources, (0, missing)), device)[owners].unsqueeze(0)
     return RowTensors(
         own.tokens,
         own.labels,
@@ -160,15 +159,8 @@ def to_device(
             ahead=tuple(ahead),
             is_static=is_static,
         ),
-        _sources_of(row, owners, device),
+        sources,
     )
-
-
-def _sources_of(row: ThdBatch, owners: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    if row.sources is None:
-        return None
-    missing = len(row.cu_seqlens) - 1 - len(row.sources)
-    return _copied(np.pad(row.sources, (0, missing)), device)[owners].unsqueeze(0)
 
 
 def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> AheadTensors:

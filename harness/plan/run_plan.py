@@ -337,7 +337,7 @@ def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
 def plan_rows(work: Work, inputs: Inputs, ranks: int) -> Work:
     """Return the work with its microbatches, by what rows hold or by packs where each is a row, and its padding."""
     config, parallel = inputs.config, inputs.config.parallel
-    dp_size, row = parallel.dp_size(ranks), parallel.max_tokens_per_row(config.max_tokens_per_rank)
+    dp_size, row = parallel.dp_size(ranks), config.max_tokens_per_row
     if config.schedule.name == "as_packed":
         packs = min(config.loader.global_batch_size, inputs.num_packs)
         microbatches = count_microbatches(packs, dp_size, parallel.group_size)
@@ -348,7 +348,7 @@ def plan_rows(work: Work, inputs: Inputs, ranks: int) -> Work:
 
 
 def _check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
-    row = config.parallel.max_tokens_per_row(config.max_tokens_per_rank)
+    row = config.max_tokens_per_row
     if config.shares_rows:
         row *= largest_share(config.parallel.dp_size(ranks))
     longest = int(padded_lengths(lengths + 1, config.parallel.pad_to_multiple).max(initial=0))

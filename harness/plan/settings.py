@@ -389,6 +389,11 @@ class RunConfig(CheckedSettings, ABC):
     def max_tokens_per_rank(self) -> int:
         """Tokens of the largest row on one of its context-parallel ranks."""
 
+    @property
+    def max_tokens_per_row(self) -> int:
+        """Tokens of the largest row, over its context-parallel ranks."""
+        return self.parallel.max_tokens_per_row(self.max_tokens_per_rank)
+
     def check_layout(self, world_size: int) -> None:
         """Raise ConfigError if this many ranks cannot hold the model, the batch or the rows."""
         self.model.check(self.parallel)

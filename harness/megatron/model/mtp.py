@@ -135,6 +135,8 @@ def predicted_losses(
     chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device
 ) -> tuple[tuple[float, ...], int]:
     """Return the mean loss of each MTP layer in the step over all ranks, and the tokens that they trained together."""
+    if not num_layers:
+        return (), 0
     sums = torch.zeros(num_layers, 3, dtype=torch.float64, device=device)
     for chunk in chunks:
         sums += chunk.module.predicted

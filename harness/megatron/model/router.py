@@ -290,6 +290,8 @@ def source_loads(
 
     Every rank takes part, before `expert_metrics`. A dataset without a token in the step is left out.
     """
+    if not names:
+        return {}
     experts = chunks[0].module.config.num_moe_experts
     table = torch.zeros(num_layers, len(names), experts, dtype=torch.float64, device=device)
     for router in routers(chunks):

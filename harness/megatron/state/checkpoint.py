@@ -344,24 +344,21 @@ class CheckpointWriter:
 
     def _put_in_place(self, progress: Progress, hashed: list[StoredFile]) -> None:
         try:
-            self._complete(progress, hashed)
+            sync_tree(self._unfinished)
+            self._describe(progress, hashed)
+            read_checkpoint(self._unfinished)
+            sync_path(self._unfinished)
+            final = self._folder / f"step-{progress.step:08d}"
+            if final.exists():  # of an earlier attempt at the same step, resumed from before it
+                _remove(final)
+            self._unfinished.rename(final)
+            sync_path(self._folder)
+            # Newer ones are damaged, or this step would not have been trained again: they do not replace older ones.
+            for old in [path for path in whole_checkpoints(self._folder) if path <= final][: -self._keep]:
+                _remove(old)
         except OSError as error:
             raise self._failed(error) from error
         self._on_whole(progress)
-
-    def _complete(self, progress: Progress, hashed: list[StoredFile]) -> None:
-        sync_tree(self._unfinished)
-        self._describe(progress, hashed)
-        read_checkpoint(self._unfinished)
-        sync_path(self._unfinished)
-        final = self._folder / f"step-{progress.step:08d}"
-        if final.exists():  # of an earlier attempt at the same step, resumed from before it
-            _remove(final)
-        self._unfinished.rename(final)
-        sync_path(self._folder)
-        # Newer ones are damaged, or this step would not have been trained again: they do not replace older ones.
-        for old in [path for path in whole_checkpoints(self._folder) if path <= final][: -self._keep]:
-            _remove(old)
 
     def _describe(self, progress: Progress, hashed: list[StoredFile]) -> None:
         """Write `run.json` and `checksums.json` of the checkpoint whose large files have these hashes."""

@@ -10,7 +10,7 @@ import torch
 
 from harness.errors import ConfigError
 from harness.megatron.job.runtime import settle, start
-from harness.megatron.model.fusions import Fusions, choose_fusions, slow_parts
+from harness.megatron.model.fusions import choose_fusions, slow_parts
 from harness.megatron.model.gpt import _check_backend_variables, engine_layers, transformer_config
 from harness.plan import ModelConfig, ParallelConfig
 from harness.plan.settings import SftConfig
@@ -18,15 +18,20 @@ from harness.plan.settings import SftConfig
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
+def fused(model: ModelConfig, device: torch.device) -> list[bool]:
+    """Return whether activations, the loss and weight gradients are fused."""
+    return list(choose_fusions(model, device).values())
+
+
 def test_fusions_are_on_by_default_on_a_gpu_alone_and_as_set_anywhere() -> None:
-    assert choose_fusions(ModelConfig(), CPU) == Fusions(False, False, False)
+    assert fused(ModelConfig(), CPU) == [False, False, False]
     half, whole = ModelConfig(), ModelConfig(dtype="float32")  # bfloat16 on a GPU
-    assert choose_fusions(half, GPU) == Fusions(True, True, False)
+    assert fused(half, GPU) == [True, True, False]
     # Megatron's fused loss rounds gradients to bfloat16.
-    assert choose_fusions(whole, GPU) == Fusions(True, False, False)
+    assert fused(whole, GPU) == [True, False, False]
     both = replace(half, dtype="bfloat16", fuse_swiglu="on", fuse_cross_entropy="on")
-    assert choose_fusions(both, CPU) == Fusions(True, True, False)
-    assert choose_fusions(ModelConfig(fuse_swiglu="off", fuse_cross_entropy="off"), GPU) == Fusions(False, False, False)
+    assert fused(both, CPU) == [True, True, False]
+    assert fused(ModelConfig(fuse_swiglu="off", fuse_cross_entropy="off"), GPU) == [False, False, False]
     made = transformer_config(ModelConfig(dtype="bfloat16"), ParallelConfig(), GPU)
     assert (made.bias_activation_fusion, made.cross_entropy_loss_fusion) == (True, True)
 
@@ -39,7 +44,7 @@ def test_a_fusion_that_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="rounds gradients to bfloat16"):
         choose_fusions(ModelConfig(fuse_cross_entropy="on", dtype="float32"), GPU)
     with start("cpu", deterministic=True):
-        assert choose_fusions(ModelConfig(dtype="bfloat16"), GPU).cross_entropy is False
+        assert choose_fusions(ModelConfig(dtype="bfloat16"), GPU)["cross_entropy_loss_fusion"] is False
         assert transformer_config(ModelConfig(), ParallelConfig(), CPU).deterministic_mode
         with pytest.raises(ConfigError, match="is not deterministic"):
             choose_fusions(ModelConfig(fuse_cross_entropy="on"), GPU)
