@@ -109,7 +109,6 @@ class BenchReport:
     """The figures of one bench, in the order in which they were measured.
 
     Attributes:
-        notes: facts that a reader of the figures needs, such as a package that is not installed here.
         command: the command that measured; empty for the command of this process.
         load: load average of the last minute when the bench ended.
         title, about: heading and introduction on the page of all benches.

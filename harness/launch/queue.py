@@ -47,7 +47,6 @@ class QueuedJob:
     """A job in Slurm's queue.
 
     Attributes:
-        job_id, state: such as `12` and `PENDING`.
         elapsed, time_limit: as squeue prints them, such as `1:23` and `4:00:00`.
         starts: time at which it started, or may start; `N/A` if Slurm does not know.
         where: names of its nodes, or why it is pending, in words.

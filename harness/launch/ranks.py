@@ -84,7 +84,6 @@ def cores_of_rank(
     """Return the cores of a rank.
 
     Args:
-        local_rank: of `num_ranks` on the node.
         cores: of each NUMA node, threads of a core side by side.
         gpu_nodes: NUMA node of each GPU, of which each rank has the one of its number; empty if that is unknown.
     """

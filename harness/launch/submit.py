@@ -45,9 +45,6 @@ def plan_job(
 ) -> Job:
     """Plan the job that runs a recipe on a cluster.
 
-    Args:
-        run_dir: folder of a run to resume; omit for a new one.
-
     Raises:
         ConfigError: there is no such run, a container does not show a path, or the settings are planned for another
             number of ranks.

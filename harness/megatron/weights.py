@@ -179,11 +179,7 @@ def scan_inputs(model: ModelConfig) -> tuple[str, ...]:
 
 
 def _scan_tensors(end: str, model: ModelConfig) -> dict[str, slice]:
-    """Return the tensors in a layer with a scan that the rows of a parameter are in, and which pieces they have.
-
-    Args:
-        end: its name in the layer's scan; for others the result is empty.
-    """
+    """Return the tensors in a layer with a scan that the rows of a parameter are in, and which pieces they have."""
     if not model.has_delta_rule:
         found = {end: _MAMBA[end]} if end in _MAMBA else {}
     elif end == "in_proj.weight":

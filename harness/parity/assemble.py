@@ -31,11 +31,7 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "pyarrow")
 def cell_result(
     cell: Cell, finished: Mapping[str, Finished], *, folder: Path, known: Mapping[str, Cell], device: str
 ) -> CellResult:
-    """Return the result of a cell that ran, or failed to.
-
-    Args:
-        device: cpu or cuda; bit-identity is required on CPUs alone.
-    """
+    """Return the result of a cell that ran, or failed to."""
     outcome = finished[cell.name]
     recorded = recorded_run(cell.run_folder(folder))
     try:

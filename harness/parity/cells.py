@@ -96,7 +96,6 @@ class Cell:
 
     Attributes:
         reference: name of the cell that it is compared with; None for a reference.
-        settings: all settings of `recipes.sft` but the folder.
         steps: steps that it makes, with those of the cell that it starts from.
         dataset: the data; when it changes, a finished cell is run again.
         is_reported: False for a cell that others only start from.
@@ -166,7 +165,6 @@ def plan_check(
     """Return the cells of one check: the cell that the others start from, then the cases in their order.
 
     Args:
-        settings: of `recipes.sft`, for every cell.
         datasets: path by format; "" for cases that name none.
         pythons: interpreter by version; "" for cases that name none.
         steps: of every cell; `steps_before` more, before them, where the check starts from a checkpoint.

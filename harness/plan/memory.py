@@ -227,11 +227,7 @@ def _count_scan(model: ModelConfig, tp: int) -> int:
 
 
 def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, experts_only: bool = False) -> int:
-    """Return the number of adapter weights on a rank of a pipeline stage; they alone are trained.
-
-    Args:
-        experts_only: count those of routed experts alone.
-    """
+    """Return the number of adapter weights on a rank of a pipeline stage; they alone are trained."""
     if not model.lora_rank:
         return 0
     tp, hidden = parallel.tensor_parallel_size, model.hidden_size
@@ -515,11 +511,7 @@ def _waiting(sizes: list[float], parallel: ParallelConfig, stage: int, microbatc
 def _loss_bytes(
     model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int, kernels: Kernels, once: float
 ) -> tuple[float, float]:
-    """Return the bytes per token that layers and the loss keep once, and those of the gradient of the logits.
-
-    Args:
-        once: of a layer that is computed again.
-    """
+    """Return the bytes per token that layers and the loss keep once, and those of the gradient of the logits."""
     if stage < parallel.pipeline_parallel_size - 1:
         return once, 0.0
     item, tp, words = DTYPE_BYTES[model.number], parallel.tensor_parallel_size, padded_vocab_size(vocab_size)

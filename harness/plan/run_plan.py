@@ -73,7 +73,6 @@ class RunPlan:
         mfu: share of the GPUs' peak in a step; None without `work`.
         parts: seconds of a step by purpose; empty if the MFU was given.
         without_engine: memory without Transformer Engine; None where `memory` is that.
-        has_local_checkpoints: the run keeps some on the nodes' own disks.
         context: of `compare_context_sizes`; empty where no row is shared.
     """
 
@@ -243,7 +242,6 @@ def plan_run(
         ranks: None for the settings' own number, or 8.
         machine: None for H100 nodes.
         mfu: share of the peak that a step reaches; None for an estimate.
-        packs: None for the dataset of the settings.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
 
     Raises:

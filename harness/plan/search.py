@@ -146,7 +146,6 @@ def search_layouts(
     """Plan the run with these settings on every layout of its ranks (8 by default) that they accept.
 
     Args:
-        packs: None for the dataset of the settings.
         gpu_bytes: memory of a GPU; None for any.
 
     Raises:

@@ -86,7 +86,6 @@ class DiskPart:
     """The part of a checkpoint that one disk holds.
 
     Attributes:
-        sizes: bytes of its files, by name.
         manifest: content of `run.json` and `checksums.json`; empty if they are damaged, or of another attempt.
         files: of the whole checkpoint, by `checksums.json`, without the manifest.
     """

@@ -27,7 +27,6 @@ class RunProgress:
 
     Args:
         steps: of the whole run; None where only the end of its data ends it.
-        done: steps that an earlier part of the run has completed.
     """
 
     def __init__(self, steps: int | None, *, done: int = 0, quiet: bool = False) -> None:

@@ -31,7 +31,6 @@ class RunStatus:
         step, loss: of the newest step; 0 and None before the first.
         step_s: median seconds of the newest steps, None before the first.
         age_s: seconds since that step.
-        checkpoint: step of the newest whole checkpoint, None for none.
         local_checkpoint, local_hosts: step of the newest checkpoint on the nodes' own disks, None for none, and the
             nodes that wrote it.
         stopped: message of the last attempt that ended early and has not been continued.

@@ -190,7 +190,6 @@ def open_corpus(
 
     Args:
         sizes: samples of training, validation and test; None for all of them, once.
-        reads: this rank needs the datasets; the others get None.
 
     Raises:
         HarnessError: on every rank: sources are missing or damaged, or Megatron-Core refuses the settings.
@@ -218,12 +217,7 @@ def build_corpus(
     finds_built: bool = False,
     fetch: Fetch | None = None,
 ) -> Corpus:
-    """Do the same as `open_corpus` in this process alone.
-
-    Args:
-        finds_built: the indices exist, so that others may read them meanwhile.
-        fetch: from `SharedIndices.run`, where the indices are shared.
-    """
+    """Do the same as `open_corpus` in this process alone."""
     blends = config.sources()
     sources = _Sources(config, packs, fetch)
     as_a_lone_process = mock.patch.multiple(torch.distributed, is_initialized=lambda: False, get_rank=lambda *group: 0)

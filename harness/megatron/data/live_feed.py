@@ -42,9 +42,6 @@ class LiveFeed(Feed):
     """The batches of a stream of live chunks, in step with all other ranks of the job.
 
     Args:
-        plan: the division of a step into rows, with the place of this rank.
-        state: position to resume from; None begins with the first chunk.
-        allow_other_data: resume although the stream or the tokenizer differs from that of the checkpoint.
         timeout_s: the longest wait for a rank that does not answer.
 
     Raises:

@@ -89,10 +89,6 @@ class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
     Samples are cut from the documents, and indexed, as Megatron does. Then samples are shuffled within windows that
     hold as many tokens as a window of documents. Every epoch has an order of its own, which depends on the seed, the
     documents and the two sizes alone: with more samples the earlier ones stay the same.
-
-    Args:
-        block_documents: neighboring documents of a block.
-        window_blocks: blocks that documents are mixed across.
     """
 
     def __init__(

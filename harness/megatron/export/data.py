@@ -179,9 +179,6 @@ class SpecialTokens:
 def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> SpecialTokens | None:
     """Write the tokenizer of the data with its chat template; None, with a reason in `found.missing`, if that fails.
 
-    Args:
-        vocab_size: of the model, which has no row for a token beyond.
-
     Raises:
         ConfigError: the data records an end token that the tokenizer does not have.
     """

@@ -46,11 +46,7 @@ CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """Summary of an export.
-
-    Attributes:
-        end_tokens: texts of the tokens that end an answer.
-    """
+    """Summary of an export."""
 
     step: int
     num_weights: int

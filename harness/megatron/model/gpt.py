@@ -524,11 +524,7 @@ def build_model(
     device: torch.device,
     fill: Callable[[list[GPTModel]], None] | None = None,
 ) -> list[DistributedDataParallel]:
-    """Build this rank's chunks of the model, ready to train.
-
-    Args:
-        fill: replaces the random weights, before the optimizer copies them.
-    """
+    """Build this rank's chunks of the model, ready to train."""
     chunks = build_chunks(model, parallel, vocab_size=vocab_size, device=device)
     if fill is not None:
         fill(chunks)

@@ -38,7 +38,6 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         row_sources: int64 [T], the dataset of each token of this rank in the row that is computed; None for none.
         source_counts: float64 [datasets, experts], as `counts`, of each dataset.
         shared_experts_ran: True if this layer's shared experts saw the tokens that are routed next.
-        balances_sequences: the balancing loss is that of each sequence.
         row: PackedSeqParams of the row that the layer computes, also where it is computed again.
     """
 

@@ -337,11 +337,7 @@ class _Found:
 
 
 class LocalCopies:
-    """The local checkpoints of a run's last attempt, to resume from; every rank takes part in each method.
-
-    Args:
-        root: `trainer.local_checkpoints`; empty for none.
-    """
+    """The local checkpoints of a run's last attempt, to resume from; every rank takes part in each method."""
 
     def __init__(self, root: str, record: LocalRecord) -> None:
         self._root, self._record = root, record

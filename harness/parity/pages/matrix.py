@@ -19,7 +19,6 @@ class Group:
 
     Attributes:
         settled: text with the axes that have the same value in every cell.
-        checks: status and comparisons of each cell, with the largest difference of each.
         reasons: comparisons that share a reason for their tolerance, and the reason.
     """
 
