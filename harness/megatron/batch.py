@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from harness.megatron.compat import packed_seq_params
@@ -218,6 +219,34 @@ def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.T
         **padding_argument(chunk, row.padding_mask),
     )
     return output
+
+
+def run_schedule(
+    chunks: Sequence[Any],
+    iterators: Sequence[Any],
+    forward: Callable[..., Any],
+    *,
+    count: int,
+    seq_length: int,
+    micro_batch_size: int = 1,
+    forward_only: bool = False,
+) -> list[Any]:
+    """Run `count` microbatches through the chunks of a model by Megatron's schedule; return the reports of the loss.
+
+    Args:
+        iterators: of each chunk, what `forward` takes its microbatches from.
+    """
+    is_one = len(chunks) == 1
+    reports: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iterators[0] if is_one else iterators,
+        model=chunks[0] if is_one else chunks,
+        num_microbatches=count,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=forward_only,
+    )
+    return reports
 
 
 def sum_loss(

@@ -23,13 +23,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
 from harness.loader import RankLayout
-from harness.megatron.batch import RowTensors, run_row, to_device
+from harness.megatron.batch import RowTensors, run_row, run_schedule, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
@@ -137,14 +136,14 @@ class IsolationCheck:
         pairs = zip(before, repeated, strict=True)
         unequal = [place for (place, values), (_, again) in pairs if not torch.equal(values, again)]
         findings = [f"{place}: two equal passes differ, so isolation cannot be shown" for place in unequal]
-        yield "equal passes", _gather(findings)
-        yield "batch", _gather(self._check_fields(prepare))
+        yield "equal passes", _of_all_ranks(findings)
+        yield "batch", _of_all_ranks(self._check_fields(prepare))
         for changed in [*range(len(self.sequences)), PADDING]:
             findings = []
             if (owners == changed).any():
                 after = self._train(self._with_changed(changed), prepare)
                 findings = self._find_leaks(before, after, owners, changed)
-            yield _describe(changed), _gather(findings)
+            yield _describe(changed), _of_all_ranks(findings)
 
     def _owners(self) -> npt.NDArray[np.int64]:
         """Return int64 [T]: the document of each token of the row, or PADDING."""
@@ -236,18 +235,10 @@ class IsolationCheck:
 
             return output, loss
 
-        count, is_one = self.parallel.group_size, len(self.chunks) == 1
+        count = self.parallel.group_size
         iterators = [iter([row] * count) for _ in self.chunks]
         with _observe(self.chunks, values):
-            get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=iterators[0] if is_one else iterators,
-                model=self.chunks[0] if is_one else self.chunks,
-                num_microbatches=count,
-                seq_length=len(row),
-                micro_batch_size=1,
-                forward_only=False,
-            )
+            run_schedule(self.chunks, iterators, forward, count=count, seq_length=len(row))
         return [(place, tensor) for place in sorted(values) for tensor in values[place]]
 
 
@@ -255,11 +246,8 @@ def _describe(changed: int) -> str:
     return "padding" if changed == PADDING else f"document {changed}"
 
 
-def _gather(findings: list[str]) -> list[str]:
-    rank = torch.distributed.get_rank()
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, [f"rank {rank}: {finding}" for finding in findings])
-    return [finding for findings_of_rank in gathered for finding in findings_of_rank]
+def _of_all_ranks(findings: list[str]) -> list[str]:
+    return [f"rank {rank}: {finding}" for rank, found in enumerate(runtime.gather(findings)) for finding in found]
 
 
 @contextmanager

@@ -281,6 +281,14 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             )
 
 
+def sizes_on_rank(name: str, sizes: tuple[int, int], tp: int) -> tuple[int, int]:
+    """Return the inputs and outputs of a linear layer that a tensor-parallel rank has, of those of the whole."""
+    inputs, outputs = sizes
+    if name in ON_EVERY_RANK:
+        return inputs, outputs
+    return (inputs // tp, outputs) if name in DIVIDED_BY_COLUMNS else (inputs, outputs // tp)
+
+
 def uneven_load(parallel: ParallelConfig, expert_load: float) -> float:
     """Return the tokens of the busiest rank's experts over an even share: 1 where each rank has all experts."""
     return expert_load if parallel.expert_parallel_size > 1 else 1.0

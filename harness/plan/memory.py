@@ -19,14 +19,7 @@ from typing import Any
 
 from harness.plan.dispatch import dispatch_bytes
 from harness.plan.families.base import SCANS, has_scan
-from harness.plan.layout import (
-    DIVIDED_BY_COLUMNS,
-    DTYPE_BYTES,
-    ON_EVERY_RANK,
-    ParallelConfig,
-    padded_vocab_size,
-    uneven_load,
-)
+from harness.plan.layout import DTYPE_BYTES, ParallelConfig, padded_vocab_size, sizes_on_rank, uneven_load
 from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig
 
@@ -199,10 +192,7 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
 
 
 def _count_attention(model: ModelConfig, tp: int) -> int:
-    weights = sum(
-        inputs * outputs // (1 if name in ON_EVERY_RANK else tp)
-        for name, (inputs, outputs) in model.attention_sizes.items()
-    )
+    weights = sum(math.prod(sizes_on_rank(name, sizes, tp)) for name, sizes in model.attention_sizes.items())
     if model.kv_lora_rank:
         weights += model.kv_lora_rank + (model.q_lora_rank or 0)
     if model.traits.has_qkv_bias:
@@ -243,12 +233,8 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, 
         return model.lora_rank * routed
     numbers = parts.count("-") * mlp(model.ffn_hidden_size, tp) + routed
     for part in "*" + SCANS:
-        for name, (inputs, outputs) in model.adapted_in(part).items():
-            if name in ON_EVERY_RANK:
-                each = inputs + outputs
-            else:
-                each = inputs // tp + outputs if name in DIVIDED_BY_COLUMNS else inputs + outputs // tp
-            numbers += parts.count(part) * each
+        for name, sizes in model.adapted_in(part).items():
+            numbers += parts.count(part) * sum(sizes_on_rank(name, sizes, tp))
     if model.shared_ffn_hidden_size:
         numbers += parts.count("E") * mlp(model.shared_ffn_hidden_size, tp)
     return model.lora_rank * numbers

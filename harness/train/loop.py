@@ -23,31 +23,6 @@ OWN_VALIDATION = "validation"
 
 
 @dataclass(frozen=True)
-class ExpertMetrics:
-    """Statistics of the routers of a mixture of experts over one step; zeros for a dense model.
-
-    Attributes:
-        routed_tokens: real tokens that a layer sent to experts, over all layers.
-        shared_tokens: real tokens that passed shared experts, over all layers.
-        bias_tokens: real tokens that the change of the expert biases counted, over all layers.
-        load: tokens of a layer's busiest expert over the mean, as a mean over layers; 1 is even.
-        worst_load: the same of the most uneven layer.
-        entropy: of a token's scores, in nats, as a mean over layers and tokens.
-        aux_loss: balancing loss without its coefficient, as a mean over layers and tokens; 1 is even.
-        bias: absolute bias of an expert, as a mean over layers.
-    """
-
-    routed_tokens: int = 0
-    shared_tokens: int = 0
-    bias_tokens: int = 0
-    load: float = 0.0
-    worst_load: float = 0.0
-    entropy: float = 0.0
-    aux_loss: float = 0.0
-    bias: float = 0.0
-
-
-@dataclass(frozen=True)
 class StepResult:
     """Result of one optimizer step, the same on every rank.
 
@@ -57,8 +32,10 @@ class StepResult:
         skipped: True if the optimizer refused the step because gradients were not finite.
         source_losses: mean loss of the trained tokens of each dataset of a blend, by their weights, by name; without
             those that the step trains no token of.
-        source_expert_loads: load of the busiest expert, as in `ExpertMetrics`, for the tokens of each dataset of a
-            blend alone, by name; without those that the step has no token of.
+        experts: statistics of the routers of a mixture of experts, by the names of `StepMetrics.experts`; empty for a
+            dense model, and a step without a token.
+        source_expert_loads: load of the busiest expert over the mean for the tokens of each dataset of a blend alone,
+            by name; without those that the step has no token of.
         mtp_losses: mean over the tokens that each layer after the model's own predicts, the nearest first; empty where
             there are none.
         mtp_tokens: that these layers trained together.
@@ -69,7 +46,7 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     skipped: bool
-    experts: ExpertMetrics | None = None
+    experts: Mapping[str, float] = field(default_factory=dict)
     source_losses: Mapping[str, float] = field(default_factory=dict)
     source_expert_loads: Mapping[str, float] = field(default_factory=dict)
     mtp_losses: tuple[float, ...] = ()

@@ -49,7 +49,11 @@ class StepMetrics:
         initial_losses: of step 1, losses before it by validation set; `validation` is that of the training data.
         source_losses: mean loss of the trained tokens of each dataset of a blend, by its path; without those that the
             step trains no token of.
-        experts: statistics of a mixture of experts by the names of `ExpertMetrics`; empty for a dense model.
+        experts: statistics of the routers of a mixture of experts; empty for a dense model. `routed_tokens`,
+            `shared_tokens` and `bias_tokens` are real tokens that went to experts, passed shared experts, and were
+            counted for expert biases, over all layers. Means over layers: `load`, tokens of the busiest expert over the
+            mean (`worst_load` is that of the most uneven layer), `entropy` of a token's scores in nats, `aux_loss`
+            without its coefficient, where 1 is even, and the absolute `bias` of an expert.
         source_expert_loads: load of the busiest expert over the mean for the tokens of each dataset of a blend alone,
             by its path; without those that the step has no token of. Empty for a dense model, and without a blend.
         mtp_losses, mtp_tokens: mean loss of each layer that predicts further tokens, the nearest first, and the tokens
@@ -113,7 +117,7 @@ def step_metrics(
         evaluation_losses={name: found.loss for name, found in evaluations.items() if name != OWN_VALIDATION},
         initial_losses={name: evaluation.loss for name, evaluation in record.initial.items()},
         source_losses=dict(result.source_losses),
-        experts={} if result.experts is None else asdict(result.experts),
+        experts=dict(result.experts),
         source_expert_loads=dict(result.source_expert_loads),
         mtp_losses=list(result.mtp_losses),
         mtp_tokens=result.mtp_tokens,

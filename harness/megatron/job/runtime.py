@@ -342,6 +342,15 @@ def gather_on_rank_0(value: T) -> list[T]:
     return gathered or []
 
 
+def gather(value: T) -> list[T]:
+    """Return every rank's `value` in order, on every rank."""
+    gathered = [value] * place_among_ranks()[1]
+    if len(gathered) > 1:
+        with waiting():
+            torch.distributed.all_gather_object(gathered, value)
+    return gathered
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Map `device="cuda"` and `Tensor.cuda()` to the CPU; `Tensor.type()` returns what it would on a GPU.
 

@@ -22,7 +22,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from harness.megatron import compat
 from harness.megatron.model.mtp import decoder_layers
 from harness.plan import ModelConfig
-from harness.train.loop import ExpertMetrics
 
 # Sums of one layer and step beside the tokens of each expert.
 _SUMS = ("tokens", "shared_tokens", "bias_tokens", "entropy", "aux_loss", "bias")
@@ -304,8 +303,10 @@ def source_loads(
     return loads
 
 
-def expert_metrics(chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device) -> ExpertMetrics:
-    """Return the statistics of the step over all ranks, which all take part, and begin those of the next.
+def expert_metrics(
+    chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device
+) -> dict[str, float]:
+    """Return the statistics of `StepMetrics.experts` over all ranks, which all take part, and begin those of the next.
 
     Args:
         num_layers: of the whole model, with those that predict further tokens.
@@ -325,16 +326,16 @@ def expert_metrics(chunks: Sequence[DistributedDataParallel], num_layers: int, d
     torch.distributed.all_reduce(biases, op=torch.distributed.ReduceOp.MAX)
     table = table[table[:, experts] > 0]
     if not len(table):
-        return ExpertMetrics()
+        return {}
     loads = table[:, :experts].max(dim=1).values / table[:, :experts].mean(dim=1)
     sums = dict(zip(_SUMS, table[:, experts:].sum(dim=0).tolist(), strict=True))
-    return ExpertMetrics(
-        routed_tokens=round(sums["tokens"]),
-        shared_tokens=round(sums["shared_tokens"]),
-        bias_tokens=round(sums["bias_tokens"]),
-        load=float(loads.mean()),
-        worst_load=float(loads.max()),
-        entropy=sums["entropy"] / sums["tokens"],
-        aux_loss=sums["aux_loss"] / sums["tokens"],
-        bias=float(biases.sum()) / len(table),
-    )
+    return {
+        "routed_tokens": round(sums["tokens"]),
+        "shared_tokens": round(sums["shared_tokens"]),
+        "bias_tokens": round(sums["bias_tokens"]),
+        "load": float(loads.mean()),
+        "worst_load": float(loads.max()),
+        "entropy": sums["entropy"] / sums["tokens"],
+        "aux_loss": sums["aux_loss"] / sums["tokens"],
+        "bias": float(biases.sum()) / len(table),
+    }

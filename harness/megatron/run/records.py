@@ -58,10 +58,7 @@ class RunRecords:
         self.leaving: str | None = None
         self._named: set[tuple[int | None, str]] = set()
         self._thread = thread_times()
-        places = [(place_in_slurm().node, layout.pp_rank)] * ranks.world_size
-        if ranks.world_size > 1:
-            torch.distributed.all_gather_object(places, places[0])
-        nodes, stages = zip(*places, strict=True)
+        nodes, stages = zip(*runtime.gather((place_in_slurm().node, layout.pp_rank)), strict=True)
         self._is_on_many_nodes = len(set(nodes)) > 1
         self._watch: StragglerWatch | None = None
         if trainer.straggler_ratio is not None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from harness.errors import CheckpointError, FormatError
-from harness.megatron.job.runtime import gather_on_rank_0, on_rank_0
+from harness.megatron.job.runtime import gather, gather_on_rank_0, on_rank_0
 from harness.megatron.state.peers import Listener, PeerCopy, address_towards, own_address, receiver_of
 from harness.storage import StoredFile, make_folder, read_checksums
 from harness.storage.checksums import share_of
@@ -103,7 +103,7 @@ class LocalStore:
         return store if store._meet() else None
 
     def _meet(self) -> bool:
-        places = _from_all(self._own_place())
+        places = gather(self._own_place())
         self._rank = torch.distributed.get_rank()
         self._disks = _ranks_by_disk(places)
         self._is_first = any(ranks[0] == self._rank for ranks in self._disks)
@@ -167,8 +167,7 @@ class LocalStore:
             with suppress(OSError):  # then its peers cannot connect, and say so
                 before, self._listener = self._listener, Listener(address_towards(other))
                 before.close()
-        everywhere: list[tuple[str, int]] = _from_all(self._listener.place)
-        return everywhere
+        return gather(self._listener.place)
 
     @property
     def is_copying(self) -> bool:
@@ -279,7 +278,7 @@ class LocalStore:
         torch.distributed.all_reduce(is_done, op=torch.distributed.ReduceOp.MIN)
         if not is_done.item():
             return
-        problems = [problem for found in _from_all(self._copy.problems) for problem in found]
+        problems = [problem for found in gather(self._copy.problems) for problem in found]
         self._copy = None
         if problems:
             self._warn(f"files of the local checkpoint of step {self._step} have no copy: {_first(problems)}")
@@ -296,7 +295,7 @@ class LocalStore:
         self._discard()
 
     def _agree(self, problem: str) -> bool:
-        problems = [f"{host}: {text}" for host, text in _from_all((socket.gethostname(), problem)) if text]
+        problems = [f"{host}: {text}" for host, text in gather((socket.gethostname(), problem)) if text]
         if problems:
             self._warn(f"the local checkpoint of step {self._step} cannot be written: {_first(problems)}")
         return not problems
@@ -351,7 +350,7 @@ class LocalCopies:
         if self._root:
             with suppress(OSError):
                 place = place._replace(disk=_disk_of(self._folder))
-        disks = _from_all(place, _ranks_by_disk)
+        disks = _ranks_by_disk(gather(place))
         own = next((ranks for ranks in disks if torch.distributed.get_rank() == ranks[0]), None)
         parts = gather_on_rank_0({} if own is None else read_disk(self._record, self._root))
 
@@ -386,8 +385,8 @@ class LocalCopies:
             tasks = on_rank_0(lambda: self._assign(name, tried))
             if not any(tasks):
                 break
-            outcomes = self._copy(name, tasks[torch.distributed.get_rank()], target)
-            _from_all(outcomes, partial(self._note, target, tried, problems))
+            outcomes = gather(self._copy(name, tasks[torch.distributed.get_rank()], target))
+            on_rank_0(partial(self._note, target, tried, problems, outcomes))
         return on_rank_0(lambda: self._finish(name, target, tried, problems))
 
     def _missing(self, name: str) -> CheckpointError | None:
@@ -485,12 +484,6 @@ class LocalCopies:
             raise self._no_room(target, f"{socket.gethostname()}: {_reason(error, target)}") from error
         self.notes += [f"{one}; that of another node is used" for found in problems.values() for one in found]
         return None
-
-
-def _from_all(value: Any, function: Callable[[list[Any]], Any] = list) -> Any:
-    """Return on every rank what `function` makes of all ranks' values on rank 0: as it is, a list of them."""
-    gathered = gather_on_rank_0(value)
-    return on_rank_0(lambda: function(gathered))
 
 
 def _is_loopback(place: _Place) -> bool:
