@@ -69,9 +69,6 @@ class RowsAhead:
 
     Copies go from pinned memory through a stream of their own, so that neither the host nor the kernels of a row wait
     for those of the next. On a CPU they are made at the same points.
-
-    Args:
-        stream: of the copies; None on a CPU.
     """
 
     def __init__(

@@ -116,7 +116,6 @@ class MegatronStep:
     """Trains and evaluates a model on this rank's rows; its optimizer is by the settings' defaults unless it is given.
 
     Args:
-        layout: from `join`, which comes first.
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
         decay_steps: step at which the learning rate reaches `min_lr`; None, where the settings name none either, for
             a rate that stays at `lr` after the warm-up.

@@ -338,13 +338,8 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
             target[place : place + count].copy_(weights.rows(layer + tensor, first, first + count))
             place += count
     elif expert is not None and expert_names(model).are_stacked:
-        whole_expert, part = _from_stack(expert, layer, weights, model), shard.of_experts
-        if expert[2] == "1":
-            for half, own in zip(target.chunk(2), whole_expert.chunk(2), strict=True):
-                half.copy_(own[slice(*part.of(own.shape[0]))])
-        else:
-            is_bias = expert[3] == "bias"
-            target.copy_(whole_expert if is_bias else whole_expert[:, slice(*part.of(whole_expert.shape[1]))])
+        # They have biases, so that no ranks share one.
+        target.copy_(_from_stack(expert, layer, weights, model))
     else:
         tensors, dim = _tensors_of(end, model)
         part = shard.of_experts if expert else shard

@@ -51,7 +51,6 @@ class Finished:
         reason: why it failed; empty where it made every step.
         seconds: wall time; of cells that share processes, the first one's includes the start.
         peak_memory_bytes: None where it ended before it was measured.
-        was_kept: it ran in an earlier try.
     """
 
     fingerprint: str

@@ -89,7 +89,6 @@ class Kernels:
     Attributes:
         engine: layers are those of Transformer Engine.
         swiglu: the gate and its product are one kernel.
-        grouped: the products of a rank's experts are grouped.
         expert_swiglu: so is the gate of experts. No setting chooses this and what follows: other programs have it.
         fp8_weights: bytes of a weight in 8 bits alone: 2, or 1 if it is transposed when needed; 0 for bfloat16 too.
         recomputed: parts of layers that are computed again: `norm`, `activation`, `latent` (projections), dense `mlp`.
@@ -547,9 +546,6 @@ def plan_checkpoint(
 
     The ranks of a data-parallel group share what they have in common evenly, whether the optimizer is distributed or
     not.
-
-    Args:
-        memory: of the fullest rank, which also owns the most.
     """
     item, state = DTYPE_BYTES[model.number], state_bytes(model, optimizer)
     stages = range(parallel.pipeline_parallel_size)

@@ -178,7 +178,6 @@ class Inputs:
     Attributes:
         config: its model has a dtype and a vocabulary size.
         lengths: int64 [sequences], model tokens; None for data that is not here, for the reason in `why_no_work`.
-        num_packs, pack_size: of the data; 0 and None without it.
     """
 
     config: SftConfig
@@ -240,7 +239,6 @@ def plan_run(
 
     Args:
         ranks: None for the settings' own number, or 8.
-        machine: None for H100 nodes.
         mfu: share of the peak that a step reaches; None for an estimate.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
 

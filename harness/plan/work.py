@@ -120,7 +120,6 @@ class Work:
 
     Attributes:
         microbatches: per rank and step, on average.
-        tokens: model tokens of a step, on average.
         linear_flops, attention_flops: of a step's forward pass, all ranks together, without padding.
         padding: share of the tokens of all rows that is padding of `parallel.static_rows`.
     """

@@ -100,10 +100,6 @@ class _Sources:
 
     Args:
         fetch: copies built indices from where they are shared; None where they are not.
-
-    Attributes:
-        facts: that identify each, by path.
-        is_mixed: one blend has both corpora and packs.
     """
 
     __name__ = "GPTDataset"

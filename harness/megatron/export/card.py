@@ -116,11 +116,7 @@ def _mask(facts: Mapping[str, str]) -> str:
 
 
 def run_facts(document: Mapping[str, Any], settings: Mapping[str, Any], steps: list[StepMetrics]) -> dict[str, str]:
-    """Return the facts of the run, by name.
-
-    Args:
-        steps: up to the checkpoint's; earlier ones may be missing.
-    """
+    """Return the facts of the run, by name."""
     model, parallel, optimizer = settings["model"], settings["parallel"], settings["optimizer"]
     shape = (
         f"{model['family']}, {model['num_layers']} layers of {model['hidden_size']}, "

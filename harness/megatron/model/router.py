@@ -36,8 +36,6 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         counts: float64 [experts], real tokens sent to each expert in this step, on this rank.
         row_sources: int64 [T], the dataset of each token of this rank in the row that is computed; None for none.
         source_counts: float64 [datasets, experts], as `counts`, of each dataset.
-        shared_experts_ran: True if this layer's shared experts saw the tokens that are routed next.
-        row: PackedSeqParams of the row that the layer computes, also where it is computed again.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

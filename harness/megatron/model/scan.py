@@ -249,11 +249,7 @@ def _exchange(of_ranks: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def only(part: str, layer: ModuleSpec, *, is_whole: bool) -> ModuleSpec:
-    """Return a layer of attention and an MLP or experts with the part that a letter of `model.layer_pattern` names.
-
-    Args:
-        is_whole: the layer has no other part; otherwise it keeps its MLP or experts.
-    """
+    """Return a layer of attention and an MLP or experts with the part that a letter of `model.layer_pattern` names."""
     parts = layer.submodules
     if part in "-E":
         return replace(

@@ -206,7 +206,6 @@ class CheckpointWriter:
         before_whole: called on rank 0 before a checkpoint gets its name; makes the records of its steps durable.
         on_whole: called on rank 0 with the progress of each checkpoint that is complete.
         hashes: takes the hashes of files while they are written; None for a new one.
-        local: the nodes' own disks, for `start_local`.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -322,26 +322,15 @@ class LocalStore:
             self._listener.close()
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The files of one checkpoint that the disks of a job hold, gathered on rank 0.
-
-    Attributes:
-        holders: ranks by file, one list for each disk that has it in its right size.
-    """
-
-    manifest: dict[str, bytes]
-    files: tuple[StoredFile, ...]
-    holders: dict[str, list[list[int]]]
-
-
 class LocalCopies:
     """The local checkpoints of a run's last attempt, to resume from; every rank takes part in each method."""
 
     def __init__(self, root: str, record: LocalRecord) -> None:
         self._root, self._record = root, record
         self._folder = record.folder(root)
-        self._found: dict[str, _Found] = {}
+        # On rank 0, by name: a part with the manifest, and for each file the ranks of every disk that has it in its
+        # right size.
+        self._found: dict[str, tuple[DiskPart, dict[str, list[list[int]]]]] = {}
         self.notes: list[str] = []
 
     def names(self) -> list[str]:
@@ -363,7 +352,7 @@ class LocalCopies:
                     file.path: [ranks for ranks, part in held if part.sizes.get(file.path) == file.num_bytes]
                     for file in whole.files
                 }
-                self._found[name] = _Found(whole.manifest, whole.files, holders)
+                self._found[name] = whole, holders
             return sorted(names | ({_name(self._record.step)} if self._record.step else set()))
 
         return on_rank_0(merge)
@@ -390,17 +379,17 @@ class LocalCopies:
         return on_rank_0(lambda: self._finish(name, target, tried, problems))
 
     def _missing(self, name: str) -> CheckpointError | None:
-        found, step = self._found.get(name), int(name.removeprefix("step-"))
+        step, (whole, holders) = int(name.removeprefix("step-")), self._found.get(name, (DiskPart({}, {}, ()), {}))
         wrote = f" (written on {', '.join(self._record.hosts)})" if step == self._record.step else ""
         what, fix = "", "if a node that has them is available, cancel this run and resume it there"
         if not self._root:
             what, fix = "trainer.local_checkpoints is not set", "set it to the previous folder to use this checkpoint"
-        elif found is None:
+        elif name not in self._found:
             what = "no node of this job has any of its files"
-        elif not found.files:
+        elif not whole.files:
             what = "its checksums.json and run.json are damaged, or of another run, on every node that has them"
-        elif lost := [file.path for file in found.files if not found.holders.get(file.path)]:
-            what = f"missing or truncated on all nodes: {len(lost)} of {len(found.files)} files: {', '.join(lost[:3])}"
+        elif lost := [file.path for file in whole.files if not holders.get(file.path)]:
+            what = f"missing or truncated on all nodes: {len(lost)} of {len(whole.files)} files: {', '.join(lost[:3])}"
         if not what:
             return None
         return CheckpointError(
@@ -409,11 +398,11 @@ class LocalCopies:
 
     def _assign(self, name: str, tried: dict[str, int]) -> list[list[StoredFile]]:
         """Return for every rank the files that it copies next; `tried` counts the disks tried, -1 once it is copied."""
-        found = self._found[name]
+        whole, holders = self._found[name]
         tasks: list[list[StoredFile]] = [[] for _ in range(torch.distributed.get_world_size())]
         by_disk: dict[tuple[int, ...], list[StoredFile]] = {}
-        for file in found.files:
-            at, disks = tried.get(file.path, 0), found.holders[file.path]
+        for file in whole.files:
+            at, disks = tried.get(file.path, 0), holders[file.path]
             if 0 <= at < len(disks):
                 by_disk.setdefault(tuple(disks[at]), []).append(file)
         for ranks, files in by_disk.items():
@@ -470,7 +459,7 @@ class LocalCopies:
                 fix="an older one is used; check the disks of these nodes",
             )
         try:
-            for file, content in self._found[name].manifest.items():
+            for file, content in self._found[name][0].manifest.items():
                 (target / file).write_bytes(content)
                 sync_path(target / file)
             read_checkpoint(target)

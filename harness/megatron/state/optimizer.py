@@ -153,12 +153,7 @@ def _pieces(sharded: Any) -> list[tuple[int, ShardedTensor]]:
 def _cut(
     piece: ShardedTensor, at: int, key: str, state: torch.Tensor, owned: range, instance: int
 ) -> Iterator[ShardedTensor]:
-    """Yield the boxes of one tensor on disk that a rank owns.
-
-    Args:
-        at: element of the weight at which `piece` begins.
-        state: the elements `owned.start` to `owned.stop` of the weight.
-    """
+    """Yield the boxes of one tensor on disk that a rank owns."""
     prefix = (1,) * piece.prepend_axis_num
     first, last = max(owned.start, at), min(owned.stop, at + math.prod(piece.local_shape))
     for offset, size in boxes(piece.local_shape, first - at, last - at):
