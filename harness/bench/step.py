@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from harness.bench.figures import CPU, BenchReport, Figure, Progress
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.formats import open_dataset, open_writer
 from harness.loader import Loader, LoaderConfig, RankBatch, RankLayout
-from harness.megatron.batch import RowTensors, run_schedule, to_device
+from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.data.feed import Feed
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
@@ -254,8 +255,16 @@ def run_bare(
 
         return output, loss
 
-    size = rows[0].tokens.shape[0]
-    return run_schedule([model], [iter(rows)], forward, count=len(rows), seq_length=seq_length, micro_batch_size=size)
+    reports: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(rows),
+        model=model,
+        num_microbatches=len(rows),
+        seq_length=seq_length,
+        micro_batch_size=rows[0].tokens.shape[0],
+        forward_only=False,
+    )
+    return reports
 
 
 def wait_for(device: torch.device) -> None:

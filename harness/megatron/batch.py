@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from harness.megatron.compat import packed_seq_params
@@ -114,7 +113,6 @@ def to_device(
 
     Args:
         cp_size, cp_rank, cp_group: context-parallel ranks of the row, this one, and where rows differ, their group.
-        mtp_layers: layers that predict further tokens, and need those ahead.
     """
     weights, divisor = loss_weights(row, loss_average)
     weighed = replace(row, loss_mask=weights)
@@ -129,17 +127,16 @@ def to_device(
     # Kernels take a slower path with padded bounds, so these are passed only if they differ.
     is_padded = is_static or not np.array_equal(row.cu_seqlens, row.cu_seqlens_padded)
     cu_seqlens = _copied(row.cu_seqlens, device)
-    cu_seqlens_padded = _copied(row.cu_seqlens_padded, device) if is_padded else None
     # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
-    bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    bounds = _copied(row.cu_seqlens_padded, device) if is_padded else cu_seqlens
     owners, positions = _find_places(bounds, len(row), cp_size=cp_size, cp_rank=cp_rank)
     position_ids = positions
     if not _count_from_bounds(row):
         position_ids = _copied(row.position_ids[keep].astype(np.int32), device).long()
     sources = None
     if row.sources is not None:
-        missing = len(row.cu_seqlens) - 1 - len(row.sources)
-        sources = _copied(np.pad(row.sources, (0, missing)), device)[owners].unsqueeze(0)
+        named = np.pad(row.sources, (0, len(row.cu_seqlens) - 1 - len(row.sources)))
+        sources = _copied(named, device)[owners].unsqueeze(0)
     return RowTensors(
         own.tokens,
         own.labels,
@@ -150,7 +147,7 @@ def to_device(
         _copied(np.asarray(divisor if cp_rank == 0 else 0, np.int32), device),
         packed_seq_params(
             cu_seqlens=cu_seqlens,
-            cu_seqlens_padded=cu_seqlens_padded,
+            cu_seqlens_padded=bounds if is_padded else None,
             max_seqlen=row.max_seqlen,
             cp_group=cp_group,
             positions=positions,
@@ -216,34 +213,6 @@ def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.T
         **padding_argument(chunk, row.padding_mask),
     )
     return output
-
-
-def run_schedule(
-    chunks: Sequence[Any],
-    iterators: Sequence[Any],
-    forward: Callable[..., Any],
-    *,
-    count: int,
-    seq_length: int,
-    micro_batch_size: int = 1,
-    forward_only: bool = False,
-) -> list[Any]:
-    """Run `count` microbatches through the chunks of a model by Megatron's schedule; return the reports of the loss.
-
-    Args:
-        iterators: of each chunk, what `forward` takes its microbatches from.
-    """
-    is_one = len(chunks) == 1
-    reports: list[Any] = get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iterators[0] if is_one else iterators,
-        model=chunks[0] if is_one else chunks,
-        num_microbatches=count,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        forward_only=forward_only,
-    )
-    return reports
 
 
 def sum_loss(

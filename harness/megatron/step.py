@@ -16,12 +16,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from harness.errors import ConfigError
 from harness.loader import RankBatch, RankLayout
 from harness.loader.datasets import Sources
-from harness.megatron.batch import RowsAhead, RowTensors, run_row, run_schedule, sum_loss, to_device
+from harness.megatron.batch import RowsAhead, RowTensors, run_row, sum_loss, to_device
 from harness.megatron.compat import make_ring_stream
 from harness.megatron.drift import check_drift
 from harness.megatron.model.gpt import build_model
@@ -160,6 +161,7 @@ class MegatronStep:
         self.has_experts = self.config.num_moe_experts is not None
         self.mtp_layers: int = self.config.mtp_num_layers or 0
         self.num_layers: int = self.config.num_layers + self.mtp_layers
+        self.forward_backward = get_forward_backward_func()
         self.sources: Sources | None = None
         self._graph: RowGraph | None = None
         if parallel.cuda_graphs:
@@ -284,10 +286,16 @@ class MegatronStep:
             for row, multiple in zip(rows, multiples, strict=True)
         ]
         iterators = [RowsAhead(rows, self.copy_row, self.copies) for _ in self.chunks]
-        size = max(len(row) // row.shared_by for row in rows)
-        return run_schedule(
-            self.chunks, iterators, forward, count=len(rows), seq_length=size, forward_only=forward_only
+        reports: list[Any] = self.forward_backward(
+            forward_step_func=forward,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(rows),
+            seq_length=max(len(row) // row.shared_by for row in rows),
+            micro_batch_size=1,
+            forward_only=forward_only,
         )
+        return reports
 
     def copy_row(self, row: ThdBatch, *, is_static: bool = False) -> RowTensors:
         layout, ranks = self.layout, row.shared_by

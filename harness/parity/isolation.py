@@ -23,12 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
 from harness.loader import RankLayout
-from harness.megatron.batch import RowTensors, run_row, run_schedule, to_device
+from harness.megatron.batch import RowTensors, run_row, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
@@ -235,10 +236,18 @@ class IsolationCheck:
 
             return output, loss
 
-        count = self.parallel.group_size
+        count, is_one = self.parallel.group_size, len(self.chunks) == 1
         iterators = [iter([row] * count) for _ in self.chunks]
         with _observe(self.chunks, values):
-            run_schedule(self.chunks, iterators, forward, count=count, seq_length=len(row))
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iterators[0] if is_one else iterators,
+                model=self.chunks[0] if is_one else self.chunks,
+                num_microbatches=count,
+                seq_length=len(row),
+                micro_batch_size=1,
+                forward_only=False,
+            )
         return [(place, tensor) for place in sorted(values) for tensor in values[place]]
 
 

@@ -61,12 +61,8 @@ class LiveFeed(Feed):
         timeout_s: float = 600.0,
         device: torch.device,
     ) -> None:
-        if tokenizer is not None and config.pack_size > plan.max_tokens_per_row:
-            raise ConfigError(
-                f"packs of {config.pack_size:,} tokens do not fit the {plan.max_tokens_per_row:,} of a row",
-                where="data.live.pack_size",
-                fix=f"set it to {plan.max_tokens_per_row:,} or less, or increase schedule.max_tokens_per_rank",
-            )
+        if tokenizer is not None:
+            _check_size(config.pack_size, plan.max_tokens_per_row)
         self._folders = [LiveFolder(path) for path in config.folders]
         self._is_rank_0 = torch.distributed.get_rank() == 0
         count = len(self._folders)
@@ -214,6 +210,15 @@ class LiveFeed(Feed):
         for mark, status in zip(self._marks, self._statuses, strict=True):
             with suppress(OSError, FormatError):  # the producer reports a full disk, and `check` a store that is gone
                 mark.write(json.dumps({**status, **changed}).encode())
+
+
+def _check_size(pack_size: int, max_tokens_per_row: int) -> None:
+    if pack_size > max_tokens_per_row:
+        raise ConfigError(
+            f"packs of {pack_size:,} tokens do not fit the {max_tokens_per_row:,} of a row",
+            where="data.live.pack_size",
+            fix=f"set it to {max_tokens_per_row:,} or less, or increase schedule.max_tokens_per_rank",
+        )
 
 
 def _without_lost(folder: LiveFolder, position: LivePosition) -> LivePosition:

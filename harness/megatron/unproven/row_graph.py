@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import get_all_rng_states
 
 from harness.errors import ConfigError
-from harness.megatron.batch import RowsAhead, RowTensors, run_row, run_schedule, sum_loss
+from harness.megatron.batch import RowsAhead, RowTensors, run_row, sum_loss
 from harness.thd import ThdBatch
 
 if TYPE_CHECKING:
@@ -80,10 +80,18 @@ class RowGraph:
 
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
         try:
-            (report,) = run_schedule(step.chunks, [None], forward, count=1, seq_length=row.tokens.shape[1])
+            reports: list[torch.Tensor] = step.forward_backward(
+                forward_step_func=forward,
+                data_iterator=None,
+                model=step.chunks[0],
+                num_microbatches=1,
+                seq_length=row.tokens.shape[1],
+                micro_batch_size=1,
+                forward_only=False,
+            )
         finally:
             config.finalize_model_grads_func = finalize
-        return cast(torch.Tensor, report)
+        return reports[0]
 
     def _compute_aside(self, row: RowTensors) -> torch.Tensor:
         """Compute on the stream of the capture, whose kernels and workspaces are then made."""
