@@ -181,7 +181,7 @@ def _count_from_bounds(row: ThdBatch) -> bool:
 def _find_places(bounds: torch.Tensor, total: int, *, cp_size: int, cp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sequence of each token of a rank's slice and its position there, [T / cp], without a wait of the host.
 
-    `bounds` are int32 [S + 1], of padded sequences, and `total` is T.
+    `bounds` are those of padded sequences, and `total` is T.
     """
     held = bounds if cp_size == 1 else bounds // cp_size
     owners = torch.repeat_interleave(held.diff(), output_size=total // cp_size)
@@ -200,10 +200,7 @@ def _copied(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.Tensor:
-    """Run a row through one chunk of the model; return its losses, or logits, or what the next stage gets.
-
-    The routers of experts get the mask of padding, on every stage.
-    """
+    """Run a row through one chunk of the model; return its losses, or logits, or what the next stage gets."""
     output: torch.Tensor = chunk(
         input_ids=row.tokens,
         position_ids=row.position_ids,

@@ -363,10 +363,7 @@ def _from_stack(expert: re.Match[str], layer: str, weights: HfWeights, model: Mo
 
 
 def _tensors_of(end: str, model: ModelConfig) -> tuple[tuple[str, ...], int | None]:
-    """Return the tensors in a layer that a parameter consists of: one, or gate and up; and the dimension of `_TENSORS`.
-
-    Those of `_row_pieces` and of stacked experts are not among them.
-    """
+    """Return the tensors in a layer that a parameter consists of, and which dimension of each ranks divide."""
     known = _TENSORS | _PREDICTING | (_LATENT if model.kv_lora_rank else {})
     if end in known:
         tensor, dim = known[end]
@@ -443,10 +440,7 @@ def hf_tensors(chunk: GPTModel, model: ModelConfig, vocab_size: int) -> Iterator
 
 
 def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Return one whole parameter (tensor parallelism of 1) as Hugging Face tensors by name.
-
-    Of stacked experts it returns the part of one.
-    """
+    """Return one whole parameter (tensor parallelism of 1) as Hugging Face tensors by name, or as a part of a stack."""
     stored = model.traits.stored_name
     return {stored(own): part for own, part in _to_hf(name, tensor, model, vocab_size).items()}
 

@@ -189,7 +189,7 @@ def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepD
     return StepDigests(step, batch.epoch, batch.pack_ids.tolist(), rows, sorted(disagreements))
 
 
-class DigestWriter:
+class DigestWriter(LineFile):
     """Appends to `digests.jsonl` in a run's folder, one line per step.
 
     Args:
@@ -197,12 +197,12 @@ class DigestWriter:
     """
 
     def __init__(self, folder: Path, *, first_step: int = 1, log: Callable[[str], None] = print) -> None:
-        self._folder = folder
-        kept = keep_lines_before(folder / DIGESTS_FILE, first_step)
+        self._folder, path = folder, folder / DIGESTS_FILE
+        kept = keep_lines_before(path, first_step)
         # The first steps may have been trained without digests.
-        if kept and (hole := describe_hole(folder / DIGESTS_FILE, kept, kept[0], first_step)):
+        if kept and (hole := describe_hole(path, kept, kept[0], first_step)):
             log(hole)
-        self._file = LineFile(folder / DIGESTS_FILE, "the digests of the run's data")
+        super().__init__(path, "the digests of the run's data")
 
     def write(self, step: StepDigests) -> None:
         """Append a step, and its arrays, if kept, as `batches/step-NNNNNNNN.npz`; raise HarnessError if that fails."""
@@ -215,14 +215,7 @@ class DigestWriter:
             with os_errors_as(HarnessError, "the batches of the run cannot be written", where=path, fix=ROOM_FIX):
                 path.parent.mkdir(exist_ok=True)
                 write_atomically(path, packed.getvalue())
-        self._file.append(json.dumps(to_json(step)) + "\n")
-
-    def sync(self) -> None:
-        """Make the digests durable."""
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
+        self.append(json.dumps(to_json(step)) + "\n")
 
 
 def to_json(step: StepDigests) -> dict[str, Any]:

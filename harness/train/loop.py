@@ -24,21 +24,11 @@ OWN_VALIDATION = "validation"
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, the same on every rank.
+    """Result of one optimizer step, the same on every rank, under the names of `harness.train.StepMetrics`.
 
     Attributes:
         loss: mean over the global batch, in nats, by `TrainerConfig.loss_average`.
-        grad_norm: before clipping.
         skipped: True if the optimizer refused the step because gradients were not finite.
-        source_losses: mean loss of the trained tokens of each dataset of a blend, by their weights, by name; without
-            those that the step trains no token of.
-        experts: statistics of the routers of a mixture of experts, by the names of `StepMetrics.experts`; empty for a
-            dense model, and a step without a token.
-        source_expert_loads: load of the busiest expert over the mean for the tokens of each dataset of a blend alone,
-            by name; without those that the step has no token of.
-        mtp_losses: mean over the tokens that each layer after the model's own predicts, the nearest first; empty where
-            there are none.
-        mtp_tokens: that these layers trained together.
     """
 
     loss: float

@@ -129,7 +129,7 @@ def step_metrics(
     )
 
 
-class MetricsWriter:
+class MetricsWriter(LineFile):
     """Appends to `metrics.jsonl` in `folder`, and feeds the run's trackers.
 
     A tracker that fails is reported once and never ends the run, which continues without it.
@@ -152,7 +152,7 @@ class MetricsWriter:
             folder.mkdir(parents=True, exist_ok=True)
         if hole := describe_hole(path, keep_lines_before(path, first_step), 1, first_step):
             log(hole)
-        self._file = LineFile(path, "the run's metrics")
+        super().__init__(path, "the run's metrics")
         self._log = log
         self._events: EventFile | None = None
         with self._may_fail("tensorboard"):
@@ -168,20 +168,16 @@ class MetricsWriter:
         values = asdict(metrics)
         # JSON has no NaN; parsers of other languages refuse Python's.
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.append(json.dumps(line) + "\n")
+        self.append(json.dumps(line) + "\n")
         with self._may_fail("tensorboard"):
             if self._events is not None:
                 for step, curves in curves_of(values):
                     self._events.add(curves, step)
         self._report(tracker.problem() for tracker in self._trackers)
 
-    def sync(self) -> None:
-        """Make the metrics durable."""
-        self._file.sync()
-
     def close(self, status: str = "finished") -> None:
         """Close the files, and pass the run's status, `finished` or `stopped`, to the trackers; may take seconds."""
-        self._file.close()
+        super().close()
         with self._may_fail("tensorboard"):
             if self._events is not None:
                 self._events.close()

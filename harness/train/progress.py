@@ -23,8 +23,6 @@ _LOG_STEPS = 20
 class RunProgress:
     """Shows the steps of one run. Use as a context manager.
 
-    Numbers come from `StepMetrics`, which are on the host already: nothing here waits for a device.
-
     Args:
         steps: of the whole run; None where only the end of its data ends it.
     """

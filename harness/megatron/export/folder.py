@@ -258,10 +258,7 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:
-    """Return the config of the initial weights and of their generation, which have more than this project needs.
-
-    Empty where there are none any more.
-    """
+    """Return the config of the initial weights and of their generation; empty where there are none any more."""
     if model.init_from is None:
         return {}
     found = {}

@@ -167,6 +167,5 @@ class Sampler:
         return list(zip(self._prompts, texts, strict=True))
 
     def sync(self) -> None:
-        """Make the answers durable, on the rank that writes them."""
         if self._file is not None:
             self._file.sync()

@@ -129,10 +129,7 @@ def _shards_of(part: Any, weights: dict[str, Any], *, is_float32: bool) -> Itera
 
 
 def _pieces(sharded: Any) -> list[tuple[int, ShardedTensor]]:
-    """Return the tensors on disk that a weight consists of, each with the element of the weight at which it begins.
-
-    A gated feed-forward's first weight is two tensors on disk, for instance.
-    """
+    """Return the tensors on disk that a weight consists of, each with the element of the weight at which it begins."""
     if not isinstance(sharded, ShardedTensorFactory):
         return [(0, sharded)]
     # Without data, so that the parts are views of which only the places matter.
