@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 from harness.checks import NOT_SET, SET, Rule, check_rules, other_than, show_value
 from harness.errors import ConfigError
-from harness.plan.layout import (
-    FP8_BLOCKS,
-    LORA_TARGETS,
-    ON_EVERY_RANK,
-    VOCAB_MULTIPLE,
-    ParallelConfig,
-    sizes_on_rank,
-)
+from harness.plan.layout import FP8_BLOCKS, LORA_TARGETS, ON_EVERY_RANK, VOCAB_MULTIPLE, ParallelConfig, sizes_on_rank
 from harness.plan.stages import balance_stages, read_stages
 
 if TYPE_CHECKING:

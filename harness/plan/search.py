@@ -24,14 +24,7 @@ from harness.plan.layout import ParallelConfig, fp8_rank_multiple
 from harness.plan.memory import ROOM
 from harness.plan.model import ModelConfig
 from harness.plan.model_checks import balanced_layout
-from harness.plan.run_plan import (
-    AssumedPacks,
-    RunPlan,
-    memory_without_data,
-    open_inputs,
-    plan_layout,
-    plan_rows,
-)
+from harness.plan.run_plan import AssumedPacks, RunPlan, memory_without_data, open_inputs, plan_layout, plan_rows
 from harness.plan.settings import RunConfig, SftConfig
 from harness.plan.work import Machine, plan_work
 from harness.printing import count_of

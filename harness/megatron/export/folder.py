@@ -58,12 +58,7 @@ class Exported:
 
 
 def export_checkpoint(
-    source: Path,
-    out: Path,
-    *,
-    adapters_only: bool = False,
-    keep_mtp: bool = False,
-    data_paths: Sequence[str] = (),
+    source: Path, out: Path, *, adapters_only: bool = False, keep_mtp: bool = False, data_paths: Sequence[str] = ()
 ) -> Exported:
     """Write a checkpoint as a folder that serves. Needs memory for one copy of the weights, on the CPU.
 

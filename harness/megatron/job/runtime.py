@@ -199,9 +199,7 @@ def join(
             hybrid_context_parallel=shares_rows and largest_share(dp_size) > 1,
         )
     return place_in_groups(
-        pad_to_multiple=config.pad_to_multiple,
-        group_size=config.group_size,
-        shares_rows=shares_rows,
+        pad_to_multiple=config.pad_to_multiple, group_size=config.group_size, shares_rows=shares_rows
     )
 
 

@@ -165,22 +165,11 @@ def make_feeds(
 ) -> tuple[Feed, dict[str, Feed]]:
     """Return the training batches after `progress`, and per validation set the batches of one pass over it."""
     state = progress.loader if progress is not None else None
-
     cost, hash = sequence_cost(config.model), data.tokenizer_hash if isinstance(data, RunData) else ""
+    make = partial(Loader, schedule=config.schedule, layout=layout, cost=cost, tokenizer=hash)
 
     def feed(reader: PackSource, settings: LoaderConfig, **options: Any) -> Feed:
-        def loader() -> Loader:
-            return Loader(
-                readable(reader, layout),
-                settings,
-                schedule=config.schedule,
-                layout=layout,
-                cost=cost,
-                tokenizer=hash,
-                **options,
-            )
-
-        return Feed(loader, device=ranks.device)
+        return Feed(lambda: make(readable(reader, layout), settings, **options), device=ranks.device)
 
     training: Feed
     if isinstance(data, LiveData):
