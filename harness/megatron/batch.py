@@ -18,25 +18,35 @@ from harness.thd import ThdBatch, context_parallel_indices, loss_weights, tokens
 
 
 @dataclass(frozen=True)
-class RowTensors:
-    """This rank's slice of one row of T padded tokens.
+class TokenTensors:
+    """This rank's slice of the tokens of a row of T padded ones, or of a row of `harness.thd.tokens_ahead`.
 
     Attributes:
-        tokens, labels, position_ids: int64 [1, T / cp].
+        tokens, labels: int64 [1, T / cp].
         loss_mask: float32 [1, T / cp], the weights of `loss_weights`.
         padding_mask: bool [1, T / cp], True at padding.
-        divisor: int32, the row's part of what divides the sum of all losses; 0 on all of its context-parallel ranks but
-            the first.
-        sources: int64 [1, T / cp], number of the dataset that each token is from; None for a row without them.
-        packed_seq_params: boundaries of the whole row, the same on every rank of its context-parallel group; and this
-            rank's slices of the tokens ahead, for layers that predict these.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
-    position_ids: torch.Tensor
     loss_mask: torch.Tensor
     padding_mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RowTensors(TokenTensors):
+    """This rank's slice of one row.
+
+    Attributes:
+        position_ids: int64 [1, T / cp].
+        divisor: int32, the row's part of what divides the sum of all losses; 0 on all of its context-parallel ranks but
+            the first.
+        packed_seq_params: boundaries of the whole row, the same on every rank of its context-parallel group; and this
+            rank's TokenTensors ahead, for layers that predict these.
+        sources: int64 [1, T / cp], number of the dataset that each token is from; None for a row without them.
+    """
+
+    position_ids: torch.Tensor
     divisor: torch.Tensor
     packed_seq_params: PackedSeqParams
     sources: torch.Tensor | None = None
@@ -51,16 +61,6 @@ class RowTensors:
         """Copy a row of the same shape into these tensors."""
         for mine, new in zip(self.all(), other.all(), strict=True):
             mine.copy_(new, non_blocking=True)
-
-
-@dataclass(frozen=True)
-class AheadTensors:
-    """This rank's slice of a row of `harness.thd.tokens_ahead`, each [1, T / cp]."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    padding_mask: torch.Tensor
 
 
 class RowsAhead:
@@ -138,14 +138,11 @@ def to_device(
         named = np.pad(row.sources, (0, len(row.cu_seqlens) - 1 - len(row.sources)))
         sources = _copied(named, device)[owners].unsqueeze(0)
     return RowTensors(
-        own.tokens,
-        own.labels,
-        position_ids.unsqueeze(0),
-        own.loss_mask,
-        own.padding_mask,
+        **vars(own),
+        position_ids=position_ids.unsqueeze(0),
         # Its context-parallel ranks sum the losses of their slices, and count the whole row once.
-        _copied(np.asarray(divisor if cp_rank == 0 else 0, np.int32), device),
-        packed_seq_params(
+        divisor=_copied(np.asarray(divisor if cp_rank == 0 else 0, np.int32), device),
+        packed_seq_params=packed_seq_params(
             cu_seqlens=cu_seqlens,
             cu_seqlens_padded=bounds if is_padded else None,
             max_seqlen=row.max_seqlen,
@@ -154,16 +151,16 @@ def to_device(
             ahead=tuple(ahead),
             is_static=is_static,
         ),
-        sources,
+        sources=sources,
     )
 
 
-def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> AheadTensors:
+def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> TokenTensors:
     def copied(values: npt.NDArray[Any]) -> torch.Tensor:
         return _copied(np.ascontiguousarray(values[keep]), device).unsqueeze(0)
 
     narrow = row.loss_mask.astype(np.uint8)  # exact unless conversations share their weight
-    return AheadTensors(
+    return TokenTensors(
         tokens=copied(row.tokens.astype(np.int32)).long(),
         labels=copied(row.labels.astype(np.int32)).long(),
         loss_mask=copied(narrow if np.array_equal(narrow, row.loss_mask) else row.loss_mask).float(),

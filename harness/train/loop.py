@@ -36,10 +36,10 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     skipped: bool
-    experts: Mapping[str, float] = field(default_factory=dict)
-    source_losses: Mapping[str, float] = field(default_factory=dict)
-    source_expert_loads: Mapping[str, float] = field(default_factory=dict)
-    mtp_losses: tuple[float, ...] = ()
+    experts: dict[str, float] = field(default_factory=dict)
+    source_losses: dict[str, float] = field(default_factory=dict)
+    source_expert_loads: dict[str, float] = field(default_factory=dict)
+    mtp_losses: list[float] = field(default_factory=list)
     mtp_tokens: int = 0
 
 

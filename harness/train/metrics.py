@@ -95,17 +95,14 @@ def step_metrics(
     record: StepRecord, times: Sequence[RankTimes] = (), stragglers: Sequence[Straggler] = ()
 ) -> StepMetrics:
     """Return the metrics of one step, with the times of every rank and those that are slow."""
-    batch, result, evaluations = record.batch, record.result, record.evaluations
+    batch, evaluations = record.batch, record.evaluations
     own = evaluations.get(OWN_VALIDATION)
     return StepMetrics(
+        **{name: value for name, value in vars(record.result).items() if name != "skipped"},
         step=record.step,
         epoch=batch.epoch,
-        loss=result.loss,
         validation_loss=None if own is None else own.loss,
-        learning_rate=result.learning_rate,
-        grad_norm=result.grad_norm,
         tokens=batch.num_tokens,
-        trained_tokens=result.trained_tokens,
         tokens_per_s=batch.num_tokens / record.step_s,
         fill=batch.imbalance.fill,
         num_microbatches=batch.num_microbatches,
@@ -116,11 +113,6 @@ def step_metrics(
         packs_consumed=batch.state.packs_consumed,
         evaluation_losses={name: found.loss for name, found in evaluations.items() if name != OWN_VALIDATION},
         initial_losses={name: evaluation.loss for name, evaluation in record.initial.items()},
-        source_losses=dict(result.source_losses),
-        experts=dict(result.experts),
-        source_expert_loads=dict(result.source_expert_loads),
-        mtp_losses=list(result.mtp_losses),
-        mtp_tokens=result.mtp_tokens,
         evaluation_expert_loads={
             name: found.expert_load for name, found in evaluations.items() if found.expert_load is not None
         },
