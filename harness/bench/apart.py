@@ -29,7 +29,6 @@ def measure_apart(
 
     Args:
         place: `module:function`; it gets `arguments` as text, and returns what JSON has.
-        log: file for their output; None for a temporary one.
 
     Raises:
         HarnessError: the function failed, or took longer; the error has the last line of the output that names one.

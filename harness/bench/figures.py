@@ -73,7 +73,6 @@ class Figure:
     """One measured number.
 
     Attributes:
-        name: unique in its report.
         unit: such as `packs/s`; `x` for a ratio.
         samples: one a round, in `unit`; `value` is their median, but that of a ratio is the ratio of medians. Empty for
             a count.
@@ -110,7 +109,6 @@ class BenchReport:
     """The figures of one bench, in the order in which they were measured.
 
     Attributes:
-        notes: facts that a reader of the figures needs, such as a package that is not installed here.
         command: the command that measured; empty for the command of this process.
         load: load average of the last minute when the bench ended.
         title, about: heading and introduction on the page of all benches.

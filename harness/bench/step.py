@@ -196,14 +196,12 @@ class LoopBench(ExitStack):
 
 
 def flops_of(cost: SequenceCost, lengths: Any) -> float:
-    """Count the FLOPs of training on sequences of these lengths, without padding.
+    """Count the FLOPs of training on sequences of these lengths, without padding and recomputation.
 
-    A sequence of L tokens costs `linear * L + quadratic * L^2` forward (`harness.plan.model.sequence_cost`: 2 FLOPs
-    a weight and token; causal attention counts half of the L x L square), and the backward pass costs twice that:
-    3 * sum over sequences. MFU is this over seconds times the device's peak. Recomputation is not counted.
+    The backward pass costs twice the forward pass, whose cost is that of `harness.plan.model.sequence_cost`. MFU is
+    this over seconds times the device's peak.
     """
-    lengths = lengths.astype(np.float64)
-    return 3.0 * float((cost.linear * lengths + cost.quadratic * lengths**2).sum())
+    return 3.0 * float(cost.of(lengths).sum())
 
 
 def step_flops(cost: SequenceCost, batch: RankBatch) -> float:
@@ -220,11 +218,7 @@ def bare_step(
     updates: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the seconds of a step as a Megatron training script makes it, on tensors that are ready.
-
-    Args:
-        updates: take the optimizer's step; False for forward and backward alone.
-    """
+    """Return the seconds of a step as a Megatron training script makes it, on tensors that are ready."""
     wait_for(device)
     start = clock()
     for chunk in step.chunks:

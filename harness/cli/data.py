@@ -148,8 +148,7 @@ def inspect(
 def verify(
     path: Verified,
     repair: Annotated[
-        bool,
-        typer.Option("--repair-manifest", help="rebuild a lost or damaged manifest and index from intact shards"),
+        bool, typer.Option("--repair-manifest", help="rebuild a lost or damaged manifest and index from intact shards")
     ] = False,
     accept: Annotated[
         bool,

@@ -163,7 +163,6 @@ def plan_layout(settings: Sequence[str], gpus: Sequence[int]) -> tuple[list[str]
     """Return the settings of the fastest layout that fits this machine's GPUs, and the command that plans it.
 
     Args:
-        settings: of the training; a layout among them stays.
         gpus: bytes of each.
     """
     from harness.config import compose_run

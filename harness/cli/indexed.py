@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from harness.indexed.writer import IndexedReport
 
 indexed_app = typer.Typer(
-    help="Megatron's indexed datasets (.bin and .idx) from token shards: no torch, no Megatron.",
-    no_args_is_help=True,
+    help="Megatron's indexed datasets (.bin and .idx) from token shards: no torch, no Megatron.", no_args_is_help=True
 )
 
 Shards = Annotated[list[str], typer.Argument(metavar="SRC...", help="Parquet files, folders or patterns")]

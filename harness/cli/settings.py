@@ -171,7 +171,6 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
     Lists are `[a, b]` or `a,b`, records of a map are `key.name=value`, and `null` empties an optional setting.
 
     Args:
-        command: printed in errors, such as `harness repack`.
         base: values of the settings that are not given; omit for the defaults of the dataclass.
 
     Raises:

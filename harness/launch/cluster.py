@@ -223,8 +223,6 @@ def check_texts(config: Any, section: str, checks: Mapping[str, Callable[[str, s
     """Check every text of a dataclass before it goes into a script.
 
     Args:
-        config: the dataclass; its fields hold texts, lists and maps of texts, and other values, which are not checked.
-        section: what comes before the name of a field in errors.
         checks: check of a field's texts by its name. A field without one holds words of the shell.
 
     Raises:

@@ -37,9 +37,7 @@ class Partition:
     """Nodes of one kind in a partition.
 
     Attributes:
-        time_limit: of a job, as sbatch takes it.
         cores, memory_mb: of a node; memory is that which Slurm may give to jobs.
-        gpus, gpu: number of GPUs of a node, and their name in Slurm.
     """
 
     name: str

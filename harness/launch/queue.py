@@ -47,12 +47,9 @@ class QueuedJob:
     """A job in Slurm's queue.
 
     Attributes:
-        job_id, state: such as `12` and `PENDING`.
         elapsed, time_limit: as squeue prints them, such as `1:23` and `4:00:00`.
-        num_nodes: nodes that it has or asks for.
         starts: time at which it started, or may start; `N/A` if Slurm does not know.
         where: names of its nodes, or why it is pending, in words.
-        command: path of its script.
     """
 
     job_id: str

@@ -22,9 +22,7 @@ class NodePlace:
     """One node of a job.
 
     Attributes:
-        node: its name in Slurm's node lists.
         number: its number, 0 for the first node.
-        num_nodes: number of nodes of the job.
         attempt: identifies one start of one job.
     """
 
@@ -86,7 +84,6 @@ def cores_of_rank(
     """Return the cores of a rank.
 
     Args:
-        local_rank: of `num_ranks` on the node.
         cores: of each NUMA node, threads of a core side by side.
         gpu_nodes: NUMA node of each GPU, of which each rank has the one of its number; empty if that is unknown.
     """

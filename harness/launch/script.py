@@ -30,15 +30,11 @@ class Job:
     """One run of a recipe on a number of nodes.
 
     Attributes:
-        name: name of the job and of its logs.
-        module: module that every rank runs, such as `recipes.sft`.
         overrides: settings of the recipe as on its command line, without the run's folder and `resume`.
         run_dir: absolute path of the run's folder, which the job keeps over requeues.
         workdir: absolute path of the folder to run in.
         data: datasets that every node must be able to read; empty checks none.
         copied: those of them that each node copies to its own disk where `cluster.local_dir` is set.
-        weights: folder of the initial weights, if any.
-        live: folders of live chunks.
         code: digest that the code on the nodes must have; empty for any that is the same on all.
     """
 

@@ -45,12 +45,6 @@ def plan_job(
 ) -> Job:
     """Plan the job that runs a recipe on a cluster.
 
-    Args:
-        module: the recipe, such as `recipes.sft`.
-        arguments: its command line.
-        settings: the composed settings, as plain values.
-        run_dir: folder of a run to resume; omit for a new one.
-
     Raises:
         ConfigError: there is no such run, a container does not show a path, or the settings are planned for another
             number of ranks.
@@ -169,7 +163,6 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
     """Write the script to the run's folder, submit it with sbatch, and return the id of the job.
 
     Args:
-        text: of the script.
         is_private: the script holds values of the environment: only its owner may read it.
 
     Raises:

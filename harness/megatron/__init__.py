@@ -30,7 +30,6 @@ def prepare_process(parallel: ParallelConfig | None = None, *, shares_rows: bool
 
     Args:
         parallel: the layout of a run, which CUDA_DEVICE_MAX_CONNECTIONS is set for unless it is set already.
-        shares_rows: as of `RunConfig`.
     """
     if parallel is not None:
         # The driver reads it once, at the first call of CUDA, which an import may make.

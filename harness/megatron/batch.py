@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,25 +18,35 @@ from harness.thd import ThdBatch, context_parallel_indices, loss_weights, tokens
 
 
 @dataclass(frozen=True)
-class RowTensors:
-    """This rank's slice of one row of T padded tokens.
+class TokenTensors:
+    """This rank's slice of the tokens of a row of T padded ones, or of a row of `harness.thd.tokens_ahead`.
 
     Attributes:
-        tokens, labels, position_ids: int64 [1, T / cp].
+        tokens, labels: int64 [1, T / cp].
         loss_mask: float32 [1, T / cp], the weights of `loss_weights`.
         padding_mask: bool [1, T / cp], True at padding.
-        divisor: int32, the row's part of what divides the sum of all losses; 0 on all of its context-parallel ranks but
-            the first.
-        sources: int64 [1, T / cp], number of the dataset that each token is from; None for a row without them.
-        packed_seq_params: boundaries of the whole row, the same on every rank of its context-parallel group; and this
-            rank's slices of the tokens ahead, for layers that predict these.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
-    position_ids: torch.Tensor
     loss_mask: torch.Tensor
     padding_mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RowTensors(TokenTensors):
+    """This rank's slice of one row.
+
+    Attributes:
+        position_ids: int64 [1, T / cp].
+        divisor: int32, the row's part of what divides the sum of all losses; 0 on all of its context-parallel ranks but
+            the first.
+        packed_seq_params: boundaries of the whole row, the same on every rank of its context-parallel group; and this
+            rank's TokenTensors ahead, for layers that predict these.
+        sources: int64 [1, T / cp], number of the dataset that each token is from; None for a row without them.
+    """
+
+    position_ids: torch.Tensor
     divisor: torch.Tensor
     packed_seq_params: PackedSeqParams
     sources: torch.Tensor | None = None
@@ -53,26 +63,11 @@ class RowTensors:
             mine.copy_(new, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class AheadTensors:
-    """This rank's slice of a row of `harness.thd.tokens_ahead`, each [1, T / cp]."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    padding_mask: torch.Tensor
-
-
-class RowsAhead(Iterator[ThdBatch]):
+class RowsAhead:
     """Rows of a step, each copied to the device while the one before it is computed.
 
     Copies go from pinned memory through a stream of their own, so that neither the host nor the kernels of a row wait
     for those of the next. On a CPU they are made at the same points.
-
-    Args:
-        rows: of one step.
-        copy: makes the tensors of a row.
-        stream: of the copies; None on a CPU.
     """
 
     def __init__(
@@ -80,11 +75,6 @@ class RowsAhead(Iterator[ThdBatch]):
     ) -> None:
         self._rows, self._copy, self._stream = iter(rows), copy, stream
         self._begun: tuple[ThdBatch, RowTensors] | None = None
-
-    def __next__(self) -> ThdBatch:
-        """Return the next row for someone who makes tensors of it by other means."""
-        assert self._begun is None, "a row that is being copied is taken with its tensors"
-        return next(self._rows)
 
     def take(self) -> tuple[ThdBatch, RowTensors]:
         """Return the next row with its tensors, and begin to copy the one after it."""
@@ -123,9 +113,6 @@ def to_device(
 
     Args:
         cp_size, cp_rank, cp_group: context-parallel ranks of the row, this one, and where rows differ, their group.
-        mtp_layers: layers that predict further tokens, and need those ahead.
-        is_static: the row is one of `static_row`.
-        loss_average: one of `LOSS_AVERAGES`.
     """
     weights, divisor = loss_weights(row, loss_average)
     weighed = replace(row, loss_mask=weights)
@@ -140,24 +127,24 @@ def to_device(
     # Kernels take a slower path with padded bounds, so these are passed only if they differ.
     is_padded = is_static or not np.array_equal(row.cu_seqlens, row.cu_seqlens_padded)
     cu_seqlens = _copied(row.cu_seqlens, device)
-    cu_seqlens_padded = _copied(row.cu_seqlens_padded, device) if is_padded else None
     # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
-    bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    bounds = _copied(row.cu_seqlens_padded, device) if is_padded else cu_seqlens
     owners, positions = _find_places(bounds, len(row), cp_size=cp_size, cp_rank=cp_rank)
     position_ids = positions
     if not _count_from_bounds(row):
         position_ids = _copied(row.position_ids[keep].astype(np.int32), device).long()
+    sources = None
+    if row.sources is not None:
+        named = np.pad(row.sources, (0, len(row.cu_seqlens) - 1 - len(row.sources)))
+        sources = _copied(named, device)[owners].unsqueeze(0)
     return RowTensors(
-        own.tokens,
-        own.labels,
-        position_ids.unsqueeze(0),
-        own.loss_mask,
-        own.padding_mask,
+        **vars(own),
+        position_ids=position_ids.unsqueeze(0),
         # Its context-parallel ranks sum the losses of their slices, and count the whole row once.
-        _copied(np.asarray(divisor if cp_rank == 0 else 0, np.int32), device),
-        packed_seq_params(
+        divisor=_copied(np.asarray(divisor if cp_rank == 0 else 0, np.int32), device),
+        packed_seq_params=packed_seq_params(
             cu_seqlens=cu_seqlens,
-            cu_seqlens_padded=cu_seqlens_padded,
+            cu_seqlens_padded=bounds if is_padded else None,
             max_seqlen=row.max_seqlen,
             cp_group=cp_group,
             positions=positions,
@@ -166,23 +153,16 @@ def to_device(
             ahead=tuple(ahead),
             is_static=is_static,
         ),
-        _sources_of(row, owners, device),
+        sources=sources,
     )
 
 
-def _sources_of(row: ThdBatch, owners: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    if row.sources is None:
-        return None
-    missing = len(row.cu_seqlens) - 1 - len(row.sources)
-    return _copied(np.pad(row.sources, (0, missing)), device)[owners].unsqueeze(0)
-
-
-def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> AheadTensors:
+def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> TokenTensors:
     def copied(values: npt.NDArray[Any]) -> torch.Tensor:
         return _copied(np.ascontiguousarray(values[keep]), device).unsqueeze(0)
 
     narrow = row.loss_mask.astype(np.uint8)  # exact unless conversations share their weight
-    return AheadTensors(
+    return TokenTensors(
         tokens=copied(row.tokens.astype(np.int32)).long(),
         labels=copied(row.labels.astype(np.int32)).long(),
         loss_mask=copied(narrow if np.array_equal(narrow, row.loss_mask) else row.loss_mask).float(),
@@ -200,7 +180,7 @@ def _count_from_bounds(row: ThdBatch) -> bool:
 def _find_places(bounds: torch.Tensor, total: int, *, cp_size: int, cp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sequence of each token of a rank's slice and its position there, [T / cp], without a wait of the host.
 
-    `bounds` are int32 [S + 1], of padded sequences, and `total` is T.
+    `bounds` are those of padded sequences, and `total` is T.
     """
     held = bounds if cp_size == 1 else bounds // cp_size
     owners = torch.repeat_interleave(held.diff(), output_size=total // cp_size)
@@ -219,10 +199,7 @@ def _copied(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.Tensor:
-    """Run a row through one chunk of the model; return its losses, or logits, or what the next stage gets.
-
-    The routers of experts get the mask of padding, on every stage.
-    """
+    """Run a row through one chunk of the model; return its losses, or logits, or what the next stage gets."""
     output: torch.Tensor = chunk(
         input_ids=row.tokens,
         position_ids=row.position_ids,

@@ -27,9 +27,7 @@ class Chat:
 
     Args:
         folder: an exported model: weights, config.json and a tokenizer with a chat template.
-        max_tokens: of one answer.
         temperature: 0 always chooses the most likely token.
-        seed: of the sampling at other temperatures.
     """
 
     def __init__(self, folder: Path, *, max_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> None:

@@ -138,7 +138,6 @@ def packed_seq_params(
         cu_seqlens_padded: int32 [S + 1], padded tokens; None if nothing is padded.
         max_seqlen: the longest padded sequence.
         positions: int64 [T / cp], of this rank's tokens in their sequences; with them, a `PackedRow`.
-        of_row: further values of that row.
         cp_group: process group of the row's context-parallel ranks, where rows differ in it.
         is_padded: False for padded bounds that equal the real ones; None where they are given only if they differ.
     """

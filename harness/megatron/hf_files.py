@@ -45,9 +45,6 @@ class HfWeights(ExitStack):
 
     Tensors have the names of a text model whose experts are apart, whatever the files have.
 
-    Attributes:
-        stored_name: as in `harness.plan.families.base.Family`, of each tensor that is read.
-
     Raises:
         FormatError: there are none, or one cannot be opened.
     """

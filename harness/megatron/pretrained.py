@@ -50,12 +50,7 @@ class Pretrained:
         ]
 
     def check_data(self, *, vocab_size: int | None, dataset_tokenizer: str, where: str) -> None:
-        """Raise ConfigError, with both values, if the data has another tokenizer.
-
-        Args:
-            vocab_size: of the data's tokenizer; None if unknown.
-            dataset_tokenizer: its hash; empty if unknown.
-        """
+        """Raise ConfigError, with both values, if the data has another tokenizer."""
         problem = ""
         if vocab_size is not None and vocab_size > self.vocab_size:
             problem = f"the dataset's tokenizer has {vocab_size:,} tokens, and the weights have {self.vocab_size:,}"

@@ -117,7 +117,6 @@ class MegatronStep:
     """Trains and evaluates a model on this rank's rows; its optimizer is by the settings' defaults unless it is given.
 
     Args:
-        layout: from `join`, which comes first.
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
         decay_steps: step at which the learning rate reaches `min_lr`; None, where the settings name none either, for
             a rate that stays at `lr` after the warm-up.
@@ -180,40 +179,39 @@ class MegatronStep:
             chunk.zero_grad_buffer()
         for router in routers(self.chunks):
             router.reset()
-        if self.mtp_layers:
-            reset_predictions(self.chunks)
+        reset_predictions(self.chunks)
         self.optimizer.zero_grad()
         if self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff:
             weigh_tokens(self.chunks, **self._count_tokens(rows))
         if self._graph is not None:
             sums = self._graph.run_rows(rows)
         else:
-            number = 0 if self.sources is None else len(self.sources.names)
-            sums = self._sum(self.run_rows(rows, self.forward_row, forward_only=False), num_sources=number)
+            reports = self.run_rows(rows, self.forward_row, forward_only=False)
+            sums = self._sum(reports, num_sources=len(self.source_names))
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         updated, grad_norm, _zeros = self.optimizer.step()
         if updated:
             self.scheduler.step(increment=1)
         total, divisor, tokens, *of_sources = self._reduce(sums)
-        loads: dict[str, float] = {}
-        if self.sources is not None and self.has_experts:
-            loads = source_loads(self.chunks, self.num_layers, self.sources.names, self.device)
-        mtp_losses: tuple[float, ...] = ()
-        mtp_tokens = 0
-        if self.mtp_layers:
-            mtp_losses, mtp_tokens = predicted_losses(self.chunks, self.mtp_layers, self.device)
+        names = self.source_names if self.has_experts else ()
+        loads = source_loads(self.chunks, self.num_layers, names, self.device)
+        mtp_losses, mtp_tokens = predicted_losses(self.chunks, self.mtp_layers, self.device)
         return StepResult(
             loss=total / max(divisor, 1),
             trained_tokens=int(tokens),
             grad_norm=float(grad_norm) if grad_norm is not None else float("nan"),
             learning_rate=learning_rate,
             skipped=not updated,
-            experts=expert_metrics(self.chunks, self.num_layers, self.device) if self.has_experts else None,
+            experts=expert_metrics(self.chunks, self.num_layers, self.device) if self.has_experts else {},
             source_losses=self._source_losses(of_sources),
             source_expert_loads=loads,
             mtp_losses=mtp_losses,
             mtp_tokens=mtp_tokens,
         )
+
+    @property
+    def source_names(self) -> Sequence[str]:
+        return () if self.sources is None else self.sources.names
 
     def _rows_of(self, batch: RankBatch) -> list[ThdBatch]:
         """Return the rows of a batch, of a blend with the dataset of each sequence."""
@@ -224,10 +222,8 @@ class MegatronStep:
 
     def _source_losses(self, sums: Sequence[float]) -> dict[str, float]:
         """Return the mean loss of each source, from the sums of all sources and then their weights."""
-        if self.sources is None or not sums:
-            return {}
         totals, weights = sums[: len(sums) // 2], sums[len(sums) // 2 :]
-        found = zip(self.sources.names, totals, weights, strict=True)
+        found = zip(self.source_names if sums else (), totals, weights, strict=True)
         return {name: total / weight for name, total, weight in found if weight > 0}
 
     def gather_weights(self) -> None:
@@ -268,8 +264,8 @@ class MegatronStep:
             for batch in batches:
                 sums += self._sum(self.run_rows(batch.rows, self.forward_row))
         total, divisor, tokens = self._reduce(sums)
-        load = expert_metrics(self.chunks, self.num_layers, self.device).load if self.has_experts else 0.0
-        return Evaluation(loss=total / max(divisor, 1), trained_tokens=int(tokens), expert_load=load or None)
+        load = expert_metrics(self.chunks, self.num_layers, self.device).get("load") if self.has_experts else None
+        return Evaluation(loss=total / max(divisor, 1), trained_tokens=int(tokens), expert_load=load)
 
     def _sum(self, reports: list[torch.Tensor], *, num_sources: int = 0) -> torch.Tensor:
         """Return the sum of the reports of rows; zeros on a stage that computes no loss."""
@@ -318,7 +314,7 @@ class MegatronStep:
         """Run the next row through a chunk; return its losses, and the function that sums those of trained tokens."""
         arrays, row = rows.take()
         self.check_tokens(arrays)
-        number = 0 if self.sources is None else len(self.sources.names)
+        number = len(self.source_names)
         if row.sources is not None and self.has_experts:
             show_sources(model, row.sources, number)
         summed = partial(sum_loss, row.loss_mask, row.divisor, sources=row.sources, num_sources=number)
@@ -336,11 +332,13 @@ class MegatronStep:
     def _reduce(self, sums: torch.Tensor) -> list[float]:
         """Return the sums of `sum_loss` over the whole job, which start on the last pipeline stage."""
         torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            torch.distributed.broadcast(
-                sums,
-                src=parallel_state.get_pipeline_model_parallel_last_rank(),
-                group=parallel_state.get_pipeline_model_parallel_group(),
-            )
+        share_last_stage(sums)
         values: list[float] = sums.tolist()
         return values
+
+
+def share_last_stage(values: torch.Tensor) -> None:
+    """Give all stages of a pipeline the values of the last one."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast(values, src=last, group=parallel_state.get_pipeline_model_parallel_group())

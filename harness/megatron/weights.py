@@ -25,44 +25,40 @@ ADAPTER = "_adapter."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _FURTHER_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-# Parameters that are one tensor in Hugging Face weights, by suffix; Transformer Engine has two norms elsewhere.
-_NORMS = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "self_attention.out_norm.weight": "linear_attn.norm.weight",
+# The tensor that a parameter of a layer is, by suffix, and which dimension of it tensor-parallel ranks divide, None for
+# none. Transformer Engine has two norms elsewhere.
+_TENSORS: dict[str, tuple[str, int | None]] = {
+    "input_layernorm.weight": ("input_layernorm.weight", None),
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight", None),
+    "self_attention.in_proj.layer_norm_weight": ("input_layernorm.weight", None),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight", None),
+    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight", None),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight", None),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
+    "self_attention.out_norm.weight": ("linear_attn.norm.weight", None),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
+    "self_attention.linear_proj.bias": ("self_attn.o_proj.bias", None),
+    "self_attention.core_attention.softmax_offset": ("self_attn.sinks", 0),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
+    "mlp.router.bias": ("mlp.router.bias", None),
 }
 _HEAD_NORMS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
-_COLUMNS = {
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+# The same with latent attention.
+_LATENT: dict[str, tuple[str, int | None]] = {
+    "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight", None),
+    "self_attention.linear_kv_down_proj.weight": ("self_attn.kv_a_proj_with_mqa.weight", None),
+    "self_attention.q_layernorm.weight": ("self_attn.q_a_layernorm.weight", None),
+    "self_attention.kv_layernorm.weight": ("self_attn.kv_a_layernorm.weight", None),
+    "self_attention.linear_q_proj.weight": ("self_attn.q_proj.weight", 0),
+    "self_attention.linear_q_up_proj.weight": ("self_attn.q_b_proj.weight", 0),
+    "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight", 0),
 }
-# The same with latent attention; tensor-parallel ranks divide the rows of the second.
-_LATENT = {
-    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
-    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
-    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
-}
-_LATENT_ROWS = {
-    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
-    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
-    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
-}
-# Of families with biases and sinks, and whether tensor-parallel ranks divide the rows.
-_BIASES = {
-    "self_attention.linear_proj.bias": ("self_attn.o_proj.bias", False),
-    "self_attention.core_attention.softmax_offset": ("self_attn.sinks", True),
-}
-# Of a layer that predicts a further token, beside those of its decoder layer, and whether ranks divide the rows.
-_PREDICTING = {
-    "enorm.weight": ("enorm.weight", False),
-    "hnorm.weight": ("hnorm.weight", False),
-    "eh_proj.weight": ("eh_proj.weight", True),
-    "final_layernorm.weight": ("shared_head.norm.weight", False),
+# The same of a layer that predicts a further token, beside those of its decoder layer.
+_PREDICTING: dict[str, tuple[str, int | None]] = {
+    "enorm.weight": ("enorm.weight", None),
+    "hnorm.weight": ("hnorm.weight", None),
+    "eh_proj.weight": ("eh_proj.weight", 0),
+    "final_layernorm.weight": ("shared_head.norm.weight", None),
 }
 # Copies of the model's own that such a layer has in published weights, by the names of these.
 _COPIES = {_EMBEDDING: "embed_tokens.weight", _OUTPUT: "shared_head.head.weight"}
@@ -83,7 +79,6 @@ _DELTA_INPUTS = {
         **{f"in_proj_{name}.weight": slice(place, place + 1) for place, name in ((3, "z"), (4, "b"), (5, "a"))},
     },
 }
-_ROUTER_BIAS = "mlp.router.bias"
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # Of an expert in Megatron, by its number on this rank, and in `global_parameters`, by its number in the layer.
 _LOCAL_EXPERT = re.compile(
@@ -127,8 +122,8 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
     layer: dict[str, tuple[int, ...]] = {**norm, "self_attn.o_proj.weight": (hidden, model.value_size)}
     if model.kv_lora_rank:
         for name, (inputs, outputs) in model.attention_sizes.items():
-            if tensor := (_LATENT | _LATENT_ROWS).get(f"self_attention.{name}.weight"):
-                layer[tensor] = (outputs, inputs)
+            if (end := f"self_attention.{name}.weight") in _LATENT:
+                layer[_LATENT[end][0]] = (outputs, inputs)
         layer["self_attn.kv_a_layernorm.weight"] = (model.kv_lora_rank,)
         if model.q_lora_rank is not None:
             layer["self_attn.q_a_layernorm.weight"] = (model.q_lora_rank,)
@@ -184,11 +179,7 @@ def scan_inputs(model: ModelConfig) -> tuple[str, ...]:
 
 
 def _scan_tensors(end: str, model: ModelConfig) -> dict[str, slice]:
-    """Return the tensors in a layer with a scan that the rows of a parameter are in, and which pieces they have.
-
-    Args:
-        end: its name in the layer's scan; for others the result is empty.
-    """
+    """Return the tensors in a layer with a scan that the rows of a parameter are in, and which pieces they have."""
     if not model.has_delta_rule:
         found = {end: _MAMBA[end]} if end in _MAMBA else {}
     elif end == "in_proj.weight":
@@ -230,7 +221,7 @@ def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     )
     shapes: dict[str, tuple[int, ...]] = {names.router: (model.num_experts, hidden)}
     if names.are_stacked:
-        shapes[_ROUTER_BIAS] = (model.num_experts,)
+        shapes["mlp.router.bias"] = (model.num_experts,)
         for name, inputs, outputs in ((names.gate, hidden, 2 * inner), (names.down, inner, hidden)):
             shapes |= {name: (model.num_experts, inputs, outputs), f"{name}_bias": (model.num_experts, outputs)}
     for number in range(0 if names.are_stacked else model.num_experts):
@@ -347,47 +338,20 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
             target[place : place + count].copy_(weights.rows(layer + tensor, first, first + count))
             place += count
     elif expert is not None and expert_names(model).are_stacked:
-        whole_expert, part = _from_stack(expert, layer, weights, model), shard.of_experts
-        if expert[2] == "1":
-            for half, own in zip(target.chunk(2), whole_expert.chunk(2), strict=True):
-                half.copy_(own[slice(*part.of(own.shape[0]))])
-        else:
-            is_bias = expert[3] == "bias"
-            target.copy_(whole_expert if is_bias else whole_expert[:, slice(*part.of(whole_expert.shape[1]))])
-    elif (whole := _one_tensor(end, model)) is not None:
-        tensor, divided = layer + whole[0], whole[1]
-        target.copy_(weights.rows(tensor, *(shard.of(weights.shape(tensor)[0]) if divided else ())))
-    elif end.startswith("mlp."):
-        tensors = _mlp_tensors(end, model)
-        part = shard.of_experts if expert else shard
-        if end.endswith("linear_fc1.weight"):
-            for half, tensor in zip(target.chunk(len(tensors)), tensors, strict=True):
-                half.copy_(weights.rows(layer + tensor, *part.of(weights.shape(layer + tensor)[0])))
-        elif end.endswith("linear_fc2.weight"):
-            target.copy_(weights.columns(layer + tensors[0], *part.of(weights.shape(layer + tensors[0])[1])))
-        else:
-            target.copy_(weights.rows(layer + tensors[0]))
+        # They have biases, so that no ranks share one.
+        target.copy_(_from_stack(expert, layer, weights, model))
     else:
-        tensor = layer + _columns_of(end, model)
-        target.copy_(weights.columns(tensor, *shard.of(weights.shape(tensor)[1])))
+        tensors, dim = _tensors_of(end, model)
+        part = shard.of_experts if expert else shard
+        for own, tensor in zip(target.chunk(len(tensors)), tensors, strict=True):
+            own.copy_(_read_part(layer + tensor, dim, weights, part))
 
 
-def _columns_of(end: str, model: ModelConfig) -> str:
-    """Return the tensor in a layer that tensor-parallel ranks divide by columns."""
-    return f"{_scan_module(model)}.out_proj.weight" if end == "self_attention.out_proj.weight" else _COLUMNS[end]
-
-
-def _one_tensor(end: str, model: ModelConfig) -> tuple[str, bool] | None:
-    """Return the tensor in a layer that a parameter is, and True if ranks divide its rows; None if it is not one."""
-    if model.kv_lora_rank and end in _LATENT_ROWS:
-        return _LATENT_ROWS[end], True
-    if model.kv_lora_rank and end in _LATENT:
-        return _LATENT[end], False
-    if end in _PREDICTING:
-        return _PREDICTING[end]
-    if end in _NORMS:
-        return _NORMS[end], model.traits.norms_span_heads and end in _HEAD_NORMS
-    return _BIASES.get(end)
+def _read_part(tensor: str, dim: int | None, weights: HfWeights, part: TensorShard) -> torch.Tensor:
+    if dim is None:
+        return weights.rows(tensor)
+    bounds = part.of(weights.shape(tensor)[dim])
+    return weights.rows(tensor, *bounds) if dim == 0 else weights.columns(tensor, *bounds)
 
 
 def _from_stack(expert: re.Match[str], layer: str, weights: HfWeights, model: ModelConfig) -> torch.Tensor:
@@ -398,23 +362,26 @@ def _from_stack(expert: re.Match[str], layer: str, weights: HfWeights, model: Mo
     return torch.cat((own[0::2], own[1::2])) if expert[2] == "1" else own
 
 
-def _mlp_tensors(end: str, model: ModelConfig) -> tuple[str, ...]:
-    """Return the tensors in a layer that a parameter of its MLP consists of: gate and up, or one."""
-    if end in ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight"):
-        return _GATED[-model.halves :] if end == "mlp.linear_fc1.weight" else ("mlp.down_proj.weight",)
+def _tensors_of(end: str, model: ModelConfig) -> tuple[tuple[str, ...], int | None]:
+    """Return the tensors in a layer that a parameter consists of, and which dimension of each ranks divide."""
+    known = _TENSORS | _PREDICTING | (_LATENT if model.kv_lora_rank else {})
+    if end in known:
+        tensor, dim = known[end]
+        return (tensor,), 0 if model.traits.norms_span_heads and end in _HEAD_NORMS else dim
+    if end == "self_attention.out_proj.weight":
+        return (f"{_scan_module(model)}.out_proj.weight",), 1
+    if end == "mlp.linear_fc1.weight":
+        return _GATED[-model.halves :], 0
     names = expert_names(model)
     if (expert := _EXPERT.fullmatch(end)) is not None:
-        number = int(expert[1])
-        pair = names.gate.format(number), names.up.format(number)
-        return pair[-model.halves :] if expert[2] == "1" else (names.down.format(number),)
+        gate, up, down = (name.format(int(expert[1])) for name in (names.gate, names.up, names.down))
+        return ((gate, up)[-model.halves :], 0) if expert[2] == "1" else ((down,), 1)
     if end == "mlp.shared_experts.gate_weight":
-        return (names.shared_gate,)
+        return (names.shared_gate,), None
     if end.startswith("mlp.shared_experts."):
         assert names.shared is not None
-        return names.shared[2 - model.halves : 2] if end.endswith("linear_fc1.weight") else names.shared[2:]
-    if end == "mlp.router.bias":
-        return (_ROUTER_BIAS,)
-    return (names.bias if end == "mlp.router.expert_bias" else names.router,)
+        return (names.shared[2 - model.halves : 2], 0) if end.endswith("linear_fc1.weight") else (names.shared[2:], 1)
+    return (names.bias if end == "mlp.router.expert_bias" else names.router,), None
 
 
 def _row_pieces(end: str, model: ModelConfig, shard: TensorShard) -> list[tuple[str, int, int]]:
@@ -473,10 +440,7 @@ def hf_tensors(chunk: GPTModel, model: ModelConfig, vocab_size: int) -> Iterator
 
 
 def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Return one whole parameter (tensor parallelism of 1) as Hugging Face tensors by name.
-
-    Of stacked experts it returns the part of one.
-    """
+    """Return one whole parameter (tensor parallelism of 1) as Hugging Face tensors by name, or as a part of a stack."""
     stored = model.traits.stored_name
     return {stored(own): part for own, part in _to_hf(name, tensor, model, vocab_size).items()}
 
@@ -496,14 +460,10 @@ def _to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int)
             found.setdefault(layer + other, []).append((first, rows))
         in_order = {other: sorted(parts, key=itemgetter(0)) for other, parts in found.items()}
         return {other: torch.cat([rows for _, rows in parts]) for other, parts in in_order.items()}
-    if (whole := _one_tensor(end, model)) is not None:
-        return {layer + whole[0]: tensor}
     if (expert := _EXPERT.fullmatch(end)) is not None and (names := expert_names(model)).are_stacked:
         stack = (names.gate if expert[2] == "1" else names.down) + ("_bias" if expert[3] == "bias" else "")
         if expert[2] == "1":
             tensor = torch.stack(tensor.chunk(2), dim=1).flatten(0, 1)
         return {layer + stack: tensor.t()}
-    if end.startswith("mlp."):
-        tensors = _mlp_tensors(end, model)
-        return {layer + other: part for other, part in zip(tensors, tensor.chunk(len(tensors)), strict=True)}
-    return {layer + _columns_of(end, model): tensor}
+    tensors, _ = _tensors_of(end, model)
+    return {layer + other: part for other, part in zip(tensors, tensor.chunk(len(tensors)), strict=True)}

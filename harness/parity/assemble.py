@@ -31,11 +31,7 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "pyarrow")
 def cell_result(
     cell: Cell, finished: Mapping[str, Finished], *, folder: Path, known: Mapping[str, Cell], device: str
 ) -> CellResult:
-    """Return the result of a cell that ran, or failed to.
-
-    Args:
-        device: cpu or cuda; bit-identity is required on CPUs alone.
-    """
+    """Return the result of a cell that ran, or failed to."""
     outcome = finished[cell.name]
     recorded = recorded_run(cell.run_folder(folder))
     try:
@@ -144,9 +140,6 @@ def command_line() -> str:
 
 def summarize(folders: Sequence[Path], *, command: str) -> ParityReport:
     """Join the reports of many nodes; cells carry the node's name, and a node without a report is a failed cell.
-
-    Args:
-        folders: a folder for each node, with one or more reports in it or below.
 
     Raises:
         ConfigError: no folder is named.

@@ -35,9 +35,7 @@ class Baseline:
 
     Attributes:
         created: ISO 8601, UTC.
-        environment: of the machine that made it: device, versions, commit.
         tolerances: for later runs; data is always compared exactly.
-        settings: of the run, without its folder.
     """
 
     name: str

@@ -73,12 +73,10 @@ class CheckPlan:
     """Properties of all cells of one check.
 
     Attributes:
-        tolerances: of the cells against the reference.
         from_checkpoint: all cells start from one checkpoint. Where ranks draw their own part of the weights, equal
             seeds give other weights on another layout.
         shares_processes: cells of one number of ranks run one after another in the same processes, because starting
             many processes takes long.
-        program: module of the recipe to run.
         has_reference: the first case is the reference of the others; else each cell is checked by itself.
     """
 
@@ -97,12 +95,9 @@ class Cell:
     """One run of the matrix.
 
     Attributes:
-        name: unique in the matrix.
         reference: name of the cell that it is compared with; None for a reference.
-        settings: all settings of `recipes.sft` but the folder.
         steps: steps that it makes, with those of the cell that it starts from.
         dataset: the data; when it changes, a finished cell is run again.
-        start: name of the cell whose folder it continues.
         is_reported: False for a cell that others only start from.
     """
 
@@ -170,11 +165,9 @@ def plan_check(
     """Return the cells of one check: the cell that the others start from, then the cases in their order.
 
     Args:
-        settings: of `recipes.sft`, for every cell.
         datasets: path by format; "" for cases that name none.
         pythons: interpreter by version; "" for cases that name none.
         steps: of every cell; `steps_before` more, before them, where the check starts from a checkpoint.
-        max_ranks: cases of more ranks are left out.
 
     Raises:
         ConfigError: a malformed case, two cases of one name, or nothing to compare with the reference.

@@ -115,7 +115,6 @@ def _check_values(
     Args:
         read: returns the values of a step, those first that explain most.
         limit: largest relative difference; those named in `exact` are equal.
-        of: what they belong to, for the message.
     """
     difference, largest = None, 0.0
     for expected, actual in pairs:

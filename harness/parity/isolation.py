@@ -88,9 +88,7 @@ class IsolationCheck:
 
     Attributes:
         chunks: from `build_model`; initial weights of a large standard deviation show more.
-        sequences: the documents of the row, two or more.
         pad_to_multiple: each is padded to a multiple of this many tokens.
-        vocab_size: changed tokens stay below it.
     """
 
     chunks: list[DistributedDataParallel]
@@ -139,14 +137,14 @@ class IsolationCheck:
         pairs = zip(before, repeated, strict=True)
         unequal = [place for (place, values), (_, again) in pairs if not torch.equal(values, again)]
         findings = [f"{place}: two equal passes differ, so isolation cannot be shown" for place in unequal]
-        yield "equal passes", _gather(findings)
-        yield "batch", _gather(self._check_fields(prepare))
+        yield "equal passes", _of_all_ranks(findings)
+        yield "batch", _of_all_ranks(self._check_fields(prepare))
         for changed in [*range(len(self.sequences)), PADDING]:
             findings = []
             if (owners == changed).any():
                 after = self._train(self._with_changed(changed), prepare)
                 findings = self._find_leaks(before, after, owners, changed)
-            yield _describe(changed), _gather(findings)
+            yield _describe(changed), _of_all_ranks(findings)
 
     def _owners(self) -> npt.NDArray[np.int64]:
         """Return int64 [T]: the document of each token of the row, or PADDING."""
@@ -257,11 +255,8 @@ def _describe(changed: int) -> str:
     return "padding" if changed == PADDING else f"document {changed}"
 
 
-def _gather(findings: list[str]) -> list[str]:
-    rank = torch.distributed.get_rank()
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, [f"rank {rank}: {finding}" for finding in findings])
-    return [finding for findings_of_rank in gathered for finding in findings_of_rank]
+def _of_all_ranks(findings: list[str]) -> list[str]:
+    return [f"rank {rank}: {finding}" for rank, found in enumerate(runtime.gather(findings)) for finding in found]
 
 
 @contextmanager

@@ -36,7 +36,6 @@ class CurveDifference:
     """One curve of two runs over the steps that have a value in both.
 
     Attributes:
-        curve: loss, grad_norm, or the name of a validation set.
         last: values of both at the last of these steps.
         largest, largest_step: largest relative difference, and the step that has it.
         first: first step whose difference is above the tolerance, with both values; None if there is none, or the
@@ -58,7 +57,6 @@ class RunComparison:
 
     Attributes:
         curves: loss first, then validation sets, then grad_norm, which is not judged.
-        settings: values of both by the names of the settings that differ.
         other_data: first common step that trained on other data, by its counts; None if there is none.
     """
 
@@ -99,9 +97,6 @@ def read_curves(folder: Path) -> RunCurves:
 
 def compare_curves(reference: RunCurves, run: RunCurves, *, tolerance: float) -> RunComparison:
     """Compare a run with another over the steps that both have.
-
-    Args:
-        tolerance: largest relative difference of a loss that still counts as the same.
 
     Raises:
         ConfigError: there is no such step.

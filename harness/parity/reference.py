@@ -46,9 +46,6 @@ _ANY = {
 def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]:
     """Save a small random model of a family, unless `folder` has it; return the settings of a run that begins with it.
 
-    Args:
-        sizes: values of its config.json, beside those that all small models have.
-
     Raises:
         ConfigError: transformers is missing.
     """

@@ -48,11 +48,9 @@ class Finished:
     """Outcome of a cell.
 
     Attributes:
-        fingerprint: digest of everything that the cell depends on.
         reason: why it failed; empty where it made every step.
         seconds: wall time; of cells that share processes, the first one's includes the start.
         peak_memory_bytes: None where it ended before it was measured.
-        was_kept: it ran in an earlier try.
     """
 
     fingerprint: str
@@ -243,12 +241,7 @@ def default_slots() -> int:
 
 
 class CellBatch:
-    """Cells of one number of ranks that run one after another in the same processes; mostly one cell.
-
-    Args:
-        cells: not empty; of one interpreter and program.
-        starts: by name, the cells whose folders these continue.
-    """
+    """Cells of one number of ranks that run one after another in the same processes; mostly one cell."""
 
     def __init__(self, folder: Path, cells: Sequence[Cell], starts: dict[str, Cell]) -> None:
         self.cells = list(cells)

@@ -45,9 +45,6 @@ class TrainableFamily:
 
     Attributes:
         name: `model_type` of its config.json, and value of `model.family`.
-        architecture: its class in transformers.
-        presets: files of configs/model.
-        features: differences from the shape of Llama.
     """
 
     name: str
@@ -61,7 +58,6 @@ class ModelReport:
     """One model, as its config.json describes it.
 
     Attributes:
-        model_type, architecture: of the config.json.
         refusals: each reason why it cannot be trained; empty if it can.
         settings: fields of `ModelConfig` that its weights determine; empty where it is refused.
         parameters, active_parameters: of the model, and of those the ones that one token uses; 0 where it is refused.

@@ -28,7 +28,6 @@ def dispatch_bytes(model: ModelConfig, parallel: ParallelConfig, *, tokens: int,
 
     Args:
         tokens: of a microbatch on one rank; with context parallelism, its slice; as many more as its experts get.
-        is_grouped: the experts' products are grouped.
     """
     if not model.num_experts:
         return 0

@@ -37,8 +37,6 @@ class HfModel:
     """A config.json in the names of `ModelConfig`.
 
     Attributes:
-        settings: fields of `ModelConfig` that the weights determine.
-        vocab_size: rows of the embedding.
         max_positions: the longest sequence that positions are meant for, in tokens.
         mtp_layers: layers after the model's own that predict further tokens (MTP), which `model.mtp_layers` trains.
     """
@@ -180,9 +178,7 @@ def complete_model(
     """Return the fields of `ModelConfig` that the weights determine and that nobody has set.
 
     Args:
-        values: fields as they are composed.
         set_by: where each field was set that somebody has set, such as `model=qwen3_8b`.
-        where: value of `model.init_from`.
 
     Raises:
         ConfigError: a field was set to another value than that of the weights; with both values and its place.

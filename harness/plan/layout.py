@@ -262,12 +262,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         return max_tokens_per_rank * self.context_parallel_size
 
     def check(self, world_size: int, *, global_batch_size: int, max_tokens_per_rank: int) -> None:
-        """Raise ConfigError, with the arithmetic, if the ranks, the batch or the rows do not fit this layout.
-
-        Args:
-            global_batch_size: packs of one step.
-            max_tokens_per_rank: of one microbatch.
-        """
+        """Raise ConfigError, with the arithmetic, if the ranks, the batch or the rows do not fit this layout."""
         if self.ranks not in (None, world_size):
             raise ConfigError(
                 f"the settings are planned for {count_of(self.ranks, 'rank')}, but the job has {world_size}",
@@ -292,6 +287,14 @@ class ParallelConfig(CheckedSettings, section="parallel"):
                 where="schedule.max_tokens_per_rank",
                 fix=f"a multiple of {pad_to_multiple // math.gcd(pad_to_multiple, self.context_parallel_size)}",
             )
+
+
+def sizes_on_rank(name: str, sizes: tuple[int, int], tp: int) -> tuple[int, int]:
+    """Return the inputs and outputs of a linear layer that a tensor-parallel rank has, of those of the whole."""
+    inputs, outputs = sizes
+    if name in ON_EVERY_RANK:
+        return inputs, outputs
+    return (inputs // tp, outputs) if name in DIVIDED_BY_COLUMNS else (inputs, outputs // tp)
 
 
 def uneven_load(parallel: ParallelConfig, expert_load: float) -> float:

@@ -19,14 +19,7 @@ from typing import Any
 
 from harness.plan.dispatch import dispatch_bytes
 from harness.plan.families.base import SCANS, has_scan
-from harness.plan.layout import (
-    DIVIDED_BY_COLUMNS,
-    DTYPE_BYTES,
-    ON_EVERY_RANK,
-    ParallelConfig,
-    padded_vocab_size,
-    uneven_load,
-)
+from harness.plan.layout import DTYPE_BYTES, ParallelConfig, padded_vocab_size, sizes_on_rank, uneven_load
 from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig
 
@@ -96,7 +89,6 @@ class Kernels:
     Attributes:
         engine: layers are those of Transformer Engine.
         swiglu: the gate and its product are one kernel.
-        grouped: the products of a rank's experts are grouped.
         expert_swiglu: so is the gate of experts. No setting chooses this and what follows: other programs have it.
         fp8_weights: bytes of a weight in 8 bits alone: 2, or 1 if it is transposed when needed; 0 for bfloat16 too.
         recomputed: parts of layers that are computed again: `norm`, `activation`, `latent` (projections), dense `mlp`.
@@ -197,10 +189,7 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
 
 
 def _count_attention(model: ModelConfig, tp: int) -> int:
-    weights = sum(
-        inputs * outputs // (1 if name in ON_EVERY_RANK else tp)
-        for name, (inputs, outputs) in model.attention_sizes.items()
-    )
+    weights = sum(math.prod(sizes_on_rank(name, sizes, tp)) for name, sizes in model.attention_sizes.items())
     if model.kv_lora_rank:
         weights += model.kv_lora_rank + (model.q_lora_rank or 0)
     if model.traits.has_qkv_bias:
@@ -225,11 +214,7 @@ def _count_scan(model: ModelConfig, tp: int) -> int:
 
 
 def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, experts_only: bool = False) -> int:
-    """Return the number of adapter weights on a rank of a pipeline stage; they alone are trained.
-
-    Args:
-        experts_only: count those of routed experts alone.
-    """
+    """Return the number of adapter weights on a rank of a pipeline stage; they alone are trained."""
     if not model.lora_rank:
         return 0
     tp, hidden = parallel.tensor_parallel_size, model.hidden_size
@@ -245,12 +230,8 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, 
         return model.lora_rank * routed
     numbers = parts.count("-") * mlp(model.ffn_hidden_size, tp) + routed
     for part in "*" + SCANS:
-        for name, (inputs, outputs) in model.adapted_in(part).items():
-            if name in ON_EVERY_RANK:
-                each = inputs + outputs
-            else:
-                each = inputs // tp + outputs if name in DIVIDED_BY_COLUMNS else inputs + outputs // tp
-            numbers += parts.count(part) * each
+        for name, sizes in model.adapted_in(part).items():
+            numbers += parts.count(part) * sum(sizes_on_rank(name, sizes, tp))
     if model.shared_ffn_hidden_size:
         numbers += parts.count("E") * mlp(model.shared_ffn_hidden_size, tp)
     return model.lora_rank * numbers
@@ -268,8 +249,6 @@ def layer_activation_bytes(
 
     Args:
         parts: of the layer, as letters of `model.layer_pattern`.
-        kernels: fused layers.
-        expert_load: as in `plan_stage_memory`.
     """
     experts = expert_activation_bytes(model, parallel, kernels, expert_load) if "E" in parts else 0.0
     item, tp = DTYPE_BYTES[model.number], parallel.tensor_parallel_size
@@ -516,11 +495,7 @@ def _waiting(sizes: list[float], parallel: ParallelConfig, stage: int, microbatc
 def _loss_bytes(
     model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int, kernels: Kernels, once: float
 ) -> tuple[float, float]:
-    """Return the bytes per token that layers and the loss keep once, and those of the gradient of the logits.
-
-    Args:
-        once: of a layer that is computed again.
-    """
+    """Return the bytes per token that layers and the loss keep once, and those of the gradient of the logits."""
     if stage < parallel.pipeline_parallel_size - 1:
         return once, 0.0
     item, tp, words = DTYPE_BYTES[model.number], parallel.tensor_parallel_size, padded_vocab_size(vocab_size)
@@ -570,9 +545,6 @@ def plan_checkpoint(
 
     The ranks of a data-parallel group share what they have in common evenly, whether the optimizer is distributed or
     not.
-
-    Args:
-        memory: of the fullest rank, which also owns the most.
     """
     item, state = DTYPE_BYTES[model.number], state_bytes(model, optimizer)
     stages = range(parallel.pipeline_parallel_size)

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 from harness.checks import NOT_SET, SET, Rule, check_rules, other_than, show_value
 from harness.errors import ConfigError
-from harness.plan.layout import (
-    DIVIDED_BY_COLUMNS,
-    FP8_BLOCKS,
-    LORA_TARGETS,
-    ON_EVERY_RANK,
-    VOCAB_MULTIPLE,
-    ParallelConfig,
-)
+from harness.plan.layout import FP8_BLOCKS, LORA_TARGETS, ON_EVERY_RANK, VOCAB_MULTIPLE, ParallelConfig, sizes_on_rank
 from harness.plan.stages import balance_stages, read_stages
 
 if TYPE_CHECKING:
@@ -375,7 +368,7 @@ def _check_fp8_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
     sizes = {
         f"the {side} of {name}": size
         for name, both in model.linear_sizes.items()
-        for side, size in _sides(name, both, tp)
+        for side, size in zip(("inputs", "outputs"), sizes_on_rank(name, both, tp), strict=True)
     }
     if model.num_experts:
         sizes["the inner size of an expert"] = model.expert_size // parallel.expert_tensor_parallel_size
@@ -409,12 +402,3 @@ def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             + ("" if model.traits.has_biases else ", or model.lora_targets=[linear_qkv,linear_proj]"),
         )
     _check_multiple("shared_ffn_hidden_size", model.shared_ffn_hidden_size, _TP, tp)
-
-
-def _sides(name: str, sizes: tuple[int, int], tp: int) -> list[tuple[str, int]]:
-    inputs, outputs = sizes
-    if name in ON_EVERY_RANK:
-        return [("inputs", inputs), ("outputs", outputs)]
-    if name in DIVIDED_BY_COLUMNS:
-        return [("inputs", inputs // tp), ("outputs", outputs)]
-    return [("inputs", inputs), ("outputs", outputs // tp)]

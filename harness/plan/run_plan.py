@@ -46,12 +46,7 @@ ASSUMED_VOCABULARY = 131_072
 
 @dataclass(frozen=True)
 class AssumedPacks:
-    """Data that does not exist yet: packs filled with sequences of one length.
-
-    Attributes:
-        packs: their number.
-        pack_size, sequence_tokens: stored tokens.
-    """
+    """Data that does not exist yet: packs filled with sequences of one length."""
 
     packs: int
     pack_size: int
@@ -73,17 +68,11 @@ class RunPlan:
     """Result of `harness plan`.
 
     Attributes:
-        weights: of the whole model.
         active_weights: of them, those without the experts that a token is not sent to.
         work: of an epoch; None if the data is not on this machine, for the reason in `why_no_work`.
         mfu: share of the GPUs' peak in a step; None without `work`.
-        step_s: seconds of a step.
         parts: seconds of a step by purpose; empty if the MFU was given.
         without_engine: memory without Transformer Engine; None where `memory` is that.
-        checkpoint: bytes of one.
-        machine: that the time was planned for.
-        has_local_checkpoints: the run keeps some on the nodes' own disks.
-        notes: what was assumed.
         context: of `compare_context_sizes`; empty where no row is shared.
     """
 
@@ -189,8 +178,6 @@ class Inputs:
     Attributes:
         config: its model has a dtype and a vocabulary size.
         lengths: int64 [sequences], model tokens; None for data that is not here, for the reason in `why_no_work`.
-        num_packs, pack_size: of the data; 0 and None without it.
-        notes: what was assumed.
     """
 
     config: SftConfig
@@ -252,9 +239,7 @@ def plan_run(
 
     Args:
         ranks: None for the settings' own number, or 8.
-        machine: None for H100 nodes.
         mfu: share of the peak that a step reaches; None for an estimate.
-        packs: None for the dataset of the settings.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
 
     Raises:
@@ -295,10 +280,7 @@ def compare_context_sizes(
 
     Args:
         lengths: int64 [sequences], model tokens; a global batch is drawn from them.
-        sequences: of a global batch.
         ranks: data-parallel times context-parallel ranks.
-        max_tokens_per_rank: of one microbatch.
-        cost: of training a sequence.
 
     Returns:
         costs of the busiest rank over that of ranks that divide the whole work evenly and exchange nothing, by the
@@ -351,7 +333,7 @@ def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
 def plan_rows(work: Work, inputs: Inputs, ranks: int) -> Work:
     """Return the work with its microbatches, by what rows hold or by packs where each is a row, and its padding."""
     config, parallel = inputs.config, inputs.config.parallel
-    dp_size, row = parallel.dp_size(ranks), parallel.max_tokens_per_row(config.max_tokens_per_rank)
+    dp_size, row = parallel.dp_size(ranks), config.max_tokens_per_row
     if config.schedule.name == "as_packed":
         packs = min(config.loader.global_batch_size, inputs.num_packs)
         microbatches = count_microbatches(packs, dp_size, parallel.group_size)
@@ -362,7 +344,7 @@ def plan_rows(work: Work, inputs: Inputs, ranks: int) -> Work:
 
 
 def _check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
-    row = config.parallel.max_tokens_per_row(config.max_tokens_per_rank)
+    row = config.max_tokens_per_row
     if config.shares_rows:
         row *= largest_share(config.parallel.dp_size(ranks))
     longest = int(padded_lengths(lengths + 1, config.parallel.pad_to_multiple).max(initial=0))

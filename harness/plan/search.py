@@ -24,14 +24,7 @@ from harness.plan.layout import ParallelConfig, fp8_rank_multiple
 from harness.plan.memory import ROOM
 from harness.plan.model import ModelConfig
 from harness.plan.model_checks import balanced_layout
-from harness.plan.run_plan import (
-    AssumedPacks,
-    RunPlan,
-    memory_without_data,
-    open_inputs,
-    plan_layout,
-    plan_rows,
-)
+from harness.plan.run_plan import AssumedPacks, RunPlan, memory_without_data, open_inputs, plan_layout, plan_rows
 from harness.plan.settings import RunConfig, SftConfig
 from harness.plan.work import Machine, plan_work
 from harness.printing import count_of
@@ -89,8 +82,6 @@ class LayoutSearch:
 
     Attributes:
         fitting: layouts whose memory fits, the shortest step first; of each, the fastest recomputation and rows.
-        smallest: the layout of the least memory.
-        considered: plans that were compared.
     """
 
     fitting: list[Candidate]
@@ -149,9 +140,7 @@ def search_layouts(
     """Plan the run with these settings on every layout of its ranks (8 by default) that they accept.
 
     Args:
-        packs: None for the dataset of the settings.
         gpu_bytes: memory of a GPU; None for any.
-        expert_load: as in `plan_run`.
 
     Raises:
         ConfigError: there is no data to plan for, or no layout divides the model over so many ranks.

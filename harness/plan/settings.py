@@ -389,13 +389,22 @@ class RunConfig(CheckedSettings, ABC):
     def max_tokens_per_rank(self) -> int:
         """Tokens of the largest row on one of its context-parallel ranks."""
 
-    @abstractmethod
+    @property
+    def max_tokens_per_row(self) -> int:
+        """Tokens of the largest row, over its context-parallel ranks."""
+        return self.parallel.max_tokens_per_row(self.max_tokens_per_rank)
+
     def check_layout(self, world_size: int) -> None:
         """Raise ConfigError if this many ranks cannot hold the model, the batch or the rows."""
+        self.model.check(self.parallel)
+        self.parallel.check(
+            world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=self.max_tokens_per_rank
+        )
 
-    @abstractmethod
     def check(self, world_size: int) -> None:
         """Raise ConfigError for everything that can be refused without data, layout included."""
+        self.check_layout(world_size)
+        self.check_dtypes()
 
 
 def check_fp8_rows(fp8: str, parallel: ParallelConfig, max_tokens_per_rank: int) -> None:
@@ -516,10 +525,7 @@ class SftConfig(RunConfig):
         if live.folders and self.parallel.cuda_graphs:
             what = "parallel.cuda_graphs requires the maximum number of sequences in a row, unknown for live data"
             raise ConfigError(what, where="parallel.cuda_graphs, data.live", fix="parallel.cuda_graphs=false")
-        self.model.check(self.parallel)
-        self.parallel.check(
-            world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=self.max_tokens_per_rank
-        )
+        super().check_layout(world_size)
         check_fp8_rows(self.model.fp8, self.parallel, self.max_tokens_per_rank)
         chunks = shared_multiple(self.parallel.pad_to_multiple, 2) // 2
         if self.shares_rows and self.max_tokens_per_rank % chunks:
@@ -536,10 +542,6 @@ class SftConfig(RunConfig):
                 where="data.live.window_sequences",
                 fix="use a larger window or fewer ranks",
             )
-
-    def check(self, world_size: int) -> None:
-        self.check_layout(world_size)
-        self.check_dtypes()
 
 
 _CORPUS = (
@@ -605,15 +607,8 @@ class PretrainConfig(RunConfig):
         per_rank = -(-data.micro_batch_size * data.sequence_length // self.parallel.context_parallel_size)
         return -(-per_rank // multiple) * multiple
 
-    def check_layout(self, world_size: int) -> None:
-        self.model.check(self.parallel)
-        self.parallel.check(
-            world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=self.max_tokens_per_rank
-        )
-
     def check(self, world_size: int) -> None:
-        self.check_layout(world_size)
-        self.check_dtypes()
+        super().check(world_size)
         check_rules(self, _CORPUS)
         data, size = self.data, self.loader.global_batch_size
         dp_size, group = self.parallel.dp_size(world_size), self.parallel.group_size

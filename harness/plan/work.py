@@ -70,7 +70,6 @@ class Machine:
         memory_bytes_per_s: memory bandwidth of a GPU that streaming kernels reach.
         node_bytes_per_s: one-way bandwidth of a GPU to the others of its node that collectives reach.
         fabric_bytes_per_s: the same of a GPU's own network port.
-        ranks: of a node.
         launch_s: of the host, to launch a kernel, with the Python around it; a GPU that is faster waits for it.
         gap_s: between two kernels of a GPU.
         message_s: of a collective or an exchange, however small.
@@ -120,9 +119,7 @@ class Work:
     """Work of one epoch.
 
     Attributes:
-        steps: optimizer steps.
         microbatches: per rank and step, on average.
-        tokens: model tokens of a step, on average.
         linear_flops, attention_flops: of a step's forward pass, all ranks together, without padding.
         padding: share of the tokens of all rows that is padding of `parallel.static_rows`.
     """
@@ -451,7 +448,6 @@ def estimate_step(
     """Return the seconds of one step by purpose, on average over the pipeline's stages.
 
     Args:
-        kernels: fused layers.
         expert_load: as in `plan_memory`; all ranks wait for the busiest.
 
     Returns:

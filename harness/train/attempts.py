@@ -50,7 +50,6 @@ class Stop:
         step: the last completed step, 0 for none.
         reason: `signal` (asked to stop, state saved), `straggler` (a slow node is left out, state saved), `hang`,
             `lost` (the node died with everything on it), or the class of the error.
-        message: for people.
         rank: the rank it is about; None for all or unknown.
         requeue: False if another attempt would fail in the same way.
     """
@@ -69,7 +68,6 @@ class Attempt(Stop):
     Attributes:
         exit_code: of the launcher of its ranks, None if it left none.
         time: of the record, seconds since 1970.
-        job: id of its Slurm job.
         again: IN_JOB or THROUGH_SLURM, None if the run was not started again.
         lost_s: seconds from its newest checkpoint to the resume; None, and absent from the file, until then.
     """
@@ -149,8 +147,6 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, in_job: bool = Fa
     progress, however they ended, there are no more.
 
     Args:
-        exit_code: of the launcher of its ranks.
-        max_same: failures in the same way at the same step.
         in_job: the caller starts the ranks again in the same job, not through Slurm.
 
     Raises:
@@ -198,7 +194,6 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
     """Record, at the start of an attempt of a Slurm job, earlier attempts that its script did not record.
 
     Args:
-        job: the job's id.
         restarts: how often Slurm has restarted it.
         predecessor: the job that this one continues, if it waited for that job's end in the queue.
 

@@ -76,7 +76,6 @@ def write_run_file(
     """Complete a checkpoint: write `run.json`, then `checksums.json` with all files of the folder.
 
     Args:
-        facts: more values for `run.json`.
         hashed: files whose hashes were taken while they were written.
         others: files that are hashed now, from the memory in which the system still keeps them.
     """

@@ -70,8 +70,6 @@ class StepDigests:
     """One optimizer step of the whole job.
 
     Attributes:
-        step: 1 for the first.
-        epoch: from 0.
         packs: ids of the global batch's packs in training order.
         rows: by microbatch, then rank; rows of zero loss left out.
         disagreements: messages about ranks that train one row and had different data.
@@ -101,12 +99,7 @@ class StepDigests:
 def rank_rows(
     batch: RankBatch, *, process: int, dp_rank: int, is_first_stage: bool, is_last_stage: bool, keep: bool = False
 ) -> RankRows:
-    """Return digests of the rows that this process trains.
-
-    Args:
-        process: its rank in the job.
-        keep: keep the arrays too, as copies.
-    """
+    """Return digests of the rows that this process trains."""
     fields = (*(_OF_FIRST_STAGE * is_first_stage), *(_OF_LAST_STAGE * is_last_stage), "position_ids")
     rows = [
         _row_digests(row, sequences, microbatch, dp_rank - dp_rank % row.shared_by, keep=keep)
@@ -196,7 +189,7 @@ def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepD
     return StepDigests(step, batch.epoch, batch.pack_ids.tolist(), rows, sorted(disagreements))
 
 
-class DigestWriter:
+class DigestWriter(LineFile):
     """Appends to `digests.jsonl` in a run's folder, one line per step.
 
     Args:
@@ -204,12 +197,12 @@ class DigestWriter:
     """
 
     def __init__(self, folder: Path, *, first_step: int = 1, log: Callable[[str], None] = print) -> None:
-        self._folder = folder
-        kept = keep_lines_before(folder / DIGESTS_FILE, first_step)
+        self._folder, path = folder, folder / DIGESTS_FILE
+        kept = keep_lines_before(path, first_step)
         # The first steps may have been trained without digests.
-        if kept and (hole := describe_hole(folder / DIGESTS_FILE, kept, kept[0], first_step)):
+        if kept and (hole := describe_hole(path, kept, kept[0], first_step)):
             log(hole)
-        self._file = LineFile(folder / DIGESTS_FILE, "the digests of the run's data")
+        super().__init__(path, "the digests of the run's data")
 
     def write(self, step: StepDigests) -> None:
         """Append a step, and its arrays, if kept, as `batches/step-NNNNNNNN.npz`; raise HarnessError if that fails."""
@@ -222,14 +215,7 @@ class DigestWriter:
             with os_errors_as(HarnessError, "the batches of the run cannot be written", where=path, fix=ROOM_FIX):
                 path.parent.mkdir(exist_ok=True)
                 write_atomically(path, packed.getvalue())
-        self._file.append(json.dumps(to_json(step)) + "\n")
-
-    def sync(self) -> None:
-        """Make the digests durable."""
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
+        self.append(json.dumps(to_json(step)) + "\n")
 
 
 def to_json(step: StepDigests) -> dict[str, Any]:

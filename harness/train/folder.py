@@ -202,10 +202,7 @@ def leave_refusal(folder: Path, error: HarnessError) -> None:
 
 
 def leave_early_stop(folder: Path, stop: Stop) -> bool:
-    """Write why an attempt ended before it began, unless another run is active in the folder.
-
-    Return False if another rank of this attempt has done so.
-    """
+    """Write why an attempt ended before it began, unless another run is active; False if another rank has done so."""
     if not folder.is_dir():
         return True
     running = Marker(folder / _RUNNING)

@@ -33,10 +33,6 @@ class StepLine:
 class LineFile:
     """A file that lines are appended to; each is handed to the system at once.
 
-    Args:
-        path: exists or not.
-        contents: for messages, such as "the run's metrics".
-
     Raises:
         HarnessError: from the constructor and from `append`, the disk refuses. The file then ends before the line.
     """

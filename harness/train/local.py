@@ -68,7 +68,6 @@ class LocalRecord:
         root: `trainer.local_checkpoints` on the node of rank 0.
         run, attempt: of the identity of the attempt that writes them, or wrote them last.
         step: of the newest one that this attempt has written, 0 for none.
-        hosts: nodes that wrote it.
     """
 
     root: str
@@ -87,7 +86,6 @@ class DiskPart:
     """The part of a checkpoint that one disk holds.
 
     Attributes:
-        sizes: bytes of its files, by name.
         manifest: content of `run.json` and `checksums.json`; empty if they are damaged, or of another attempt.
         files: of the whole checkpoint, by `checksums.json`, without the manifest.
     """

@@ -23,48 +23,12 @@ OWN_VALIDATION = "validation"
 
 
 @dataclass(frozen=True)
-class ExpertMetrics:
-    """Statistics of the routers of a mixture of experts over one step; zeros for a dense model.
-
-    Attributes:
-        routed_tokens: real tokens that a layer sent to experts, over all layers.
-        shared_tokens: real tokens that passed shared experts, over all layers.
-        bias_tokens: real tokens that the change of the expert biases counted, over all layers.
-        load: tokens of a layer's busiest expert over the mean, as a mean over layers; 1 is even.
-        worst_load: the same of the most uneven layer.
-        entropy: of a token's scores, in nats, as a mean over layers and tokens.
-        aux_loss: balancing loss without its coefficient, as a mean over layers and tokens; 1 is even.
-        bias: absolute bias of an expert, as a mean over layers.
-    """
-
-    routed_tokens: int = 0
-    shared_tokens: int = 0
-    bias_tokens: int = 0
-    load: float = 0.0
-    worst_load: float = 0.0
-    entropy: float = 0.0
-    aux_loss: float = 0.0
-    bias: float = 0.0
-
-
-@dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, the same on every rank.
+    """Result of one optimizer step, the same on every rank, under the names of `harness.train.StepMetrics`.
 
     Attributes:
         loss: mean over the global batch, in nats, by `TrainerConfig.loss_average`.
-        trained_tokens: of the global batch.
-        grad_norm: before clipping.
-        learning_rate: used by this step.
         skipped: True if the optimizer refused the step because gradients were not finite.
-        experts: None for a dense model.
-        source_losses: mean loss of the trained tokens of each dataset of a blend, by their weights, by name; without
-            those that the step trains no token of.
-        source_expert_loads: load of the busiest expert, as in `ExpertMetrics`, for the tokens of each dataset of a
-            blend alone, by name; without those that the step has no token of.
-        mtp_losses: mean over the tokens that each layer after the model's own predicts, the nearest first; empty where
-            there are none.
-        mtp_tokens: that these layers trained together.
     """
 
     loss: float
@@ -72,10 +36,10 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     skipped: bool
-    experts: ExpertMetrics | None = None
-    source_losses: Mapping[str, float] = field(default_factory=dict)
-    source_expert_loads: Mapping[str, float] = field(default_factory=dict)
-    mtp_losses: tuple[float, ...] = ()
+    experts: dict[str, float] = field(default_factory=dict)
+    source_losses: dict[str, float] = field(default_factory=dict)
+    source_expert_loads: dict[str, float] = field(default_factory=dict)
+    mtp_losses: list[float] = field(default_factory=list)
     mtp_tokens: int = 0
 
 
@@ -98,7 +62,6 @@ class StepRecord:
     """Everything that is recorded of one step.
 
     Attributes:
-        step: 1 for the first.
         step_s: seconds from the end of the previous step to the end of this one, without validation and checkpoint.
         data_wait_s: the part of step_s spent waiting for the loader.
         compute_s, data_s: time in computation and in the loader, without waiting for other ranks.

@@ -38,10 +38,8 @@ class StepMetrics:
         validation_loss: the same over the validation set; None if no validation followed this step.
         learning_rate, grad_norm: of this step; the norm before clipping.
         tokens: model tokens of the global batch, without padding.
-        trained_tokens: tokens with a loss.
         tokens_per_s: tokens / step_s, of the whole job.
         fill: share of the largest rows that holds tokens; with `parallel.static_rows` the rest is padding.
-        num_microbatches: of each rank.
         step_s: wall time of the step, with the wait for data, without validation and checkpoint.
         data_wait_s: wait for the loader on rank 0.
         imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in attention cost;
@@ -51,7 +49,11 @@ class StepMetrics:
         initial_losses: of step 1, losses before it by validation set; `validation` is that of the training data.
         source_losses: mean loss of the trained tokens of each dataset of a blend, by its path; without those that the
             step trains no token of.
-        experts: statistics of a mixture of experts by the names of `ExpertMetrics`; empty for a dense model.
+        experts: statistics of the routers of a mixture of experts; empty for a dense model. `routed_tokens`,
+            `shared_tokens` and `bias_tokens` are real tokens that went to experts, passed shared experts, and were
+            counted for expert biases, over all layers. Means over layers: `load`, tokens of the busiest expert over the
+            mean (`worst_load` is that of the most uneven layer), `entropy` of a token's scores in nats, `aux_loss`
+            without its coefficient, where 1 is even, and the absolute `bias` of an expert.
         source_expert_loads: load of the busiest expert over the mean for the tokens of each dataset of a blend alone,
             by its path; without those that the step has no token of. Empty for a dense model, and without a blend.
         mtp_losses, mtp_tokens: mean loss of each layer that predicts further tokens, the nearest first, and the tokens
@@ -59,7 +61,6 @@ class StepMetrics:
         evaluation_expert_loads: load of the busiest expert over the mean in each validation set, by name; `validation`
             is that of the training data. Empty for a dense model.
         rank_compute_s: time of each rank in computation, without its loader and without waiting for other ranks.
-        stragglers: ranks that hold the others up.
     """
 
     step: int
@@ -94,17 +95,14 @@ def step_metrics(
     record: StepRecord, times: Sequence[RankTimes] = (), stragglers: Sequence[Straggler] = ()
 ) -> StepMetrics:
     """Return the metrics of one step, with the times of every rank and those that are slow."""
-    batch, result, evaluations = record.batch, record.result, record.evaluations
+    batch, evaluations = record.batch, record.evaluations
     own = evaluations.get(OWN_VALIDATION)
     return StepMetrics(
+        **{name: value for name, value in vars(record.result).items() if name != "skipped"},
         step=record.step,
         epoch=batch.epoch,
-        loss=result.loss,
         validation_loss=None if own is None else own.loss,
-        learning_rate=result.learning_rate,
-        grad_norm=result.grad_norm,
         tokens=batch.num_tokens,
-        trained_tokens=result.trained_tokens,
         tokens_per_s=batch.num_tokens / record.step_s,
         fill=batch.imbalance.fill,
         num_microbatches=batch.num_microbatches,
@@ -115,11 +113,6 @@ def step_metrics(
         packs_consumed=batch.state.packs_consumed,
         evaluation_losses={name: found.loss for name, found in evaluations.items() if name != OWN_VALIDATION},
         initial_losses={name: evaluation.loss for name, evaluation in record.initial.items()},
-        source_losses=dict(result.source_losses),
-        experts={} if result.experts is None else asdict(result.experts),
-        source_expert_loads=dict(result.source_expert_loads),
-        mtp_losses=list(result.mtp_losses),
-        mtp_tokens=result.mtp_tokens,
         evaluation_expert_loads={
             name: found.expert_load for name, found in evaluations.items() if found.expert_load is not None
         },
@@ -128,7 +121,7 @@ def step_metrics(
     )
 
 
-class MetricsWriter:
+class MetricsWriter(LineFile):
     """Appends to `metrics.jsonl` in `folder`, and feeds the run's trackers.
 
     A tracker that fails is reported once and never ends the run, which continues without it.
@@ -136,7 +129,6 @@ class MetricsWriter:
     Args:
         first_step: lines of this step and later ones, written after the newest checkpoint by a run that was stopped,
             are removed: these steps are trained again.
-        trackers: names of `harness.plan.settings.TRACKERS`.
     """
 
     def __init__(
@@ -152,7 +144,7 @@ class MetricsWriter:
             folder.mkdir(parents=True, exist_ok=True)
         if hole := describe_hole(path, keep_lines_before(path, first_step), 1, first_step):
             log(hole)
-        self._file = LineFile(path, "the run's metrics")
+        super().__init__(path, "the run's metrics")
         self._log = log
         self._events: EventFile | None = None
         with self._may_fail("tensorboard"):
@@ -168,20 +160,16 @@ class MetricsWriter:
         values = asdict(metrics)
         # JSON has no NaN; parsers of other languages refuse Python's.
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.append(json.dumps(line) + "\n")
+        self.append(json.dumps(line) + "\n")
         with self._may_fail("tensorboard"):
             if self._events is not None:
                 for step, curves in curves_of(values):
                     self._events.add(curves, step)
         self._report(tracker.problem() for tracker in self._trackers)
 
-    def sync(self) -> None:
-        """Make the metrics durable."""
-        self._file.sync()
-
     def close(self, status: str = "finished") -> None:
         """Close the files, and pass the run's status, `finished` or `stopped`, to the trackers; may take seconds."""
-        self._file.close()
+        super().close()
         with self._may_fail("tensorboard"):
             if self._events is not None:
                 self._events.close()
@@ -253,11 +241,7 @@ def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
 
 
 def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> bytes:
-    """Draw the training and validation losses of several runs over the steps; return the PNG.
-
-    Args:
-        runs: steps of each run by its name.
-    """
+    """Draw the training and validation losses of several runs over the steps; return the PNG."""
     figure, axes = _axes(title, "loss (nats per trained token)")
     for number, (run, steps) in enumerate(runs.items()):
         color = f"C{number}"

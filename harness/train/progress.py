@@ -23,12 +23,8 @@ _LOG_STEPS = 20
 class RunProgress:
     """Shows the steps of one run. Use as a context manager.
 
-    Numbers come from `StepMetrics`, which are on the host already: nothing here waits for a device.
-
     Args:
         steps: of the whole run; None where only the end of its data ends it.
-        done: steps that an earlier part of the run has completed.
-        quiet: print nothing (ranks other than 0).
     """
 
     def __init__(self, steps: int | None, *, done: int = 0, quiet: bool = False) -> None:

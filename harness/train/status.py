@@ -28,14 +28,11 @@ class RunStatus:
 
     Attributes:
         steps: number of steps that the run is to make; None if it has not begun, or ends with its data.
-        reported: the report of a finished run is there.
         step, loss: of the newest step; 0 and None before the first.
         step_s: median seconds of the newest steps, None before the first.
         age_s: seconds since that step.
-        checkpoint: step of the newest whole checkpoint, None for none.
         local_checkpoint, local_hosts: step of the newest checkpoint on the nodes' own disks, None for none, and the
             nodes that wrote it.
-        attempts: of every attempt that ended early, in order.
         stopped: message of the last attempt that ended early and has not been continued.
     """
 

@@ -60,7 +60,6 @@ class Straggler:
     """A rank that holds the others up, or the network of all of them.
 
     Attributes:
-        cause: a key of CAUSES.
         ratio: its time without waiting over the median of the others; of a network, exchanges now over before.
         rank: None for a network.
         node: of the rank; empty for a network.
@@ -86,10 +85,8 @@ class StragglerWatch:
     """Watches the times of all ranks; the same calls give the same answers on every rank.
 
     Args:
-        nodes: of each rank.
         stages: pipeline stage of each rank. Those of one stage have the same work, and one alone is not compared.
         ratio: of a slow rank's time over that of the others.
-        steps: consecutive slow steps after which a rank is named.
         on_gpu: a core that idles says nothing about the rank.
     """
 

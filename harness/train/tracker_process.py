@@ -48,12 +48,7 @@ class Service(Protocol):
 
 
 class SentState:
-    """The service's knowledge of the run, kept on disk.
-
-    Attributes:
-        run: the service's id of the run, None if it has none yet.
-        step: the last step sent, 0 for none.
-    """
+    """The service's knowledge of the run, kept on disk."""
 
     def __init__(self, home: Path) -> None:
         self._path = home / "told.json"

@@ -47,11 +47,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 def curves_of(line: Mapping[str, Any]) -> list[tuple[int, dict[str, float]]]:
     """Return the steps that a metrics line has numbers of, with these by curve: its own, and before the first, 0."""
-    names = {
-        name: "validation" if name == OWN_VALIDATION else f"validation/{name}"
-        for name in line.get("initial_losses", {})
+    initial = {
+        "validation/loss" if name == OWN_VALIDATION else f"validation/{name}/loss": loss
+        for name, loss in line.get("initial_losses", {}).items()
     }
-    initial = {f"{names[name]}/loss": loss for name, loss in line.get("initial_losses", {}).items()}
     return [*([(0, initial)] if initial else []), (line["step"], curve_values(line))]
 
 

@@ -49,9 +49,6 @@ def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None 
     """List all problems of a run's folder: settings, metrics, checkpoints, and models exported into it.
 
     Of checkpoints on the nodes' own disks, the files on the disk of this node are checked.
-
-    Args:
-        progress: called with parts checked and parts in total.
     """
     folder = Path(path)
     checkpoints = list_checkpoints(folder / CHECKPOINTS)

@@ -37,14 +37,7 @@ SIZES = {
         packs=96, pack_size=8192, max_tokens_per_rank=8192, global_batch=4, workers=(4,), steps=12, rounds=10
     ),
     "tiny": Sizes(
-        size="tiny",
-        packs=8,
-        pack_size=256,
-        max_tokens_per_rank=256,
-        global_batch=2,
-        workers=(0,),
-        steps=3,
-        rounds=2,
+        size="tiny", packs=8, pack_size=256, max_tokens_per_rank=256, global_batch=2, workers=(0,), steps=3, rounds=2
     ),
 }
 _TINY = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=192, num_attention_heads=4, num_query_groups=2)

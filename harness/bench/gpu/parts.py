@@ -29,19 +29,6 @@ _WITH_ENGINE = ("attention-flash", "attention-fused", "attention-unfused")
 
 
 @dataclass(frozen=True)
-class Part:
-    """One measurement on the ranks of a job.
-
-    Attributes:
-        place: `module:function` in this package; called with sizes, a workspace and the word after the part's name.
-        ranks: processes that it needs; None for one a GPU.
-    """
-
-    place: str
-    ranks: int | None = 1
-
-
-@dataclass(frozen=True)
 class PartResult:
     """The file of a part: its report, or the reason why there is none; `machine` is as `describe_gpus` has it."""
 
@@ -56,16 +43,18 @@ class PartResult:
 
 
 # The attention and the scans of a model against plain ones, the losses of layouts against those of one rank, a model's
-# loop against a bare one, packed chats against dense sequences, and checkpoints in the background.
-PARTS = {
-    "environment": Part("environment:measure_environment"),
-    "links": Part("environment:measure_links", ranks=None),
-    **{f"attention-{name}": Part("attention:measure_attention") for name in ("torch", "flash", "fused", "unfused")},
-    **{f"scan-{name}": Part("attention:measure_attention") for name in ("mamba2", "delta")},
-    **{f"layouts-{ranks}": Part("layouts:measure_layouts", ranks=ranks) for ranks in (1, 2, 4, 8)},
-    **{f"step-{shape}": Part("training:measure_step", ranks=None) for shape in ("1b", "8b")},
-    "packed-8b": Part("training:measure_packed"),
-    "checkpoint": Part("training:measure_checkpoint", ranks=None),
+# loop against a bare one, packed chats against dense sequences, and checkpoints in the background. Each has the place
+# of its function in this package, which gets sizes, a workspace and the word after the part's name, and the processes
+# that it needs, None for one a GPU.
+PARTS: dict[str, tuple[str, int | None]] = {
+    "environment": ("environment:measure_environment", 1),
+    "links": ("environment:measure_links", None),
+    **{f"attention-{name}": ("attention:measure_attention", 1) for name in ("torch", "flash", "fused", "unfused")},
+    **{f"scan-{name}": ("attention:measure_attention", 1) for name in ("mamba2", "delta")},
+    **{f"layouts-{ranks}": ("layouts:measure_layouts", ranks) for ranks in (1, 2, 4, 8)},
+    **{f"step-{shape}": ("training:measure_step", None) for shape in ("1b", "8b")},
+    "packed-8b": ("training:measure_packed", 1),
+    "checkpoint": ("training:measure_checkpoint", None),
 }
 
 
@@ -139,7 +128,7 @@ def _check_same(results: Mapping[str, dict[str, Any]], machine: dict[str, Any], 
 def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> dict[str, Any]:
     gpus = len(machine["gpus"])
     there = sizes.ranks or gpus or 2
-    ranks = PARTS[name].ranks or there
+    ranks = PARTS[name][1] or there
     of = {"part": name, "status": MISSING, "reason": "", "machine": dict(machine)}
     of |= {"host": socket.gethostname(), "size": sizes.size}
     if name in _WITH_ENGINE and machine["engine_missing"]:
@@ -172,8 +161,8 @@ def run_part(name: str, size: str, device: str, folder: str) -> dict[str, Any]:
     from harness.bench.gpu.environment import SIZES
 
     sizes, workspace = replace(SIZES[size], device=device), Workspace(Path(folder), keep=True)
-    word = name.partition("-")[2]
-    report: BenchReport = load(f"{__package__}.{PARTS[name].place}")(sizes, workspace, word)
+    (place, _), word = PARTS[name], name.partition("-")[2]
+    report: BenchReport = load(f"{__package__}.{place}")(sizes, workspace, word)
     return report.to_dict()
 
 

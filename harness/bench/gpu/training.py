@@ -141,17 +141,13 @@ def _dense(row: ThdBatch, count: int, length: int, device: torch.device) -> RowT
         return torch.from_numpy(np.ascontiguousarray(values[: count * length].reshape(count, length))).to(device)
 
     positions = np.tile(np.arange(length, dtype=np.int64), count)
-    fields = (row.tokens, row.labels, positions, row.loss_mask, row.padding_mask)
-    tokens, labels, position_ids, loss_mask, padding_mask = map(grid, fields)
-    return RowTensors(tokens, labels, position_ids, loss_mask, padding_mask, loss_mask.sum().to(torch.int), None)
+    fields = (row.tokens, row.labels, row.loss_mask, row.padding_mask, positions)
+    tokens, labels, loss_mask, padding_mask, position_ids = map(grid, fields)
+    return RowTensors(tokens, labels, loss_mask, padding_mask, position_ids, loss_mask.sum().to(torch.int), None)
 
 
 class SavingRank:
-    """Saves of one rank in the background, each with the seconds that training waits and that one copy takes.
-
-    Args:
-        job: of this process; every rank of it makes one.
-    """
+    """Saves of one rank in the background, each with the seconds that training waits and that one copy takes."""
 
     def __init__(self, step: MegatronStep, folder: Path, job: Any) -> None:
         self._device = job.device

@@ -260,10 +260,7 @@ def read_inodes(folder: Path) -> dict[str, Any]:
 
 
 def read_rate(path: str) -> dict[str, Any]:
-    """Return the rate in MiB/s at which the largest file of a dataset or model is read from its file system.
-
-    Empty if the path is not on a disk, or its files are small.
-    """
+    """Return the rate in MiB/s at which the largest file of a dataset or model is read; nothing of small files."""
     place = Path(path)
     files = [place] if place.is_file() else [file for file in place.rglob("*") if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size, default=None)

@@ -114,12 +114,8 @@ def judge_nodes(
 
     Args:
         lines: the JSON lines of `run_checks`; other lines, of whatever else writes there, are skipped.
-        nodes: the nodes of the job, the first one first.
-        limits: the requirements on every node.
-        gpus: of a node.
         code: digest that the code of every node must have; empty for any.
         srun: errors of the srun that ran the step, which tell why a node has not answered.
-        tasks_per_node: of that step.
     """
     answers = _read(lines)
     causes, was_stopped = read_srun(srun, [node for node in nodes for _ in range(tasks_per_node)])

@@ -99,14 +99,7 @@ class _Sources:
     """A stand-in for the dataset class of Megatron's builder: GPTDataset for corpora, PackDataset for packs.
 
     Args:
-        packs: the sources that are packed SFT datasets.
         fetch: copies built indices from where they are shared; None where they are not.
-
-    Attributes:
-        opened: low-level datasets by path.
-        facts: that identify each, by path.
-        built: mid-level ones by path and split.
-        is_mixed: one blend has both corpora and packs.
     """
 
     __name__ = "GPTDataset"
@@ -193,8 +186,6 @@ def open_corpus(
 
     Args:
         sizes: samples of training, validation and test; None for all of them, once.
-        packs: from `find_packs`.
-        reads: this rank needs the datasets; the others get None.
 
     Raises:
         HarnessError: on every rank: sources are missing or damaged, or Megatron-Core refuses the settings.
@@ -222,12 +213,7 @@ def build_corpus(
     finds_built: bool = False,
     fetch: Fetch | None = None,
 ) -> Corpus:
-    """Do the same as `open_corpus` in this process alone.
-
-    Args:
-        finds_built: the indices exist, so that others may read them meanwhile.
-        fetch: from `SharedIndices.run`, where the indices are shared.
-    """
+    """Do the same as `open_corpus` in this process alone."""
     blends = config.sources()
     sources = _Sources(config, packs, fetch)
     as_a_lone_process = mock.patch.multiple(torch.distributed, is_initialized=lambda: False, get_rank=lambda *group: 0)

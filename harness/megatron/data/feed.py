@@ -92,7 +92,6 @@ class Feed:
     """The batches of a loader on every rank that trains the same rows, in step with all ranks of the job.
 
     Args:
-        make: opens the loader; called where this rank reads.
         device: of the exchange between all ranks; batches stay numpy arrays.
         copy: the rank that reads for this one, and the gloo group that gets its batches, None for a rank alone; without
             it, those of the tensor-parallel group.

@@ -42,10 +42,6 @@ class LiveFeed(Feed):
     """The batches of a stream of live chunks, in step with all other ranks of the job.
 
     Args:
-        plan: the division of a step into rows, with the place of this rank.
-        tokenizer: for chunks of conversations.
-        state: position to resume from; None begins with the first chunk.
-        allow_other_data: resume although the stream or the tokenizer differs from that of the checkpoint.
         timeout_s: the longest wait for a rank that does not answer.
 
     Raises:
@@ -271,8 +267,7 @@ def _groups(dp_rank: int, timeout_s: float) -> tuple[tuple[int, Any], Any]:
     if torch.distributed.get_world_size() == 1:
         return (0, None), None
     timeout = timedelta(seconds=timeout_s)
-    places: list[int] = [0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(places, dp_rank)
+    places = runtime.gather(dp_rank)
     copies = {place: [rank for rank, other in enumerate(places) if other == place] for place in sorted(set(places))}
     # Every rank takes part in the making of every group; all places have the same number of ranks.
     reading = [ranks[0] for ranks in copies.values()]

@@ -89,11 +89,6 @@ class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
     Samples are cut from the documents, and indexed, as Megatron does. Then samples are shuffled within windows that
     hold as many tokens as a window of documents. Every epoch has an order of its own, which depends on the seed, the
     documents and the two sizes alone: with more samples the earlier ones stay the same.
-
-    Args:
-        dataset, path, indices, num_samples, split, config: those of GPTDataset.
-        block_documents: neighboring documents of a block.
-        window_blocks: blocks that documents are mixed across.
     """
 
     def __init__(
@@ -180,7 +175,6 @@ class SampleReader:
     Number i of a row is sample `start + (microbatch * dp_size + dp_rank) * micro_batch_size + i`, as in Megatron-LM.
 
     Attributes:
-        sequence_length, micro_batch_size: as in CorpusConfig.
         boundary: the token after which attention starts again; None for none.
     """
 
@@ -288,7 +282,6 @@ class SampleLoader(BatchStream[RawBatch]):
     """Global batches of samples in Megatron's order, from a state on to the last sample.
 
     Args:
-        reader: sent to workers.
         num_samples: end of the batches; the last one may be ragged.
         start: of the run; its `packs_consumed` are samples.
     """

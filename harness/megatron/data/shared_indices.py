@@ -83,12 +83,6 @@ def shared_kind(kind: type, fetch: Fetch | None) -> Any:
 class SharedIndices:
     """The indices at a URI, and copies of those that this machine needs.
 
-    Args:
-        uri: of a prefix in a bucket.
-
-    Attributes:
-        folder: of the copies, in the local cache.
-
     Raises:
         ConfigError: the URI is malformed, or of object storage without conditional requests.
     """

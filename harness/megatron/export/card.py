@@ -48,8 +48,6 @@ def model_card(
 
     Args:
         checkpoint: that was exported; the metrics of its run lie two folders above it.
-        tokens: None if the tokenizer is not part of the folder.
-        is_adapter: the folder has LoRA matrices alone.
     """
     document = json.loads((checkpoint / RUN_FILE).read_text())
     run = checkpoint.resolve().parents[1]
@@ -118,12 +116,7 @@ def _mask(facts: Mapping[str, str]) -> str:
 
 
 def run_facts(document: Mapping[str, Any], settings: Mapping[str, Any], steps: list[StepMetrics]) -> dict[str, str]:
-    """Return the facts of the run, by name.
-
-    Args:
-        document: the checkpoint's run.json.
-        steps: up to the checkpoint's; earlier ones may be missing.
-    """
+    """Return the facts of the run, by name."""
     model, parallel, optimizer = settings["model"], settings["parallel"], settings["optimizer"]
     shape = (
         f"{model['family']}, {model['num_layers']} layers of {model['hidden_size']}, "

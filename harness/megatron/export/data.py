@@ -38,13 +38,10 @@ class TrainedData:
     """Data of a run, as far as it is on this machine.
 
     Attributes:
-        names: paths, as the run's settings have them.
-        manifests: of the datasets that were read, by path.
         tokenizer: folder or hub id; empty if there is none that is known to be the right one.
         template: a file or name that replaces the tokenizer's own template.
         live_mask: how the conversations of live chunks were masked; empty for other data.
         eod: id of the token that ends a document of a pretraining corpus.
-        missing: sentences about what was not found.
     """
 
     names: list[str]
@@ -181,9 +178,6 @@ class SpecialTokens:
 
 def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> SpecialTokens | None:
     """Write the tokenizer of the data with its chat template; None, with a reason in `found.missing`, if that fails.
-
-    Args:
-        vocab_size: of the model, which has no row for a token beyond.
 
     Raises:
         ConfigError: the data records an end token that the tokenizer does not have.

@@ -46,13 +46,7 @@ CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """Summary of an export.
-
-    Attributes:
-        end_tokens: texts of the tokens that end an answer.
-        pad_token: text of the token that fills a batch; None if there is none.
-        missing: sentences about what could not be written, and why.
-    """
+    """Summary of an export."""
 
     step: int
     num_weights: int
@@ -64,12 +58,7 @@ class Exported:
 
 
 def export_checkpoint(
-    source: Path,
-    out: Path,
-    *,
-    adapters_only: bool = False,
-    keep_mtp: bool = False,
-    data_paths: Sequence[str] = (),
+    source: Path, out: Path, *, adapters_only: bool = False, keep_mtp: bool = False, data_paths: Sequence[str] = ()
 ) -> Exported:
     """Write a checkpoint as a folder that serves. Needs memory for one copy of the weights, on the CPU.
 
@@ -80,7 +69,6 @@ def export_checkpoint(
     Args:
         source: a run's folder (its newest whole checkpoint), or one of its checkpoints.
         out: a folder that does not exist yet, or is empty.
-        adapters_only: write the LoRA adapters alone, in PEFT's layout.
         keep_mtp: write the layers that predict further tokens (MTP) too, as the initial weights have them: they were
             not trained, and a server that drafts with them accepts fewer of their tokens.
         data_paths: where the run's data is now, in the order of its settings; empty for where it was.
@@ -265,10 +253,7 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:
-    """Return the config of the initial weights and of their generation, which have more than this project needs.
-
-    Empty where there are none any more.
-    """
+    """Return the config of the initial weights and of their generation; empty where there are none any more."""
     if model.init_from is None:
         return {}
     found = {}
@@ -318,11 +303,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
 
 
 def _mtp_layers(model: ModelConfig, where: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator over the tensors of MTP layers in the initial weights, by name.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Return an iterator over the tensors of MTP layers in the initial weights, by name."""
     folder = None if model.init_from is None else find_weights(model.init_from)
     count = 0 if folder is None else read_hf_config(folder).mtp_layers
     layers = tuple(f"model.layers.{model.num_layers + number}." for number in range(count))

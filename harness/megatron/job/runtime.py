@@ -94,7 +94,6 @@ def start(
     Backends are NCCL on GPUs and gloo on CPUs. A process that was not started by a launcher is a job of one rank.
 
     Args:
-        timeout_s: of a collective.
         meet_timeout_s: wait for missing ranks at the start; None for `timeout_s`.
         deterministic: take only kernels that give the same bits each time, until the job ends.
 
@@ -200,9 +199,7 @@ def join(
             hybrid_context_parallel=shares_rows and largest_share(dp_size) > 1,
         )
     return place_in_groups(
-        pad_to_multiple=config.pad_to_multiple,
-        group_size=config.group_size,
-        shares_rows=shares_rows,
+        pad_to_multiple=config.pad_to_multiple, group_size=config.group_size, shares_rows=shares_rows
     )
 
 
@@ -341,6 +338,15 @@ def gather_on_rank_0(value: T) -> list[T]:
     gathered: list[Any] | None = [None] * size if rank == 0 else None
     torch.distributed.gather_object(value, gathered, dst=0)
     return gathered or []
+
+
+def gather(value: T) -> list[T]:
+    """Return every rank's `value` in order, on every rank."""
+    gathered = [value] * place_among_ranks()[1]
+    if len(gathered) > 1:
+        with waiting():
+            torch.distributed.all_gather_object(gathered, value)
+    return gathered
 
 
 class _CudaMeansCpu(TorchFunctionMode):

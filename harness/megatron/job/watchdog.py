@@ -108,9 +108,7 @@ class Beat:
     """State that a rank publishes.
 
     Attributes:
-        count: grows with every beat.
         step: the current step, 1 for the first.
-        activity: such as "training" or "reading data".
         idle_s: seconds without progress.
     """
 

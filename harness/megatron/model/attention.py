@@ -205,8 +205,6 @@ class RMSNorm(torch.nn.Module):
 
     Args:
         config: reads `sequence_parallel`, `params_dtype` and `layernorm_zero_centered_gamma`: weights relative to 1.
-        hidden_size: size of the last dimension.
-        eps: added to the mean square.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
@@ -233,12 +231,7 @@ class LatentNorm(RMSNorm):
 
 
 class JointQueryNorm(_Divided):
-    """Root-mean-square norm of the queries of all heads together, which tensor-parallel ranks share.
-
-    Args:
-        hidden_size: size of a head.
-        eps: added to the mean square.
-    """
+    """Root-mean-square norm of the queries of all heads together, which tensor-parallel ranks share."""
 
     heads = "num_attention_heads"
 

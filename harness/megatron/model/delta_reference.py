@@ -38,7 +38,6 @@ def chunk_gated_delta_rule(
         q, k: [1, T, heads, key_dim].
         v: [1, T, heads, value_dim].
         g, beta: [1, T, heads], the logarithm of the decay, and the rate at which a value replaces that of its key.
-        use_qk_l2norm_in_kernel: divide queries and keys by their lengths.
         cu_seqlens: int64 [documents + 1], bounds of the documents.
 
     Returns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass
 
 import torch
 
@@ -17,25 +16,8 @@ _ADDING_KERNEL, _ENGINE = "fused_weight_gradient_mlp_cuda", "transformer_engine"
 _PACKAGES = {"fuse_weight_gradient": _ADDING_KERNEL, "fuse_permutation": _ENGINE}
 
 
-@dataclass(frozen=True)
-class Fusions:
-    """Fused operations of a model on a device.
-
-    Attributes:
-        swiglu: the gate and its product.
-        cross_entropy: the loss over a divided vocabulary, without a second copy of the logits in float32.
-        weight_gradient: a weight's gradient is added to its buffer where it is computed.
-        permutation: tokens are sorted by their experts without a wait of the host.
-    """
-
-    swiglu: bool
-    cross_entropy: bool
-    weight_gradient: bool
-    permutation: bool
-
-
-def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
-    """Return the fusions of a model: what is `on`, and on a GPU what is `auto` and there.
+def choose_fusions(model: ModelConfig, device: torch.device) -> dict[str, bool]:
+    """Return Megatron's settings of the fusions of a model: what is `on`, and on a GPU what is `auto` and there.
 
     Raises:
         ConfigError: one that is `on` cannot be had.
@@ -57,13 +39,18 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> Fusions:
             where="model.fuse_cross_entropy, model.dtype",
             fix="model.fuse_cross_entropy=auto, or model.dtype=bfloat16",
         )
-    return Fusions(
-        swiglu=_is_on(model.fuse_swiglu, is_gpu) and model.halves == 2,
-        # Megatron's fused loss rounds the gradients of the logits to bfloat16.
-        cross_entropy=_is_on(model.fuse_cross_entropy, is_gpu) and not deterministic and model.dtype == "bfloat16",
-        weight_gradient=_is_on(model.fuse_weight_gradient, is_gpu) and not _why_not(_ADDING_KERNEL, device),
-        permutation=_is_on(model.fuse_permutation, is_gpu) and not _why_not(_ENGINE, device),
-    )
+    # Megatron's fused loss saves a second copy of the logits in float32, and rounds their gradients to bfloat16.
+    fuses_loss = _is_on(model.fuse_cross_entropy, is_gpu) and not deterministic and model.dtype == "bfloat16"
+    return {
+        "bias_activation_fusion": _is_on(model.fuse_swiglu, is_gpu) and model.halves == 2,
+        "cross_entropy_loss_fusion": fuses_loss,
+        "gradient_accumulation_fusion": _is_on(model.fuse_weight_gradient, is_gpu)
+        and not _why_not(_ADDING_KERNEL, device),
+        # Without it, the host waits in every layer for the numbers of tokens by expert.
+        "moe_permute_fusion": bool(model.num_experts)
+        and _is_on(model.fuse_permutation, is_gpu)
+        and not _why_not(_ENGINE, device),
+    }
 
 
 def slow_parts(

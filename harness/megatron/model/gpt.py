@@ -109,8 +109,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         **_division(model, parallel, device),
         **_experts(model, parallel, device),
         **_latents(model),
-        **_scans(model),
-        **_layers_with_experts(model),
+        **_layer_kinds(model),
         **_fp8(model, parallel, device),
         mtp_num_layers=model.mtp_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss,
@@ -163,17 +162,16 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
 
 def _kernel_settings(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
     fusions = choose_fusions(model, device)
-    activation = (quick_gelu if fusions.swiglu else _clamped_gate) if model.traits.swiglu_limit else functional.silu
+    gate = quick_gelu if fusions["bias_activation_fusion"] else _clamped_gate
+    activation = gate if model.traits.swiglu_limit else functional.silu
     return {
+        **fusions,
         "activation_func": activation if model.halves == 2 else squared_relu,
         "activation_func_clamp_value": model.traits.swiglu_limit or None,
         "glu_linear_offset": 1.0 if model.traits.swiglu_limit else 0.0,
-        "bias_activation_fusion": fusions.swiglu,
-        "cross_entropy_loss_fusion": fusions.cross_entropy,
         "cross_entropy_fusion_impl": "native",
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
         "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": fusions.weight_gradient,
         # Transformer Engine would otherwise overwrite the gradients of all rows but the first of a step, and use 8-bit
         # weights again: what it does for the captured row, it does for all.
         "disable_parameter_transpose_cache": parallel.cuda_graphs,
@@ -245,18 +243,18 @@ def _latents(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _layers_with_experts(model: ModelConfig) -> dict[str, Any]:
+def _layer_kinds(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of layers that differ: which have experts, and the sizes of those with a scan."""
+    if not (model.num_experts or model.layer_pattern):
+        return {}
     # A list, even of no such layer, tells Megatron's checkpoints that layers differ.
-    layers = [int(model.has_experts(layer)) for layer in range(model.num_layers)]
-    return {"moe_layer_freq": layers} if model.num_experts or model.layer_pattern else {}
-
-
-def _scans(model: ModelConfig) -> dict[str, Any]:
+    experts = {"moe_layer_freq": [int(model.has_experts(layer)) for layer in range(model.num_layers)]}
     ours = ("scan_num_heads", "scan_head_dim", "scan_state_dim", "scan_num_groups")
     names = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
     if model.has_delta_rule:
         names = ("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim", "linear_num_key_heads")
-    return {name: getattr(model, own) for name, own in zip(names, ours, strict=True)} if model.layer_pattern else {}
+    scans = {name: getattr(model, own) for name, own in zip(names, ours, strict=True)} if model.layer_pattern else {}
+    return experts | scans
 
 
 # Compute capability of GPUs whose kernels have a recipe. Those of 10 and later have `blockwise` by way of another.
@@ -264,11 +262,7 @@ _FP8_SINCE = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 
 
 def _fp8(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
-    """Return the settings of products in 8 bits; none where they are off.
-
-    Raises:
-        ConfigError: the layers are not Transformer Engine's, or this GPU has no kernels for the recipe.
-    """
+    """Return the settings of products in 8 bits; none where they are off."""
     if model.fp8 == "off":
         return {}
     _require_engine(model, parallel, device, f"model.fp8={model.fp8}", "off")
@@ -309,7 +303,6 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device)
         "moe_router_bias_update_rate": 0.0 if model.lora_rank else model.expert_bias_rate,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": _groups_experts(model, parallel, device),
-        "moe_permute_fusion": choose_fusions(model, device).permutation,
         "moe_shared_expert_overlap": parallel.overlap_shared_experts,
     }
 
@@ -396,11 +389,7 @@ def _with_attention(layer: ModuleSpec, model: ModelConfig, *, transformer_engine
 def build_chunks(
     model: ModelConfig, parallel: ParallelConfig, *, vocab_size: int, device: torch.device
 ) -> list[GPTModel]:
-    """Build this rank's chunks of the model: one, or one per virtual pipeline stage.
-
-    Args:
-        vocab_size: of the tokenizer; padded here.
-    """
+    """Build this rank's chunks of the model: one, or one per virtual pipeline stage."""
     config = transformer_config(model, parallel, device)
     _check_backend_variables(model)
     if parallel.overlap_tensor_parallel:
@@ -463,7 +452,9 @@ def _build_chunk(
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type=_positions(model, config),
+        position_embedding_type=("yarn" if hasattr(config, "yarn_mscale") else "rope")
+        if model.rotated_size
+        else "none",
         rotary_percent=model.traits.rotated_part,
         rotary_base=model.rotary_base,
         rope_scaling=model.rope_scaling == "llama3",
@@ -471,12 +462,6 @@ def _build_chunk(
         seq_len_interpolation_factor=model.rope_scaling_factor if model.rope_scaling == "linear" else None,
         vp_stage=vp_stage,
     )
-
-
-def _positions(model: ModelConfig, config: TransformerConfig) -> str:
-    if not model.rotated_size:
-        return "none"
-    return "yarn" if hasattr(config, "yarn_mscale") else "rope"
 
 
 def _share_angles(chunk: GPTModel) -> None:
@@ -541,12 +526,7 @@ def build_model(
     device: torch.device,
     fill: Callable[[list[GPTModel]], None] | None = None,
 ) -> list[DistributedDataParallel]:
-    """Build this rank's chunks of the model, ready to train.
-
-    Args:
-        vocab_size: of the tokenizer; padded here.
-        fill: replaces the random weights, before the optimizer copies them.
-    """
+    """Build this rank's chunks of the model, ready to train."""
     chunks = build_chunks(model, parallel, vocab_size=vocab_size, device=device)
     if fill is not None:
         fill(chunks)

@@ -55,8 +55,6 @@ class AdapterPlace:
     Attributes:
         layer: number of its Megatron layer, 0 for the first of the model.
         parent: module that has the linear layer, by the name `linear`.
-        weight: name of its weight in the layer, as `global_parameters` gives it.
-        inputs: of the whole matrix.
         pieces: its outputs, in parts that tensor-parallel ranks divide each: both halves of a gated layer.
         seed: of its adapter, relative to its layer.
         is_expert: of a routed expert, which tensor-parallel ranks do not divide.
@@ -113,9 +111,6 @@ def places(chunk: GPTModel, model: ModelConfig) -> Iterator[AdapterPlace]:
 
 class Adapter(torch.nn.Module):
     """The two small matrices beside one linear layer.
-
-    Args:
-        seed: of A, the same on every rank.
 
     Attributes:
         by_columns: True if ranks divide the layer's inputs instead of its outputs.
@@ -280,14 +275,7 @@ def peft_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_same_adapters(model: ModelConfig, before: dict[str, Any], where: str) -> None:
-    """Refuse to resume with other adapters: a checkpoint would load into those of the same names, at any scale.
-
-    Args:
-        before: model settings of the run so far, from its config.yaml.
-
-    Raises:
-        ConfigError: rank, alpha or targets differ; with both values.
-    """
+    """Refuse to resume with other adapters: a checkpoint would load into those of the same names, at any scale."""
     names = ("lora_rank", "lora_alpha", "lora_targets")
     then, now = {"lora_rank": 0, **before}, vars(model)
     if then["lora_rank"] == now["lora_rank"] == 0:

@@ -133,12 +133,10 @@ def reset_predictions(chunks: Sequence[DistributedDataParallel]) -> None:
 
 def predicted_losses(
     chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device
-) -> tuple[tuple[float, ...], int]:
-    """Return the mean loss of each MTP layer in the step over all ranks, and the tokens that they trained together.
-
-    Args:
-        num_layers: that predict further tokens.
-    """
+) -> tuple[list[float], int]:
+    """Return the mean loss of each MTP layer in the step over all ranks, and the tokens that they trained together."""
+    if not num_layers:
+        return [], 0
     sums = torch.zeros(num_layers, 3, dtype=torch.float64, device=device)
     for chunk in chunks:
         sums += chunk.module.predicted
@@ -146,4 +144,4 @@ def predicted_losses(
     # Tensor-parallel ranks all have the same losses.
     sums /= parallel_state.get_tensor_model_parallel_world_size()
     rows = sums.tolist()
-    return tuple(total / (weights or 1.0) for total, weights, _ in rows), round(sum(tokens for *_, tokens in rows))
+    return [total / (weights or 1.0) for total, weights, _ in rows], round(sum(tokens for *_, tokens in rows))

@@ -22,7 +22,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from harness.megatron import compat
 from harness.megatron.model.mtp import decoder_layers
 from harness.plan import ModelConfig
-from harness.train.loop import ExpertMetrics
 
 # Sums of one layer and step beside the tokens of each expert.
 _SUMS = ("tokens", "shared_tokens", "bias_tokens", "entropy", "aux_loss", "bias")
@@ -35,11 +34,9 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         layer: number of its layer, 0 for the model's first.
         token_weight: weight of a real token in the losses, which Megatron divides by the divisor of the step's loss.
         counts: float64 [experts], real tokens sent to each expert in this step, on this rank.
-        sums: of this step, by the names of `_SUMS`.
         row_sources: int64 [T], the dataset of each token of this rank in the row that is computed; None for none.
         source_counts: float64 [datasets, experts], as `counts`, of each dataset.
         shared_experts_ran: True if this layer's shared experts saw the tokens that are routed next.
-        balances_sequences: the balancing loss is that of each sequence.
         is_recomputed: the layer is computed again in the backward pass.
         row: PackedSeqParams of the row that the layer computes, also where it is computed again.
     """
@@ -278,7 +275,6 @@ def show_sources(chunk: torch.nn.Module, sources: torch.Tensor, number: int) -> 
 
     Args:
         sources: int64 [1, T / cp], the dataset of each token.
-        number: of datasets.
     """
     for router in routers([chunk]):
         config = router.config
@@ -299,6 +295,8 @@ def source_loads(
 
     Every rank takes part, before `expert_metrics`. A dataset without a token in the step is left out.
     """
+    if not names:
+        return {}
     experts = chunks[0].module.config.num_moe_experts
     table = torch.zeros(num_layers, len(names), experts, dtype=torch.float64, device=device)
     for router in routers(chunks):
@@ -312,8 +310,10 @@ def source_loads(
     return loads
 
 
-def expert_metrics(chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device) -> ExpertMetrics:
-    """Return the statistics of the step over all ranks, which all take part, and begin those of the next.
+def expert_metrics(
+    chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device
+) -> dict[str, float]:
+    """Return the statistics of `StepMetrics.experts` over all ranks, which all take part, and begin those of the next.
 
     Args:
         num_layers: of the whole model, with those that predict further tokens.
@@ -333,16 +333,16 @@ def expert_metrics(chunks: Sequence[DistributedDataParallel], num_layers: int, d
     torch.distributed.all_reduce(biases, op=torch.distributed.ReduceOp.MAX)
     table = table[table[:, experts] > 0]
     if not len(table):
-        return ExpertMetrics()
+        return {}
     loads = table[:, :experts].max(dim=1).values / table[:, :experts].mean(dim=1)
     sums = dict(zip(_SUMS, table[:, experts:].sum(dim=0).tolist(), strict=True))
-    return ExpertMetrics(
-        routed_tokens=round(sums["tokens"]),
-        shared_tokens=round(sums["shared_tokens"]),
-        bias_tokens=round(sums["bias_tokens"]),
-        load=float(loads.mean()),
-        worst_load=float(loads.max()),
-        entropy=sums["entropy"] / sums["tokens"],
-        aux_loss=sums["aux_loss"] / sums["tokens"],
-        bias=float(biases.sum()) / len(table),
-    )
+    return {
+        "routed_tokens": round(sums["tokens"]),
+        "shared_tokens": round(sums["shared_tokens"]),
+        "bias_tokens": round(sums["bias_tokens"]),
+        "load": float(loads.mean()),
+        "worst_load": float(loads.max()),
+        "entropy": sums["entropy"] / sums["tokens"],
+        "aux_loss": sums["aux_loss"] / sums["tokens"],
+        "bias": float(biases.sum()) / len(table),
+    }

@@ -173,9 +173,6 @@ def _uses_kernels(device: torch.device, *, delta_rule: bool) -> bool:
 def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tensor]:
     """Return the function that scans: mamba-ssm's on a GPU that has it, PyTorch's elsewhere and where bits must repeat.
 
-    Args:
-        features: numbers per token that a rank scans.
-
     Raises:
         ConfigError: installed versions would ignore where sequences begin, or cannot scan so many features.
     """
@@ -231,11 +228,7 @@ def _copy_groups(piece: torch.Tensor, groups: int, cp_size: int, dim: int = -1) 
 
 
 def _gather_tokens(pieces: list[torch.Tensor], group: Any, order: torch.Tensor) -> torch.Tensor:
-    """Exchange [T / cp, 1, F], this rank's tokens, for [T, 1, F / cp]: all tokens of this rank's heads, in order.
-
-    Args:
-        pieces: of all heads, each of which ranks divide.
-    """
+    """Exchange [T / cp, 1, F], this rank's tokens, for [T, 1, F / cp]: all tokens of this rank's heads, in order."""
     of_ranks = [_apart(piece, group.size()) for piece in pieces]
     return _exchange(torch.cat(of_ranks, dim=-1).movedim(-2, 0), group).flatten(0, 1)[order]
 
@@ -256,11 +249,7 @@ def _exchange(of_ranks: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def only(part: str, layer: ModuleSpec, *, is_whole: bool) -> ModuleSpec:
-    """Return a layer of attention and an MLP or experts with the part that a letter of `model.layer_pattern` names.
-
-    Args:
-        is_whole: the layer has no other part; otherwise it keeps its MLP or experts.
-    """
+    """Return a layer of attention and an MLP or experts with the part that a letter of `model.layer_pattern` names."""
     parts = layer.submodules
     if part in "-E":
         return replace(

@@ -34,11 +34,10 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
     config.model.vocab_size = check(config, data, pretrained)
     if isinstance(data, RunData):
         _check_weights(config, data.train)
-    max_tokens_per_row = config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank)
     return Task(
         feeds=partial(make_feeds, config, data),
         vocab_size=config.model.vocab_size,
-        pad_rows_to=max_tokens_per_row if config.parallel.static_rows else None,
+        pad_rows_to=config.max_tokens_per_row if config.parallel.static_rows else None,
         max_sequences=_max_sequences(config, data) if config.parallel.cuda_graphs else None,
         pretrained=pretrained,
         data_names=config.data.live.folders or [source.path for source in config.data.blend] or [config.data.path],
@@ -91,7 +90,7 @@ def _max_sequences(config: SftConfig, data: RunData | LiveData) -> int:
         config.schedule.name,
         padded_lengths(data.train.sequence_lengths, config.parallel.pad_to_multiple),
         data.train.pack_offsets,
-        max_tokens_per_row=config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank),
+        max_tokens_per_row=config.max_tokens_per_row,
         global_batch_size=config.loader.global_batch_size,
         repeats=data.blend is not None,
     )
@@ -166,32 +165,20 @@ def make_feeds(
 ) -> tuple[Feed, dict[str, Feed]]:
     """Return the training batches after `progress`, and per validation set the batches of one pass over it."""
     state = progress.loader if progress is not None else None
-
     cost, hash = sequence_cost(config.model), data.tokenizer_hash if isinstance(data, RunData) else ""
+    make = partial(Loader, schedule=config.schedule, layout=layout, cost=cost, tokenizer=hash)
 
     def feed(reader: PackSource, settings: LoaderConfig, **options: Any) -> Feed:
-        def loader() -> Loader:
-            return Loader(
-                readable(reader, layout),
-                settings,
-                schedule=config.schedule,
-                layout=layout,
-                cost=cost,
-                tokenizer=hash,
-                **options,
-            )
-
-        return Feed(loader, device=ranks.device)
+        return Feed(lambda: make(readable(reader, layout), settings, **options), device=ranks.device)
 
     training: Feed
     if isinstance(data, LiveData):
-        max_tokens_per_row = config.parallel.max_tokens_per_row(config.schedule.max_tokens_per_rank)
         training = LiveFeed(
             data.train,
             BatchPlan(
                 layout,
                 config.loader.global_batch_size,
-                max_tokens_per_row,
+                config.max_tokens_per_row,
                 cost,
                 config.schedule.name,
                 window_sequences=data.train.window_sequences,

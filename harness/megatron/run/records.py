@@ -32,7 +32,6 @@ class RunRecords:
 
     Args:
         first_step: records of this step and later ones, left by an earlier part of the run, are removed.
-        sampler: answers prompts at every evaluation.
 
     Attributes:
         progress: the terminal's view, a context manager; it prints nothing on other ranks.
@@ -59,10 +58,7 @@ class RunRecords:
         self.leaving: str | None = None
         self._named: set[tuple[int | None, str]] = set()
         self._thread = thread_times()
-        places = [(place_in_slurm().node, layout.pp_rank)] * ranks.world_size
-        if ranks.world_size > 1:
-            torch.distributed.all_gather_object(places, places[0])
-        nodes, stages = zip(*places, strict=True)
+        nodes, stages = zip(*runtime.gather((place_in_slurm().node, layout.pp_rank)), strict=True)
         self._is_on_many_nodes = len(set(nodes)) > 1
         self._watch: StragglerWatch | None = None
         if trainer.straggler_ratio is not None:
@@ -145,12 +141,7 @@ class RunRecords:
             self._digests.close()
 
     def report(self, config: RunConfig, facts: Mapping[str, str], data_names: Sequence[str]) -> None:
-        """Plot the losses of a closed run and write its report.
-
-        Args:
-            facts: about data and schedule.
-            data_names: of the training data, for the title of the plot.
-        """
+        """Plot the losses of a closed run and write its report."""
         if self._metrics is None:
             return
         steps = read_metrics(self._folder / METRICS_FILE)

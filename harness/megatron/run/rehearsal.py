@@ -41,9 +41,6 @@ class RankRehearsal:
     """Sizes of one rank after a step.
 
     Attributes:
-        place: its rank in each parallel dimension, by name.
-        layers, microbatches: that it trained.
-        sharded_tensors: that it describes for a checkpoint.
         found, planned: bytes of weights, gradients, optimizer state and activations that it had, and of the plan for
             its stage. Activations are what autograd keeps, at the step's peak; the optimizer's state is also that on
             the host.
@@ -119,11 +116,7 @@ def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
 
 
 class KeptBytes:
-    """Bytes that autograd keeps for the backward pass, without those of some storages.
-
-    Attributes:
-        peak: the most at once.
-    """
+    """Bytes that autograd keeps for the backward pass, without those of some storages."""
 
     def __init__(self, without: set[int]) -> None:
         self.peak = self._now = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from harness.errors import ConfigError
 from harness.formats.inspect import find_tokenizer_folder
 from harness.loader import RunData
 from harness.loader.datasets import LiveData
-from harness.megatron.batch import run_row
-from harness.megatron.step import MegatronStep
+from harness.megatron.batch import RowsAhead, run_row
+from harness.megatron.step import MegatronStep, share_last_stage
 from harness.plan import SftConfig, TrainerConfig
 from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.records import Int64Array, SequenceView
@@ -36,7 +36,6 @@ def generate(
 
     Args:
         prompts: token ids, at least one each.
-        max_tokens: of an answer.
         ends: tokens that end an answer and are not part of it.
     """
     for chunk in step.chunks:
@@ -65,9 +64,8 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
         row = pad_row(row, step.pad_rows_to)
     kept: list[torch.Tensor] = []
 
-    def forward(rows: Iterator[ThdBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
-        tensors = step.copy_row(next(rows))
-        output = run_row(chunk, tensors, with_labels=False)
+    def forward(rows: RowsAhead, chunk: Any) -> tuple[torch.Tensor, Any]:
+        output = run_row(chunk, rows.take()[1], with_labels=False)
 
         def keep(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             if not kept:
@@ -78,12 +76,7 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
 
     step.run_rows([row] * step.group_size, forward)
     tokens = kept[0] if kept else torch.zeros(len(sequences), dtype=torch.int64, device=step.device)
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        torch.distributed.broadcast(
-            tokens,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
+    share_last_stage(tokens)
     return [int(token) for token in tokens.tolist()]
 
 
@@ -149,7 +142,6 @@ class Sampler:
 
     Args:
         folder: the run's; None if this rank writes nothing.
-        trainer: has the prompts, each a conversation of its own, and the longest answer.
         first_step: lines of this step and later ones, left by a stopped run, are removed.
     """
 
@@ -175,6 +167,5 @@ class Sampler:
         return list(zip(self._prompts, texts, strict=True))
 
     def sync(self) -> None:
-        """Make the answers durable, on the rank that writes them."""
         if self._file is not None:
             self._file.sync()

@@ -59,11 +59,6 @@ class Task:
             read once per validation; every rank takes part.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
         max_sequences: the most that a row has, for `parallel.cuda_graphs`; None without.
-        data_names: of the training data, for the title of the loss plot.
-        facts: about data and schedule, for the run's report.
-        answering: for sample prompts; None where there are none.
-        sources: the datasets of a blend; None without one.
-        warnings: about settings and data that do not go together, each by the name of the setting.
         length: the run's steps in epochs, for its log; empty where the data has none.
     """
 
@@ -178,9 +173,6 @@ class _Run(Hooks):
 
     Attributes:
         newest: the checkpoint that it resumes from, None for a new run.
-        training, validation: of `Task.feeds`.
-        step: has the weights that `first_step` begins with.
-        validated: losses of the validations before it.
     """
 
     waits: Waits

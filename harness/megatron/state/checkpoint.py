@@ -202,13 +202,10 @@ class CheckpointWriter:
     """Writes the checkpoints of one run; every rank has one and calls its methods at the same points.
 
     Args:
-        keep: number of newest checkpoints to keep.
         in_background: `start` returns once the state is copied, not once it is on disk.
         before_whole: called on rank 0 before a checkpoint gets its name; makes the records of its steps durable.
         on_whole: called on rank 0 with the progress of each checkpoint that is complete.
-        facts: more values for the `run.json` of each.
         hashes: takes the hashes of files while they are written; None for a new one.
-        local: the nodes' own disks, for `start_local`.
     """
 
     def __init__(
@@ -346,24 +343,21 @@ class CheckpointWriter:
 
     def _put_in_place(self, progress: Progress, hashed: list[StoredFile]) -> None:
         try:
-            self._complete(progress, hashed)
+            sync_tree(self._unfinished)
+            self._describe(progress, hashed)
+            read_checkpoint(self._unfinished)
+            sync_path(self._unfinished)
+            final = self._folder / f"step-{progress.step:08d}"
+            if final.exists():  # of an earlier attempt at the same step, resumed from before it
+                _remove(final)
+            self._unfinished.rename(final)
+            sync_path(self._folder)
+            # Newer ones are damaged, or this step would not have been trained again: they do not replace older ones.
+            for old in [path for path in whole_checkpoints(self._folder) if path <= final][: -self._keep]:
+                _remove(old)
         except OSError as error:
             raise self._failed(error) from error
         self._on_whole(progress)
-
-    def _complete(self, progress: Progress, hashed: list[StoredFile]) -> None:
-        sync_tree(self._unfinished)
-        self._describe(progress, hashed)
-        read_checkpoint(self._unfinished)
-        sync_path(self._unfinished)
-        final = self._folder / f"step-{progress.step:08d}"
-        if final.exists():  # of an earlier attempt at the same step, resumed from before it
-            _remove(final)
-        self._unfinished.rename(final)
-        sync_path(self._folder)
-        # Newer ones are damaged, or this step would not have been trained again: they do not replace older ones.
-        for old in [path for path in whole_checkpoints(self._folder) if path <= final][: -self._keep]:
-            _remove(old)
 
     def _describe(self, progress: Progress, hashed: list[StoredFile]) -> None:
         """Write `run.json` and `checksums.json` of the checkpoint whose large files have these hashes."""

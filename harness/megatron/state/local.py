@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from harness.errors import CheckpointError, FormatError
-from harness.megatron.job.runtime import gather_on_rank_0, on_rank_0
+from harness.megatron.job.runtime import gather, gather_on_rank_0, on_rank_0
 from harness.megatron.state.peers import Listener, PeerCopy, address_towards, own_address, receiver_of
 from harness.storage import StoredFile, make_folder, read_checksums
 from harness.storage.checksums import share_of
@@ -75,12 +75,7 @@ def _ranks_by_disk(places: Sequence[_Place]) -> list[list[int]]:
 
 
 class LocalStore:
-    """The local checkpoints that a run writes; every rank has one and calls its methods at the same points.
-
-    Args:
-        log: prints a line, on rank 0.
-        timeout_s: of a connection to a peer.
-    """
+    """The local checkpoints that a run writes; every rank has one and calls its methods at the same points."""
 
     def __init__(
         self, record: LocalRecord, folder: Path, run: Path, *, log: Callable[[str], None], timeout_s: float
@@ -100,12 +95,7 @@ class LocalStore:
     def open(
         cls, root: str, run: Path, identity: Identity, *, log: Callable[[str], None], timeout_s: float
     ) -> LocalStore | None:
-        """Begin an attempt that writes local checkpoints; None, with a warning, if a disk cannot be used.
-
-        Args:
-            root: `trainer.local_checkpoints`; empty for none.
-            run: the run's folder, which no other run writes to.
-        """
+        """Begin an attempt that writes local checkpoints; None, with a warning, if a disk cannot be used."""
         record = on_rank_0(lambda: begin_local_attempt(run, root, identity))
         if record is None:
             return None
@@ -113,7 +103,7 @@ class LocalStore:
         return store if store._meet() else None
 
     def _meet(self) -> bool:
-        places = _from_all(self._own_place())
+        places = gather(self._own_place())
         self._rank = torch.distributed.get_rank()
         self._disks = _ranks_by_disk(places)
         self._is_first = any(ranks[0] == self._rank for ranks in self._disks)
@@ -177,8 +167,7 @@ class LocalStore:
             with suppress(OSError):  # then its peers cannot connect, and say so
                 before, self._listener = self._listener, Listener(address_towards(other))
                 before.close()
-        everywhere: list[tuple[str, int]] = _from_all(self._listener.place)
-        return everywhere
+        return gather(self._listener.place)
 
     @property
     def is_copying(self) -> bool:
@@ -225,7 +214,6 @@ class LocalStore:
         """Give the checkpoint that all ranks have written its name on every disk, and begin to copy it to the peers.
 
         Args:
-            own: files that this rank has written.
             describe: on rank 0, completes the unfinished folder with the manifest, from the files of all ranks.
         """
         by_rank = gather_on_rank_0(own)
@@ -290,7 +278,7 @@ class LocalStore:
         torch.distributed.all_reduce(is_done, op=torch.distributed.ReduceOp.MIN)
         if not is_done.item():
             return
-        problems = [problem for found in _from_all(self._copy.problems) for problem in found]
+        problems = [problem for found in gather(self._copy.problems) for problem in found]
         self._copy = None
         if problems:
             self._warn(f"files of the local checkpoint of step {self._step} have no copy: {_first(problems)}")
@@ -307,7 +295,7 @@ class LocalStore:
         self._discard()
 
     def _agree(self, problem: str) -> bool:
-        problems = [f"{host}: {text}" for host, text in _from_all((socket.gethostname(), problem)) if text]
+        problems = [f"{host}: {text}" for host, text in gather((socket.gethostname(), problem)) if text]
         if problems:
             self._warn(f"the local checkpoint of step {self._step} cannot be written: {_first(problems)}")
         return not problems
@@ -334,30 +322,15 @@ class LocalStore:
             self._listener.close()
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The files of one checkpoint that the disks of a job hold, gathered on rank 0.
-
-    Attributes:
-        holders: ranks by file, one list for each disk that has it in its right size.
-    """
-
-    manifest: dict[str, bytes]
-    files: tuple[StoredFile, ...]
-    holders: dict[str, list[list[int]]]
-
-
 class LocalCopies:
-    """The local checkpoints of a run's last attempt, to resume from; every rank takes part in each method.
-
-    Args:
-        root: `trainer.local_checkpoints`; empty for none.
-    """
+    """The local checkpoints of a run's last attempt, to resume from; every rank takes part in each method."""
 
     def __init__(self, root: str, record: LocalRecord) -> None:
         self._root, self._record = root, record
         self._folder = record.folder(root)
-        self._found: dict[str, _Found] = {}
+        # On rank 0, by name: a part with the manifest, and for each file the ranks of every disk that has it in its
+        # right size.
+        self._found: dict[str, tuple[DiskPart, dict[str, list[list[int]]]]] = {}
         self.notes: list[str] = []
 
     def names(self) -> list[str]:
@@ -366,7 +339,7 @@ class LocalCopies:
         if self._root:
             with suppress(OSError):
                 place = place._replace(disk=_disk_of(self._folder))
-        disks = _from_all(place, _ranks_by_disk)
+        disks = _ranks_by_disk(gather(place))
         own = next((ranks for ranks in disks if torch.distributed.get_rank() == ranks[0]), None)
         parts = gather_on_rank_0({} if own is None else read_disk(self._record, self._root))
 
@@ -379,7 +352,7 @@ class LocalCopies:
                     file.path: [ranks for ranks, part in held if part.sizes.get(file.path) == file.num_bytes]
                     for file in whole.files
                 }
-                self._found[name] = _Found(whole.manifest, whole.files, holders)
+                self._found[name] = whole, holders
             return sorted(names | ({_name(self._record.step)} if self._record.step else set()))
 
         return on_rank_0(merge)
@@ -401,22 +374,22 @@ class LocalCopies:
             tasks = on_rank_0(lambda: self._assign(name, tried))
             if not any(tasks):
                 break
-            outcomes = self._copy(name, tasks[torch.distributed.get_rank()], target)
-            _from_all(outcomes, partial(self._note, target, tried, problems))
+            outcomes = gather(self._copy(name, tasks[torch.distributed.get_rank()], target))
+            on_rank_0(partial(self._note, target, tried, problems, outcomes))
         return on_rank_0(lambda: self._finish(name, target, tried, problems))
 
     def _missing(self, name: str) -> CheckpointError | None:
-        found, step = self._found.get(name), int(name.removeprefix("step-"))
+        step, (whole, holders) = int(name.removeprefix("step-")), self._found.get(name, (DiskPart({}, {}, ()), {}))
         wrote = f" (written on {', '.join(self._record.hosts)})" if step == self._record.step else ""
         what, fix = "", "if a node that has them is available, cancel this run and resume it there"
         if not self._root:
             what, fix = "trainer.local_checkpoints is not set", "set it to the previous folder to use this checkpoint"
-        elif found is None:
+        elif name not in self._found:
             what = "no node of this job has any of its files"
-        elif not found.files:
+        elif not whole.files:
             what = "its checksums.json and run.json are damaged, or of another run, on every node that has them"
-        elif lost := [file.path for file in found.files if not found.holders.get(file.path)]:
-            what = f"missing or truncated on all nodes: {len(lost)} of {len(found.files)} files: {', '.join(lost[:3])}"
+        elif lost := [file.path for file in whole.files if not holders.get(file.path)]:
+            what = f"missing or truncated on all nodes: {len(lost)} of {len(whole.files)} files: {', '.join(lost[:3])}"
         if not what:
             return None
         return CheckpointError(
@@ -425,11 +398,11 @@ class LocalCopies:
 
     def _assign(self, name: str, tried: dict[str, int]) -> list[list[StoredFile]]:
         """Return for every rank the files that it copies next; `tried` counts the disks tried, -1 once it is copied."""
-        found = self._found[name]
+        whole, holders = self._found[name]
         tasks: list[list[StoredFile]] = [[] for _ in range(torch.distributed.get_world_size())]
         by_disk: dict[tuple[int, ...], list[StoredFile]] = {}
-        for file in found.files:
-            at, disks = tried.get(file.path, 0), found.holders[file.path]
+        for file in whole.files:
+            at, disks = tried.get(file.path, 0), holders[file.path]
             if 0 <= at < len(disks):
                 by_disk.setdefault(tuple(disks[at]), []).append(file)
         for ranks, files in by_disk.items():
@@ -486,7 +459,7 @@ class LocalCopies:
                 fix="an older one is used; check the disks of these nodes",
             )
         try:
-            for file, content in self._found[name].manifest.items():
+            for file, content in self._found[name][0].manifest.items():
                 (target / file).write_bytes(content)
                 sync_path(target / file)
             read_checkpoint(target)
@@ -500,12 +473,6 @@ class LocalCopies:
             raise self._no_room(target, f"{socket.gethostname()}: {_reason(error, target)}") from error
         self.notes += [f"{one}; that of another node is used" for found in problems.values() for one in found]
         return None
-
-
-def _from_all(value: Any, function: Callable[[list[Any]], Any] = list) -> Any:
-    """Return on every rank what `function` makes of all ranks' values on rank 0: as it is, a list of them."""
-    gathered = gather_on_rank_0(value)
-    return on_rank_0(lambda: function(gathered))
 
 
 def _is_loopback(place: _Place) -> bool:

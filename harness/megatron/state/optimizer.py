@@ -44,10 +44,6 @@ def sharded_tensors(
 
     They are for `dist_checkpointing`, under keys that mean nothing. In the same order come the local tensors, views of
     the optimizer's own state.
-
-    Args:
-        part: one of `parts_of`.
-        weights: the model's own sharded state.
     """
     if is_loading:
         _make_empty_state(part)
@@ -133,10 +129,7 @@ def _shards_of(part: Any, weights: dict[str, Any], *, is_float32: bool) -> Itera
 
 
 def _pieces(sharded: Any) -> list[tuple[int, ShardedTensor]]:
-    """Return the tensors on disk that a weight consists of, each with the element of the weight at which it begins.
-
-    A gated feed-forward's first weight is two tensors on disk, for instance.
-    """
+    """Return the tensors on disk that a weight consists of, each with the element of the weight at which it begins."""
     if not isinstance(sharded, ShardedTensorFactory):
         return [(0, sharded)]
     # Without data, so that the parts are views of which only the places matter.
@@ -157,14 +150,7 @@ def _pieces(sharded: Any) -> list[tuple[int, ShardedTensor]]:
 def _cut(
     piece: ShardedTensor, at: int, key: str, state: torch.Tensor, owned: range, instance: int
 ) -> Iterator[ShardedTensor]:
-    """Yield the boxes of one tensor on disk that a rank owns.
-
-    Args:
-        piece: this tensor-parallel rank's part of the tensor.
-        at: element of the weight at which `piece` begins.
-        state: the elements `owned.start` to `owned.stop` of the weight.
-        instance: number of the replica of the state.
-    """
+    """Yield the boxes of one tensor on disk that a rank owns."""
     prefix = (1,) * piece.prepend_axis_num
     first, last = max(owned.start, at), min(owned.stop, at + math.prod(piece.local_shape))
     for offset, size in boxes(piece.local_shape, first - at, last - at):

@@ -32,11 +32,7 @@ _POLL_S = 1.0
 
 
 def receiver_of(rank: int, disks: Sequence[Sequence[int]]) -> int | None:
-    """Return the rank on the next disk that keeps the copies of a rank's files; None if there is one disk.
-
-    Args:
-        disks: ranks by the disk that they write to.
-    """
+    """Return the rank on the next disk that keeps the copies of a rank's files; None if there is one disk."""
     if len(disks) < 2:
         return None
     own = next(number for number, ranks in enumerate(disks) if rank in ranks)
@@ -75,7 +71,6 @@ class PeerCopy:
     """The copy of one checkpoint: a thread that sends this rank's files, and one that receives those of its peers.
 
     Args:
-        folder: of the checkpoint on this node's disk.
         files: of every rank, in the order in which they are sent.
         receivers: the rank that keeps the copies of each rank's files.
         token: 32 bytes that only the ranks of the job know.

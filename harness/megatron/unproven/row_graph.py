@@ -28,10 +28,6 @@ class RowGraph:
     when they are first needed, which a capture cannot do.
 
     All that is done with a row follows from shapes, and everything that is read beside the row stays where it is.
-
-    Args:
-        step: of whose only chunk the gradients are added.
-        to_shape: makes rows of one shape.
     """
 
     def __init__(self, step: MegatronStep, to_shape: Callable[[ThdBatch], ThdBatch]) -> None:

@@ -60,11 +60,7 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
 
 
 def render_all(report: ParityReport, folder: Path) -> None:
-    """Write `report.html`, `report.md` and `junit.xml` to `folder`, made if missing.
-
-    Raises:
-        ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
-    """
+    """Write `report.html`, `report.md` and `junit.xml` to `folder`, made if missing."""
     files = {MESSAGE_FILE: render_message(report), JUNIT_FILE: render_junit(report), HTML_FILE: render_page(report)}
     _write_files(files, folder)
 
@@ -80,11 +76,7 @@ def _write_files(files: dict[str, str], folder: Path) -> None:
 
 
 def render_page(report: ParityReport) -> str:
-    """Render `report.html`; all texts of the report are escaped.
-
-    Raises:
-        ConfigError: Jinja or Plotly is not installed.
-    """
+    """Render `report.html`; all texts of the report are escaped."""
     try:
         from markupsafe import Markup
         from plotly.offline import get_plotlyjs

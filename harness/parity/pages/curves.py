@@ -47,8 +47,6 @@ class Chart:
     """One chart.
 
     Attributes:
-        name: identifier in the page.
-        title, note: text above and below it; the note explains how to read it.
         traces: Plotly traces, with x and y as indices of arrays in the pool.
         is_log: the page labels zero, which a logarithmic axis does not have.
     """

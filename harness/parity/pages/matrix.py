@@ -19,7 +19,6 @@ class Group:
 
     Attributes:
         settled: text with the axes that have the same value in every cell.
-        checks: status and comparisons of each cell, with the largest difference of each.
         reasons: comparisons that share a reason for their tolerance, and the reason.
     """
 
@@ -72,9 +71,6 @@ def _check(cell: CellResult, name: str) -> TableCell:
 
 def arrange(cells: Sequence[CellResult], links: Mapping[str, str]) -> tuple[Table, str]:
     """Make rows of the first axis that varies and columns of the others; a long list stays a list.
-
-    Args:
-        links: of each cell, by name.
 
     Returns:
         the table, and text with the axes that have the same value in every cell.

@@ -19,7 +19,6 @@ class ExpertNames:
     """Names of a layer's tensors in Hugging Face weights; `{}` is the number of an expert.
 
     Attributes:
-        router: of the router's weight.
         gate, up, down: matrices of one routed expert; no gate where its family has none.
         bias: of the experts' bias; empty where there is none.
         shared: gate, up and down of the shared experts; empty where there are none.
@@ -36,6 +35,21 @@ class ExpertNames:
     shared: tuple[str, str, str] | None = None
     shared_gate: str = ""
     are_stacked: bool = False
+
+
+def require_known(values: Mapping[str, Any], known: Mapping[str, Any], refuse: Refuse) -> None:
+    """Raise the error for a value of a config.json, if it is there, that is not the known one."""
+    for name, value in known.items():
+        if values.get(name, value) != value:
+            raise refuse(f"{name} {values[name]!r} is not supported ({value!r} is)")
+
+
+def require_rotated(values: Mapping[str, Any], part: float, refuse: Refuse) -> None:
+    """Raise the error for a config.json by which another part of each head is rotated."""
+    rope = values.get("rope_parameters") or {}
+    found = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", part))
+    if found != part:
+        raise refuse(f"rotary positions in {found:g} of each head are not supported ({part:g} is)")
 
 
 def has_scan(parts: str) -> bool:
@@ -55,9 +69,7 @@ def read_softmax(
     """Return the settings of experts that a softmax router chooses.
 
     Args:
-        normalize: as `router_normalize`.
         inner: size of an expert; None for config.json's `intermediate_size`.
-        dense_layers: first layers without experts.
     """
     return {
         "num_experts": count_experts(values),
@@ -85,7 +97,6 @@ class Family:
 
     Attributes:
         name: `model_type` of its config.json, and value of `model.family`.
-        architecture: its class in transformers.
         has_qkv_bias: queries, keys and values have biases.
         has_biases: the attention output, routers and experts have biases.
         has_sinks: each head attends to one more key of a trained score and no value.
@@ -109,7 +120,6 @@ class Family:
         groups_scan_rows: the rows that make what is scanned are stored by key head.
         is_gated: the MLP and the experts have a gate (SwiGLU); otherwise they square what is positive.
         norm_epsilon: where config.json has none; None if it must have one.
-        experts: None for a dense family.
         read: returns further settings of `ModelConfig` from the values of a config.json; raises for what is missing.
         write: returns further values of a config.json from the settings of `ModelConfig`.
         standard: returns a config.json under the names that all other families use.

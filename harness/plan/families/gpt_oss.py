@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, write_softmax
+from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, require_known, write_softmax
 
 _LIMIT, _ALPHA = 7.0, 1.702
 
@@ -18,9 +18,7 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     layers = int(values["num_hidden_layers"])
     if (values.get("layer_types") or _kinds(layers)) != _kinds(layers):
         raise refuse("windows in layers other than every second one, the first included, are not supported")
-    for name, known in {"swiglu_limit": _LIMIT, "swiglu_alpha": _ALPHA, "attention_bias": True}.items():
-        if values.get(name, known) != known:
-            raise refuse(f"{name} {values[name]} is not supported ({known} is)")
+    require_known(values, {"swiglu_limit": _LIMIT, "swiglu_alpha": _ALPHA, "attention_bias": True}, refuse)
     return {"sliding_window": int(values["sliding_window"]), **read_softmax(values, normalize=True)}
 
 

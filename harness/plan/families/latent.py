@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse, count_experts
+from harness.plan.families.base import ExpertNames, Family, Refuse, count_experts, require_known, require_rotated
 
 _EXPERTS = ExpertNames(
     shared=tuple(f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")),  # type: ignore[arg-type]
 )
 _BIASED_EXPERTS = replace(_EXPERTS, bias="mlp.gate.e_score_correction_bias")
+# Settings of latent attention that have the same name in config.json.
+_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def read_latent(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
@@ -26,11 +28,8 @@ def read_latent(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     return {
         "num_query_groups": heads,
         "head_dim": None,
-        "kv_lora_rank": int(values["kv_lora_rank"]),
         "q_lora_rank": None if query is None else int(query),
-        "qk_nope_head_dim": int(values["qk_nope_head_dim"]),
-        "qk_rope_head_dim": int(values["qk_rope_head_dim"]),
-        "v_head_dim": int(values["v_head_dim"]),
+        **{name: int(values[name]) for name in _SIZES},
         **read_experts(values, refuse),
     }
 
@@ -55,11 +54,8 @@ def write_latent(model: Any) -> dict[str, Any]:
     return {
         "attention_bias": False,
         "head_dim": model.qk_rope_head_dim,
-        "kv_lora_rank": model.kv_lora_rank,
         "q_lora_rank": model.q_lora_rank,
-        "qk_nope_head_dim": model.qk_nope_head_dim,
-        "qk_rope_head_dim": model.qk_rope_head_dim,
-        "v_head_dim": model.v_head_dim,
+        **{name: getattr(model, name) for name in _SIZES},
         **write_experts(model),
     }
 
@@ -101,9 +97,7 @@ DEEPSEEK_V2 = Family(
 
 def read_router(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     """Return settings of a router by biased sigmoid scores in groups."""
-    for name, known in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}.items():
-        if values.get(name, known) != known:
-            raise refuse(f"{name} {values[name]!r} is not supported ({known!r} is)")
+    require_known(values, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}, refuse)
     if not values.get("norm_topk_prob", True):
         raise refuse("sigmoid scores that are not normalized are not supported: Megatron-Core always normalizes them")
     groups, top = int(values.get("n_group") or 1), int(values.get("topk_group") or 1)
@@ -152,10 +146,7 @@ _ROTATED = 0.5
 
 
 def _read_glm(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    rope = values.get("rope_parameters") or {}
-    part = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", _ROTATED))
-    if part != _ROTATED:
-        raise refuse(f"rotary positions in {part:g} of each head are not supported ({_ROTATED:g} is)")
+    require_rotated(values, _ROTATED, refuse)
     if not values.get("attention_bias", False):
         raise refuse("queries, keys and values without biases are not supported")
     return {
@@ -192,10 +183,7 @@ GLM4_MOE = Family(
 
 
 def _read_lite(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    rope = values.get("rope_parameters") or {}
-    part = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-    if part != 1:
-        raise refuse(f"rotary positions in {part:g} of a head's rotary part are not supported")
+    require_rotated(values, 1.0, refuse)
     kinds = values.get("mlp_layer_types")
     dense = int(values.get("first_k_dense_replace", 1)) if kinds is None else list(kinds).count("dense")
     if kinds is not None and any(kind != "dense" for kind in kinds[:dense]):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.plan.families import latent
-from harness.plan.families.base import ExpertNames, Family, Refuse
+from harness.plan.families.base import ExpertNames, Family, Refuse, require_known
 
 # Letters of `model.layer_pattern` by the words of transformers 5.
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
@@ -32,6 +32,12 @@ _SIZES = {
     "scan_state_dim": "ssm_state_size",
     "scan_num_groups": "n_groups",
 }
+_EXPERT_SIZES = {
+    "num_experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffn_hidden_size": "moe_intermediate_size",
+    "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
+}
 
 
 def _standard(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,9 +54,7 @@ def _standard(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    for name, known in _CONSTANTS.items():
-        if values.get(name, known) != known:
-            raise refuse(f"{name} {values[name]!r} is not supported ({known!r} is)")
+    require_known(values, _CONSTANTS, refuse)
     if (lowest := (values.get("time_step_limit") or [0])[0]) > 0:
         raise refuse(f"steps of at least {lowest:g} (time_step_limit) are not supported: Megatron-Core has no limit")
     pattern = values["layer_pattern"]
@@ -58,10 +62,7 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     if "E" not in pattern:
         return settings | {"num_experts": 0}
     return settings | {
-        "num_experts": int(values["n_routed_experts"]),
-        "experts_per_token": int(values["num_experts_per_tok"]),
-        "expert_ffn_hidden_size": int(values["moe_intermediate_size"]),
-        "shared_ffn_hidden_size": int(values["moe_shared_expert_intermediate_size"]),
+        **{ours: int(values[theirs]) for ours, theirs in _EXPERT_SIZES.items()},
         "router_scale": float(values.get("routed_scaling_factor", 1.0)),
         **latent.read_router(values, refuse),
     }
@@ -82,10 +83,8 @@ def _write(model: Any) -> dict[str, Any]:
     if not model.num_experts:
         return config
     return config | {
-        "n_routed_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
+        **{theirs: getattr(model, ours) for ours, theirs in _EXPERT_SIZES.items()},
         "moe_intermediate_size": model.expert_size,
-        "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size,
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "routed_scaling_factor": model.router_scale,

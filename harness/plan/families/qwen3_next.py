@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, write_softmax
+from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, require_rotated, write_softmax
 
 _ROTATED = 0.25
 _WORDS = {"D": "linear_attention", "*": "full_attention"}
@@ -29,10 +29,7 @@ def _read_layers(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     for name, known in _CONSTANTS.items():
         if values.get(name) not in (known, None):
             raise refuse(f"{name} {values[name]!r} is not supported ({known!r} is)")
-    rope = values.get("rope_parameters") or {}
-    part = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", _ROTATED))
-    if part != _ROTATED:
-        raise refuse(f"rotary positions in {part} of each head are not supported ({_ROTATED} is)")
+    require_rotated(values, _ROTATED, refuse)
     every = int(values.get("full_attention_interval") or 4)
     layers = range(1, int(values["num_hidden_layers"]) + 1)
     kinds = values.get("layer_types") or [_WORDS["D" if number % every else "*"] for number in layers]

@@ -67,8 +67,6 @@ def test_a_row_is_copied_before_the_one_before_it_is_computed() -> None:
     assert events == ["copy 3", "copy 4", "compute 3", "copy 5", "compute 4", "compute 5"]
     with pytest.raises(StopIteration):
         rows.take()
-    given = [row(3), row(4)]
-    assert list(RowsAhead(given, copy, None)) == given  # for who makes tensors by other means
 
 
 def test_copies_go_through_a_stream_of_their_own_for_which_the_computation_waits(monkeypatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from harness.errors import ConfigError
 from harness.megatron.job.runtime import settle, start
-from harness.megatron.model.fusions import Fusions, choose_fusions, slow_parts
+from harness.megatron.model.fusions import choose_fusions, slow_parts
 from harness.megatron.model.gpt import _check_backend_variables, engine_layers, transformer_config
 from harness.plan import ModelConfig, ParallelConfig
 from harness.plan.settings import SftConfig
@@ -20,17 +20,20 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def fused(model: ModelConfig, device: torch.device) -> list[bool]:
+    """Return whether activations, the loss and weight gradients are fused."""
+    return list(choose_fusions(model, device).values())[:3]
+
+
 def test_fusions_are_on_by_default_on_a_gpu_alone_and_as_set_anywhere() -> None:
-    assert choose_fusions(ModelConfig(), CPU) == Fusions(False, False, False, False)
+    assert fused(ModelConfig(), CPU) == [False, False, False]
     half, whole = ModelConfig(), ModelConfig(dtype="float32")  # bfloat16 on a GPU
-    assert choose_fusions(half, GPU) == Fusions(True, True, False, False)
+    assert fused(half, GPU) == [True, True, False]
     # Megatron's fused loss rounds gradients to bfloat16.
-    assert choose_fusions(whole, GPU) == Fusions(True, False, False, False)
+    assert fused(whole, GPU) == [True, False, False]
     both = replace(half, dtype="bfloat16", fuse_swiglu="on", fuse_cross_entropy="on")
-    assert choose_fusions(both, CPU) == Fusions(True, True, False, False)
-    assert choose_fusions(ModelConfig(fuse_swiglu="off", fuse_cross_entropy="off"), GPU) == Fusions(
-        False, False, False, False
-    )
+    assert fused(both, CPU) == [True, True, False]
+    assert fused(ModelConfig(fuse_swiglu="off", fuse_cross_entropy="off"), GPU) == [False, False, False]
     made = transformer_config(ModelConfig(dtype="bfloat16"), ParallelConfig(), GPU)
     assert (made.bias_activation_fusion, made.cross_entropy_loss_fusion) == (True, True)
 
@@ -40,11 +43,11 @@ def test_tokens_are_sorted_by_transformer_engine_on_a_gpu_that_has_it(monkeypatc
     (found,) = [one for one in slow_parts(experts, ParallelConfig(), GPU, has_engine=True) if "permutation" in one]
     assert found.startswith("model.fuse_permutation is auto, but Transformer Engine is not installed")
     monkeypatch.syspath_prepend(ROOT / "tests/engine_stub")
-    assert choose_fusions(experts, GPU).permutation
-    assert not choose_fusions(experts, CPU).permutation
+    assert choose_fusions(experts, GPU)["moe_permute_fusion"]
+    assert not choose_fusions(experts, CPU)["moe_permute_fusion"]
     shared, overlapped = replace(experts, shared_ffn_hidden_size=64), ParallelConfig(overlap_shared_experts=True)
     assert transformer_config(shared, overlapped, CPU).moe_shared_expert_overlap
-    assert not choose_fusions(replace(experts, fuse_permutation="off"), GPU).permutation
+    assert not choose_fusions(replace(experts, fuse_permutation="off"), GPU)["moe_permute_fusion"]
     assert not [one for one in slow_parts(experts, ParallelConfig(), GPU, has_engine=True) if "permutation" in one]
 
 
@@ -58,7 +61,7 @@ def test_a_fusion_that_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="rounds gradients to bfloat16"):
         choose_fusions(ModelConfig(fuse_cross_entropy="on", dtype="float32"), GPU)
     with start("cpu", deterministic=True):
-        assert choose_fusions(ModelConfig(dtype="bfloat16"), GPU).cross_entropy is False
+        assert choose_fusions(ModelConfig(dtype="bfloat16"), GPU)["cross_entropy_loss_fusion"] is False
         assert transformer_config(ModelConfig(), ParallelConfig(), CPU).deterministic_mode
         with pytest.raises(ConfigError, match="is not deterministic"):
             choose_fusions(ModelConfig(fuse_cross_entropy="on"), GPU)

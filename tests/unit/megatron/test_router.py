@@ -139,7 +139,9 @@ def test_tokens_of_a_source_have_the_load_and_the_loss_that_they_have_alone(reco
         layout = join(ONE, 1)
         both = train([[2, 0], [1, 3], []], sources=Sources(("a", "b", "none"), np.asarray([0, 2, 4])))
         alone = {"a": train([[0, 1]]), "b": train([[3], [2]])}
-    assert both.source_expert_loads == pytest.approx({name: one.experts.load for name, one in alone.items()}, rel=1e-12)
+    assert both.source_expert_loads == pytest.approx(
+        {name: one.experts["load"] for name, one in alone.items()}, rel=1e-12
+    )
     assert both.source_expert_loads["a"] != pytest.approx(both.source_expert_loads["b"], rel=0.01)
     assert both.source_losses == pytest.approx({name: one.loss for name, one in alone.items()}, rel=1e-6)
     assert both.source_losses["a"] != pytest.approx(both.source_losses["b"], rel=1e-3)
