@@ -23,6 +23,7 @@ from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manife
 from harness.formats.reader import PackReader, stamp_shard
 from harness.paths import explain_path, is_run
 from harness.storage import BucketFolder, Folder, LocalFolder, ObjectPath, Place, StoredFile, natural_key, open_folder
+from harness.storage.bucket import check_bucket, find_size
 from harness.storage.inputs import glob_pattern, list_objects
 
 
@@ -134,12 +135,12 @@ def _open_bucket(uri: str, folder: BucketFolder) -> PackReader:
         matches = _match_objects(place)
         _refuse_lost_shards(matches, whole=True)
         return _open_several(uri, matches, _find_object)
-    if place.name.endswith(suffixes) and folder.store.find_size(place) is not None:
+    if place.name.endswith(suffixes) and find_size(place) is not None:
         _refuse_lost_shards([place])
         return _open_several(uri, [place], _find_object)
     names = folder.names()
     if not names:
-        folder.store.check_bucket()
+        check_bucket(place)
         raise FormatError("there is no dataset", where=str(place), fix="check bucket and key")
     manifest = load_manifest(folder)
     if manifest is not None:

@@ -23,7 +23,7 @@ from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard,
 from harness.records import Pack
 from harness.settings import from_plain
 from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_path, write_atomically
-from harness.storage.files import TEMPORARY_SUFFIX, explain_os_errors
+from harness.storage.files import TEMPORARY_SUFFIX, PlacingClaim, explain_os_errors
 
 # Left in the marker of a write that cannot continue: what is there belongs to it and is replaced.
 _BEGUN = b"begun"
@@ -193,7 +193,7 @@ class PackWriter:
                 # Users must see the first error, not one of the cleanup.
                 with contextlib.suppress(OSError, FormatError):
                     self._shard.abort()
-            self._claim.release(whole=self.manifest is not None)
+            self._claim.finish(whole=self.manifest is not None)
 
     def _finish_shard(self, shard: ShardWriter[Any]) -> None:
         """Finish the files of a full shard, and store its index entries."""
@@ -304,6 +304,31 @@ class PackWriter:
             return False
 
 
+class _FileClaim(PlacingClaim):
+    """Exclusive use of a file that is a whole dataset. In object storage nothing is locked."""
+
+    def __init__(self, folder: Folder, name: str, *, overwrite: bool) -> None:
+        self._folder, self._name, self._overwrite = folder, name, overwrite
+        marker = folder.lock(f".{name}{MARKER_NAME}") if isinstance(folder, LocalFolder) else None
+        super().__init__(marker, self._refuse)
+
+    def _refuse(self) -> None:
+        if not self._overwrite and self._folder.exists(self._name):
+            raise _already_there(self._folder.where(self._name))
+
+    def enter(self) -> None:
+        self._folder.make()
+        super().enter()
+
+    def finish(self, *, whole: bool) -> None:
+        """Unlock the file, and remove one that has its name although its last step failed."""
+        with contextlib.suppress(OSError):
+            if not whole and not self._overwrite and isinstance(self._folder, LocalFolder):
+                self._folder.remove(self._name)
+        with contextlib.suppress(OSError):
+            self.release()
+
+
 @dataclass
 class FolderClaim:
     """Exclusive use of a dataset folder for one write. A locked marker keeps other writers of the same disk away.
@@ -356,7 +381,7 @@ class FolderClaim:
             self._marker.release(remove=self._marker.was_created)
             raise
 
-    def release(self, *, whole: bool) -> None:
+    def finish(self, *, whole: bool) -> None:
         """Unlock the folder, and remove everything unless the dataset is whole or the write can continue."""
         keeps_files = self.resume is not None and not whole
         with contextlib.suppress(OSError, FormatError):
@@ -383,52 +408,6 @@ class FolderClaim:
         for name in self.folder.names():
             if name.endswith(TEMPORARY_SUFFIX) or _OURS.fullmatch(name):
                 self.folder.remove(name, keep)
-
-
-@dataclass
-class _FileClaim:
-    """Exclusive use of a file that is a whole dataset. In object storage nothing is locked."""
-
-    folder: Folder
-    name: str
-    overwrite: bool
-
-    def __post_init__(self) -> None:
-        folder = self.folder
-        self._marker = folder.lock(f".{self.name}{MARKER_NAME}") if isinstance(folder, LocalFolder) else None
-
-    def enter(self) -> None:
-        if self._marker is None or not self._marker.path.exists():
-            self._refuse_existing()
-        self.folder.make()
-        if self._marker is None:
-            return
-        left = self._marker.acquire()
-        try:
-            if left != _BEGUN:
-                # Again, because the previous holder of the lock may have finished in between.
-                self._refuse_existing()
-        except BaseException:
-            self._marker.release(remove=True)
-            raise
-
-    def _refuse_existing(self) -> None:
-        if not self.overwrite and self.folder.exists(self.name):
-            raise _already_there(self.folder.where(self.name))
-
-    def place(self) -> None:
-        """Note that the file is about to get its name."""
-        if self._marker is not None:
-            self._marker.write(_BEGUN)
-
-    def release(self, *, whole: bool) -> None:
-        with contextlib.suppress(OSError):
-            if not whole and not self.overwrite and self._marker is not None:
-                # The last step failed: it has its name, and may lose it when the power fails.
-                self.folder.remove(self.name)
-        with contextlib.suppress(OSError):
-            if self._marker is not None:
-                self._marker.release(remove=True)
 
 
 def forget_interruption(path: str | PathLike[str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, FormatError
-from harness.storage.bucket import ObjectStore, Verdict, judge, naming_errors
+from harness.storage.bucket import Verdict, delete_object, judge, naming_errors
 from harness.storage.connections import connect, load_obstore
 from harness.storage.files import held_error
 from harness.storage.uris import ObjectPath
@@ -108,7 +108,7 @@ class ClaimStore:
 
     def delete(self, name: str) -> None:
         """Delete an object; a missing one is no error."""
-        ObjectStore(self.place).delete(self.place / name)
+        delete_object(self.place / name)
 
 
 def _raise_unless_missing(error: FileNotFoundError) -> None:

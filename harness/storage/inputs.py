@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from harness.errors import FormatError
-from harness.storage.bucket import ObjectStore, list_below
+from harness.storage.bucket import check_bucket, find_stamp, list_below, read_object
 from harness.storage.files import Stamp
 from harness.storage.uris import ObjectPath, Place, is_uri
 
@@ -31,7 +31,7 @@ def parse_place(path: str) -> Place:
 def stamp_of(place: Place) -> Stamp:
     """Return the stamp of a file; raises OSError or FormatError if it is missing."""
     if isinstance(place, ObjectPath):
-        return ObjectStore(place).find_stamp(place)
+        return find_stamp(place)
     stat = place.stat()
     return Stamp(stat.st_size, str(stat.st_mtime_ns))
 
@@ -51,7 +51,7 @@ def list_objects(folder: ObjectPath) -> dict[str, Stamp]:
     """
     stamps = {name: one.stamp for name, one in list_below(folder).items()}
     if not stamps:
-        ObjectStore(folder).check_bucket()
+        check_bucket(folder)
     return stamps
 
 
@@ -126,8 +126,7 @@ class RemoteSource(io.RawIOBase):
 
     def __init__(self, place: ObjectPath) -> None:
         self._place = place
-        self._store = ObjectStore(place)
-        self.num_bytes = self._store.find_stamp(place).num_bytes
+        self.num_bytes = find_stamp(place).num_bytes
         self._position = 0
         self._window_start, self._window = 0, b""
 
@@ -136,14 +135,14 @@ class RemoteSource(io.RawIOBase):
         offset = start - self._window_start
         if offset >= 0 and offset + num_bytes <= len(self._window):
             return self._window[offset : offset + num_bytes]
-        return self._store.read(self._place, start, num_bytes) if num_bytes else b""
+        return read_object(self._place, start, num_bytes) if num_bytes else b""
 
     def fetch(self, start: int, end: int) -> None:
         if not 0 <= start <= end <= self.num_bytes:
             raise FormatError(f"bytes {start:,} to {end:,} lie outside the file of {self.num_bytes:,}")
         if start < self._window_start or end > self._window_start + len(self._window):
             self._window = b""
-            self._window = self._store.read(self._place, start, end - start)
+            self._window = read_object(self._place, start, end - start)
             self._window_start = start
 
     def release(self) -> None:

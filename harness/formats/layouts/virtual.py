@@ -354,7 +354,7 @@ def write_plan(
             manifest.save(folder)
             whole = True
         finally:
-            claim.release(whole=whole)
+            claim.finish(whole=whole)
     return manifest
 
 
