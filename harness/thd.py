@@ -145,11 +145,9 @@ def rows_from_arrays(
     short = next((stored for stored in row_lengths if stored.min(initial=2) < 2), None)
     if short is not None:
         at = int(np.argmin(short))
-        raise ScheduleError(
-            f"sequence {at} of the row has {short[at]} stored token(s); training needs a token and the one after it",
-            where="the row",
-            fix="prepare the dataset again; sequences of one token are refused there",
-        )
+        what = f"sequence {at} of the row has {short[at]} stored token(s); training needs a token and the one after it"
+        fix = "prepare the dataset again; sequences of one token are refused there"
+        raise ScheduleError(what, where="the row", fix=fix)
     ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *row_lengths]))
     if not input_ids.shape[0] == loss_mask.shape[0] == ends[-1]:
         raise ScheduleError(
@@ -379,11 +377,9 @@ def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: in
     ragged = lengths % (2 * cp_size) != 0
     if ragged.any():
         at = int(np.argmax(ragged))
-        raise ScheduleError(
-            f"sequence {at} has {lengths[at]:,} padded tokens, not a multiple of 2 * cp_size = {2 * cp_size}",
-            where="the row",
-            fix="build the row with pad_to_multiple=padding_multiple(cp_size=...)",
-        )
+        what = f"sequence {at} has {lengths[at]:,} padded tokens, not a multiple of 2 * cp_size = {2 * cp_size}"
+        fix = "build the row with pad_to_multiple=padding_multiple(cp_size=...)"
+        raise ScheduleError(what, where="the row", fix=fix)
     chunk = lengths // (2 * cp_size)
     starts = np.stack([bounds[:-1] + cp_rank * chunk, bounds[:-1] + (2 * cp_size - 1 - cp_rank) * chunk], axis=1)
     sizes = np.repeat(chunk, 2)

@@ -215,11 +215,9 @@ def _parse(values: Any, problem: str, where: str) -> Manifest:
     if not problem and not (isinstance(values, dict) and values.keys() >= _REQUIRED):
         problem = "lacks format, version, fingerprint or shards"
     if not problem and isinstance(values["version"], int) and values["version"] != MANIFEST_VERSION:
-        raise FormatError(
-            f"the manifest has version {values['version']}; this program reads version {MANIFEST_VERSION}",
-            where=where,
-            fix="use the version of the program that wrote it, or write the dataset again",
-        )
+        what = f"the manifest has version {values['version']}; this program reads version {MANIFEST_VERSION}"
+        fix = "use the version of the program that wrote it, or write the dataset again"
+        raise FormatError(what, where=where, fix=fix)
     if not problem:
         try:
             # Keys of later versions are left out; the checksum covers them.

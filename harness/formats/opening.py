@@ -47,11 +47,9 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
         folder = open_folder(text)
         return _open_bucket(text, folder) if isinstance(folder, BucketFolder) else _open_local(text)
     except OSError as error:
-        raise FormatError(
-            f"reading failed: {error.strerror or error}",
-            where=str(error.filename or text),
-            fix="check permissions, mounts and limits of open files",
-        ) from error
+        what = f"reading failed: {error.strerror or error}"
+        fix = "check permissions, mounts and limits of open files"
+        raise FormatError(what, where=str(error.filename or text), fix=fix) from error
     except MemoryError:
         what = "the dataset requires more memory than is available: it is damaged, or too large for this machine"
         raise FormatError(what, where=text) from None
@@ -205,11 +203,9 @@ def _open_listed(
     for stored in next(shard for shard in shards if folder.place / shard.path == place).files:
         if (digest := folder.digest(stored.path)) != stored.xxh3:
             handle.close()
-            raise FormatError(
-                f"the file has the hash {digest}, the manifest that was opened says {stored.xxh3}",
-                where=folder.where(stored.path),
-                fix="open the dataset again if it was replaced; if not, copy it again",
-            )
+            what = f"the file has the hash {digest}, the manifest that was opened says {stored.xxh3}"
+            fix = "open the dataset again if it was replaced; if not, copy it again"
+            raise FormatError(what, where=folder.where(stored.path), fix=fix)
     return handle
 
 

@@ -122,11 +122,9 @@ class PackWriter:
         self._claim: FolderClaim | _FileClaim
         if format.single_file_suffix and self.where.endswith(format.single_file_suffix):
             if isinstance(destination, BucketFolder) and not format.in_buckets:
-                raise ConfigError(
-                    f"a single file of {format.name} cannot be written to object storage",
-                    where=destination.where(),
-                    fix=f"omit the suffix {format.single_file_suffix} to write a folder, or write parquet",
-                )
+                what = f"a single file of {format.name} cannot be written to object storage"
+                fix = f"omit the suffix {format.single_file_suffix} to write a folder, or write parquet"
+                raise ConfigError(what, where=destination.where(), fix=fix)
             self._file = destination.place.name
             self._folder = open_folder(str(destination.place.parent))
             self._claim = _FileClaim(self._folder, self._file, overwrite=overwrite)
@@ -427,11 +425,9 @@ def forget_interruption(path: str | PathLike[str]) -> None:
 
 
 def _already_there(where: str) -> FormatError:
-    return FormatError(
-        "the destination already contains a dataset",
-        where=where,
-        fix="choose another destination, or replace the dataset (--overwrite, overwrite=True)",
-    )
+    what = "the destination already contains a dataset"
+    fix = "choose another destination, or replace the dataset (--overwrite, overwrite=True)"
+    return FormatError(what, where=where, fix=fix)
 
 
 def _part_name(number: int) -> str:

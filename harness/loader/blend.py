@@ -123,11 +123,9 @@ class Blend:
         """
         size = config.global_batch_size
         if config.drop_last and self.num_packs is not None and self.num_packs < size:
-            raise ConfigError(
-                f"{count_of(self.num_packs, 'pack')} cannot fill a global batch of {size:,} without drop_last=false",
-                where="loader.global_batch_size",
-                fix="lower global_batch_size, or set drop_last to false",
-            )
+            what = f"{count_of(self.num_packs, 'pack')} cannot fill a global batch of {size:,} without drop_last=false"
+            fix = "lower global_batch_size, or set drop_last to false"
+            raise ConfigError(what, where="loader.global_batch_size", fix=fix)
         start, counts = packs_consumed, [0] * len(self.sizes)
         self.draw(counts, start)
         while True:

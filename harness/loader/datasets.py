@@ -142,11 +142,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in self.evaluation:
             if not _NAME.fullmatch(name):
-                raise ConfigError(
-                    f"{name!r} is not a valid name for a validation set",
-                    where="data.evaluation",
-                    fix="use lower-case letters, digits and underscores, as in +data.evaluation.code=data/code",
-                )
+                what = f"{name!r} is not a valid name for a validation set"
+                fix = "use lower-case letters, digits and underscores, as in +data.evaluation.code=data/code"
+                raise ConfigError(what, where="data.evaluation", fix=fix)
         if self.live.folders and self.blend:
             raise ConfigError(
                 "live chunks cannot be blended with datasets",
@@ -323,11 +321,9 @@ class RunData:
         packs = self.epoch_packs
         if packs is None or (epochs > 1 and self.blend is not None and self.blend.weights is not None):
             ends = "is endless" if packs is None else "has one epoch, until a source is exhausted"
-            raise ConfigError(
-                f"a weighted blend {ends}, but the run has {count_of(epochs, 'epoch')}",
-                where="trainer.epochs, data.blend",
-                fix="trainer.steps=N trainer.epochs=null, or omit the weights to read each source `epochs` times",
-            )
+            what = f"a weighted blend {ends}, but the run has {count_of(epochs, 'epoch')}"
+            fix = "trainer.steps=N trainer.epochs=null, or omit the weights to read each source `epochs` times"
+            raise ConfigError(what, where="trainer.epochs, data.blend", fix=fix)
         return packs
 
     def describe(self) -> str:
@@ -437,11 +433,9 @@ def _check_tokenizer(train: PackReader, name: str) -> None:
         raise ConfigError(what, where=str(train.path), fix="leave data.tokenizer empty, or prepare the dataset again")
     required = tokenizer_hash(name)
     if required != stored:
-        raise ConfigError(
-            f"the dataset was made with tokenizer {stored_name} ({stored}), and {name} is {required}",
-            where=str(train.path),
-            fix="set data.tokenizer to the tokenizer of the dataset, or prepare the data with this one",
-        )
+        what = f"the dataset was made with tokenizer {stored_name} ({stored}), and {name} is {required}"
+        fix = "set data.tokenizer to the tokenizer of the dataset, or prepare the data with this one"
+        raise ConfigError(what, where=str(train.path), fix=fix)
 
 
 def _check_alike(readers: Sequence[PackReader]) -> None:
@@ -455,8 +449,6 @@ def _check_alike(readers: Sequence[PackReader]) -> None:
             before, owner = first.setdefault(name, (value, reader)) if value else (value, reader)
             if before != value:
                 what = name.removeprefix("data.")
-                raise ConfigError(
-                    f"sources of a blend need the same {what}: {owner.path} has {before}, {reader.path} has {value}",
-                    where=f"data.blend, {reader.path}",
-                    fix=f"prepare all sources with the same {name}",
-                )
+                what = f"sources of a blend need the same {what}: {owner.path} has {before}, {reader.path} has {value}"
+                fix = f"prepare all sources with the same {name}"
+                raise ConfigError(what, where=f"data.blend, {reader.path}", fix=fix)

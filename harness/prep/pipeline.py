@@ -342,11 +342,9 @@ class Preparation:
             where = str(files[0]) if len(files) == 1 else self.config.source.name
             raise PrepError(what, where=where, fix="set source.path to files with records")
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in refused.items())
-        raise PrepError(
-            f"no record can be trained on, {refused.total():,} were refused: {reasons}",
-            where=f"first {first}",
-            fix="repair the records, or change the settings of source that the reason names",
-        )
+        what = f"no record can be trained on, {refused.total():,} were refused: {reasons}"
+        fix = "repair the records, or change the settings of source that the reason names"
+        raise PrepError(what, where=f"first {first}", fix=fix)
 
     def _tokenize(self, tokenizer: ChatTokenizer) -> dict[str, Split]:
         """Tokenize everything, and divide the sequences among the splits."""

@@ -37,11 +37,9 @@ class ClaimStore:
 
     def __init__(self, place: ObjectPath) -> None:
         if place.scheme == "msc":
-            raise ConfigError(
-                "msc:// does not support conditional requests, which exclude a second writer",
-                where=str(place),
-                fix="use a folder on a file system that all machines share, or s3://, gs:// or abfs://",
-            )
+            what = "msc:// does not support conditional requests, which exclude a second writer"
+            fix = "use a folder on a file system that all machines share, or s3://, gs:// or abfs://"
+            raise ConfigError(what, where=str(place), fix=fix)
         self.place = place
 
     def get(self, name: str) -> tuple[bytes, str] | None:

@@ -42,11 +42,9 @@ class BinIdxShard(ShardReader):
         self._prefix = prefix
         missing = [suffix for suffix in SUFFIXES if not with_suffix(prefix, suffix).is_file()]
         if missing:
-            raise FormatError(
-                f"is incomplete: {', '.join(prefix.name + suffix for suffix in missing)} missing",
-                where=str(prefix),
-                fix="an indexed dataset of packs requires the loss mask and sequence starts; write it again",
-            )
+            what = f"is incomplete: {', '.join(prefix.name + suffix for suffix in missing)} missing"
+            fix = "an indexed dataset of packs requires the loss mask and sequence starts; write it again"
+            raise FormatError(what, where=str(prefix), fix=fix)
         # Read, not mapped: 28 bytes a pack.
         self._lengths = read_lengths(with_suffix(prefix, IDX))
         self.num_packs = self._lengths.shape[0]

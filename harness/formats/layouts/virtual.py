@@ -92,11 +92,9 @@ class SequenceShard(ShardReader):
         begin, end = self._offsets[number], self._offsets[number + 1]
         ids, mask = self._ids[begin:end], self._mask[begin:end]
         if sequence_digest(ids, mask) != self._checksums[number]:
-            raise FormatError(
-                f"sequence {number:,} does not match its checksum",
-                where=str(self._path / INPUT_IDS),
-                fix="copy the store again; `harness verify` lists all damage",
-            )
+            what = f"sequence {number:,} does not match its checksum"
+            fix = "copy the store again; `harness verify` lists all damage"
+            raise FormatError(what, where=str(self._path / INPUT_IDS), fix=fix)
         return ids, mask
 
     def contents(self) -> ShardContents:
@@ -172,11 +170,9 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
         raise incomplete_error(folder, traces)
     if manifest is None or manifest.format != NAME:
         kind = "not a dataset" if manifest is None else f"a dataset of format {manifest.format}"
-        raise FormatError(
-            f"{kind}, expected a sequence store",
-            where=str(path),
-            fix=f"create one from a dataset: harness convert {path} STORE {NAME}",
-        )
+        what = f"{kind}, expected a sequence store"
+        fix = f"create one from a dataset: harness convert {path} STORE {NAME}"
+        raise FormatError(what, where=str(path), fix=fix)
     name = f"{manifest.shards[0].path}/{PLAN}"
     text = folder.read(name, _MAX_PLAN_BYTES)
     if text is not None:
@@ -328,11 +324,9 @@ def write_plan(
     """
     folder, home = open_folder(path), store.folder.place
     if isinstance(home, Path) and not isinstance(folder.place, Path):
-        raise ConfigError(
-            "a plan in object storage requires its sequence store in object storage",
-            where=str(home),
-            fix=f"upload the store, then plan the copy: harness convert {home} {folder.where()}-store {NAME}",
-        )
+        what = "a plan in object storage requires its sequence store in object storage"
+        fix = f"upload the store, then plan the copy: harness convert {home} {folder.where()}-store {NAME}"
+        raise ConfigError(what, where=str(home), fix=fix)
     if relative_path(home, folder.place) == ".":
         raise ConfigError("the destination is the store itself", where=str(path), fix="choose another one")
     count = store.lengths.shape[0]

@@ -156,11 +156,9 @@ def produce_chunks(
         LoaderError: the stream has ended, and the input has more items.
     """
     if producer.input and not append:
-        raise ConfigError(
-            "other input was appended after the first input of the folder",
-            where=str(producer.path),
-            fix="pass only new input, or the last appended input again, with --append",
-        )
+        what = "other input was appended after the first input of the folder"
+        fix = "pass only new input, or the last appended input again, with --append"
+        raise ConfigError(what, where=str(producer.path), fix=fix)
     if producer.ended and append and not producer.input:
         raise LoaderError(
             "the stream has ended; no rows can be added", where=str(producer.path), fix="use a new folder"
@@ -232,11 +230,8 @@ def _numbered(
         digest.update(item.line)
         after = {"items": number + 1, "digest": digest.hexdigest()}
         if number + 1 == skip and done.get("digest") not in (None, after["digest"]):
-            raise ConfigError(
-                f"the input differs from the first {count_of(skip, 'item')} in the folder's chunks",
-                where=item.where,
-                fix=fix,
-            )
+            what = f"the input differs from the first {count_of(skip, 'item')} in the folder's chunks"
+            raise ConfigError(what, where=item.where, fix=fix)
         if number == skip and not producer.ended:  # only here, so that a refused input is never begun
             producer.begin_input(is_new=is_new)
         if number >= skip or number in again:

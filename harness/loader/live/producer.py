@@ -224,11 +224,9 @@ class LiveProducer:
         if self._failed is not None:
             raise self._failed
         if self.ended:
-            raise LoaderError(
-                "the stream has ended; no rows can be added",
-                where=self._folder.where,
-                fix="use a new folder, or remove END.json if no run has read it",
-            )
+            what = "the stream has ended; no rows can be added"
+            fix = "use a new folder, or remove END.json if no run has read it"
+            raise LoaderError(what, where=self._folder.where, fix=fix)
 
     def _has_room(self) -> bool:
         contents = self._folder.look()

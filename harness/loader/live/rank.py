@@ -342,11 +342,9 @@ class FolderReader:
     def _members(self, chunk: LiveChunk, index: int, rows: range) -> list[list[Member[Place]]]:
         """Tokenize the conversations of these rows as members of packs; nothing for one that is left out."""
         if self._tokenizer is None:
-            raise ConfigError(
-                "the chunk contains conversations, but no tokenizer is set",
-                where=chunk.place,
-                fix="set data.live.tokenizer.name to a tokenizer folder or a hub id",
-            )
+            what = "the chunk contains conversations, but no tokenizer is set"
+            fix = "set data.live.tokenizer.name to a tokenizer folder or a hub id"
+            raise ConfigError(what, where=chunk.place, fix=fix)
         parsed = [chunk.conversation(row) for row in rows]
         conversations = [item for item in parsed if isinstance(item, Conversation)]
         encoded = iter(self._tokenizer.encode_each(conversations) if conversations else [])

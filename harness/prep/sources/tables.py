@@ -248,11 +248,9 @@ def _pieces(batch: Any, values: Sequence[str], where: str, first: int) -> Iterat
     if num_bytes <= MAX_RECORD_BYTES:
         yield batch
     elif batch.num_rows == 1:
-        raise PrepError(
-            f"the row decodes to {num_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}",
-            where=f"{where}, row {first}",
-            fix="shorten the conversation",
-        )
+        what = f"the row decodes to {num_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}"
+        fix = "shorten the conversation"
+        raise PrepError(what, where=f"{where}, row {first}", fix=fix)
     else:
         half = batch.num_rows // 2
         yield from _pieces(batch.slice(0, half), values, where, first)
