@@ -146,12 +146,8 @@ class DataConfig:
                 fix = "use lower-case letters, digits and underscores, as in +data.evaluation.code=data/code"
                 raise ConfigError(what, where="data.evaluation", fix=fix)
         if self.live.folders and self.blend:
-            raise ConfigError(
-                "live chunks cannot be blended with datasets",
-                where="data.live, data.blend",
-                fix="leave one of them empty; data.live.blend accepts several folders of chunks, and `harness live "
-                "produce` converts a dataset to chunks",
-            )
+            fix = "leave one of them empty; `harness live produce` converts a dataset to chunks for data.live.blend"
+            raise ConfigError("live chunks cannot be blended with datasets", where="data.live, data.blend", fix=fix)
         check_sources(self.blend, "data.blend")
 
 
@@ -277,7 +273,6 @@ class RunData:
     """Open datasets of a run.
 
     Attributes:
-        train: the training set.
         validation: its validation set, if any.
         vocab_size: of the tokenizer; None where the datasets do not record it.
         tokenizer_hash: of the tokenizer that made `train`; empty where it is not recorded.
@@ -360,12 +355,10 @@ def open_datasets(config: DataConfig) -> RunData:
     for reader, validation in itertools.product(trains, (*validations, *evaluation.values())):
         (hash_, name), (other, other_name) = _tokenizer_of(reader), _tokenizer_of(validation)
         if hash_ and other and hash_ != other:
-            raise ConfigError(
-                f"the training set was made with tokenizer {name} ({hash_}), the validation set with "
-                f"{other_name} ({other})",
-                where=f"{reader.path} and {validation.path}",
-                fix="prepare both with the same tokenizer",
-            )
+            what = f"the training set was made with tokenizer {name} ({hash_}), the validation set with "
+            what += f"{other_name} ({other})"
+            fix = "prepare both with the same tokenizer"
+            raise ConfigError(what, where=f"{reader.path} and {validation.path}", fix=fix)
     if config.tokenizer:
         for reader in trains:
             _check_tokenizer(reader, config.tokenizer)

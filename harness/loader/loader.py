@@ -36,10 +36,6 @@ class Loader(BatchStream[RawBatch]):
         num_steps: batches to yield; None for no limit.
         num_epochs: end before this epoch number (from 0); None for no limit.
 
-    Attributes:
-        layout: the place of this rank.
-        state: position to resume from.
-
     Raises:
         ScheduleError: a sequence of the dataset can never be placed.
         LoaderError: `state` belongs to another dataset, seed, order or tokenizer.

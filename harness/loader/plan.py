@@ -124,12 +124,8 @@ class BatchReader:
         self._layout = layout
         self._cost = cost or SequenceCost()
         if schedule.name == DYNAMIC and not layout.shares_rows:
-            raise ConfigError(
-                f"schedule.name is {DYNAMIC}, whose rows are shared by data-parallel ranks, and this trainer trains "
-                "rows of its own on each rank",
-                where="schedule.name",
-                fix="schedule.name=cost_balanced",
-            )
+            what = f"this trainer does not run rows that data-parallel ranks share, as {DYNAMIC} makes them"
+            raise ConfigError(what, where="schedule.name", fix="schedule.name=cost_balanced")
         self._order = BlendOrder(config, blend or Blend.of_one(len(source)))
 
     def check(self) -> None:
@@ -163,17 +159,9 @@ class BatchReader:
             pack_offsets=offsets,
             cost=self._cost,
         )
-        return (
-            packs,
-            sequences,
-            placed,
-            measure_imbalance(
-                placed,
-                lengths,
-                max_tokens_per_row=self._schedule.max_tokens_per_rank * self._layout.cp_size,
-                cost=self._cost,
-            ),
-        )
+        row_tokens = self._schedule.max_tokens_per_rank * self._layout.cp_size
+        imbalance = measure_imbalance(placed, lengths, max_tokens_per_row=row_tokens, cost=self._cost)
+        return packs, sequences, placed, imbalance
 
     def read(self, step: BatchRange) -> RawBatch:
         """Plan `step` and read this rank's sequences, only from the packs that hold them.

@@ -286,6 +286,6 @@ def _tokenized(
     """Yield the number of each item, the position after it, its conversation, and the sequences of that."""
     while block := list(islice(rest, packing.block)):
         parsed = [item.parse() for item, _ in block]
-        encoded = iter(packing.tokenizer.encode_each([item for item in parsed if isinstance(item, Conversation)]))
-        for item, (_, position) in zip(parsed, block, strict=True):
-            yield position["items"] - 1, position, item, next(encoded) if isinstance(item, Conversation) else item
+        encoded = packing.tokenizer.encode_each(parsed)
+        for item, (_, position), sequences in zip(parsed, block, encoded, strict=True):
+            yield position["items"] - 1, position, item, sequences

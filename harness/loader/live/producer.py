@@ -20,7 +20,6 @@ import xxhash
 from harness.checks import require_at_least, require_choice
 from harness.errors import FormatError, HarnessError, LoaderError, os_errors_as
 from harness.formats import load_format
-from harness.formats.base import ShardOptions
 from harness.formats.layouts.jsonl import line_of_pack
 from harness.loader.live import folder as live
 from harness.loader.live.files import conflict
@@ -382,8 +381,8 @@ class ChunkRows:
         if self._suffix == live.JSONL:
             write_atomically(path, self._rows)
         elif self._kind == live.PACKS:
-            options = ShardOptions(pack_size=max(map(len, self._rows)), rows_per_group=_ROWS_PER_GROUP)
-            writer = load_format("parquet").write_shard(LocalFolder(path.parent), path.name, options)
+            folder, pack_size = LocalFolder(path.parent), max(map(len, self._rows))
+            writer = load_format("parquet").write_shard(folder, path.name, pack_size, _ROWS_PER_GROUP)
             try:
                 for pack in self._rows:
                     writer.append(pack)

@@ -32,9 +32,7 @@ class LiveStatus:
         rows, tokens: in them; None where chunks have no records, or are not tokenized.
         waiting: whole chunks that are unread.
         completed: chunks in the folder that a checkpoint covers.
-        num_bytes: of the chunks in the folder.
         rows_per_s, chunks_per_min: of the newest chunks; None for fewer than two.
-        ended: the stream is complete.
     """
 
     path: str

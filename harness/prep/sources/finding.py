@@ -19,7 +19,7 @@ from harness.prep.sources.splits import choose_split, split_of
 from harness.prep.sources.text import COMPRESSED
 from harness.storage import ObjectPath, Place, is_uri, natural_key, parse_place, stamp_of
 from harness.storage.files import Stamp
-from harness.storage.inputs import glob_pattern, is_glob, list_objects, open_stream
+from harness.storage.inputs import glob_pattern, list_objects, open_stream
 
 _UNREAD_SUFFIXES = (".xz", ".zip", ".7z", ".lz4")
 # Written by `save_to_disk` of Hugging Face's datasets: of several splits, and of one.
@@ -68,6 +68,9 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
         fix = f"specify a file, a glob or a folder with files that end in {' '.join(SUFFIXES)}"
         fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
         raise PrepError("there are no chat files", where=path, fix=fix)
+    if source.split and not found.facts:
+        fix = "omit it: the path already selects the files"
+        raise ConfigError(f"{source.split!r} would not be used", where="source.split", fix=fix)
     for file in found.files:
         suffix = PurePosixPath(str(file)).suffix.lower()
         inner = suffix_of(file) if is_compressed(file) else ""
@@ -90,35 +93,24 @@ def _find_local(path: str, source: SourceConfig) -> SourceFiles:
     else:
         found = glob.glob(str(place), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         files = sorted((Path(name) for name in found if Path(name).is_file()), key=_order)
-    if files:
-        _refuse_split(source)
     return SourceFiles(tuple(files), tuple(map(stamp_of, files)))
 
 
 def _find_objects(path: str, source: SourceConfig) -> SourceFiles:
     before = path
-    if is_glob(path):
+    if glob.has_magic(path):
         before = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
     folder = parse_place(before)
     assert isinstance(folder, ObjectPath)
     stamps = list_objects(folder)
-    if is_glob(path):
+    if glob.has_magic(path):
         rest = glob_pattern(path[len(before) :].lstrip("/"))
         stamps = {name: stamp for name, stamp in stamps.items() if rest.fullmatch(name)}
         names = sorted(stamps, key=_order)
-        _refuse_split(source)
         return SourceFiles(tuple(folder / name for name in names), tuple(stamps[name] for name in names))
     if not stamps:
-        stamp = stamp_of(folder)
-        _refuse_split(source)
-        return SourceFiles((folder,), (stamp,))
+        return SourceFiles((folder,), (stamp_of(folder),))
     return _choose(folder, list(stamps), source, stamps.__getitem__)
-
-
-def _refuse_split(source: SourceConfig) -> None:
-    if source.split:
-        fix = "omit it: the path already selects the files"
-        raise ConfigError(f"{source.split!r} would not be used", where="source.split", fix=fix)
 
 
 def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Callable[[str], Stamp]) -> SourceFiles:

@@ -6,6 +6,7 @@ HF_ENDPOINT, HF_HOME and HF_TOKEN count as for Hugging Face's own tools. hugging
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from harness.prep.sources.reading import SourceFiles
 from harness.prep.sources.splits import choose_named, choose_split, split_of
 from harness.printing import count_of
 from harness.storage import natural_key, stamp_of
-from harness.storage.inputs import glob_pattern, is_glob
+from harness.storage.inputs import glob_pattern
 
 _SCHEME = "hf://"
 _PART = r"[A-Za-z0-9][\w.-]*"
@@ -69,7 +70,7 @@ def parse_name(path: str) -> HubName | None:
     """
     if path.startswith(_SCHEME):
         match = _URI.fullmatch(path)
-        if match is None or is_glob(match["name"]):
+        if match is None or glob.has_magic(match["name"]):
             fix = "use hf://datasets/ORG/NAME, optionally followed by a file, a folder or a glob"
             raise ConfigError("not a dataset address of the hub", where=path, fix=fix)
     else:
@@ -169,11 +170,11 @@ def _by_path(place: HubName, data: Sequence[str], split: str) -> Chosen | None:
     if not inner:
         return None
     pattern = glob_pattern(inner)
-    if matching := [name for name in data if (pattern.fullmatch(name) if is_glob(inner) else name == inner)]:
+    if matching := [name for name in data if (pattern.fullmatch(name) if glob.has_magic(inner) else name == inner)]:
         return matching, {}
     if below := [name for name in data if name.startswith(f"{inner}/")]:
         return _by_names(place, below, split)
-    if is_glob(inner) or "/" in inner or "." in inner or (split and split != inner):
+    if glob.has_magic(inner) or "/" in inner or "." in inner or (split and split != inner):
         what = f"no file of the dataset matches {inner}; there are {', '.join(data[:5])}"
         raise PrepError(what + (", ..." if len(data) > 5 else ""), where=where, fix="check the address")
     return None

@@ -16,7 +16,7 @@ import pyarrow as pa
 from harness.errors import PrepError
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.sources.delimited import SEPARATORS, DelimitedReader
-from harness.prep.sources.tables import ROW, Undecodable, cut_parquet, read_arrow, read_columns, read_parquet
+from harness.prep.sources.tables import ROW, cut_parquet, read_arrow, read_columns, read_parquet
 from harness.prep.sources.text import COMPRESSED, ITEM, LINE, find_unit, open_text, read_items, read_lines
 from harness.storage import ObjectPath, Place, parse_place, stamp_of
 from harness.storage.files import Stamp
@@ -128,8 +128,8 @@ class SourceChunk:
                 continue
             if isinstance(record, bytes):
                 yield self.reader.parse_line(record, where)
-            elif isinstance(record, Undecodable):
-                yield BadRecord(where, record.reason, record.why)
+            elif isinstance(record, BadRecord):
+                yield replace(record, where=where)
             else:
                 yield self.reader.parse_row(record, where)
 
