@@ -92,19 +92,6 @@ class ShardReader(ABC):
         """Close the files; maps need nothing, because they end with the reader's arrays."""
 
 
-@dataclass(frozen=True)
-class ShardOptions:
-    """Settings of a shard that is written.
-
-    Attributes:
-        pack_size: tokens that no pack exceeds.
-        rows_per_group: packs of one Parquet row group, which other tools decode at once; other formats have none.
-    """
-
-    pack_size: int
-    rows_per_group: int = 64
-
-
 class ShardWriter(ABC, Generic[File]):
     """The files of one shard, which exist under their names only once it is finished.
 
@@ -150,7 +137,8 @@ class Format:
         suffixes: of files that `open_dataset` takes, for error messages.
         shard_pattern: regular expression for names in a dataset folder that look like (part of) a shard.
         files_per_shard: file descriptors that an open shard holds.
-        write_shard: start the shard of a name in a folder.
+        write_shard: start the shard of a name in a folder, given the tokens that no pack exceeds, and the packs of a
+            Parquet row group, which other tools decode at once; other formats have none.
         open_shard: open a shard at its file, or at the common prefix of its files' names: a Path, or with `in_buckets`
             any Place. The number, if known, is the pack size, which bounds how much memory damaged files can claim. The
             format of plans also takes `folder`, that of the dataset.
@@ -170,7 +158,7 @@ class Format:
     shard_pattern: str
     packs_per_shard: int
     files_per_shard: int
-    write_shard: Callable[[Folder, str, ShardOptions], ShardWriter[Any]]
+    write_shard: Callable[[Folder, str, int, int], ShardWriter[Any]]
     open_shard: Callable[..., ShardReader]
     find_bare: Callable[[Path], list[Path]]
     is_own: Callable[[Any], bool]

@@ -74,7 +74,8 @@ def _open_local(path: str) -> PackReader:
         folder = LocalFolder(place)
         manifest = load_manifest(folder)
         if manifest is not None:
-            return _open_checked(folder, manifest)
+            _check_files(folder, manifest)
+            return open_unchecked(folder, manifest)
         if is_run(place):  # its metrics are no packs
             raise _nothing(place)
         _refuse_parts(folder)
@@ -142,7 +143,8 @@ def _open_bucket(uri: str, folder: BucketFolder) -> PackReader:
         raise FormatError("there is no dataset", where=str(place), fix="check bucket and key")
     manifest = load_manifest(folder)
     if manifest is not None:
-        return _open_checked(folder, manifest)
+        _check_files(folder, manifest)
+        return open_unchecked(folder, manifest)
     _refuse_parts(folder)
     bare: list[Place] = [place / name for name in names if name.endswith(suffixes)]
     if not bare:
@@ -152,11 +154,6 @@ def _open_bucket(uri: str, folder: BucketFolder) -> PackReader:
 
 def _formats() -> list[Format]:
     return [load_format(name) for name in FORMATS]
-
-
-def _open_checked(folder: Folder, manifest: Manifest) -> PackReader:
-    _check_files(folder, manifest)
-    return open_unchecked(folder, manifest)
 
 
 def _check_files(folder: Folder, manifest: Manifest) -> None:
@@ -173,12 +170,9 @@ def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
     is_plan = not manifest.fingerprint
     # A plan names its store from its own folder, wherever its files are read.
     open_shard = partial(format.open_shard, folder=folder) if is_plan else format.open_shard
-    if isinstance(folder, BucketFolder):
-        if not format.in_buckets:
-            format = replace(format, open_shard=partial(_open_cached, folder, manifest.shards, open_shard))
-    elif is_plan:
-        # Packs of a plan have no checksums: its own files must be those that the manifest lists.
-        format = replace(format, open_shard=partial(_open_listed, folder, manifest.shards, open_shard))
+    # Packs of a plan have no checksums: its own files must be those that the manifest lists.
+    if is_plan or (isinstance(folder, BucketFolder) and not format.in_buckets):
+        format = replace(format, open_shard=partial(_open_own, folder, manifest.shards, open_shard))
     return PackReader(
         path=folder.where(),
         format=format,
@@ -191,36 +185,30 @@ def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
     )
 
 
-def _open_listed(
+def _open_own(
     folder: Folder,
     shards: Sequence[Shard],
     open_shard: Callable[[Any, int | None], ShardReader],
     place: Place,
     pack_size: int | None,
 ) -> ShardReader:
-    """Open a shard, then compare its files with the manifest: a writer that replaces them removes all of them first."""
+    """Open a shard whose files are those that the manifest lists: local copies of a bucket's, or files of a disk.
+
+    These are compared after they were opened, because a writer that replaces a dataset removes all of it first.
+    """
+    shard = next(shard for shard in shards if folder.place / shard.path == place)
+    if isinstance(folder, BucketFolder):
+        entry = folder.fetch(shard.files)
+        handle = open_shard(entry.folder / shard.path, pack_size)
+        handle.entry = entry
+        return handle
     handle = open_shard(place, pack_size)
-    for stored in next(shard for shard in shards if folder.place / shard.path == place).files:
+    for stored in shard.files:
         if (digest := folder.digest(stored.path)) != stored.xxh3:
             handle.close()
             what = f"the file has the hash {digest}, the manifest that was opened says {stored.xxh3}"
             fix = "open the dataset again if it was replaced; if not, copy it again"
             raise FormatError(what, where=folder.where(stored.path), fix=fix)
-    return handle
-
-
-def _open_cached(
-    folder: BucketFolder,
-    shards: Sequence[Shard],
-    open_local: Callable[[Path, int | None], ShardReader],
-    place: Place,
-    pack_size: int | None,
-) -> ShardReader:
-    """Open a shard from its local copy; `open_local` opens files on a disk."""
-    shard = next(shard for shard in shards if folder.place / shard.path == place)
-    entry = folder.fetch(shard.files)
-    handle = open_local(entry.folder / shard.path, pack_size)
-    handle.entry = entry
     return handle
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.base import FORMATS, Format, ShardOptions, ShardWriter, load_format
+from harness.formats.base import FORMATS, Format, ShardWriter, load_format
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.incomplete import MARKER_NAME, find_traces
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, IndexPart, write_index
@@ -68,10 +68,8 @@ def open_writer(
             load_format(format)
             what = f"the destination ends in .{name} but the format is {format}"
             raise ConfigError(what, where=str(path), fix=f"use format {name!r}, or change the destination")
-    options = ShardOptions(pack_size, rows_per_group)
-    return PackWriter(
-        path, load_format(format), options, provenance or Provenance(), packs_per_shard, overwrite, resume_key
-    )
+    origin, sizes = provenance or Provenance(), (pack_size, rows_per_group, packs_per_shard)
+    return PackWriter(path, load_format(format), *sizes, origin, overwrite, resume_key)
 
 
 class PackWriter:
@@ -90,14 +88,15 @@ class PackWriter:
         self,
         path: str | PathLike[str],
         format: Format,
-        options: ShardOptions,
-        provenance: Provenance,
+        pack_size: int,
+        rows_per_group: int,
         packs_per_shard: int | None,
+        provenance: Provenance,
         overwrite: bool,
         resume_key: str | None,
     ) -> None:
         packs_per_shard = format.packs_per_shard if packs_per_shard is None else packs_per_shard
-        settings = {**asdict(options), "packs_per_shard": packs_per_shard}
+        settings = {"pack_size": pack_size, "rows_per_group": rows_per_group, "packs_per_shard": packs_per_shard}
         for name, value in settings.items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}", where=f"data.{name}", fix="set it to 1 or more")
@@ -106,14 +105,14 @@ class PackWriter:
             what = "the dataset has weights of tokens, which the labels of jsonl cannot express"
             raise ConfigError(what, where=destination.where(), fix="write another format")
         self.where = destination.where()
-        self.pack_size = options.pack_size
+        self.pack_size = pack_size
         self.provenance = provenance
         self.manifest: Manifest | None = None
         self._format = format
         self._file = ""
         self._folder = destination
         self._packs_per_shard = packs_per_shard
-        self._options = options
+        self._rows_per_group = rows_per_group
         self._finished: list[Shard] = []
         self._finished_totals = Totals()
         self._shard: ShardWriter[Any] | None = None
@@ -169,7 +168,7 @@ class PackWriter:
         with explain_os_errors(self.where):
             if self._shard is None:
                 name = self._file or self._format.shard_name(len(self._finished))
-                self._shard = self._format.write_shard(self._folder, name, self._options)
+                self._shard = self._format.write_shard(self._folder, name, self.pack_size, self._rows_per_group)
             try:
                 self._shard.append(pack)
             except FormatError as error:

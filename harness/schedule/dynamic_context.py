@@ -55,9 +55,10 @@ def choose_ranks(batch: GlobalBatch) -> Int64Array:
     most = largest_share(batch.dp_size)
     sizes = np.ones_like(batch.lengths)
     # Of a shared sequence each rank has two chunks of the same length.
-    held = batch.max_tokens_per_row // 2 * 2
-    while (is_long := _share(batch.lengths, sizes) > np.where(sizes > 1, held, batch.max_tokens_per_row)).any():
+    held, is_long = batch.max_tokens_per_row // 2 * 2, batch.lengths > batch.max_tokens_per_row
+    while is_long.any():
         sizes[is_long] *= 2
+        is_long &= -(-batch.lengths // (2 * sizes)) * 2 > held
     costs = batch.cost.of_rank(batch.lengths, sizes)
     # A sequence that takes longer than the step should is divided further, as long as that helps.
     step = float((costs * sizes).sum()) / batch.dp_size
@@ -68,12 +69,6 @@ def choose_ranks(batch: GlobalBatch) -> Int64Array:
             return sizes
         sizes[pays] *= 2
         costs[pays] = halves[pays]
-
-
-def _share(lengths: Int64Array, ranks: Int64Array) -> Int64Array:
-    """Return the tokens that each rank has of sequences that ranks share, int64 [sequences]."""
-    shares: Int64Array = np.where(ranks > 1, -(-lengths // (2 * ranks)) * 2, lengths)
-    return shares
 
 
 def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Float64Array, Int64Array]:

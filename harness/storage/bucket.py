@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,7 @@ class _PartsDigest:
         return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
-def _new_md5() -> Any:
-    return hashlib.md5(usedforsecurity=False)
+_new_md5 = partial(hashlib.md5, usedforsecurity=False)
 
 
 def etag_of(path: Path) -> str:
@@ -270,12 +270,9 @@ class UploadFile(OutputFile):
             or object_digest(self._place, self._num_bytes) == self._digest.hexdigest()
         ):
             return
-        raise FormatError(
-            f"the object differs from what was uploaded: it has {stored.num_bytes:,} bytes, sent were "
-            f"{self._num_bytes:,}",
-            where=str(self._place),
-            fix="write it again; another process writes to this place, or the store is damaged",
-        )
+        what = f"the object differs from what was uploaded: {stored.num_bytes:,} bytes, {self._num_bytes:,} were sent"
+        fix = "write it again; another process writes to this place, or the store is damaged"
+        raise FormatError(what, where=str(self._place), fix=fix)
 
     def abort(self) -> None:
         """Drop the parts that were sent. The place itself is not touched: it may be another writer's by now."""

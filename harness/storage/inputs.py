@@ -74,11 +74,6 @@ def glob_pattern(pattern: str) -> re.Pattern[str]:
         return re.compile(re.escape(pattern))
 
 
-def is_glob(path: str) -> bool:
-    """Return whether a path has a wildcard."""
-    return any(mark in path for mark in "*?[")
-
-
 # ---- ranges
 
 

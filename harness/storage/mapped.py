@@ -87,9 +87,7 @@ def _of_file(name: str, inode: int, position: int) -> FormatError:
         what = f"the file was removed or truncated, or its disk failed, while it was read (at byte {position:,})"
     else:
         what = f"byte {position:,} cannot be read: the disk is failing, or the file was truncated temporarily"
-    return FormatError(
-        what,
-        where=name,
-        fix="copy the file again (have its disk checked: dmesg), check the dataset with `harness verify`, then run the "
-        "same command again",
+    fix = (
+        "copy the file again (check its disk: dmesg), run `harness verify` on the dataset, then the same command again"
     )
+    return FormatError(what, where=name, fix=fix)

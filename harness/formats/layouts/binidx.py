@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, make_pack
+from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, make_pack
 from harness.formats.index import lengths_from_starts
 from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, IndexHeader, with_suffix
 from harness.indexed.verify import read_lengths
@@ -92,7 +92,7 @@ class BinIdxShard(ShardReader):
 class BinIdxWriter(ShardWriter[OutputFile]):
     """Appends to the data files; the indices, 20 bytes a pack, are written at the end."""
 
-    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+    def __init__(self, folder: Folder, name: str, _pack_size: int, _rows_per_group: int) -> None:
         self._folder = folder
         self._name = name
         self._lengths = array("i")

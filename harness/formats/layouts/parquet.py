@@ -194,12 +194,6 @@ class ParquetShard(ShardReader):
             manifest=manifest,
         )
 
-    @property
-    def is_own(self) -> bool:
-        """True for a shard of our dataset folders; other writers store metadata or have nullable types."""
-        self._open_footer()
-        return self._has_own_types and not self._file.metadata.metadata
-
     def where(self, row: int) -> str:
         if self._table is not None:
             group, inside = divmod(row, self._table.rows_per_group)
@@ -276,7 +270,8 @@ class ParquetShard(ShardReader):
 def is_own(place: Place) -> bool:
     """Return whether a file is a shard of a dataset folder: of our types, and without any metadata of its own."""
     with contextlib.closing(ParquetShard(place)) as shard:
-        return shard.is_own
+        shard._open_footer()
+        return shard._has_own_types and not shard._file.metadata.metadata
 
 
 def _count_bytes(columns: Sequence[_Column]) -> int:

@@ -22,14 +22,14 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from harness.errors import ConfigError, FormatError, os_errors_as
-from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, find_folders, make_pack
+from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, find_folders, make_pack
 from harness.formats.digest import sequence_digest
 from harness.formats.incomplete import find_traces, incomplete_error
 from harness.formats.index import INDEX_NAMES, load_index, write_npy
@@ -110,7 +110,7 @@ class SequenceShard(ShardReader):
 class SequenceShardWriter(ShardWriter[NpyStream]):
     """Writes a shard that holds its sequences."""
 
-    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+    def __init__(self, folder: Folder, name: str, _pack_size: int, _rows_per_group: int) -> None:
         self._num_tokens = self._num_sequences = 0
         super().__init__([f"{name}/{array}" for array in _ARRAYS], self._start(folder, name))
 
@@ -237,7 +237,6 @@ class PlanShard(ShardReader):
             text = (path / PLAN).read_bytes()
         plan = self._plan = _parse_plan(text, str(path / PLAN))
         self._store = plan.find_store(self._folder)
-        self._stored: Sequence[Shard] | None = None
         self._shards = plan.shards
         self._first = np.cumsum([0, *(count for _, count in plan.shards)]).tolist()
         digest = file_digest(path / SEQUENCE_IDS)
@@ -277,7 +276,7 @@ class PlanShard(ShardReader):
     def _open_shard(self, number: int) -> SequenceShard:
         name, count = self._shards[number]
         # Copies are compared with the hashes of the manifest, which is the one that was planned over.
-        entry = self._store.fetch(self._listed(name))
+        entry = self._store.fetch(self._stored.get(name, ()))
         shard = SequenceShard(entry.folder / name)
         shard.entry = entry
         if shard.num_sequences != count:
@@ -288,14 +287,11 @@ class PlanShard(ShardReader):
             self._plan.find_store(self._folder)
         return shard
 
-    def _listed(self, name: str) -> Sequence[StoredFile]:
-        """Return the files of a shard of the store; those of a store on a disk are opened where they are."""
-        if isinstance(self._store, LocalFolder):
-            return ()
-        if self._stored is None:
-            manifest = load_manifest(self._store)
-            self._stored = () if manifest is None else manifest.shards
-        return next((shard.files for shard in self._stored if shard.path == name), ())
+    @cached_property
+    def _stored(self) -> dict[str, Sequence[StoredFile]]:
+        """The files of each shard of a store in a bucket; those of a store on a disk are opened where they are."""
+        manifest = None if isinstance(self._store, LocalFolder) else load_manifest(self._store)
+        return {} if manifest is None else {shard.path: shard.files for shard in manifest.shards}
 
 
 def write_plan(
