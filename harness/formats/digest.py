@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from harness.formats.manifest import Manifest
-from harness.records import Int32Array, Pack, UInt8Array
+from harness.records import Int32Array, Pack, UInt8Array, UInt64Array
 from harness.storage import BucketFolder, Folder, LocalCache, write_atomically
 
 FINGERPRINT_NAME = "fingerprint.json"  # beside the manifest of a plan
-UInt64Array = npt.NDArray[np.uint64]
 
 # Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest

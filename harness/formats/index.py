@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError, os_errors_as
-from harness.formats.digest import UInt64Array, content_digest, dataset_fingerprint
+from harness.formats.digest import content_digest, dataset_fingerprint
 from harness.formats.manifest import Manifest, Totals
-from harness.records import Int32Array, Int64Array, Pack
+from harness.records import Int32Array, Int64Array, Pack, UInt64Array
 from harness.storage import Folder, file_digest
 from harness.storage.arrays import map_npy, npy_header
 

@@ -24,7 +24,7 @@ from harness.formats.reader import PackReader, stamp_shard
 from harness.paths import explain_path, is_run
 from harness.storage import BucketFolder, Folder, LocalFolder, ObjectPath, Place, StoredFile, natural_key, open_folder
 from harness.storage.bucket import check_bucket, find_size
-from harness.storage.inputs import glob_pattern, list_objects
+from harness.storage.inputs import match_objects
 
 
 def open_dataset(path: str | PathLike[str]) -> PackReader:
@@ -131,7 +131,7 @@ def _open_bucket(uri: str, folder: BucketFolder) -> PackReader:
     place = folder.place
     suffixes = tuple(suffix for format in _formats() for suffix in format.suffixes)
     if glob.has_magic(place.key):
-        matches = _match_objects(place)
+        matches: list[Place] = [*match_objects(place)]
         _refuse_lost_shards(matches, whole=True)
         return _open_several(uri, matches, _find_object)
     if place.name.endswith(suffixes) and find_size(place) is not None:
@@ -313,15 +313,6 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
     for number, handle in enumerate(handles):
         reader.adopt(number, handle)
     return reader
-
-
-def _match_objects(pattern: ObjectPath) -> list[Place]:
-    """List the objects whose keys match a pattern; `*` does not match across a slash."""
-    parts = pattern.key.split("/")
-    plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-    root = replace(pattern, key="/".join(parts[:plain]))
-    matching = glob_pattern("/".join(parts[plain:]))
-    return [root / name for name in list_objects(root) if matching.fullmatch(name)]
 
 
 # ---- errors

@@ -38,10 +38,10 @@ class Loader(BatchStream[RawBatch]):
 
     Raises:
         ScheduleError: a sequence of the dataset can never be placed.
-        LoaderError: `state` belongs to another dataset, seed, order or tokenizer.
+        LoaderError: `state` belongs to another dataset, seed, order or tokenizer; while iterating, the epochs of a
+            blend's source are used up.
         ConfigError: the dataset never fills a global batch, `layout` comes with a `dp_rank` or `dp_size`, or a job of
             several ranks gives neither.
-        LoaderError: while iterating, once the epochs of a blend's source are used up.
     """
 
     def __init__(

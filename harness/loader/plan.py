@@ -172,7 +172,6 @@ class BatchReader:
         pack_ids, sequences, placed, imbalance = self.plan(step)
         rank, numbers = self._layout.dp_rank, range(placed.num_microbatches)
         rows = [sequences[placed.row(microbatch, rank)] for microbatch in numbers]
-        is_shared = placed.shared_by is not None
         mine = np.concatenate(rows)
         stored = self._source.sequence_lengths[mine].astype(np.int64)
         parts = list(self._parts(mine))
@@ -188,7 +187,9 @@ class BatchReader:
             num_sequences=int(sequences.shape[0]),
             num_tokens=int(self._source.sequence_lengths[sequences].sum(dtype=np.int64)) - int(sequences.shape[0]),
             imbalance=imbalance,
-            shared_by=tuple(placed.ranks_of_row(microbatch, rank) for microbatch in numbers if is_shared),
+            shared_by=tuple(
+                placed.ranks_of_row(microbatch, rank) for microbatch in numbers if placed.shared_by is not None
+            ),
         )
 
     def _parts(self, sequences: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
@@ -223,8 +224,7 @@ def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_p
     """Finish the rows of a worker's message.
 
     Args:
-        raw: from `BatchReader.read`.
-        layout: as there.
+        raw, layout: from `BatchReader.read`, and as there.
         before: any state of the run; the position of the step replaces its own.
         num_packs: packs of one epoch; None for a stream without end.
     """

@@ -10,12 +10,10 @@ import numpy.typing as npt
 
 from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule.batch import GlobalBatch, largest_share
-from harness.schedule.cost_balanced import exchange_sequences, fill_rows, place_cost_balanced, rows_needed
+from harness.schedule.cost_balanced import EVEN, exchange_sequences, fill_rows, place_cost_balanced, rows_needed
 
 # Sequences of one rank get this many times the rows that they need at least.
 _ROOM = 1.03
-# Exchanges stop when the busiest rank costs this many times the mean.
-_EVEN = 1.003
 
 
 def place_dynamic_context(batch: GlobalBatch) -> Schedule:
@@ -46,7 +44,7 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
         if row_of is not None:
             break
         groups, more = groups + more, 2 * more
-    placed = exchange_sequences(row_of, costs, rest, num_microbatches, _EVEN, taken.reshape(-1))
+    placed = exchange_sequences(row_of, costs, rest, num_microbatches, EVEN, taken.reshape(-1))
     return _joined(batch, placed, short, sizes, at)
 
 

@@ -137,7 +137,7 @@ class Marker:
         self.path = path
         self.holder = ""
         self.was_created = False
-        self._descriptor: int | None = None
+        self._descriptor = -1
         self._owner = b""
         _MARKERS.add(self)
 
@@ -178,7 +178,6 @@ class Marker:
     def write(self, data: bytes) -> None:
         """Replace what a later writer finds if this one is killed; one line. The former remains if the disk refuses."""
         assert b"\n" not in data
-        assert self._descriptor is not None
         self._replace(self._owner + data + b"\n", is_durable=True)
 
     def check(self) -> None:
@@ -209,9 +208,9 @@ class Marker:
 
     def release(self, *, remove: bool) -> None:
         """Unlock the marker; a second call does nothing."""
-        if self._descriptor is None:
+        if self._descriptor < 0:
             return
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor, self._descriptor = self._descriptor, -1
         try:
             if remove:
                 self.path.unlink(missing_ok=True)
@@ -219,7 +218,6 @@ class Marker:
             os.close(descriptor)
 
     def _replace(self, content: bytes, *, is_durable: bool = False) -> None:
-        assert self._descriptor is not None
         former = os.pread(self._descriptor, _MARKER_BYTES, 0)
         try:
             self._put(content)
@@ -231,7 +229,6 @@ class Marker:
             raise
 
     def _put(self, content: bytes) -> None:
-        assert self._descriptor is not None
         at = 0
         while at < len(content):
             at += os.pwrite(self._descriptor, content[at:], at)
@@ -314,9 +311,9 @@ def _marker_body(content: bytes) -> bytes:
 
 def _unlock_in_child() -> None:
     for marker in _MARKERS:
-        if marker._descriptor is not None:
+        if marker._descriptor >= 0:
             os.close(marker._descriptor)
-            marker._descriptor = None
+            marker._descriptor = -1
 
 
 _MARKERS: WeakSet[Marker] = WeakSet()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,6 +55,15 @@ def list_objects(folder: ObjectPath) -> dict[str, Stamp]:
     if not stamps:
         check_bucket(folder)
     return stamps
+
+
+def match_objects(pattern: ObjectPath) -> dict[ObjectPath, Stamp]:
+    """Return the stamps of the objects whose keys match a glob, as `list_objects` does."""
+    parts = pattern.key.split("/")
+    plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    root = replace(pattern, key="/".join(parts[:plain]))
+    matching = glob_pattern("/".join(parts[plain:]))
+    return {root / name: stamp for name, stamp in list_objects(root).items() if matching.fullmatch(name)}
 
 
 def glob_pattern(pattern: str) -> re.Pattern[str]:

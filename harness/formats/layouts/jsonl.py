@@ -221,7 +221,6 @@ FORMAT = Format(
     suffixes=(SUFFIX,),
     shard_pattern=r".*\.jsonl",
     packs_per_shard=1000,
-    files_per_shard=1,
     write_shard=JsonlWriter,
     open_shard=JsonlShard,
     find_bare=partial(find_files, suffixes=(SUFFIX,)),

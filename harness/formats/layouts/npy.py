@@ -355,7 +355,6 @@ FORMAT = Format(
     suffixes=(SUFFIX,),
     shard_pattern=r".*\.npy",
     packs_per_shard=2048,
-    files_per_shard=1,
     write_shard=NpyWriter,
     open_shard=NpyShard,
     find_bare=find_bare,

@@ -55,7 +55,6 @@ _ARRAYS: dict[str, np.dtype[Any]] = {
     SEQUENCE_CHECKSUMS: np.dtype(np.uint64),
     PACK_OFFSETS: np.dtype(np.int64),
 }
-FILES_PER_SHARD = len(_ARRAYS)
 
 
 def check_offsets(offsets: Int64Array, end: int, *, where: Path) -> None:
@@ -388,11 +387,10 @@ def is_own(path: Path) -> bool:
 FORMAT = Format(
     name=NAME,
     shard_template=SHARD_TEMPLATE,
-    suffixes=(),
     shard_pattern=r"shard_\d+",
     # Stores hold millions of sequences, and few of their shards can be open at a time.
     packs_per_shard=1 << 18,
-    files_per_shard=FILES_PER_SHARD,
+    files_per_shard=len(_ARRAYS),
     write_shard=SequenceShardWriter,
     open_shard=open_shard,
     find_bare=partial(find_folders, names=(INPUT_IDS, SEQUENCE_OFFSETS)),

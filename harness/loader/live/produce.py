@@ -22,7 +22,7 @@ from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.prep.chat import NUM_DETECTION_RECORDS, BadRecord, Conversation, RecordReader, record_of_row
 from harness.prep.fitting import fit_conversation
 from harness.prep.sources.finding import list_files
-from harness.prep.sources.reading import read_chunks
+from harness.prep.sources.reading import columns_of, read_chunks
 from harness.prep.sources.schema import unread_columns
 from harness.prep.tokenize import Encoded
 from harness.printing import count_of
@@ -96,7 +96,7 @@ def log_unused_fields(items: Iterable[Item], source: str, log: Callable[[str], N
                 names = item.reader.unused_keys(json.loads(item.line))
             # The rows of a table come without the columns that nothing reads.
             if (file := files.pop(item.where.rpartition(", ")[0], None)) is not None:
-                names.update(unread_columns(file, item.reader))
+                names.update(unread_columns(columns_of(file), item.reader))
             if new := sorted(names - known):
                 known.update(new)
                 log(f"ignored fields: {', '.join(new)}")

@@ -9,7 +9,7 @@ import contextlib
 import glob
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -17,10 +17,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from harness.errors import ConfigError, HarnessError, PrepError
-from harness.prep.sources.reading import SourceFiles
-from harness.prep.sources.splits import choose_named, choose_split, split_of
+from harness.prep.sources.reading import SUFFIXES, SourceFiles
+from harness.prep.sources.splits import choose_named, choose_split, data_files, split_of
+from harness.prep.sources.text import COMPRESSED
 from harness.printing import count_of
-from harness.storage import natural_key, stamp_of
+from harness.storage import stamp_of
 from harness.storage.inputs import glob_pattern
 
 _SCHEME = "hf://"
@@ -88,16 +89,12 @@ def fetch(
     *,
     split: str,
     subset: str,
-    suffixes: Collection[str],
-    ignored: Collection[str],
     show: Callable[[str], None],
 ) -> SourceFiles:
     """Choose the data files of one split, and download those that are not in the cache.
 
     Args:
         split, subset: as in `SourceConfig`.
-        suffixes: of data files, with and without compression.
-        ignored: names of files that are no data although their suffix is.
         show: receives lines about the choice and the downloads.
 
     Raises:
@@ -109,16 +106,8 @@ def fetch(
         revision = place.revision or None
         info = api.dataset_info(place.name, revision=revision, files_metadata=True, timeout=_LISTING_S)
         revision, sizes = str(info.sha), {one.rfilename: int(one.size or 0) for one in info.siblings or ()}
-    data = sorted(
-        (
-            name
-            for name in sizes
-            if name.lower().endswith(tuple(suffixes))
-            and PurePosixPath(name).name not in ignored
-            and not any(part[0] in "._" for part in PurePosixPath(name).parts)
-        ),
-        key=lambda name: (natural_key(name), name),
-    )
+    suffixes = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", *COMPRESSED))
+    data = data_files(sizes, suffixes)
     if not data:
         what = f"the dataset has no files that end in {' '.join(sorted(suffixes))}"
         fix = f"try hf://datasets/{place.name}@refs/convert/parquet, the hub's own Parquet conversion"

@@ -76,15 +76,6 @@ def open_arrow(place: Place) -> Iterator[tuple[Any, Iterator[Any], Any]]:
         yield opened.schema, (opened.get_batch(number) for number in range(opened.num_record_batches)), source
 
 
-def read_columns(place: Place, *, is_parquet: bool) -> list[str]:
-    """Return the names of a table's columns."""
-    if is_parquet:
-        with open_parquet(place) as parquet:
-            return list(parquet.schema_arrow.names)
-    with open_arrow(place) as (schema, _, _):
-        return list(schema.names)
-
-
 def cut_parquet(place: Place, size: int, shard_bytes: int) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
     """Yield first row, byte range and range of row groups of shards of about `shard_bytes`."""
     with open_parquet(place) as parquet:
