@@ -169,9 +169,12 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
     folder = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
     try:
-        # Before it is read: of a file that changes meanwhile, which the preparation refuses, no shard is kept.
         stamp = stamp_of(parse_place(shard.path))
         receipt = _write(job, folder, shard, tokenizer)
+        # Here too: the next shard begins where the file was cut, and would name bad records.
+        if stamp_of(parse_place(shard.path)) != stamp:
+            fix = "prepare it when no program writes to it"
+            raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
         receipt.input = stamp
         receipt.output = digest_files(folder, _FILES)
         with (folder / RECEIPT).open("wb") as file:
