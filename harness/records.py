@@ -14,6 +14,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
+UInt64Array = npt.NDArray[np.uint64]
 
 MAX_TOKEN_ID = 2**31 - 1
 _WHOLE = "give int32 tokens and starts, and a mask of whole numbers"

@@ -101,16 +101,12 @@ def padded_lengths(stored_lengths: npt.NDArray[Any], pad_to_multiple: int = 1) -
 def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int = 1) -> ThdBatch:
     """Lay sequences end to end in Megatron's `thd` layout.
 
-    T is the number of padded tokens, S the number of sequences.
-
     Args:
         sequences: each with input_ids int32 [L] and loss_mask uint8 [L]; L - 1 tokens of each are trained on.
         pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
 
     Returns:
-        tokens int64 [T], labels int64 [T], position_ids int64 [T], loss_mask float32 [T], cu_seqlens int32 [S + 1] of
-        real tokens, cu_seqlens_padded int32 [S + 1] of padded ones (its last entry is T), max_seqlen of padded
-        tokens, padding_mask bool [T]. S is one more where only the last sequence has padding, see `visible_bounds`.
+        the row, of these sequences and an empty one where only the last has padding, see `visible_bounds`.
 
     Raises:
         ScheduleError: no sequences, or one of a single token.
@@ -145,19 +141,14 @@ def rows_from_arrays(
     short = next((stored for stored in row_lengths if stored.min(initial=2) < 2), None)
     if short is not None:
         at = int(np.argmin(short))
-        raise ScheduleError(
-            f"sequence {at} of the row has {short[at]} stored token(s); training needs a token and the one after it",
-            where="the row",
-            fix="prepare the dataset again; sequences of one token are refused there",
-        )
+        what = f"sequence {at} of the row has {short[at]} stored token(s); training needs a token and the one after it"
+        fix = "prepare the dataset again; sequences of one token are refused there"
+        raise ScheduleError(what, where="the row", fix=fix)
     ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *row_lengths]))
     if not input_ids.shape[0] == loss_mask.shape[0] == ends[-1]:
-        raise ScheduleError(
-            f"a row has {input_ids.shape[0]:,} tokens, {loss_mask.shape[0]:,} loss_mask entries "
-            f"and sequences of {ends[-1]:,} tokens together",
-            where="the row",
-            fix="give the tokens and the mask of exactly these sequences",
-        )
+        counts = f"{input_ids.shape[0]:,} tokens, {loss_mask.shape[0]:,} loss_mask entries"
+        what = f"a row has {counts} and sequences of {ends[-1]:,} tokens together"
+        raise ScheduleError(what, where="the row", fix="give the tokens and the mask of exactly these sequences")
     # The label of a token is the stored token after it; the last stored token of a sequence is a label alone.
     wide: npt.NDArray[Any] = input_ids.astype(np.int64)
     values = {"tokens": wide, "labels": wide[1:], "loss_mask": loss_mask}
@@ -379,11 +370,9 @@ def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: in
     ragged = lengths % (2 * cp_size) != 0
     if ragged.any():
         at = int(np.argmax(ragged))
-        raise ScheduleError(
-            f"sequence {at} has {lengths[at]:,} padded tokens, not a multiple of 2 * cp_size = {2 * cp_size}",
-            where="the row",
-            fix="build the row with pad_to_multiple=padding_multiple(cp_size=...)",
-        )
+        what = f"sequence {at} has {lengths[at]:,} padded tokens, not a multiple of 2 * cp_size = {2 * cp_size}"
+        fix = "build the row with pad_to_multiple=padding_multiple(cp_size=...)"
+        raise ScheduleError(what, where="the row", fix=fix)
     chunk = lengths // (2 * cp_size)
     starts = np.stack([bounds[:-1] + cp_rank * chunk, bounds[:-1] + (2 * cp_size - 1 - cp_rank) * chunk], axis=1)
     sizes = np.repeat(chunk, 2)

@@ -12,8 +12,6 @@ without one is an incomplete dataset, which is refused (`incomplete`). Read `ope
 `writer` in this order; `base` is the interface that a new format implements, in a module of `layouts`.
 """
 
-from __future__ import annotations
-
 from harness.formats.base import FORMATS, load_format
 from harness.formats.convert import convert_dataset
 from harness.formats.incomplete import repair_manifest

@@ -13,9 +13,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from harness.errors import ConfigError
-from harness.formats.digest import UInt64Array
 from harness.formats.manifest import Manifest
-from harness.records import Int32Array, Int64Array, Pack, UInt8Array
+from harness.records import Int32Array, Int64Array, Pack, UInt8Array, UInt64Array
 from harness.storage import Folder, natural_key
 from harness.storage.arrays import NpyStream
 from harness.storage.cache import Entry
@@ -23,17 +22,9 @@ from harness.storage.files import OutputFile
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 
-# Name -> module that defines `FORMAT`. A new format is one module and one line here. Files without a manifest are
-# tried in this order; parquet is last because pyarrow takes longest to import.
-FORMATS: dict[str, str] = {
-    "npy": "harness.formats.layouts.npy",
-    "memmap": "harness.formats.layouts.memmap",
-    "binidx": "harness.formats.layouts.binidx",
-    "jsonl": "harness.formats.layouts.jsonl",
-    "virtual": "harness.formats.layouts.virtual",
-    "parquet": "harness.formats.layouts.parquet",
-}
-
+# Each is a module of `layouts` that defines `FORMAT`: a new format is one module and its name here. Files without a
+# manifest are tried in this order; parquet is last because pyarrow takes longest to import.
+FORMATS = ("npy", "memmap", "binidx", "jsonl", "virtual", "parquet")
 
 File = TypeVar("File", OutputFile, NpyStream)
 
@@ -92,19 +83,6 @@ class ShardReader(ABC):
         """Close the files; maps need nothing, because they end with the reader's arrays."""
 
 
-@dataclass(frozen=True)
-class ShardOptions:
-    """Settings of a shard that is written.
-
-    Attributes:
-        pack_size: tokens that no pack exceeds.
-        rows_per_group: packs of one Parquet row group, which other tools decode at once; other formats have none.
-    """
-
-    pack_size: int
-    rows_per_group: int = 64
-
-
 class ShardWriter(ABC, Generic[File]):
     """The files of one shard, which exist under their names only once it is finished.
 
@@ -150,7 +128,8 @@ class Format:
         suffixes: of files that `open_dataset` takes, for error messages.
         shard_pattern: regular expression for names in a dataset folder that look like (part of) a shard.
         files_per_shard: file descriptors that an open shard holds.
-        write_shard: start the shard of a name in a folder.
+        write_shard: start the shard of a name in a folder, given the tokens that no pack exceeds, and the packs of a
+            Parquet row group, which other tools decode at once; other formats have none.
         open_shard: open a shard at its file, or at the common prefix of its files' names: a Path, or with `in_buckets`
             any Place. The number, if known, is the pack size, which bounds how much memory damaged files can claim. The
             format of plans also takes `folder`, that of the dataset.
@@ -166,14 +145,14 @@ class Format:
 
     name: str
     shard_template: str
-    suffixes: tuple[str, ...]
     shard_pattern: str
     packs_per_shard: int
-    files_per_shard: int
-    write_shard: Callable[[Folder, str, ShardOptions], ShardWriter[Any]]
+    write_shard: Callable[[Folder, str, int, int], ShardWriter[Any]]
     open_shard: Callable[..., ShardReader]
     find_bare: Callable[[Path], list[Path]]
     is_own: Callable[[Any], bool]
+    suffixes: tuple[str, ...] = ()
+    files_per_shard: int = 1
     shard_files: tuple[str, ...] = ("",)
     has_checksums: bool = False
     single_file_suffix: str = ""
@@ -200,7 +179,7 @@ def load_format(name: str) -> Format:
     name = "npy" if name == "legacy_npy_pickle" else name  # its name in other tools
     if name not in FORMATS:
         raise ConfigError(f"unknown format {name!r}", where="format", fix=f"use one of {', '.join(FORMATS)}")
-    format: Format = importlib.import_module(FORMATS[name]).FORMAT
+    format: Format = importlib.import_module(f"harness.formats.layouts.{name}").FORMAT
     return format
 
 

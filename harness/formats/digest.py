@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from harness.formats.manifest import Manifest
-from harness.records import Int32Array, Pack, UInt8Array
+from harness.records import Int32Array, Pack, UInt8Array, UInt64Array
 from harness.storage import BucketFolder, Folder, LocalCache, write_atomically
 
 FINGERPRINT_NAME = "fingerprint.json"  # beside the manifest of a plan
-UInt64Array = npt.NDArray[np.uint64]
 
 # Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
@@ -85,9 +83,6 @@ class KeptFingerprint:
         All ranks of a job ask at once: one of each node computes, the others wait for it. If the folder is read-only,
         every call computes.
         """
-        known = self.load()
-        if known is not None:
-            return known
         with contextlib.ExitStack() as stack:
             # Some network file systems have no locks; there every process computes.
             with contextlib.suppress(OSError):

@@ -88,11 +88,9 @@ def incomplete_error(folder: Folder, traces: Traces) -> FormatError:
         missing += [load_format(name).shard_name(number) for number in _gaps(shards)]
     shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
     found = sum(map(len, traces.shards.values()))
-    return FormatError(
-        f"the dataset is incomplete: {shown} missing ({count_of(found, 'shard')} found)",
-        where=folder.where(),
-        fix=restore_hint(folder.where()),
-    )
+    what = f"the dataset is incomplete: {shown} missing ({count_of(found, 'shard')} found)"
+    fix = restore_hint(folder.where())
+    return FormatError(what, where=folder.where(), fix=fix)
 
 
 def _gaps(shards: dict[int, str]) -> list[int]:

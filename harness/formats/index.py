@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError, os_errors_as
-from harness.formats.digest import UInt64Array, content_digest, dataset_fingerprint
+from harness.formats.digest import content_digest, dataset_fingerprint
 from harness.formats.manifest import Manifest, Totals
-from harness.records import Int32Array, Int64Array, Pack
+from harness.records import Int32Array, Int64Array, Pack, UInt64Array
 from harness.storage import Folder, file_digest
 from harness.storage.arrays import map_npy, npy_header
 
@@ -39,15 +39,6 @@ class PackIndex:
     pack_offsets: Int64Array
     sequence_lengths: Int32Array
     checksums: UInt64Array | None
-
-    def lengths_of(self, pack_id: int) -> Int32Array:
-        """int32 [k]: stored tokens of the sequences of one pack; raises FormatError if the index is damaged."""
-        start, end = int(self.pack_offsets[pack_id]), int(self.pack_offsets[pack_id + 1])
-        if not 0 <= start < end <= self.sequence_lengths.shape[0]:
-            raise FormatError(
-                f"pack {pack_id:,} refers to sequences {start:,} to {end:,} of {self.sequence_lengths.shape[0]:,}"
-            )
-        return self.sequence_lengths[start:end]
 
 
 def lengths_from_starts(
@@ -131,11 +122,8 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
     if PACK_CHECKSUMS in index_names(manifest):
         checksums = map_npy(root / PACK_CHECKSUMS, np.dtype(np.uint64), (manifest.num_packs,))
     if offsets[0] != 0 or offsets[-1] != manifest.num_sequences:
-        raise FormatError(
-            f"the index runs from sequence {int(offsets[0]):,} to {int(offsets[-1]):,}, "
-            f"but the manifest counts {manifest.num_sequences:,}",
-            where=str(root / PACK_OFFSETS),
-        )
+        what = f"the index covers sequences {offsets[0]:,} to {offsets[-1]:,} of {manifest.num_sequences:,}"
+        raise FormatError(what, where=str(root / PACK_OFFSETS))
     return PackIndex(offsets, lengths, checksums)
 
 

@@ -215,11 +215,9 @@ def _parse(values: Any, problem: str, where: str) -> Manifest:
     if not problem and not (isinstance(values, dict) and values.keys() >= _REQUIRED):
         problem = "lacks format, version, fingerprint or shards"
     if not problem and isinstance(values["version"], int) and values["version"] != MANIFEST_VERSION:
-        raise FormatError(
-            f"the manifest has version {values['version']}; this program reads version {MANIFEST_VERSION}",
-            where=where,
-            fix="use the version of the program that wrote it, or write the dataset again",
-        )
+        what = f"the manifest has version {values['version']}; this program reads version {MANIFEST_VERSION}"
+        fix = "use the version of the program that wrote it, or write the dataset again"
+        raise FormatError(what, where=where, fix=fix)
     if not problem:
         try:
             # Keys of later versions are left out; the checksum covers them.
@@ -256,15 +254,10 @@ def _count_problem(manifest: Manifest) -> str | None:
         return "has a negative count, one of 2^63 or more, or a shard without packs"
     if manifest.shards and stored != manifest.num_packs:
         return f"has num_packs {manifest.num_packs:,}, but its shards contain {stored:,}"
-    if not 0 < manifest.num_packs <= manifest.num_sequences <= manifest.num_tokens:
-        return (
-            f"counts {manifest.num_packs:,} packs, {manifest.num_sequences:,} sequences and "
-            f"{manifest.num_tokens:,} tokens; each pack contains a sequence, and each sequence a token"
-        )
-    if manifest.num_tokens > manifest.num_packs * manifest.pack_size:
-        return (
-            f"counts {manifest.num_tokens:,} tokens in {manifest.num_packs:,} packs of at most {manifest.pack_size:,}"
-        )
+    packs, tokens, room = manifest.num_packs, manifest.num_tokens, manifest.num_packs * manifest.pack_size
+    if not 0 < packs <= manifest.num_sequences <= tokens <= room:
+        what = f"counts {manifest.num_sequences:,} sequences of {tokens:,} tokens in {packs:,} packs"
+        return f"{what} of at most {manifest.pack_size:,}, which contain a sequence each, and these a token"
     if manifest.num_trained_tokens > manifest.num_tokens:
         return f"counts {manifest.num_trained_tokens:,} trained of {manifest.num_tokens:,} tokens"
     return None

@@ -23,7 +23,8 @@ from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manife
 from harness.formats.reader import PackReader, stamp_shard
 from harness.paths import explain_path, is_run
 from harness.storage import BucketFolder, Folder, LocalFolder, ObjectPath, Place, StoredFile, natural_key, open_folder
-from harness.storage.inputs import glob_pattern, list_objects
+from harness.storage.bucket import check_bucket, find_size
+from harness.storage.inputs import match_objects
 
 
 def open_dataset(path: str | PathLike[str]) -> PackReader:
@@ -46,11 +47,9 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
         folder = open_folder(text)
         return _open_bucket(text, folder) if isinstance(folder, BucketFolder) else _open_local(text)
     except OSError as error:
-        raise FormatError(
-            f"reading failed: {error.strerror or error}",
-            where=str(error.filename or text),
-            fix="check permissions, mounts and limits of open files",
-        ) from error
+        what = f"reading failed: {error.strerror or error}"
+        fix = "check permissions, mounts and limits of open files"
+        raise FormatError(what, where=str(error.filename or text), fix=fix) from error
     except MemoryError:
         what = "the dataset requires more memory than is available: it is damaged, or too large for this machine"
         raise FormatError(what, where=text) from None
@@ -75,7 +74,8 @@ def _open_local(path: str) -> PackReader:
         folder = LocalFolder(place)
         manifest = load_manifest(folder)
         if manifest is not None:
-            return _open_checked(folder, manifest)
+            _check_files(folder, manifest)
+            return open_unchecked(folder, manifest)
         if is_run(place):  # its metrics are no packs
             raise _nothing(place)
         _refuse_parts(folder)
@@ -131,19 +131,20 @@ def _open_bucket(uri: str, folder: BucketFolder) -> PackReader:
     place = folder.place
     suffixes = tuple(suffix for format in _formats() for suffix in format.suffixes)
     if glob.has_magic(place.key):
-        matches = _match_objects(place)
+        matches: list[Place] = [*match_objects(place)]
         _refuse_lost_shards(matches, whole=True)
         return _open_several(uri, matches, _find_object)
-    if place.name.endswith(suffixes) and folder.store.find_size(place) is not None:
+    if place.name.endswith(suffixes) and find_size(place) is not None:
         _refuse_lost_shards([place])
         return _open_several(uri, [place], _find_object)
     names = folder.names()
     if not names:
-        folder.store.check_bucket()
+        check_bucket(place)
         raise FormatError("there is no dataset", where=str(place), fix="check bucket and key")
     manifest = load_manifest(folder)
     if manifest is not None:
-        return _open_checked(folder, manifest)
+        _check_files(folder, manifest)
+        return open_unchecked(folder, manifest)
     _refuse_parts(folder)
     bare: list[Place] = [place / name for name in names if name.endswith(suffixes)]
     if not bare:
@@ -153,11 +154,6 @@ def _open_bucket(uri: str, folder: BucketFolder) -> PackReader:
 
 def _formats() -> list[Format]:
     return [load_format(name) for name in FORMATS]
-
-
-def _open_checked(folder: Folder, manifest: Manifest) -> PackReader:
-    _check_files(folder, manifest)
-    return open_unchecked(folder, manifest)
 
 
 def _check_files(folder: Folder, manifest: Manifest) -> None:
@@ -174,12 +170,9 @@ def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
     is_plan = not manifest.fingerprint
     # A plan names its store from its own folder, wherever its files are read.
     open_shard = partial(format.open_shard, folder=folder) if is_plan else format.open_shard
-    if isinstance(folder, BucketFolder):
-        if not format.in_buckets:
-            format = replace(format, open_shard=partial(_open_cached, folder, manifest.shards, open_shard))
-    elif is_plan:
-        # Packs of a plan have no checksums: its own files must be those that the manifest lists.
-        format = replace(format, open_shard=partial(_open_listed, folder, manifest.shards, open_shard))
+    # Packs of a plan have no checksums: its own files must be those that the manifest lists.
+    if is_plan or (isinstance(folder, BucketFolder) and not format.in_buckets):
+        format = replace(format, open_shard=partial(_open_own, folder, manifest.shards, open_shard))
     return PackReader(
         path=folder.where(),
         format=format,
@@ -192,38 +185,30 @@ def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
     )
 
 
-def _open_listed(
+def _open_own(
     folder: Folder,
     shards: Sequence[Shard],
     open_shard: Callable[[Any, int | None], ShardReader],
     place: Place,
     pack_size: int | None,
 ) -> ShardReader:
-    """Open a shard, then compare its files with the manifest: a writer that replaces them removes all of them first."""
+    """Open a shard whose files are those that the manifest lists: local copies of a bucket's, or files of a disk.
+
+    These are compared after they were opened, because a writer that replaces a dataset removes all of it first.
+    """
+    shard = next(shard for shard in shards if folder.place / shard.path == place)
+    if isinstance(folder, BucketFolder):
+        entry = folder.fetch(shard.files)
+        handle = open_shard(entry.folder / shard.path, pack_size)
+        handle.entry = entry
+        return handle
     handle = open_shard(place, pack_size)
-    for stored in next(shard for shard in shards if folder.place / shard.path == place).files:
+    for stored in shard.files:
         if (digest := folder.digest(stored.path)) != stored.xxh3:
             handle.close()
-            raise FormatError(
-                f"the file has the hash {digest}, the manifest that was opened says {stored.xxh3}",
-                where=folder.where(stored.path),
-                fix="open the dataset again if it was replaced; if not, copy it again",
-            )
-    return handle
-
-
-def _open_cached(
-    folder: BucketFolder,
-    shards: Sequence[Shard],
-    open_local: Callable[[Path, int | None], ShardReader],
-    place: Place,
-    pack_size: int | None,
-) -> ShardReader:
-    """Open a shard from its local copy; `open_local` opens files on a disk."""
-    shard = next(shard for shard in shards if folder.place / shard.path == place)
-    entry = folder.fetch(shard.files)
-    handle = open_local(entry.folder / shard.path, pack_size)
-    handle.entry = entry
+            what = f"the file has the hash {digest}, the manifest that was opened says {stored.xxh3}"
+            fix = "open the dataset again if it was replaced; if not, copy it again"
+            raise FormatError(what, where=folder.where(stored.path), fix=fix)
     return handle
 
 
@@ -328,15 +313,6 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
     for number, handle in enumerate(handles):
         reader.adopt(number, handle)
     return reader
-
-
-def _match_objects(pattern: ObjectPath) -> list[Place]:
-    """List the objects whose keys match a pattern; `*` does not match across a slash."""
-    parts = pattern.key.split("/")
-    plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-    root = replace(pattern, key="/".join(parts[:plain]))
-    matching = glob_pattern("/".join(parts[plain:]))
-    return [root / name for name in list_objects(root) if matching.fullmatch(name)]
 
 
 # ---- errors

@@ -103,7 +103,6 @@ class PackReader:
         self._format = format
         self._index = index
         self._load_index = load_index
-        self._set_views()
         self._places = [place for place, _ in shards]
         self._starts = [0, *np.cumsum([num_packs for _, num_packs in shards]).tolist()]
         self._num_packs = int(self._starts[-1])
@@ -208,7 +207,6 @@ class PackReader:
 
     def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
-        del state["_checksums"]
         if self._load_index is not None:
             # Mapped arrays would pickle by value: a worker maps the files itself.
             del state["_index"]
@@ -218,7 +216,6 @@ class PackReader:
         self.__dict__.update(state)
         if self._load_index is not None:
             self._index = self._load_index()
-        self._set_views()
 
     def _open(self, shard: int) -> ShardReader:
         place, num_packs = self._places[shard], self._starts[shard + 1] - self._starts[shard]
@@ -241,11 +238,12 @@ class PackReader:
 
     def _check_pack(self, pack: Pack, pack_id: int) -> None:
         """Compare a pack with what was written; raises FormatError if it differs."""
-        checksums = self._checksums
+        checksums = self._index.checksums
         if checksums is None:
             problem = pack.problem(self.pack_size, max_weight=self.max_weight)
             if problem is None:
-                if np.array_equal(self._index.lengths_of(pack_id), pack.sequence_lengths):
+                first, last = self.pack_offsets[pack_id : pack_id + 2].tolist()
+                if np.array_equal(self.sequence_lengths[first:last], pack.sequence_lengths):
                     return
                 problem = "contains sequences of other lengths than when the file was opened"
         elif content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id) == checksums[pack_id]:
@@ -253,11 +251,6 @@ class PackReader:
         else:
             problem = "does not match its checksum"
         raise FormatError(f"pack {pack_id:,} {problem}", where=self.where(pack_id))
-
-    def _set_views(self) -> None:
-        # Indexing a memoryview gives a Python number in half the time of an array.
-        checksums = self._index.checksums
-        self._checksums = None if checksums is None else checksums.data
 
 
 def refuse_weights(data: Any, reader_of_packs: str) -> None:

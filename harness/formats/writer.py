@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.base import FORMATS, Format, ShardOptions, ShardWriter, load_format
+from harness.formats.base import FORMATS, Format, ShardWriter, load_format
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.incomplete import MARKER_NAME, find_traces
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, IndexPart, write_index
@@ -23,7 +23,7 @@ from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard,
 from harness.records import Pack
 from harness.settings import from_plain
 from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_path, write_atomically
-from harness.storage.files import TEMPORARY_SUFFIX, explain_os_errors
+from harness.storage.files import TEMPORARY_SUFFIX, PlacingClaim, explain_os_errors
 
 # Left in the marker of a write that cannot continue: what is there belongs to it and is replaced.
 _BEGUN = b"begun"
@@ -68,10 +68,8 @@ def open_writer(
             load_format(format)
             what = f"the destination ends in .{name} but the format is {format}"
             raise ConfigError(what, where=str(path), fix=f"use format {name!r}, or change the destination")
-    options = ShardOptions(pack_size, rows_per_group)
-    return PackWriter(
-        path, load_format(format), options, provenance or Provenance(), packs_per_shard, overwrite, resume_key
-    )
+    origin, sizes = provenance or Provenance(), (pack_size, rows_per_group, packs_per_shard)
+    return PackWriter(path, load_format(format), *sizes, origin, overwrite, resume_key)
 
 
 class PackWriter:
@@ -90,14 +88,15 @@ class PackWriter:
         self,
         path: str | PathLike[str],
         format: Format,
-        options: ShardOptions,
-        provenance: Provenance,
+        pack_size: int,
+        rows_per_group: int,
         packs_per_shard: int | None,
+        provenance: Provenance,
         overwrite: bool,
         resume_key: str | None,
     ) -> None:
         packs_per_shard = format.packs_per_shard if packs_per_shard is None else packs_per_shard
-        settings = {**asdict(options), "packs_per_shard": packs_per_shard}
+        settings = {"pack_size": pack_size, "rows_per_group": rows_per_group, "packs_per_shard": packs_per_shard}
         for name, value in settings.items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}", where=f"data.{name}", fix="set it to 1 or more")
@@ -106,14 +105,14 @@ class PackWriter:
             what = "the dataset has weights of tokens, which the labels of jsonl cannot express"
             raise ConfigError(what, where=destination.where(), fix="write another format")
         self.where = destination.where()
-        self.pack_size = options.pack_size
+        self.pack_size = pack_size
         self.provenance = provenance
         self.manifest: Manifest | None = None
         self._format = format
         self._file = ""
         self._folder = destination
         self._packs_per_shard = packs_per_shard
-        self._options = options
+        self._rows_per_group = rows_per_group
         self._finished: list[Shard] = []
         self._finished_totals = Totals()
         self._shard: ShardWriter[Any] | None = None
@@ -122,11 +121,9 @@ class PackWriter:
         self._claim: FolderClaim | _FileClaim
         if format.single_file_suffix and self.where.endswith(format.single_file_suffix):
             if isinstance(destination, BucketFolder) and not format.in_buckets:
-                raise ConfigError(
-                    f"a single file of {format.name} cannot be written to object storage",
-                    where=destination.where(),
-                    fix=f"omit the suffix {format.single_file_suffix} to write a folder, or write parquet",
-                )
+                what = f"a single file of {format.name} cannot be written to object storage"
+                fix = f"omit the suffix {format.single_file_suffix} to write a folder, or write parquet"
+                raise ConfigError(what, where=destination.where(), fix=fix)
             self._file = destination.place.name
             self._folder = open_folder(str(destination.place.parent))
             self._claim = _FileClaim(self._folder, self._file, overwrite=overwrite)
@@ -171,7 +168,7 @@ class PackWriter:
         with explain_os_errors(self.where):
             if self._shard is None:
                 name = self._file or self._format.shard_name(len(self._finished))
-                self._shard = self._format.write_shard(self._folder, name, self._options)
+                self._shard = self._format.write_shard(self._folder, name, self.pack_size, self._rows_per_group)
             try:
                 self._shard.append(pack)
             except FormatError as error:
@@ -193,7 +190,7 @@ class PackWriter:
                 # Users must see the first error, not one of the cleanup.
                 with contextlib.suppress(OSError, FormatError):
                     self._shard.abort()
-            self._claim.release(whole=self.manifest is not None)
+            self._claim.finish(whole=self.manifest is not None)
 
     def _finish_shard(self, shard: ShardWriter[Any]) -> None:
         """Finish the files of a full shard, and store its index entries."""
@@ -304,6 +301,31 @@ class PackWriter:
             return False
 
 
+class _FileClaim(PlacingClaim):
+    """Exclusive use of a file that is a whole dataset. In object storage nothing is locked."""
+
+    def __init__(self, folder: Folder, name: str, *, overwrite: bool) -> None:
+        self._folder, self._name, self._overwrite = folder, name, overwrite
+        marker = folder.lock(f".{name}{MARKER_NAME}") if isinstance(folder, LocalFolder) else None
+        super().__init__(marker, self._refuse)
+
+    def _refuse(self) -> None:
+        if not self._overwrite and self._folder.exists(self._name):
+            raise _already_there(self._folder.where(self._name))
+
+    def enter(self) -> None:
+        self._folder.make()
+        super().enter()
+
+    def finish(self, *, whole: bool) -> None:
+        """Unlock the file, and remove one that has its name although its last step failed."""
+        with contextlib.suppress(OSError):
+            if not whole and not self._overwrite and isinstance(self._folder, LocalFolder):
+                self._folder.remove(self._name)
+        with contextlib.suppress(OSError):
+            self.release()
+
+
 @dataclass
 class FolderClaim:
     """Exclusive use of a dataset folder for one write. A locked marker keeps other writers of the same disk away.
@@ -356,7 +378,7 @@ class FolderClaim:
             self._marker.release(remove=self._marker.was_created)
             raise
 
-    def release(self, *, whole: bool) -> None:
+    def finish(self, *, whole: bool) -> None:
         """Unlock the folder, and remove everything unless the dataset is whole or the write can continue."""
         keeps_files = self.resume is not None and not whole
         with contextlib.suppress(OSError, FormatError):
@@ -385,52 +407,6 @@ class FolderClaim:
                 self.folder.remove(name, keep)
 
 
-@dataclass
-class _FileClaim:
-    """Exclusive use of a file that is a whole dataset. In object storage nothing is locked."""
-
-    folder: Folder
-    name: str
-    overwrite: bool
-
-    def __post_init__(self) -> None:
-        folder = self.folder
-        self._marker = folder.lock(f".{self.name}{MARKER_NAME}") if isinstance(folder, LocalFolder) else None
-
-    def enter(self) -> None:
-        if self._marker is None or not self._marker.path.exists():
-            self._refuse_existing()
-        self.folder.make()
-        if self._marker is None:
-            return
-        left = self._marker.acquire()
-        try:
-            if left != _BEGUN:
-                # Again, because the previous holder of the lock may have finished in between.
-                self._refuse_existing()
-        except BaseException:
-            self._marker.release(remove=True)
-            raise
-
-    def _refuse_existing(self) -> None:
-        if not self.overwrite and self.folder.exists(self.name):
-            raise _already_there(self.folder.where(self.name))
-
-    def place(self) -> None:
-        """Note that the file is about to get its name."""
-        if self._marker is not None:
-            self._marker.write(_BEGUN)
-
-    def release(self, *, whole: bool) -> None:
-        with contextlib.suppress(OSError):
-            if not whole and not self.overwrite and self._marker is not None:
-                # The last step failed: it has its name, and may lose it when the power fails.
-                self.folder.remove(self.name)
-        with contextlib.suppress(OSError):
-            if self._marker is not None:
-                self._marker.release(remove=True)
-
-
 def forget_interruption(path: str | PathLike[str]) -> None:
     """Remove the marker of a write that was killed once its dataset, which a caller has checked, was whole.
 
@@ -448,11 +424,9 @@ def forget_interruption(path: str | PathLike[str]) -> None:
 
 
 def _already_there(where: str) -> FormatError:
-    return FormatError(
-        "the destination already contains a dataset",
-        where=where,
-        fix="choose another destination, or replace the dataset (--overwrite, overwrite=True)",
-    )
+    what = "the destination already contains a dataset"
+    fix = "choose another destination, or replace the dataset (--overwrite, overwrite=True)"
+    return FormatError(what, where=where, fix=fix)
 
 
 def _part_name(number: int) -> str:

@@ -7,5 +7,3 @@
 
 Read `index` first: the layout of X.idx.
 """
-
-from __future__ import annotations

@@ -16,8 +16,8 @@ from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, UINT16, MappedIndex
 from harness.indexed.verify import check_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.records import MAX_TOKEN_ID
-from harness.storage import write_atomically
-from harness.storage.files import explain_os_errors
+from harness.storage import stamp_of, write_atomically
+from harness.storage.files import Stamp, explain_os_errors
 
 if TYPE_CHECKING:
     from harness.indexed.token_shards import TokenBatch
@@ -151,11 +151,11 @@ def merge_indexed(
         total += int(index.lengths.sum(dtype=np.int64))
     with IndexedWriter(destination, dtype=dtype, overwrite=overwrite) as writer:
         for pair in pairs:
-            before = _find_stat(with_suffix(pair, IDX))
+            before = _find_stamp(with_suffix(pair, IDX))
             index = MappedIndex(with_suffix(pair, IDX))
             with with_suffix(pair, BIN).open("rb") as file:
                 # A pair that is replaced loses its index first: with the same index, these are its tokens.
-                if before is None or before != _find_stat(with_suffix(pair, IDX)):
+                if before is None or before != _find_stamp(with_suffix(pair, IDX)):
                     fix = "wait until the pair is complete, then run the same command again"
                     raise FormatError("the pair is being replaced", where=str(pair), fix=fix)
                 while block := file.read(_BLOCK_TOKENS * index.header.dtype.itemsize):
@@ -166,13 +166,8 @@ def merge_indexed(
     return writer.report()
 
 
-def _find_stat(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is replaced, None if there is none."""
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+def _find_stamp(path: Path) -> Stamp | None:
+    return stamp_of(path) if path.exists() else None
 
 
 def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,7 @@ from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.storage import Marker, StoredFile, file_digest, make_folder, write_atomically
 from harness.storage.checksums import find_damage
-from harness.storage.files import explain_os_errors
+from harness.storage.files import PlacingClaim, explain_os_errors
 
 if TYPE_CHECKING:
     from harness.indexed.token_shards import TokenBatch
@@ -40,8 +40,6 @@ SPLITS = ("train", "valid", "test")
 # Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# Left in the marker by a family that was killed after its first pair may have been put in place.
-_PLACING = b"placing"
 
 
 @dataclass(frozen=True)
@@ -103,57 +101,32 @@ def write_family(
         what = f"there are shards for {', '.join(sources)} but the splits are {', '.join(family.parts)}"
         raise ConfigError(what, where="splits", fix="specify shards for exactly these splits")
     shards = {name: list_shards(paths) for name, paths in named_sources.items()}
-    with _claim(folder, family, overwrite=overwrite) as claim:
-        return _write_pairs(shards, folder, family, claim, progress)
-
-
-class _Claim:
-    """Exclusive use of a family's files; `replaces` is True where its pairs may be replaced."""
-
-    def __init__(self, marker: Marker, replaces: bool) -> None:
-        self.replaces = replaces
-        self.is_placing = False
-        self._marker = marker
-
-    def place(self, old: Sequence[Path]) -> None:
-        """Note that pairs are about to be put in place, and remove the files that describe those before."""
-        self._marker.write(_PLACING)
-        self.is_placing = True
-        for path in old:
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _claim(folder: Path, family: TokenFamily, *, overwrite: bool) -> Iterator[_Claim]:
     record = folder / f"{family.name}.json"
-    marker = Marker(folder / f".{family.name}.json_writing")
 
     def refuse_existing() -> None:
         if record.exists() and not overwrite:
             raise PrepError("the family already exists", where=str(record), fix="choose another name, or overwrite it")
 
-    if not marker.path.exists():
-        refuse_existing()
+    claim = PlacingClaim(Marker(folder / f".{family.name}.json_writing"), refuse_existing)
     with explain_os_errors(folder):
         make_folder(folder)
-        left = marker.acquire()
-        claim = _Claim(marker, overwrite or left == _PLACING)
+        claim.enter()
         is_whole = False
         try:
-            if left != _PLACING:
-                refuse_existing()  # again, because the previous holder of the lock may have finished in between
-            yield claim
+            reports = _write_pairs(shards, folder, family, claim, overwrite or claim.is_placing, progress)
             is_whole = True
         finally:
             # Pairs without a record are in the way of nobody: the next attempt replaces them.
-            marker.release(remove=is_whole or not (claim.is_placing or left == _PLACING))
+            claim.release(remove=is_whole or not claim.is_placing)
+    return reports
 
 
 def _write_pairs(
     shards: Mapping[str, Sequence[Path]],
     folder: Path,
     family: TokenFamily,
-    claim: _Claim,
+    claim: PlacingClaim,
+    overwrite: bool,
     progress: Callable[[int], None] | None,
 ) -> dict[str, IndexedReport]:
     record, splits_file, counts_file = (folder / f"{family.name}{end}.json" for end in ("", "_splits", "_sequences"))
@@ -161,7 +134,7 @@ def _write_pairs(
     empty = 0
     with ExitStack() as stack:
         writers = {
-            name: stack.enter_context(IndexedWriter(prefix, dtype=family.source.dtype, overwrite=claim.replaces))
+            name: stack.enter_context(IndexedWriter(prefix, dtype=family.source.dtype, overwrite=overwrite))
             for name, prefix in prefixes.items()
         }
         for split, paths in shards.items():
@@ -179,7 +152,9 @@ def _write_pairs(
         narrow = [writer for writer in writers.values() if writer.dtype != INT32]
         for writer in narrow if len(narrow) < len(writers) else []:
             writer.widen()
-        claim.place([record, splits_file, counts_file])
+        claim.place()
+        for old in (record, splits_file, counts_file):  # they describe the pairs before
+            old.unlink(missing_ok=True)
     reports = {name: writer.report() for name, writer in writers.items()}
     if family.source.vocab_size is not None:
         counts = count_sequences([str(prefix) for prefix in prefixes.values()], vocab_size=family.source.vocab_size)

@@ -106,11 +106,9 @@ class MappedIndex:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.has_modes = header.num_sequences > 0 and num_bytes == header.num_bytes + header.num_sequences
         if num_bytes != header.num_bytes and not self.has_modes:
-            raise FormatError(
-                f"has {num_bytes:,} bytes, its counts of {header.num_sequences:,} sequences and {header.num_bounds:,} "
-                f"document bounds require {header.num_bytes:,}",
-                where=str(path),
-            )
+            counts = f"{header.num_sequences:,} sequences and {header.num_bounds:,} document bounds"
+            what = f"has {num_bytes:,} bytes, its counts of {counts} require {header.num_bytes:,}"
+            raise FormatError(what, where=str(path))
         count, at = header.num_sequences, HEADER.size
         self.lengths: Int32Array = np.frombuffer(data, "<i4", count, at)
         self.pointers: Int64Array = np.frombuffer(data, "<i8", count, at + 4 * count)

@@ -16,12 +16,10 @@ import numpy.typing as npt
 from harness.errors import ConfigError, FormatError
 from harness.indexed.index import BIN, IDX, INT32, UINT16, IndexHeader, largest_token, with_suffix
 from harness.storage import Marker, make_folder, sync_path
-from harness.storage.files import AtomicFile, explain_os_errors
+from harness.storage.files import AtomicFile, PlacingClaim, explain_os_errors
 
 # Ledger entries, or tokens, in memory at a time.
 _BLOCK = 1 << 20
-# Left in the marker by a writer that was killed while it put its pair in place: what is there is not a finished pair.
-_PLACING = b"placing"
 
 
 @dataclass(frozen=True)
@@ -59,28 +57,22 @@ class IndexedWriter:
         self.header: IndexHeader | None = None
         self.num_sequences = self.num_documents = self.num_tokens = 0
         self._paths = (with_suffix(prefix, BIN), with_suffix(prefix, IDX))
-        self._is_placing = False
         self._can_widen = dtype is None
         self._overwrite = overwrite
-        self._marker = Marker(prefix.with_name(f".{prefix.name}_writing"))
+        marker = Marker(prefix.with_name(f".{prefix.name}_writing"))
+        self._claim = PlacingClaim(marker, self._refuse_existing)
 
     def __enter__(self) -> Self:
-        if not self._marker.path.exists():
-            self._refuse_existing()
         folder = self.prefix.parent
         with explain_os_errors(self.prefix):
             make_folder(folder)
-            left = self._marker.acquire()
+            self._claim.enter()
             try:
-                if left != _PLACING:
-                    # Again, because the previous holder of the lock may have finished in between.
-                    self._refuse_existing()
-                self._lengths = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))
-                self._bounds = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))
-                self._modes = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))
+                spools = [tempfile.TemporaryFile(dir=folder) for _ in range(3)]  # noqa: SIM115 - closed at the end
+                self._lengths, self._bounds, self._modes = cast(list[BinaryIO], spools)
                 self._bin = AtomicFile(with_suffix(self.prefix, BIN))
-            except (OSError, FormatError):
-                self._marker.release(remove=True)
+            except OSError:
+                self._claim.release()
                 raise
         return self
 
@@ -163,14 +155,14 @@ class IndexedWriter:
                     self._finish()
         finally:
             self._bin.abort()
-            if self._is_placing and self.header is None:
+            if self._claim.is_placing and self.header is None:
                 with suppress(OSError):
                     for path in self._paths:
                         path.unlink(missing_ok=True)
             for spool in (self._lengths, self._bounds, self._modes):
                 with suppress(OSError):
                     spool.close()
-            self._marker.release(remove=True)
+            self._claim.release()
 
     def _finish(self) -> None:
         if self.num_sequences == 0:
@@ -197,8 +189,7 @@ class IndexedWriter:
             if last != self.num_tokens:
                 what = f"the lengths sum to {last:,} of {self.num_tokens:,} tokens"
                 raise ConfigError(what, where=str(self.prefix), fix="provide the length of every written sequence")
-            self._is_placing = True
-            self._marker.write(_PLACING)
+            self._claim.place()
             # An old index next to new tokens would be read as theirs.
             index.path.unlink(missing_ok=True)
             self._bin.finish()

@@ -6,8 +6,6 @@ sequences, in `workers`. The whole state is a few integers and a fingerprint (`s
 being written. Read `order` first, then `plan` and `loader`. No part of it needs PyTorch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from harness.doors import names_on_first_use

@@ -76,6 +76,10 @@ class Blend:
         is_endless = self.weights is not None and self.epochs[source] is None
         return None if is_endless else self.sizes[source] * (self.epochs[source] or 1)
 
+    @property
+    def _limits(self) -> list[int | None]:
+        return [self.limit(source) for source in range(len(self.sizes))]
+
     def draw(self, counts: list[int], num_packs: int) -> Int64Array:
         """Return the source of each of the next packs, int64 [packs]; fewer than requested at the end.
 
@@ -89,7 +93,7 @@ class Blend:
         Source: `build_blending_indices` and, without weights, `build_exhaustive_blending_indices` of Megatron-Core,
         `core/datasets/helpers.cpp`; equal to the last tie, which rounding decides.
         """
-        limits = [self.limit(source) for source in range(len(counts))]
+        limits = self._limits
         is_weighted = self.weights is not None
         if len(counts) == 1 and limits[0] is not None:
             taken = min(num_packs, limits[0] - counts[0])
@@ -123,11 +127,9 @@ class Blend:
         """
         size = config.global_batch_size
         if config.drop_last and self.num_packs is not None and self.num_packs < size:
-            raise ConfigError(
-                f"{count_of(self.num_packs, 'pack')} cannot fill a global batch of {size:,} without drop_last=false",
-                where="loader.global_batch_size",
-                fix="lower global_batch_size, or set drop_last to false",
-            )
+            what = f"{count_of(self.num_packs, 'pack')} cannot fill a global batch of {size:,} without drop_last=false"
+            fix = "lower global_batch_size, or set drop_last to false"
+            raise ConfigError(what, where="loader.global_batch_size", fix=fix)
         start, counts = packs_consumed, [0] * len(self.sizes)
         self.draw(counts, start)
         while True:
@@ -147,10 +149,8 @@ class Blend:
         if self.weights is None:
             return
         # No source is ever a whole pack ahead of its share, so most blends pass without drawing.
-        limits = [self.limit(source) for source in range(len(self.sizes))]
-        if all(
-            limit is None or share * num_packs + 1 <= limit for share, limit in zip(self.shares, limits, strict=True)
-        ):
+        pairs = zip(self.shares, self._limits, strict=True)
+        if all(limit is None or share * num_packs + 1 <= limit for share, limit in pairs):
             return
         if sum(self.counts_after(num_packs)) < num_packs:
             error = self.used_up()
@@ -164,7 +164,7 @@ class Blend:
 
     def ends_after(self) -> int | None:
         """Return the packs after which the epochs of a source are used up; None where no source is limited."""
-        if self.weights is None or all(self.limit(source) is None for source in range(len(self.sizes))):
+        if self.weights is None or all(limit is None for limit in self._limits):
             return None
         return sum(self._counts_at_end())
 

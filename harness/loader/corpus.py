@@ -109,11 +109,9 @@ class CorpusConfig(CheckedSettings, section="data"):
         super().__post_init__()
         self._check_sources()
         if self.block_documents is None and self.window_blocks != _WINDOW_BLOCKS:
-            raise ConfigError(
-                f"window_blocks is {self.window_blocks}, but block_documents is not set",
-                where="data.window_blocks",
-                fix="set data.block_documents too, or omit window_blocks to use Megatron's order",
-            )
+            what = f"window_blocks is {self.window_blocks}, but block_documents is not set"
+            fix = "set data.block_documents too, or omit window_blocks to use Megatron's order"
+            raise ConfigError(what, where="data.window_blocks", fix=fix)
         self._check_split()
         needs_eod = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, n)]
         if needs_eod and self.eod is None:
@@ -156,26 +154,20 @@ class CorpusConfig(CheckedSettings, section="data"):
         except ValueError:
             parts = []
         if not 1 <= len(parts) <= len(SPLITS) or any(not part >= 0 for part in parts) or not parts[0] > 0:
-            raise ConfigError(
-                f"split is {self.split!r}",
-                where="data.split",
-                fix="use a ratio of training, validation and test data, such as 969,30,1",
-            )
+            what = f"split is {self.split!r}"
+            fix = "use a ratio of training, validation and test data, such as 969,30,1"
+            raise ConfigError(what, where="data.split", fix=fix)
 
     def _check_cache(self, name: str) -> None:
         """Raise ConfigError if a setting that trusts built indices cannot do so."""
         if self.path_to_cache is None:
-            raise ConfigError(
-                f"{name} requires a folder of built indices",
-                where="data.path_to_cache",
-                fix="set the folder, and train once without this setting to build the indices",
-            )
+            what = f"{name} requires a folder of built indices"
+            fix = "set the folder, and train once without this setting to build the indices"
+            raise ConfigError(what, where="data.path_to_cache", fix=fix)
         if is_uri(self.path_to_cache):
-            raise ConfigError(
-                f"{name} requires all indices on this machine, but those in a bucket are copied on demand",
-                where="data.path_to_cache",
-                fix=f"use a local folder, or set data.{name}=false",
-            )
+            what = f"{name} requires all indices on this machine, but those in a bucket are copied on demand"
+            fix = f"use a local folder, or set data.{name}=false"
+            raise ConfigError(what, where="data.path_to_cache", fix=fix)
 
     @property
     def is_per_split(self) -> bool:

@@ -142,18 +142,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in self.evaluation:
             if not _NAME.fullmatch(name):
-                raise ConfigError(
-                    f"{name!r} is not a valid name for a validation set",
-                    where="data.evaluation",
-                    fix="use lower-case letters, digits and underscores, as in +data.evaluation.code=data/code",
-                )
+                what = f"{name!r} is not a valid name for a validation set"
+                fix = "use lower-case letters, digits and underscores, as in +data.evaluation.code=data/code"
+                raise ConfigError(what, where="data.evaluation", fix=fix)
         if self.live.folders and self.blend:
-            raise ConfigError(
-                "live chunks cannot be blended with datasets",
-                where="data.live, data.blend",
-                fix="leave one of them empty; data.live.blend accepts several folders of chunks, and `harness live "
-                "produce` converts a dataset to chunks",
-            )
+            fix = "leave one of them empty; `harness live produce` converts a dataset to chunks for data.live.blend"
+            raise ConfigError("live chunks cannot be blended with datasets", where="data.live, data.blend", fix=fix)
         check_sources(self.blend, "data.blend")
 
 
@@ -279,7 +273,6 @@ class RunData:
     """Open datasets of a run.
 
     Attributes:
-        train: the training set.
         validation: its validation set, if any.
         vocab_size: of the tokenizer; None where the datasets do not record it.
         tokenizer_hash: of the tokenizer that made `train`; empty where it is not recorded.
@@ -323,11 +316,9 @@ class RunData:
         packs = self.epoch_packs
         if packs is None or (epochs > 1 and self.blend is not None and self.blend.weights is not None):
             ends = "is endless" if packs is None else "has one epoch, until a source is exhausted"
-            raise ConfigError(
-                f"a weighted blend {ends}, but the run has {count_of(epochs, 'epoch')}",
-                where="trainer.epochs, data.blend",
-                fix="trainer.steps=N trainer.epochs=null, or omit the weights to read each source `epochs` times",
-            )
+            what = f"a weighted blend {ends}, but the run has {count_of(epochs, 'epoch')}"
+            fix = "trainer.steps=N trainer.epochs=null, or omit the weights to read each source `epochs` times"
+            raise ConfigError(what, where="trainer.epochs, data.blend", fix=fix)
         return packs
 
     def describe(self) -> str:
@@ -364,12 +355,10 @@ def open_datasets(config: DataConfig) -> RunData:
     for reader, validation in itertools.product(trains, (*validations, *evaluation.values())):
         (hash_, name), (other, other_name) = _tokenizer_of(reader), _tokenizer_of(validation)
         if hash_ and other and hash_ != other:
-            raise ConfigError(
-                f"the training set was made with tokenizer {name} ({hash_}), the validation set with "
-                f"{other_name} ({other})",
-                where=f"{reader.path} and {validation.path}",
-                fix="prepare both with the same tokenizer",
-            )
+            what = f"the training set was made with tokenizer {name} ({hash_}), the validation set with "
+            what += f"{other_name} ({other})"
+            fix = "prepare both with the same tokenizer"
+            raise ConfigError(what, where=f"{reader.path} and {validation.path}", fix=fix)
     if config.tokenizer:
         for reader in trains:
             _check_tokenizer(reader, config.tokenizer)
@@ -437,11 +426,9 @@ def _check_tokenizer(train: PackReader, name: str) -> None:
         raise ConfigError(what, where=str(train.path), fix="leave data.tokenizer empty, or prepare the dataset again")
     required = tokenizer_hash(name)
     if required != stored:
-        raise ConfigError(
-            f"the dataset was made with tokenizer {stored_name} ({stored}), and {name} is {required}",
-            where=str(train.path),
-            fix="set data.tokenizer to the tokenizer of the dataset, or prepare the data with this one",
-        )
+        what = f"the dataset was made with tokenizer {stored_name} ({stored}), and {name} is {required}"
+        fix = "set data.tokenizer to the tokenizer of the dataset, or prepare the data with this one"
+        raise ConfigError(what, where=str(train.path), fix=fix)
 
 
 def _check_alike(readers: Sequence[PackReader]) -> None:
@@ -455,8 +442,6 @@ def _check_alike(readers: Sequence[PackReader]) -> None:
             before, owner = first.setdefault(name, (value, reader)) if value else (value, reader)
             if before != value:
                 what = name.removeprefix("data.")
-                raise ConfigError(
-                    f"sources of a blend need the same {what}: {owner.path} has {before}, {reader.path} has {value}",
-                    where=f"data.blend, {reader.path}",
-                    fix=f"prepare all sources with the same {name}",
-                )
+                what = f"sources of a blend need the same {what}: {owner.path} has {before}, {reader.path} has {value}"
+                fix = f"prepare all sources with the same {name}"
+                raise ConfigError(what, where=f"data.blend, {reader.path}", fix=fix)

@@ -36,16 +36,12 @@ class Loader(BatchStream[RawBatch]):
         num_steps: batches to yield; None for no limit.
         num_epochs: end before this epoch number (from 0); None for no limit.
 
-    Attributes:
-        layout: the place of this rank.
-        state: position to resume from.
-
     Raises:
         ScheduleError: a sequence of the dataset can never be placed.
-        LoaderError: `state` belongs to another dataset, seed, order or tokenizer.
+        LoaderError: `state` belongs to another dataset, seed, order or tokenizer; while iterating, the epochs of a
+            blend's source are used up.
         ConfigError: the dataset never fills a global batch, `layout` comes with a `dp_rank` or `dp_size`, or a job of
             several ranks gives neither.
-        LoaderError: while iterating, once the epochs of a blend's source are used up.
     """
 
     def __init__(

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.loader.config import LoaderConfig
-from harness.records import Int64Array
-
-UInt64Array = npt.NDArray[np.uint64]
+from harness.records import Int64Array, UInt64Array
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15

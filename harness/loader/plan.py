@@ -124,12 +124,8 @@ class BatchReader:
         self._layout = layout
         self._cost = cost or SequenceCost()
         if schedule.name == DYNAMIC and not layout.shares_rows:
-            raise ConfigError(
-                f"schedule.name is {DYNAMIC}, whose rows are shared by data-parallel ranks, and this trainer trains "
-                "rows of its own on each rank",
-                where="schedule.name",
-                fix="schedule.name=cost_balanced",
-            )
+            what = f"this trainer does not run rows that data-parallel ranks share, as {DYNAMIC} makes them"
+            raise ConfigError(what, where="schedule.name", fix="schedule.name=cost_balanced")
         self._order = BlendOrder(config, blend or Blend.of_one(len(source)))
 
     def check(self) -> None:
@@ -163,17 +159,9 @@ class BatchReader:
             pack_offsets=offsets,
             cost=self._cost,
         )
-        return (
-            packs,
-            sequences,
-            placed,
-            measure_imbalance(
-                placed,
-                lengths,
-                max_tokens_per_row=self._schedule.max_tokens_per_rank * self._layout.cp_size,
-                cost=self._cost,
-            ),
-        )
+        row_tokens = self._schedule.max_tokens_per_rank * self._layout.cp_size
+        imbalance = measure_imbalance(placed, lengths, max_tokens_per_row=row_tokens, cost=self._cost)
+        return packs, sequences, placed, imbalance
 
     def read(self, step: BatchRange) -> RawBatch:
         """Plan `step` and read this rank's sequences, only from the packs that hold them.
@@ -184,7 +172,6 @@ class BatchReader:
         pack_ids, sequences, placed, imbalance = self.plan(step)
         rank, numbers = self._layout.dp_rank, range(placed.num_microbatches)
         rows = [sequences[placed.row(microbatch, rank)] for microbatch in numbers]
-        is_shared = placed.shared_by is not None
         mine = np.concatenate(rows)
         stored = self._source.sequence_lengths[mine].astype(np.int64)
         parts = list(self._parts(mine))
@@ -200,7 +187,9 @@ class BatchReader:
             num_sequences=int(sequences.shape[0]),
             num_tokens=int(self._source.sequence_lengths[sequences].sum(dtype=np.int64)) - int(sequences.shape[0]),
             imbalance=imbalance,
-            shared_by=tuple(placed.ranks_of_row(microbatch, rank) for microbatch in numbers if is_shared),
+            shared_by=tuple(
+                placed.ranks_of_row(microbatch, rank) for microbatch in numbers if placed.shared_by is not None
+            ),
         )
 
     def _parts(self, sequences: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
@@ -235,8 +224,7 @@ def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_p
     """Finish the rows of a worker's message.
 
     Args:
-        raw: from `BatchReader.read`.
-        layout: as there.
+        raw, layout: from `BatchReader.read`, and as there.
         before: any state of the run; the position of the step replaces its own.
         num_packs: packs of one epoch; None for a stream without end.
     """

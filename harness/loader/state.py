@@ -81,13 +81,10 @@ class LoaderState:
             if then != now
         ]
         if changes and not allow_other_data:
-            raise LoaderError(
-                f"the checkpoint was trained on other data or in another order: {'; '.join(changes)}",
-                where=f"epoch {self.epoch}, after {count_of(self.packs_consumed, 'pack')}",
-                fix="restore the settings that the run started with, start a new run, or set "
-                "loader.allow_other_data=true to keep the position and accept that packs of this epoch repeat or "
-                "are skipped",
-            )
+            what = f"the checkpoint was trained on other data or in another order: {'; '.join(changes)}"
+            fix = "restore the settings that the run started with, start a new run, or set loader.allow_other_data=true"
+            fix += " to keep the position and accept that packs of this epoch repeat or are skipped"
+            raise LoaderError(what, where=f"epoch {self.epoch}, after {count_of(self.packs_consumed, 'pack')}", fix=fix)
         start = replace(start, tokenizer=start.tokenizer or self.tokenizer)
         if num_packs is not None and self.packs_consumed >= num_packs:
             return replace(start, epoch=self.epoch + 1, packs_consumed=0)

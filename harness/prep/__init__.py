@@ -8,8 +8,6 @@
 Read `pipeline` first: it runs the stages in order. `chat`, `tokenize` and `packing` can be used alone.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from harness.doors import names_on_first_use

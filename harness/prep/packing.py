@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -152,15 +153,15 @@ def shuffled(count: int, *, seed: int, stream: int) -> Int64Array:
     return np.argsort(keys, kind="stable")
 
 
-def _by_length(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> Int64Array:
-    """Return the sequences by decreasing length, those of one length at random."""
-    order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
+def _by_length(lengths: npt.NDArray[Any], pack_size: int, order: Int64Array) -> Int64Array:
+    """Return the sequences by decreasing length, those of one length in the given order."""
     # numpy radix-sorts 16-bit integers, several times faster than wider ones.
     narrow = np.uint16 if pack_size < 2**16 else np.int64
     return order[np.argsort((pack_size - lengths).astype(narrow)[order], kind="stable")]
 
 
 def _best_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
+    order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
     counts = np.bincount(lengths, minlength=pack_size + 1)
     sizes = np.flatnonzero(counts)[::-1]
     placed = best_fit_decreasing(sizes, counts[sizes], pack_size)
@@ -169,27 +170,17 @@ def _best_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_pack[pack_of_place])])
     bin_starts = np.empty(placed.total_bins, np.int64)
     bin_starts[pack_of_place] = offsets[:-1]
-    return PackPlan(offsets, placed.assign(_by_length(lengths, pack_size, seed), bin_starts))
+    return PackPlan(offsets, placed.assign(_by_length(lengths, pack_size, order), bin_starts))
 
 
-def _first_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
-    order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
+def _first_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int, *, is_decreasing: bool = False) -> PackPlan:
+    random_order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
+    order = _by_length(lengths, pack_size, random_order) if is_decreasing else random_order
     packs = first_fit(lengths[order], pack_size)
-    # Renumbered at random: otherwise the emptiest packs, opened last, would all come last.
-    numbers = shuffled(int(packs.max(initial=-1)) + 1, seed=seed, stream=_STREAM_PACKS)
-    return _plan_of(order, numbers[packs])
-
-
-def _first_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
-    order = _by_length(lengths, pack_size, seed)
-    packs = first_fit(lengths[order], pack_size)
-    numbers = np.argsort(shuffled(int(packs.max(initial=-1)) + 1, seed=seed, stream=_STREAM_PACKS))
-    return _plan_of(order, numbers[packs])
-
-
-def _plan_of(order: Int64Array, packs: Int64Array) -> PackPlan:
-    """Return the plan of sequences in this order, given the pack of each."""
     num_packs = int(packs.max(initial=-1)) + 1
+    # Renumbered at random: otherwise the emptiest packs, opened last, would all come last.
+    numbers = shuffled(num_packs, seed=seed, stream=_STREAM_PACKS)
+    packs = (np.argsort(numbers) if is_decreasing else numbers)[packs]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(packs, minlength=num_packs))])
     return PackPlan(offsets, order[np.argsort(packs, kind="stable")])
 
@@ -201,7 +192,7 @@ def _next_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
 
 PACKERS: dict[str, Callable[[npt.NDArray[Any], int, int], PackPlan]] = {
     "best_fit_decreasing": _best_fit_decreasing,
-    "first_fit_decreasing": _first_fit_decreasing,
+    "first_fit_decreasing": partial(_first_fit, is_decreasing=True),
     "first_fit": _first_fit,
     "next_fit": _next_fit,
 }

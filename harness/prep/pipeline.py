@@ -26,7 +26,7 @@ from harness.prep.chat import BadRecord
 from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
-from harness.prep.packing import PackingConfig, PackPlan, plan_packs
+from harness.prep.packing import PackingConfig, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, Stages, choose_samples, render_page, render_report, to_markdown
 from harness.prep.shards import VERSION, Receipt, ShardJob, bytes_in_progress, refuse
@@ -342,11 +342,9 @@ class Preparation:
             where = str(files[0]) if len(files) == 1 else self.config.source.name
             raise PrepError(what, where=where, fix="set source.path to files with records")
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in refused.items())
-        raise PrepError(
-            f"no record can be trained on, {refused.total():,} were refused: {reasons}",
-            where=f"first {first}",
-            fix="repair the records, or change the settings of source that the reason names",
-        )
+        what = f"no record can be trained on, {refused.total():,} were refused: {reasons}"
+        fix = "repair the records, or change the settings of source that the reason names"
+        raise PrepError(what, where=f"first {first}", fix=fix)
 
     def _tokenize(self, tokenizer: ChatTokenizer) -> dict[str, Split]:
         """Tokenize everything, and divide the sequences among the splits."""
@@ -453,7 +451,7 @@ class Preparation:
         )
         with self.stages.stage(name, f"writing {name}", total=plan.num_packs) as stage:
             if config.packed_storage == "virtual":
-                self._write_virtual(name, plan, sequences, provenance, stage.advance)
+                self._write_virtual(name, plan.num_packs, sequences, provenance, stage.advance)
             else:
                 format = config.packed_storage
                 with open_writer(path, format=format, pack_size=config.pack_size, provenance=provenance) as writer:
@@ -470,7 +468,7 @@ class Preparation:
             stage.summary = f"{count_of(plan.num_packs, 'pack')} of {config.pack_size:,} tokens, {split.fill:.2%} full"
 
     def _write_virtual(
-        self, name: str, plan: PackPlan, split: Split, provenance: Provenance, advance: Callable[[float], None]
+        self, name: str, num_packs: int, split: Split, provenance: Provenance, advance: Callable[[float], None]
     ) -> None:
         """Write the sequences in their own order, one per pack, and the plan beside them."""
         path, store, pack_size = self.path / name, self.path / layout.SEQUENCES / name, self.config.data.pack_size
@@ -480,16 +478,9 @@ class Preparation:
             for number in range(len(split)):
                 writer.append(split.pack(np.array([number])))
                 if number % 256 == 255:
-                    advance(256 * plan.num_packs / len(split))
-        write_plan(
-            path,
-            open_store(store),
-            pack_offsets=plan.pack_offsets,
-            sequence_ids=plan.sequence_ids,
-            pack_size=pack_size,
-            packer=self.config.data.algorithm,
-            seed=self.config.data.seed,
-        )
+                    advance(256 * num_packs / len(split))
+        settings = self.config.data
+        repack_store(str(store), str(path), pack_size=pack_size, algorithm=settings.algorithm, seed=settings.seed)
 
 
 def repack_store(

@@ -73,7 +73,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
         )
         console.print(Table((), [(name, text) for name, text in facts_of_run if text]).to_terminal())
         console.print(render_runs([("trained", True), (" not trained", False)], has_color=has_color))
-        made = [record if isinstance(record, BadRecord) else tokenizer.encode_each([record])[0] for record in records]
+        made = tokenizer.encode_each(records)
         equal = Counter((one.reason, one.detail) for one in made if isinstance(one, BadRecord))
         for record, sequences in zip(records, made, strict=True):
             if isinstance(sequences, BadRecord):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -104,17 +105,10 @@ class PrepareReport(Counts):
     """Counts of one preparation.
 
     Attributes:
-        path: the folder.
-        settings_hash: of `settings`.
         settings: everything that the result depends on.
-        files: number of source files.
         sources: counts of each source file, by path.
-        schema: of the records.
         unused: fields of the records that are not read.
         mask: how the mask was made, as the datasets' manifests have it.
-        vocab_size: of the tokenizer.
-        splits: by name.
-        seconds: by stage.
         reused: the report is that of an earlier run; nothing was done.
     """
 
@@ -345,39 +339,54 @@ def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
     return {str(bound): int(count) for bound, count in zip(bounds, counts[: len(bounds)].tolist(), strict=True)}
 
 
-@dataclass
 class Stage:
     """A running stage.
 
     Attributes:
-        advance: takes the progress made.
-        next_part: shows another part of the stage, of unknown length, with a moving bar.
-        watch: takes a function that returns the progress of what is still running, and shows it every half second.
         summary: printed at the end.
     """
 
-    advance: Callable[[float], None]
-    next_part: Callable[[str], None]
-    watch: Callable[[Callable[[], float]], AbstractContextManager[None]]
-    summary: str = ""
+    def __init__(self, bar: Progress, doing: str, total: float | None, report: Callable[[int, int], None]) -> None:
+        self.summary = ""
+        self._bar, self._task, self._report = bar, bar.add_task(doing, total=total), report
+        self._total, self._done, self._shown = int(total or 0), 0.0, 0.0
+        self._lock = threading.Lock()
+        self.advance(0)
 
+    def advance(self, step: float) -> None:
+        """Add progress that was made."""
+        self._done += step
+        self._show(0)
 
-@contextmanager
-def _watching(look: Callable[[], None]) -> Iterator[None]:
-    """Call a function every half second from a thread."""
-    ended = threading.Event()
+    def next_part(self, doing: str) -> None:
+        """Show another part of the stage, of unknown length, with a moving bar."""
+        self._bar.update(self._task, visible=False)
+        self._bar.add_task(doing, total=None)
 
-    def work() -> None:
-        while not ended.wait(_WATCH_S):
-            look()
+    @contextmanager
+    def watch(self, measure: Callable[[], float]) -> Iterator[None]:
+        """Show every half second, from a thread, the progress that `measure` returns of what is still running."""
+        ended = threading.Event()
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+        def work() -> None:
+            while not ended.wait(_WATCH_S):
+                self._show(measure())
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _show(self, more: float) -> None:
+        with self._lock:
+            if self._done + more < self._shown:  # a part that ended, and is not yet in `_done`
+                return
+            self._shown = self._done + more
+            self._bar.update(self._task, completed=self._shown)
+            self._report(int(self._shown), self._total)
 
 
 @dataclass
@@ -400,34 +409,10 @@ class Stages:
         title, left = (TextColumn(text, markup=False) for text in ("{task.description}", "left"))
         columns = (title, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), left, TimeRemainingColumn())
         hidden = not self.console.is_terminal
-        progress = Progress(*columns, console=self.console, transient=True, disable=hidden)
+        report = partial(self.progress, name) if self.progress is not None else lambda done, total: None
         began = time.perf_counter()
-        with progress:
-            task = progress.add_task(doing, total=total)
-            done = shown = 0.0
-            lock = threading.Lock()
-
-            def show(more: float) -> None:
-                nonlocal shown
-                with lock:
-                    if done + more < shown:  # a part that ended, and is not yet in `done`
-                        return
-                    shown = done + more
-                    progress.update(task, completed=shown)
-                    if self.progress is not None:
-                        self.progress(name, int(shown), int(total or 0))
-
-            def advance(step: float) -> None:
-                nonlocal done
-                done += step
-                show(0)
-
-            def next_part(doing: str) -> None:
-                progress.update(task, visible=False)
-                progress.add_task(doing, total=None)
-
-            advance(0)
-            stage = Stage(advance, next_part, lambda measure: _watching(lambda: show(measure())))
+        with Progress(*columns, console=self.console, transient=True, disable=hidden) as bar:
+            stage = Stage(bar, doing, total, report)
             yield stage
         self.seconds[name] = round(time.perf_counter() - began, 3)
         self.show(f"{name:<10}{self.seconds[name]:7.1f} s  {stage.summary}")

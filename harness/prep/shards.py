@@ -59,8 +59,7 @@ class ShardJob:
         tokenizer: of the sequences; `name` is a folder that includes the chat template.
         content: hashes of that folder's content; part of the identity of a loaded tokenizer.
         today: the date that the chat template writes, as YYYY-MM-DD; empty if it writes none.
-        pack_size, over_long: as in PackingConfig.
-        on_bad: as in SourceConfig.
+        pack_size, over_long, on_bad: as in PackingConfig and SourceConfig.
     """
 
     folder: str
@@ -92,9 +91,7 @@ class Receipt:
 
     Attributes:
         shard: fields of the `SourceShard`.
-        settings: of the job.
         input: the stamp of the file.
-        output: the written files.
         counts: records, conversations, and what happened to them.
         conversations, sequences, tokens, trained_tokens: stored.
         was_there: an earlier run made it.
@@ -174,6 +171,7 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
     try:
         stamp = stamp_of(parse_place(shard.path))
         receipt = _write(job, folder, shard, tokenizer)
+        # Here too: the next shard begins where the file was cut, and would name bad records.
         if stamp_of(parse_place(shard.path)) != stamp:
             fix = "prepare it when no program writes to it"
             raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
@@ -230,12 +228,9 @@ class _ShardWriter:
     def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> None:
         """Tokenize and write the records of a chunk; raise PrepError if some are bad, and these are refused."""
         parsed = list(chunk.parse())
-        conversations = [item for item in parsed if isinstance(item, Conversation)]
-        results = iter(tokenizer.encode_each(conversations))
         refused = []
         raws = (raw for raw in chunk.records if not is_blank(raw))
-        for raw, item in zip(raws, parsed, strict=True):
-            result = next(results) if isinstance(item, Conversation) else item
+        for raw, item, result in zip(raws, parsed, tokenizer.encode_each(parsed), strict=True):
             if isinstance(result, BadRecord):
                 refused.append((raw, result))
             elif isinstance(item, Conversation):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,14 +42,12 @@ __all__ = [
     "schedule",
 ]
 
-SCHEDULERS: Mapping[str, Callable[[GlobalBatch], Schedule]] = MappingProxyType(
-    {
-        "as_packed": place_as_packed,
-        "dp_balanced": place_dp_balanced,
-        "cost_balanced": place_cost_balanced,
-        DYNAMIC: place_dynamic_context,
-    }
-)
+SCHEDULERS: Mapping[str, Callable[[GlobalBatch], Schedule]] = {
+    "as_packed": place_as_packed,
+    "dp_balanced": place_dp_balanced,
+    "cost_balanced": place_cost_balanced,
+    DYNAMIC: place_dynamic_context,
+}
 
 
 @dataclass

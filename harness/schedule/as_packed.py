@@ -16,11 +16,9 @@ def place_as_packed(batch: GlobalBatch) -> Schedule:
         ScheduleError: the packs are unknown.
     """
     if batch.pack_offsets is None:
-        raise ScheduleError(
-            "as_packed requires the bounds of the stored packs",
-            where="schedule.name",
-            fix="pass pack_offsets, or use another schedule for a source without packs",
-        )
+        what = "as_packed requires the bounds of the stored packs"
+        fix = "pass pack_offsets, or use another schedule for a source without packs"
+        raise ScheduleError(what, where="schedule.name", fix=fix)
     counts = np.diff(batch.pack_offsets)
     return Schedule(
         batch.dp_size,

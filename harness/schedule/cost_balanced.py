@@ -13,7 +13,7 @@ from harness.schedule.batch import GlobalBatch, Imbalance, measure_imbalance
 from harness.schedule.dp_balanced import place_dp_balanced
 
 # Exchanges stop when the busiest rank costs this many times the mean.
-_EVEN = 1.003
+EVEN = 1.003
 # Ratios of cost, and of waiting in every microbatch, up to which one more microbatch does not pay.
 _GOOD_STEP, _GOOD_SYNC = 1.01, 1.10
 # Sequences are placed in at most this many portions: more take longer and balance hardly better.
@@ -42,7 +42,7 @@ def place_cost_balanced(batch: GlobalBatch) -> Schedule:
     costs = batch.cost.of(batch.lengths)
     in_order = place_dp_balanced(batch)
     theirs = _measure(in_order, batch)
-    goal, good = min(_EVEN, theirs.cost_ratio), min(_GOOD_STEP, theirs.cost_ratio)
+    goal, good = min(EVEN, theirs.cost_ratio), min(_GOOD_STEP, theirs.cost_ratio)
     fewest = _microbatches(rows_needed(batch), batch)
     chosen, ours = None, theirs
     for num_microbatches in (fewest, fewest + batch.group_size):
@@ -260,7 +260,7 @@ class _Placement:
             order = np.argsort(costs, axis=1, kind="stable") + np.arange(0, costs.size, self.shape[1])[:, None]
             idle, busy = order[:, :half].reshape(-1), order[:, ::-1][:, :half].reshape(-1)
             gaps = self.row_costs[busy] - self.row_costs[idle]
-            pays = gaps > (_EVEN - 1) * self.mean
+            pays = gaps > (EVEN - 1) * self.mean
             if not self._exchange(rows, (busy[pays], idle[pays]), (gaps[pays] / 2, gaps[pays]), idle[pays], 0.0):
                 break
 

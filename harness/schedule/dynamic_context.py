@@ -10,12 +10,10 @@ import numpy.typing as npt
 
 from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule.batch import GlobalBatch, largest_share
-from harness.schedule.cost_balanced import exchange_sequences, fill_rows, place_cost_balanced, rows_needed
+from harness.schedule.cost_balanced import EVEN, exchange_sequences, fill_rows, place_cost_balanced, rows_needed
 
 # Sequences of one rank get this many times the rows that they need at least.
 _ROOM = 1.03
-# Exchanges stop when the busiest rank costs this many times the mean.
-_EVEN = 1.003
 
 
 def place_dynamic_context(batch: GlobalBatch) -> Schedule:
@@ -46,7 +44,7 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
         if row_of is not None:
             break
         groups, more = groups + more, 2 * more
-    placed = exchange_sequences(row_of, costs, rest, num_microbatches, _EVEN, taken.reshape(-1))
+    placed = exchange_sequences(row_of, costs, rest, num_microbatches, EVEN, taken.reshape(-1))
     return _joined(batch, placed, short, sizes, at)
 
 
@@ -55,9 +53,10 @@ def choose_ranks(batch: GlobalBatch) -> Int64Array:
     most = largest_share(batch.dp_size)
     sizes = np.ones_like(batch.lengths)
     # Of a shared sequence each rank has two chunks of the same length.
-    held = batch.max_tokens_per_row // 2 * 2
-    while (is_long := _share(batch.lengths, sizes) > np.where(sizes > 1, held, batch.max_tokens_per_row)).any():
+    held, is_long = batch.max_tokens_per_row // 2 * 2, batch.lengths > batch.max_tokens_per_row
+    while is_long.any():
         sizes[is_long] *= 2
+        is_long &= -(-batch.lengths // (2 * sizes)) * 2 > held
     costs = batch.cost.of_rank(batch.lengths, sizes)
     # A sequence that takes longer than the step should is divided further, as long as that helps.
     step = float((costs * sizes).sum()) / batch.dp_size
@@ -68,12 +67,6 @@ def choose_ranks(batch: GlobalBatch) -> Int64Array:
             return sizes
         sizes[pays] *= 2
         costs[pays] = halves[pays]
-
-
-def _share(lengths: Int64Array, ranks: Int64Array) -> Int64Array:
-    """Return the tokens that each rank has of sequences that ranks share, int64 [sequences]."""
-    shares: Int64Array = np.where(ranks > 1, -(-lengths // (2 * ranks)) * 2, lengths)
-    return shares
 
 
 def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Float64Array, Int64Array]:

@@ -11,8 +11,6 @@
 Read `folders` first: the interface that readers and writers of datasets use.
 """
 
-from __future__ import annotations
-
 from harness.storage.cache import LocalCache
 from harness.storage.checksums import read_checksums
 from harness.storage.files import Marker, StoredFile, file_digest, make_folder, natural_key, sync_path

@@ -11,8 +11,9 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,77 +31,76 @@ REQUEST_BYTES = 8 << 20
 _UPLOADS = 2
 
 
-class ObjectStore:
-    """One bucket, through the client that each process has of it; pickles."""
+def find_size(place: ObjectPath) -> int | None:
+    """Return the bytes of an object, or None if it does not exist."""
+    with naming_errors(place):
+        try:
+            return int(connect(place).head(place.key)["size"]) if place.key else None
+        except FileNotFoundError:
+            return None
 
-    def __init__(self, place: ObjectPath) -> None:
-        self._place = ObjectPath(place.scheme, place.bucket, "")
 
-    def find_size(self, place: ObjectPath) -> int | None:
-        """Return the bytes of an object, or None if it does not exist."""
+def check_bucket(place: ObjectPath) -> None:
+    """Raise FormatError if the bucket of a place does not exist or may not be listed."""
+    bucket = _bucket_of(place)
+    error = _list_error(bucket)
+    if isinstance(error, ConfigError):
+        raise error
+    if error is not None and judge(error) is not Verdict.PASSING:
+        raise explain(error, bucket) from None
+
+
+def read_object(place: ObjectPath, start: int, num_bytes: int) -> bytes:
+    """Read exactly these bytes of an object; raises FormatError if it is shorter."""
+    pieces = []
+    for begin in range(start, start + num_bytes, REQUEST_BYTES):
+        count = min(REQUEST_BYTES, start + num_bytes - begin)
         with naming_errors(place):
-            try:
-                return int(connect(place).head(place.key)["size"]) if place.key else None
-            except FileNotFoundError:
-                return None
+            pieces.append(bytes(connect(place).get_range(place.key, start=begin, length=count)))
+        if len(pieces[-1]) != count:
+            fix = "open it again; it was replaced with a shorter one"
+            raise FormatError(f"the object ends before byte {begin + count:,}", where=str(place), fix=fix)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def check_bucket(self) -> None:
-        """Raise FormatError if the bucket does not exist or may not be listed."""
-        error = _list_error(self._place)
-        if isinstance(error, ConfigError):
-            raise error
-        if error is not None and judge(error) is not Verdict.PASSING:
-            raise explain(error, self._place) from None
 
-    def read(self, place: ObjectPath, start: int, num_bytes: int) -> bytes:
-        """Read exactly these bytes of an object; raises FormatError if it is shorter."""
-        pieces = []
-        for begin in range(start, start + num_bytes, REQUEST_BYTES):
-            count = min(REQUEST_BYTES, start + num_bytes - begin)
-            with naming_errors(place):
-                pieces.append(bytes(connect(place).get_range(place.key, start=begin, length=count)))
-            if len(pieces[-1]) != count:
-                raise FormatError(
-                    f"the object ends before byte {begin + count:,}",
-                    where=str(place),
-                    fix="open it again; it was replaced with a shorter one",
-                )
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+def read_blocks(place: ObjectPath, num_bytes: int) -> Iterator[bytes]:
+    """Read an object from its start, a request's worth at a time."""
+    for start in range(0, num_bytes, REQUEST_BYTES):
+        yield read_object(place, start, min(REQUEST_BYTES, num_bytes - start))
 
-    def read_blocks(self, place: ObjectPath, num_bytes: int) -> Iterator[bytes]:
-        """Read an object from its start, a request's worth at a time."""
-        for start in range(0, num_bytes, REQUEST_BYTES):
-            yield self.read(place, start, min(REQUEST_BYTES, num_bytes - start))
 
-    def digest(self, place: ObjectPath, num_bytes: int) -> str:
-        """Return xxh3_64 (hexadecimal) of an object of this size."""
-        total = xxhash.xxh3_64()
-        for block in self.read_blocks(place, num_bytes):
-            total.update(block)
-        return str(total.hexdigest())
+def object_digest(place: ObjectPath, num_bytes: int) -> str:
+    """Return xxh3_64 (hexadecimal) of an object of this size."""
+    total = xxhash.xxh3_64()
+    for block in read_blocks(place, num_bytes):
+        total.update(block)
+    return str(total.hexdigest())
 
-    def find_stamp(self, place: ObjectPath) -> Stamp:
-        """Return the stamp of an object, with its ETag as version if the store gives one.
 
-        Raises:
-            FormatError: it does not exist, or may not be read.
-        """
-        with naming_errors(place):
-            found = connect(place).head(place.key)
-        return Stamp(int(found["size"]), str(found["e_tag"] or _time_of(found)).strip('"'))
+def find_stamp(place: ObjectPath) -> Stamp:
+    """Return the stamp of an object, with its ETag as version if the store gives one.
 
-    def delete(self, place: ObjectPath) -> None:
-        """Delete an object; a missing one is no error."""
-        with naming_errors(place), contextlib.suppress(FileNotFoundError):
-            connect(place).delete(place.key)
+    Raises:
+        FormatError: it does not exist, or may not be read.
+    """
+    with naming_errors(place):
+        found = connect(place).head(place.key)
+    return Stamp(int(found["size"]), str(found["e_tag"] or _time_of(found)).strip('"'))
 
-    def open_upload(self, place: ObjectPath) -> Any:
-        """Open a stream for a new object, which exists only once the stream is closed."""
-        with naming_errors(place):
-            store = connect(place)
-            if isinstance(store, MscStore):
-                return store.open_writer(place.key)
-            return load_obstore().open_writer(store, place.key, buffer_size=REQUEST_BYTES, max_concurrency=_UPLOADS)
+
+def delete_object(place: ObjectPath) -> None:
+    """Delete an object; a missing one is no error."""
+    with naming_errors(place), contextlib.suppress(FileNotFoundError):
+        connect(place).delete(place.key)
+
+
+def open_upload(place: ObjectPath) -> Any:
+    """Open a stream for a new object, which exists only once the stream is closed."""
+    with naming_errors(place):
+        store = connect(place)
+        if isinstance(store, MscStore):
+            return store.open_writer(place.key)
+        return load_obstore().open_writer(store, place.key, buffer_size=REQUEST_BYTES, max_concurrency=_UPLOADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,10 @@ def naming_errors(place: ObjectPath) -> Iterator[None]:
         raise explain(error, place) from None
 
 
+def _bucket_of(place: ObjectPath) -> ObjectPath:
+    return replace(place, key="")
+
+
 def _list_error(place: ObjectPath) -> Exception | None:
     """Return the error that listing the bucket ends in, if any."""
     try:
@@ -180,8 +184,7 @@ class _PartsDigest:
         return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
-def _new_md5() -> Any:
-    return hashlib.md5(usedforsecurity=False)
+_new_md5 = partial(hashlib.md5, usedforsecurity=False)
 
 
 def etag_of(path: Path) -> str:
@@ -198,22 +201,38 @@ class UploadFile(OutputFile):
 
     Args:
         check: called before the object appears; an error that it raises prevents that.
+        is_staged: bytes go to a temporary file first, for formats that go back to a header, and out at the end. Nothing
+            is left on the disk when the process is killed.
     """
 
-    def __init__(self, store: ObjectStore, place: ObjectPath, check: Callable[[], None] = lambda: None) -> None:
-        self._check = check
+    def __init__(self, place: ObjectPath, check: Callable[[], None], *, is_staged: bool) -> None:
+        self._place, self._check = place, check
         self._digest = xxhash.xxh3_64()
         self._parts = _PartsDigest()
         self._num_bytes = 0
-        self._store = store
-        self._place = place
-        self._stream: Any = store.open_upload(place)
+        self._staged: Any = None
+        self._stream: Any = None
+        if is_staged:
+            self._staged = tempfile.TemporaryFile(prefix="harness-upload-")  # noqa: SIM115 - closed at the end
+        else:
+            self._stream = open_upload(place)
 
     def describe(self, name: str) -> StoredFile:
         """Return the manifest's entry of this file under a name."""
         return StoredFile(name, self._num_bytes, str(self._digest.hexdigest()))
 
     def write(self, data: bytes | memoryview) -> None:
+        if self._staged is not None:
+            self._staged.write(data)
+        else:
+            self._send(data)
+
+    def seek(self, position: int) -> None:
+        if self._staged is None:
+            super().seek(position)
+        self._staged.seek(position)
+
+    def _send(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
         if not len(view):
             return
@@ -234,74 +253,38 @@ class UploadFile(OutputFile):
         """
         if self._done:
             return
+        if self._staged is not None:
+            self._staged.seek(0)
+            self._stream = open_upload(self._place)
+            while block := self._staged.read(REQUEST_BYTES):
+                self._send(block)
+            self._staged.close()
         self._check()
         with naming_errors(self._place):
             self._stream.close()
         self._done = True
-        stored = self._store.find_stamp(self._place)
+        stored = find_stamp(self._place)
         if stored.num_bytes == self._num_bytes and (
             self._place.scheme != "s3"
             or stored.version == self._parts.etag()
-            or self._store.digest(self._place, self._num_bytes) == self._digest.hexdigest()
+            or object_digest(self._place, self._num_bytes) == self._digest.hexdigest()
         ):
             return
-        raise FormatError(
-            f"the object differs from what was uploaded: it has {stored.num_bytes:,} bytes, sent were "
-            f"{self._num_bytes:,}",
-            where=str(self._place),
-            fix="write it again; another process writes to this place, or the store is damaged",
-        )
+        what = f"the object differs from what was uploaded: {stored.num_bytes:,} bytes, {self._num_bytes:,} were sent"
+        fix = "write it again; another process writes to this place, or the store is damaged"
+        raise FormatError(what, where=str(self._place), fix=fix)
 
     def abort(self) -> None:
         """Drop the parts that were sent. The place itself is not touched: it may be another writer's by now."""
-        if not self._done:
-            self._done = True
+        if self._done:
+            return
+        self._done = True
+        if self._staged is not None:
+            self._staged.close()
+        if self._stream is not None:
             error = InterruptedError()
             with contextlib.suppress(Exception):  # a store without its network keeps them until a rule deletes them
                 self._stream.__exit__(type(error), error, None)
-
-
-class StagedFile(OutputFile):
-    """An object that is written to a temporary file first, for formats that go back to a header, and then uploaded.
-
-    Nothing is left on the disk when the process is killed.
-    """
-
-    def __init__(self, store: ObjectStore, place: ObjectPath, check: Callable[[], None] = lambda: None) -> None:
-        self._store, self._place, self._check = store, place, check
-        self._file = tempfile.TemporaryFile(prefix="harness-upload-")  # noqa: SIM115 - closed by finish and abort
-        self._upload: UploadFile | None = None
-
-    def describe(self, name: str) -> StoredFile:
-        """Return the manifest's entry of this file under a name, with the hash of the bytes that were uploaded."""
-        assert self._upload is not None
-        return self._upload.describe(name)
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-
-    def seek(self, position: int) -> None:
-        self._file.seek(position)
-
-    def finish(self) -> None:
-        """Upload the file, and check it as `UploadFile.finish` does."""
-        if self._done:
-            return
-        self._file.seek(0)
-        upload = self._upload = UploadFile(self._store, self._place, self._check)
-        while block := self._file.read(REQUEST_BYTES):
-            upload.write(block)
-        upload.finish()
-        self._done = True
-        self._file.close()
-
-    def abort(self) -> None:
-        if self._done:
-            return
-        self._done = True
-        self._file.close()
-        if self._upload is not None:
-            self._upload.abort()
 
 
 class Verdict(Enum):
@@ -355,7 +338,7 @@ def explain(error: Exception, place: ObjectPath) -> FormatError:
     verdict = judge(error)
     if verdict in (Verdict.MISSING, Verdict.DENIED):
         # Answers to HEAD have no body: only a listing distinguishes a wrong key from a wrong secret or bucket.
-        error = _list_error(ObjectPath(place.scheme, place.bucket, "")) or error
+        error = _list_error(_bucket_of(place)) or error
         verdict = judge(error)
     text, is_s3 = str(error), place.scheme == "s3"
     what = f"object storage rejected the request: {_short(text)}"

@@ -95,11 +95,9 @@ class LocalCache:
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             fix = f"free space, or set {_BYTES_NAME} below the size of the disk" if full else "check permissions"
-            raise FormatError(
-                f"the local cache cannot be used: {error.strerror or error}",
-                where=str(error.filename or self.folder),
-                fix=f"{fix}; to use another folder, set {_FOLDER_NAME}",
-            ) from error
+            what = f"the local cache cannot be used: {error.strerror or error}"
+            fix = f"{fix}; to use another folder, set {_FOLDER_NAME}"
+            raise FormatError(what, where=str(error.filename or self.folder), fix=fix) from error
 
     def _find(self, name: str) -> Entry | None:
         """Return a complete entry, locked against eviction, or None."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, FormatError
-from harness.storage.bucket import ObjectStore, Verdict, judge, naming_errors
+from harness.storage.bucket import Verdict, delete_object, judge, naming_errors
 from harness.storage.connections import connect, load_obstore
 from harness.storage.files import held_error
 from harness.storage.uris import ObjectPath
@@ -37,11 +37,9 @@ class ClaimStore:
 
     def __init__(self, place: ObjectPath) -> None:
         if place.scheme == "msc":
-            raise ConfigError(
-                "msc:// does not support conditional requests, which exclude a second writer",
-                where=str(place),
-                fix="use a folder on a file system that all machines share, or s3://, gs:// or abfs://",
-            )
+            what = "msc:// does not support conditional requests, which exclude a second writer"
+            fix = "use a folder on a file system that all machines share, or s3://, gs:// or abfs://"
+            raise ConfigError(what, where=str(place), fix=fix)
         self.place = place
 
     def get(self, name: str) -> tuple[bytes, str] | None:
@@ -108,7 +106,7 @@ class ClaimStore:
 
     def delete(self, name: str) -> None:
         """Delete an object; a missing one is no error."""
-        ObjectStore(self.place).delete(self.place / name)
+        delete_object(self.place / name)
 
 
 def _raise_unless_missing(error: FileNotFoundError) -> None:

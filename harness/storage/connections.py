@@ -57,11 +57,9 @@ def _connect(pid: int, scheme: str, bucket: str, settings: tuple[tuple[str, str]
     container, _, host = bucket.partition("@")
     account = host.partition(".")[0] or os.environ.get("AZURE_STORAGE_ACCOUNT", "")
     if not account:
-        raise ConfigError(
-            f"no storage account for the container {container}",
-            where=f"{scheme}://{bucket}",
-            fix="set AZURE_STORAGE_ACCOUNT, or write abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY",
-        )
+        what = f"no storage account for the container {container}"
+        fix = "set AZURE_STORAGE_ACCOUNT, or write abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY"
+        raise ConfigError(what, where=f"{scheme}://{bucket}", fix=fix)
     given: dict[str, Any] = {"account_key": os.environ.get("AZURE_STORAGE_KEY")}
     known = ("KEY", "SAS_TOKEN", "ACCOUNT_KEY", "CLIENT_ID", "FEDERATED_TOKEN_FILE", "TOKEN")
     if not any(os.environ.get(f"AZURE_{kind}{name}") for kind in ("", "STORAGE_") for name in known):
@@ -75,11 +73,9 @@ def _connect(pid: int, scheme: str, bucket: str, settings: tuple[tuple[str, str]
 def _connect_s3(store: Any, bucket: str) -> Any:
     endpoint, region = s3_endpoint(), os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if "@" in endpoint:
-        raise ConfigError(
-            "credentials do not belong in AWS_ENDPOINT_URL",
-            where="environment",
-            fix="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        )
+        what = "credentials do not belong in AWS_ENDPOINT_URL"
+        fix = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        raise ConfigError(what, where="environment", fix=fix)
     given: dict[str, Any] = {}
     if _has_aws_files():
         session = _load_boto3().session.Session()
@@ -200,11 +196,9 @@ class MscStore:
             from multistorageclient import StorageClient, StorageClientConfig
             from multistorageclient.types import Range
         except ImportError:
-            raise ConfigError(
-                "msc:// needs NVIDIA's multi-storage-client, which is not installed",
-                where=f"msc://{profile}",
-                fix="pip install 'megatron-sft-harness[msc]', and set MSC_CONFIG to its settings",
-            ) from None
+            what = "msc:// needs NVIDIA's multi-storage-client, which is not installed"
+            fix = "pip install 'megatron-sft-harness[msc]', and set MSC_CONFIG to its settings"
+            raise ConfigError(what, where=f"msc://{profile}", fix=fix) from None
         self._client = StorageClient(StorageClientConfig.from_file(None, profile))
         self._range = Range
 

@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +137,7 @@ class Marker:
         self.path = path
         self.holder = ""
         self.was_created = False
-        self._descriptor: int | None = None
+        self._descriptor = -1
         self._owner = b""
         _MARKERS.add(self)
 
@@ -177,7 +178,6 @@ class Marker:
     def write(self, data: bytes) -> None:
         """Replace what a later writer finds if this one is killed; one line. The former remains if the disk refuses."""
         assert b"\n" not in data
-        assert self._descriptor is not None
         self._replace(self._owner + data + b"\n", is_durable=True)
 
     def check(self) -> None:
@@ -208,9 +208,9 @@ class Marker:
 
     def release(self, *, remove: bool) -> None:
         """Unlock the marker; a second call does nothing."""
-        if self._descriptor is None:
+        if self._descriptor < 0:
             return
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor, self._descriptor = self._descriptor, -1
         try:
             if remove:
                 self.path.unlink(missing_ok=True)
@@ -218,7 +218,6 @@ class Marker:
             os.close(descriptor)
 
     def _replace(self, content: bytes, *, is_durable: bool = False) -> None:
-        assert self._descriptor is not None
         former = os.pread(self._descriptor, _MARKER_BYTES, 0)
         try:
             self._put(content)
@@ -230,7 +229,6 @@ class Marker:
             raise
 
     def _put(self, content: bytes) -> None:
-        assert self._descriptor is not None
         at = 0
         while at < len(content):
             at += os.pwrite(self._descriptor, content[at:], at)
@@ -244,6 +242,51 @@ class Marker:
         except (ValueError, KeyError, TypeError):  # of an earlier version, or about to be written
             self.holder = "an unknown process"
         return held_error(self.holder, str(self.path))
+
+
+class PlacingClaim:
+    """Exclusive use of files on a disk that a writer puts in place at its end, by a marker beside them.
+
+    A writer that is killed while it puts them in place leaves a note in the marker: what is there then is nothing
+    finished, and the next writer replaces it.
+
+    Args:
+        marker: None where nothing is locked.
+        refuse_existing: raises an error if there are finished files that must stay.
+
+    Attributes:
+        is_placing: the files are being put in place, or were when the former owner was killed.
+    """
+
+    def __init__(self, marker: Marker | None, refuse_existing: Callable[[], None]) -> None:
+        self._marker, self._refuse_existing = marker, refuse_existing
+        self.is_placing = False
+
+    def enter(self) -> None:
+        """Lock the marker, whose folder exists; raises as `refuse_existing` and `Marker.acquire` do."""
+        if self._marker is None or not self._marker.path.exists():
+            self._refuse_existing()
+        if self._marker is None:
+            return
+        self.is_placing = bool(self._marker.acquire())
+        try:
+            if not self.is_placing:
+                # Again, because the previous holder of the lock may have finished in between.
+                self._refuse_existing()
+        except BaseException:
+            self.release()
+            raise
+
+    def place(self) -> None:
+        """Note that the files are about to get their names."""
+        self.is_placing = True
+        if self._marker is not None:
+            self._marker.write(b"placing")
+
+    def release(self, *, remove: bool = True) -> None:
+        """Unlock the marker; with `remove` it also forgets its note."""
+        if self._marker is not None:
+            self._marker.release(remove=remove)
 
 
 def explain_os_errors(where: object) -> AbstractContextManager[None]:
@@ -268,9 +311,9 @@ def _marker_body(content: bytes) -> bytes:
 
 def _unlock_in_child() -> None:
     for marker in _MARKERS:
-        if marker._descriptor is not None:
+        if marker._descriptor >= 0:
             os.close(marker._descriptor)
-            marker._descriptor = None
+            marker._descriptor = -1
 
 
 _MARKERS: WeakSet[Marker] = WeakSet()

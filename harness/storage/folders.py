@@ -12,7 +12,8 @@ from functools import cached_property
 from pathlib import Path
 
 from harness.errors import FormatError
-from harness.storage.bucket import REQUEST_BYTES, ObjectStore, StagedFile, UploadFile, etag_of, list_below
+from harness.storage import bucket
+from harness.storage.bucket import REQUEST_BYTES, UploadFile
 from harness.storage.cache import Entry, LocalCache
 from harness.storage.claims import ClaimStore, Lease
 from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, make_folder, sync_path
@@ -173,9 +174,8 @@ class BucketFolder(_Folder):
         self.place = place
         self.is_staged = False
         self.check: Callable[[], None] = lambda: None
-        self.store = ObjectStore(place)
         self._listing: dict[str, int] | None = None
-        self._uploads: dict[str, UploadFile | StagedFile] = {}
+        self._uploads: dict[str, UploadFile] = {}
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -183,7 +183,7 @@ class BucketFolder(_Folder):
 
     def _sizes(self) -> dict[str, int]:
         if self._listing is None:
-            self._listing = {name: one.stamp.num_bytes for name, one in list_below(self.place).items()}
+            self._listing = {name: one.stamp.num_bytes for name, one in bucket.list_below(self.place).items()}
             self._listing.pop(_LEASE_NAME, None)
         return self._listing
 
@@ -195,7 +195,7 @@ class BucketFolder(_Folder):
         return list(self._sizes())
 
     def exists(self, name: str) -> bool:
-        return self.store.find_size(self.place / name) is not None
+        return bucket.find_size(self.place / name) is not None
 
     def find_size(self, name: str) -> int:
         if name not in self._sizes():
@@ -203,12 +203,12 @@ class BucketFolder(_Folder):
         return self._sizes()[name]
 
     def digest(self, name: str) -> str:
-        return self.store.digest(self.place / name, self.find_size(name))
+        return bucket.object_digest(self.place / name, self.find_size(name))
 
     def read(self, name: str, limit: int) -> bytes | None:
         if name not in self._sizes():
             return None
-        return self.store.read(self.place / name, 0, min(limit, self._sizes()[name]))
+        return bucket.read_object(self.place / name, 0, min(limit, self._sizes()[name]))
 
     def fetch(self, files: Sequence[StoredFile]) -> Entry:
         return LocalCache().get(files, self._download)
@@ -221,7 +221,7 @@ class BucketFolder(_Folder):
 
     def _download(self, stored: StoredFile, path: Path) -> None:
         with path.open("wb", buffering=0) as copy:
-            for block in self.store.read_blocks(self.place / stored.path, stored.num_bytes):
+            for block in bucket.read_blocks(self.place / stored.path, stored.num_bytes):
                 copy.write(block)
 
     @property
@@ -233,17 +233,16 @@ class BucketFolder(_Folder):
     def make(self) -> bool:
         return False
 
-    def create_file(self, name: str) -> UploadFile | StagedFile:
+    def create_file(self, name: str) -> UploadFile:
         self._listing = None
-        kind = StagedFile if self.is_staged else UploadFile
-        self._uploads[name] = kind(self.store, self.place / name, self.check)
+        self._uploads[name] = UploadFile(self.place / name, self.check, is_staged=self.is_staged)
         return self._uploads[name]
 
     def upload(self, name: str, path: Path) -> bool:
         """Upload a file of a disk, unless S3 has the same bytes; returns whether any were sent."""
         place, num_bytes, sizes = self.place / name, path.stat().st_size, self._sizes()
         may_be_whole = place.scheme == "s3" and sizes.get(name) == num_bytes
-        if may_be_whole and self.store.find_stamp(place).version == etag_of(path):
+        if may_be_whole and bucket.find_stamp(place).version == bucket.etag_of(path):
             return False
         with path.open("rb") as file:
             self.write(name, iter(lambda: file.read(REQUEST_BYTES), b""))
@@ -261,7 +260,7 @@ class BucketFolder(_Folder):
         for file in [one for one in self._sizes() if one == name or one.startswith(f"{name}/")]:
             if file not in keep:
                 self.check()
-                self.store.delete(self.place / file)
+                bucket.delete_object(self.place / file)
                 del self._sizes()[file]
 
     def lock(self, name: str) -> BucketMarker:
@@ -318,7 +317,7 @@ class BucketMarker:
         try:
             if self._acquired and remove:
                 self.folder.check()
-                self.folder.store.delete(self.folder.place / self.name)
+                bucket.delete_object(self.folder.place / self.name)
         finally:
             self._acquired = False
             self._give_up()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from harness.errors import FormatError
-from harness.storage.bucket import ObjectStore, list_below
+from harness.storage.bucket import check_bucket, find_stamp, list_below, read_object
 from harness.storage.files import Stamp
 from harness.storage.uris import ObjectPath, Place, is_uri
 
@@ -31,7 +33,7 @@ def parse_place(path: str) -> Place:
 def stamp_of(place: Place) -> Stamp:
     """Return the stamp of a file; raises OSError or FormatError if it is missing."""
     if isinstance(place, ObjectPath):
-        return ObjectStore(place).find_stamp(place)
+        return find_stamp(place)
     stat = place.stat()
     return Stamp(stat.st_size, str(stat.st_mtime_ns))
 
@@ -51,8 +53,17 @@ def list_objects(folder: ObjectPath) -> dict[str, Stamp]:
     """
     stamps = {name: one.stamp for name, one in list_below(folder).items()}
     if not stamps:
-        ObjectStore(folder).check_bucket()
+        check_bucket(folder)
     return stamps
+
+
+def match_objects(pattern: ObjectPath) -> dict[ObjectPath, Stamp]:
+    """Return the stamps of the objects whose keys match a glob, as `list_objects` does."""
+    parts = pattern.key.split("/")
+    plain = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    root = replace(pattern, key="/".join(parts[:plain]))
+    matching = glob_pattern("/".join(parts[plain:]))
+    return {root / name: stamp for name, stamp in list_objects(root).items() if matching.fullmatch(name)}
 
 
 def glob_pattern(pattern: str) -> re.Pattern[str]:
@@ -72,11 +83,6 @@ def glob_pattern(pattern: str) -> re.Pattern[str]:
         return re.compile(text, re.DOTALL)
     except re.error:
         return re.compile(re.escape(pattern))
-
-
-def is_glob(path: str) -> bool:
-    """Return whether a path has a wildcard."""
-    return any(mark in path for mark in "*?[")
 
 
 # ---- ranges
@@ -126,8 +132,7 @@ class RemoteSource(io.RawIOBase):
 
     def __init__(self, place: ObjectPath) -> None:
         self._place = place
-        self._store = ObjectStore(place)
-        self.num_bytes = self._store.find_stamp(place).num_bytes
+        self.num_bytes = find_stamp(place).num_bytes
         self._position = 0
         self._window_start, self._window = 0, b""
 
@@ -136,14 +141,14 @@ class RemoteSource(io.RawIOBase):
         offset = start - self._window_start
         if offset >= 0 and offset + num_bytes <= len(self._window):
             return self._window[offset : offset + num_bytes]
-        return self._store.read(self._place, start, num_bytes) if num_bytes else b""
+        return read_object(self._place, start, num_bytes) if num_bytes else b""
 
     def fetch(self, start: int, end: int) -> None:
         if not 0 <= start <= end <= self.num_bytes:
             raise FormatError(f"bytes {start:,} to {end:,} lie outside the file of {self.num_bytes:,}")
         if start < self._window_start or end > self._window_start + len(self._window):
             self._window = b""
-            self._window = self._store.read(self._place, start, end - start)
+            self._window = read_object(self._place, start, end - start)
             self._window_start = start
 
     def release(self) -> None:

@@ -129,11 +129,9 @@ def _update(original: Path, copy: Path, known: dict[str, str], progress: Progres
                 path.unlink()
         free = shutil.disk_usage(copy.parent).free
         if num_bytes > free:
-            raise HarnessError(
-                f"{num_bytes / 2**30:,.4g} GiB must be copied, but only {free / 2**30:,.4g} GiB are free",
-                where=str(copy),
-                fix="remove unused copies from cluster.local_dir, or set it to a larger disk or to an empty value",
-            )
+            what = f"{num_bytes / 2**30:,.4g} GiB must be copied, but only {free / 2**30:,.4g} GiB are free"
+            fix = "remove unused copies from cluster.local_dir, or set it to a larger disk or to an empty value"
+            raise HarnessError(what, where=str(copy), fix=fix)
         with ThreadPoolExecutor(_THREADS) as pool:
             copied = pool.map(lambda name: _copy_file(original / name, copy / name, known.get(name), progress), missing)
             done |= dict(zip(missing, copied, strict=True))
@@ -161,11 +159,9 @@ def _copy_file(source: Path, target: Path, known: str | None, progress: Progress
     if known not in (None, found) or stored != found or partial.stat().st_size != state.st_size:
         partial.unlink()
         where, expected, got = (source, known, found) if known not in (None, found) else (target, found, stored)
-        raise HarnessError(
-            f"{source.name} has the hash {got}, {expected} is expected",
-            where=str(where),
-            fix="`harness verify` checks the original; if it is valid, the disk of this node is failing",
-        )
+        what = f"{source.name} has the hash {got}, {expected} is expected"
+        fix = "`harness verify` checks the original; if it is valid, the disk of this node is failing"
+        raise HarnessError(what, where=str(where), fix=fix)
     partial.replace(target)
     return CopiedFile(state.st_size, state.st_mtime_ns, found)
 

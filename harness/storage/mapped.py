@@ -73,11 +73,9 @@ def bus_error_at(address: int) -> FormatError:
 
 def _of_file(name: str, inode: int, position: int) -> FormatError:
     if name.startswith(_SHM):
-        return FormatError(
-            "a page of shared memory cannot be used: /dev/shm is full, or another process removed the file",
-            where=name,
-            fix="free space in /dev/shm; for a container, increase --shm-size",
-        )
+        what = "a page of shared memory cannot be used: /dev/shm is full, or another process removed the file"
+        fix = "free space in /dev/shm; for a container, increase --shm-size"
+        return FormatError(what, where=name, fix=fix)
     try:
         found = os.stat(name)  # noqa: PTH116 - nothing that can fail in a new way
         size = found.st_size if found.st_ino == inode else None
@@ -89,9 +87,7 @@ def _of_file(name: str, inode: int, position: int) -> FormatError:
         what = f"the file was removed or truncated, or its disk failed, while it was read (at byte {position:,})"
     else:
         what = f"byte {position:,} cannot be read: the disk is failing, or the file was truncated temporarily"
-    return FormatError(
-        what,
-        where=name,
-        fix="copy the file again (have its disk checked: dmesg), check the dataset with `harness verify`, then run the "
-        "same command again",
+    fix = (
+        "copy the file again (check its disk: dmesg), run `harness verify` on the dataset, then the same command again"
     )
+    return FormatError(what, where=name, fix=fix)

@@ -18,8 +18,9 @@ from harness.formats.inspect import find_tokenizer_folder
 from harness.prep import TokenizerConfig, prepare
 from harness.prep.pipeline import repack_store
 from harness.prep.report import PrepareReport
+from harness.storage import bucket as bucket_module
 from harness.storage import open_folder
-from harness.storage.bucket import ObjectStore, _PartsDigest
+from harness.storage.bucket import _PartsDigest
 
 pytestmark = pytest.mark.s3
 
@@ -97,8 +98,8 @@ def test_a_killed_upload_continues_and_sends_nothing_twice(
 
     child = os.fork()
     if child == 0:
-        open_upload = ObjectStore.open_upload
-        ObjectStore.open_upload = lambda self, at: kill(str(at)) or open_upload(self, at)  # type: ignore[method-assign,func-returns-value]
+        open_upload = bucket_module.open_upload
+        bucket_module.open_upload = lambda at: kill(str(at)) or open_upload(at)  # type: ignore[func-returns-value]
         prepare_chats(chats, place)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -159,15 +160,15 @@ def test_an_upload_is_compared_with_what_the_store_has(
     folder.write("whole", [data])
     assert not any(one.method == "GET" and one.path.endswith("/whole") for one in proxy.requests), "its ETag is enough"
 
-    find_stamp = ObjectStore.find_stamp
+    find_stamp = bucket_module.find_stamp
 
-    def change_and_find(self: ObjectStore, at: Any) -> Any:
+    def change_and_find(at: Any) -> Any:
         with bucket.open_output_stream(f"{place.removeprefix('s3://')}/{at.name}") as file:
             file.write(data[:-1] + bytes([data[-1] ^ 1]))
-        return find_stamp(self, at)
+        return find_stamp(at)
 
     with monkeypatch.context() as patched:
-        patched.setattr(ObjectStore, "find_stamp", change_and_find)
+        patched.setattr(bucket_module, "find_stamp", change_and_find)
         with pytest.raises(FormatError, match="the object differs from what was uploaded"):
             folder.write("changed", [data])
     # Where the ETag is no hash of the bytes, they are read back.
@@ -175,6 +176,6 @@ def test_an_upload_is_compared_with_what_the_store_has(
     folder.write("encrypted", [data])
     assert any(one.method == "GET" and one.path.endswith("/encrypted") for one in proxy.requests)
     with monkeypatch.context() as patched:
-        patched.setattr(ObjectStore, "find_stamp", change_and_find)
+        patched.setattr(bucket_module, "find_stamp", change_and_find)
         with pytest.raises(FormatError, match="the object differs from what was uploaded"):
             folder.write("changed", [data])

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, make_pack
+from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, make_pack
 from harness.formats.index import lengths_from_starts
 from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, IndexHeader, with_suffix
 from harness.indexed.verify import read_lengths
@@ -42,11 +42,9 @@ class BinIdxShard(ShardReader):
         self._prefix = prefix
         missing = [suffix for suffix in SUFFIXES if not with_suffix(prefix, suffix).is_file()]
         if missing:
-            raise FormatError(
-                f"is incomplete: {', '.join(prefix.name + suffix for suffix in missing)} missing",
-                where=str(prefix),
-                fix="an indexed dataset of packs requires the loss mask and sequence starts; write it again",
-            )
+            what = f"is incomplete: {', '.join(prefix.name + suffix for suffix in missing)} missing"
+            fix = "an indexed dataset of packs requires the loss mask and sequence starts; write it again"
+            raise FormatError(what, where=str(prefix), fix=fix)
         # Read, not mapped: 28 bytes a pack.
         self._lengths = read_lengths(with_suffix(prefix, IDX))
         self.num_packs = self._lengths.shape[0]
@@ -94,7 +92,7 @@ class BinIdxShard(ShardReader):
 class BinIdxWriter(ShardWriter[OutputFile]):
     """Appends to the data files; the indices, 20 bytes a pack, are written at the end."""
 
-    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+    def __init__(self, folder: Folder, name: str, _pack_size: int, _rows_per_group: int) -> None:
         self._folder = folder
         self._name = name
         self._lengths = array("i")

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.base import Format, ShardOptions, ShardReader, ShardWriter, find_files
+from harness.formats.base import Format, ShardReader, ShardWriter, find_files
 from harness.paths import pack_command
 from harness.records import Int64Array, Pack
 from harness.storage import Folder
@@ -55,11 +55,8 @@ def line_of_pack(pack: Pack) -> bytes:
     ends = np.append(starts[1:], len(pack))
     if pack.loss_mask[ends - 1].any():
         at = int(ends[int(np.argmax(pack.loss_mask[ends - 1]))]) - 1
-        raise FormatError(
-            f"trains position {at:,}, the last of its sequence: the token after it belongs to no sequence, which "
-            "labels aligned with tokens cannot express",
-            fix="set loss_mask to 0 at the last position of each sequence, or use another format",
-        )
+        what = f"trains position {at:,}, the last of its sequence, which labels aligned with tokens cannot express"
+        raise FormatError(what, fix="set loss_mask to 0 at the last position of each sequence, or use another format")
     labels = np.full(len(pack), IGNORED_LABEL, np.int64)
     trained = np.flatnonzero(pack.loss_mask[:-1]) + 1
     labels[trained] = pack.input_ids[trained]
@@ -200,7 +197,7 @@ def _line_ends(source: ByteSource) -> npt.NDArray[np.int64]:
 class JsonlWriter(ShardWriter[OutputFile]):
     """Writes one chunk line by line."""
 
-    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+    def __init__(self, folder: Folder, name: str, _pack_size: int, _rows_per_group: int) -> None:
         super().__init__([name], [folder.create_file(name)])
 
     def append(self, pack: Pack) -> None:
@@ -224,7 +221,6 @@ FORMAT = Format(
     suffixes=(SUFFIX,),
     shard_pattern=r".*\.jsonl",
     packs_per_shard=1000,
-    files_per_shard=1,
     write_shard=JsonlWriter,
     open_shard=JsonlShard,
     find_bare=partial(find_files, suffixes=(SUFFIX,)),

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, find_folders, make_pack
+from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, find_folders, make_pack
 from harness.formats.index import lengths_from_starts
 from harness.records import Pack
 from harness.storage import Folder
@@ -70,10 +70,8 @@ class MemmapShard(ShardReader):
         num_tokens = self._lengths[row]
         starts = self._starts[self._offsets[row] : self._offsets[row + 1]].astype(_INT32)
         if not 0 < num_tokens <= self.pack_size or not starts.shape[0]:
-            raise FormatError(
-                f"claims {num_tokens:,} of {self.pack_size:,} tokens and {starts.shape[0]:,} sequences",
-                where=self.where(row),
-            )
+            what = f"claims {num_tokens:,} of {self.pack_size:,} tokens and {starts.shape[0]:,} sequences"
+            raise FormatError(what, where=self.where(row))
         begin = row * self.pack_size
         end = begin + num_tokens
         return make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts)
@@ -97,12 +95,9 @@ class MemmapShard(ShardReader):
             tokens, counts = lengths[start:end], np.diff(offsets[start : end + 1].astype(np.int64))
             bad = (tokens == 0) | (tokens > self.pack_size) | (counts <= 0) | (counts > tokens)
             if bad.any():
-                row = start + int(np.argmax(bad))
-                raise FormatError(
-                    f"pack {row:,} claims {int(lengths[row]):,} of {self.pack_size:,} tokens and "
-                    f"{int(counts[row - start]):,} sequences",
-                    where=self.where(row),
-                )
+                at = int(np.argmax(bad))
+                what = f"claims {tokens[at]:,} of {self.pack_size:,} tokens and {counts[at]:,} sequences"
+                raise FormatError(f"pack {start + at:,} {what}", where=self.where(start + at))
 
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, row {row:,}"
@@ -111,9 +106,9 @@ class MemmapShard(ShardReader):
 class MemmapWriter(ShardWriter[NpyStream]):
     """Writes the arrays of one shard row by row."""
 
-    def __init__(self, folder: Folder, name: str, options: ShardOptions) -> None:
+    def __init__(self, folder: Folder, name: str, pack_size: int, _rows_per_group: int) -> None:
         self._folder = folder
-        self._pack_size = options.pack_size
+        self._pack_size = pack_size
         self._num_starts = self._num_packs = self._num_tokens = 0
         super().__init__([f"{name}/{file}" for file in (*_ARRAYS, SHARD_MANIFEST)], self._start(folder, name))
         self._ids_row = np.zeros(self._pack_size, np.int32)
@@ -173,7 +168,6 @@ def is_own(path: Path) -> bool:
 FORMAT = Format(
     name="memmap",
     shard_template="shard_{:06d}",
-    suffixes=(),
     shard_pattern=r"shard_\d+",
     packs_per_shard=16384,
     files_per_shard=5,

@@ -19,6 +19,7 @@ import pickletools
 import re
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.base import FIELDS, Format, ShardOptions, ShardReader, ShardWriter, find_files
+from harness.formats.base import FIELDS, Format, ShardReader, ShardWriter, find_files
 from harness.records import HUNDREDTHS, Pack
 from harness.storage import Folder
 from harness.storage.arrays import npy_header, read_npy_header
@@ -120,7 +121,7 @@ def _numbers(value: Any, name: str, budget: int) -> Any:
 class NpyWriter(ShardWriter[OutputFile]):
     """Writes one file pack by pack; only the number of packs is filled in at the end."""
 
-    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+    def __init__(self, folder: Folder, name: str, _pack_size: int, _rows_per_group: int) -> None:
         super().__init__([name], [folder.create_file(name)])
         self._num_packs = 0
         self._files[0].write(npy_header("|O", (0,)) + _pickle_head(0))
@@ -242,8 +243,8 @@ class _Dtype:
 class _Array:
     """Replaces an array while unpickling; `value` is a 1-d array of numbers or, for objects, a list."""
 
-    def __init__(self) -> None:
-        self.value: npt.NDArray[Any] | list[Any] | None = None
+    def __init__(self, value: npt.NDArray[Any] | list[Any] | None = None) -> None:
+        self.value = value
 
     def __setstate__(self, state: object) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
@@ -261,10 +262,7 @@ def _build_array(dtype: object, shape: object, data: object) -> npt.NDArray[Any]
             raise FormatError(f"the pickle contains an array of {count:,} objects, but not the objects", fix=_DAMAGED)
         return data
     if isinstance(data, str):  # Python 2 pickles bytes as text.
-        try:
-            data = data.encode("latin1")
-        except UnicodeEncodeError:
-            data = None
+        data = _encode(data, "latin1")
     if not isinstance(data, bytes | bytearray) or len(data) != count * dtype.dtype.itemsize:
         raise FormatError(f"the pickle holds an array of {count:,} {dtype.dtype} with other bytes", fix=_DAMAGED)
     return np.frombuffer(data, dtype.dtype)
@@ -294,9 +292,7 @@ def _reconstruct(subtype: object, *_placeholder: object) -> _Array:
 
 
 def _frombuffer(data: object, dtype: object, shape: object, *_order: object) -> _Array:
-    array = _Array()
-    array.value = _build_array(dtype, shape, data)
-    return array
+    return _Array(_build_array(dtype, shape, data))
 
 
 def _scalar(dtype: object, data: object) -> Any:
@@ -308,12 +304,10 @@ def _scalar(dtype: object, data: object) -> Any:
 
 def _encode(text: object, encoding: object) -> bytes:
     # Python 3 writes bytes like this at protocol 2.
-    if not isinstance(text, str) or encoding != "latin1":
-        raise FormatError("the pickle encodes something other than bytes", fix=_DAMAGED)
-    try:
-        return text.encode("latin1")
-    except UnicodeEncodeError:
-        raise FormatError("the pickle encodes something other than bytes", fix=_DAMAGED) from None
+    if isinstance(text, str) and encoding == "latin1":
+        with suppress(UnicodeEncodeError):
+            return text.encode("latin1")
+    raise FormatError("the pickle encodes something other than bytes", fix=_DAMAGED)
 
 
 # None is the array type itself, which is passed on but never called.
@@ -361,7 +355,6 @@ FORMAT = Format(
     suffixes=(SUFFIX,),
     shard_pattern=r".*\.npy",
     packs_per_shard=2048,
-    files_per_shard=1,
     write_shard=NpyWriter,
     open_shard=NpyShard,
     find_bare=find_bare,

@@ -31,7 +31,7 @@ from harness.formats.layouts.parquet_pages import check_totals, fetch_columns, r
 from harness.formats.manifest import Manifest
 from harness.records import Pack
 from harness.storage import Place
-from harness.storage.inputs import ByteSource, open_source
+from harness.storage.inputs import open_source
 
 SCHEMA = pa.schema(
     [
@@ -68,7 +68,6 @@ class ParquetShard(ShardReader):
     def __init__(self, place: Place, pack_size: int | None = None) -> None:
         self._place = place
         self._pack_size = pack_size
-        self._source: ByteSource | None = None
         self._cache: OrderedDict[int, list[_Column]] = OrderedDict()
         self._cached_bytes = 0
         self._file: Any = None
@@ -82,7 +81,6 @@ class ParquetShard(ShardReader):
 
     def _open_footer(self) -> None:
         """Parse the footer, once."""
-        assert self._source is not None
         if self._file is not None:
             return
         source = self._source
@@ -110,7 +108,6 @@ class ParquetShard(ShardReader):
     def read(self, rows: Sequence[int]) -> list[Pack]:
         if self._table is None:
             return self._read_groups(rows)
-        assert self._source is not None
         packs: list[Pack] = []
         try:
             for pack in read_packs(self._source, self._table, rows, self._pack_size):
@@ -144,7 +141,6 @@ class ParquetShard(ShardReader):
 
     def contents(self) -> ShardContents:
         self._open_footer()
-        assert self._source is not None
         with self._explained("the footer"):
             check_totals(self._groups, self._source.num_bytes)
         stored = self._file.metadata.metadata or {}
@@ -194,12 +190,6 @@ class ParquetShard(ShardReader):
             manifest=manifest,
         )
 
-    @property
-    def is_own(self) -> bool:
-        """True for a shard of our dataset folders; other writers store metadata or have nullable types."""
-        self._open_footer()
-        return self._has_own_types and not self._file.metadata.metadata
-
     def where(self, row: int) -> str:
         if self._table is not None:
             group, inside = divmod(row, self._table.rows_per_group)
@@ -212,8 +202,7 @@ class ParquetShard(ShardReader):
         self._cache.clear()
         if self._file is not None:
             self._file.close()
-        if self._source is not None:
-            self._source.close()
+        self._source.close()
 
     def _group(self, group: int) -> list[_Column]:
         cached = self._cache.get(group)
@@ -228,7 +217,6 @@ class ParquetShard(ShardReader):
 
     def _columns(self, group: int, names: Sequence[str]) -> list[_Column]:
         rows = self._groups[group].num_rows
-        assert self._source is not None
         with self._explained(f"row group {group:,}"):
             chunks = self._groups[group].chunks
             if not set(FIELDS) <= chunks.keys():
@@ -276,7 +264,8 @@ class ParquetShard(ShardReader):
 def is_own(place: Place) -> bool:
     """Return whether a file is a shard of a dataset folder: of our types, and without any metadata of its own."""
     with contextlib.closing(ParquetShard(place)) as shard:
-        return shard.is_own
+        shard._open_footer()
+        return shard._has_own_types and not shard._file.metadata.metadata
 
 
 def _count_bytes(columns: Sequence[_Column]) -> int:

@@ -24,7 +24,7 @@ import pyarrow as pa
 import xxhash
 
 from harness.errors import FormatError
-from harness.formats.base import FIELDS, ShardOptions, ShardWriter, make_pack
+from harness.formats.base import FIELDS, ShardWriter, make_pack
 from harness.formats.layouts.parquet_pages import Long, byte_limit, count_limit, encode_number, encode_struct
 from harness.records import Int32Array, Pack
 from harness.storage import Folder
@@ -54,9 +54,9 @@ _PARSER = re.compile(_HEADER % (_VARINT, _VARINT, *[b"(%b)" % _VARINT] * 2, _VAR
 class ParquetWriter(ShardWriter[OutputFile]):
     """Compresses pages of packs, and writes them one row group at a time."""
 
-    def __init__(self, folder: Folder, name: str, options: ShardOptions) -> None:
+    def __init__(self, folder: Folder, name: str, _pack_size: int, rows_per_group: int) -> None:
         super().__init__([name], [folder.create_file(name)])
-        self._rows_per_group = options.rows_per_group
+        self._rows_per_group = rows_per_group
         self._columns: list[list[tuple[bytes, int, int]]] = [[] for _ in FIELDS]
         self._groups: list[dict[int, Any]] = []
         self._entries: list[bytes] = []
@@ -77,7 +77,12 @@ class ParquetWriter(ShardWriter[OutputFile]):
         self._flush()
         numbers = _ENTRY.pack(self._position, self._num_packs, self._rows_per_group)
         self._write(b"".join(self._entries))
-        pairs = [{1: (METADATA_PREFIX + key).encode(), 2: _to_text(key, value)} for key, value in metadata.items()]
+        # Metadata is text to other tools; the manifest is text already.
+        texts = {
+            key: value if key == "manifest" else base64.b64encode(zlib.compress(value, 1))
+            for key, value in metadata.items()
+        }
+        pairs = [{1: (METADATA_PREFIX + key).encode(), 2: text} for key, text in texts.items()]
         footer = {1: 2, 2: _schema(), 3: Long(self._num_packs), 4: self._groups} | ({5: pairs} if pairs else {})
         extension = _EXTENSION.pack(_MARK, numbers, xxhash.xxh3_64_intdigest(numbers))
         encoded = encode_struct({**footer, 6: b"harness version 1", _EXTENSION_FIELD: extension})
@@ -135,11 +140,6 @@ def _schema() -> list[dict[int, Any]]:
         elements.append({3: _REPEATED, 4: b"list", 5: 1})
         elements.append({1: _INT32, 3: 0, 4: b"element"} | ({6: _UINT8} if name == "loss_mask" else {}))
     return elements
-
-
-def _to_text(key: str, value: bytes) -> bytes:
-    # Metadata is text to other tools; the manifest is text already.
-    return value if key == "manifest" else base64.b64encode(zlib.compress(value, 1))
 
 
 class PageTable(NamedTuple):

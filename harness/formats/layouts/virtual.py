@@ -22,14 +22,14 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from harness.errors import ConfigError, FormatError, os_errors_as
-from harness.formats.base import Format, ShardContents, ShardOptions, ShardReader, ShardWriter, find_folders, make_pack
+from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, find_folders, make_pack
 from harness.formats.digest import sequence_digest
 from harness.formats.incomplete import find_traces, incomplete_error
 from harness.formats.index import INDEX_NAMES, load_index, write_npy
@@ -55,7 +55,6 @@ _ARRAYS: dict[str, np.dtype[Any]] = {
     SEQUENCE_CHECKSUMS: np.dtype(np.uint64),
     PACK_OFFSETS: np.dtype(np.int64),
 }
-FILES_PER_SHARD = len(_ARRAYS)
 
 
 def check_offsets(offsets: Int64Array, end: int, *, where: Path) -> None:
@@ -92,11 +91,9 @@ class SequenceShard(ShardReader):
         begin, end = self._offsets[number], self._offsets[number + 1]
         ids, mask = self._ids[begin:end], self._mask[begin:end]
         if sequence_digest(ids, mask) != self._checksums[number]:
-            raise FormatError(
-                f"sequence {number:,} does not match its checksum",
-                where=str(self._path / INPUT_IDS),
-                fix="copy the store again; `harness verify` lists all damage",
-            )
+            what = f"sequence {number:,} does not match its checksum"
+            fix = "copy the store again; `harness verify` lists all damage"
+            raise FormatError(what, where=str(self._path / INPUT_IDS), fix=fix)
         return ids, mask
 
     def contents(self) -> ShardContents:
@@ -112,7 +109,7 @@ class SequenceShard(ShardReader):
 class SequenceShardWriter(ShardWriter[NpyStream]):
     """Writes a shard that holds its sequences."""
 
-    def __init__(self, folder: Folder, name: str, _options: ShardOptions) -> None:
+    def __init__(self, folder: Folder, name: str, _pack_size: int, _rows_per_group: int) -> None:
         self._num_tokens = self._num_sequences = 0
         super().__init__([f"{name}/{array}" for array in _ARRAYS], self._start(folder, name))
 
@@ -172,11 +169,9 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
         raise incomplete_error(folder, traces)
     if manifest is None or manifest.format != NAME:
         kind = "not a dataset" if manifest is None else f"a dataset of format {manifest.format}"
-        raise FormatError(
-            f"{kind}, expected a sequence store",
-            where=str(path),
-            fix=f"create one from a dataset: harness convert {path} STORE {NAME}",
-        )
+        what = f"{kind}, expected a sequence store"
+        fix = f"create one from a dataset: harness convert {path} STORE {NAME}"
+        raise FormatError(what, where=str(path), fix=fix)
     name = f"{manifest.shards[0].path}/{PLAN}"
     text = folder.read(name, _MAX_PLAN_BYTES)
     if text is not None:
@@ -241,7 +236,6 @@ class PlanShard(ShardReader):
             text = (path / PLAN).read_bytes()
         plan = self._plan = _parse_plan(text, str(path / PLAN))
         self._store = plan.find_store(self._folder)
-        self._stored: Sequence[Shard] | None = None
         self._shards = plan.shards
         self._first = np.cumsum([0, *(count for _, count in plan.shards)]).tolist()
         digest = file_digest(path / SEQUENCE_IDS)
@@ -281,7 +275,7 @@ class PlanShard(ShardReader):
     def _open_shard(self, number: int) -> SequenceShard:
         name, count = self._shards[number]
         # Copies are compared with the hashes of the manifest, which is the one that was planned over.
-        entry = self._store.fetch(self._listed(name))
+        entry = self._store.fetch(self._stored.get(name, ()))
         shard = SequenceShard(entry.folder / name)
         shard.entry = entry
         if shard.num_sequences != count:
@@ -292,14 +286,11 @@ class PlanShard(ShardReader):
             self._plan.find_store(self._folder)
         return shard
 
-    def _listed(self, name: str) -> Sequence[StoredFile]:
-        """Return the files of a shard of the store; those of a store on a disk are opened where they are."""
-        if isinstance(self._store, LocalFolder):
-            return ()
-        if self._stored is None:
-            manifest = load_manifest(self._store)
-            self._stored = () if manifest is None else manifest.shards
-        return next((shard.files for shard in self._stored if shard.path == name), ())
+    @cached_property
+    def _stored(self) -> dict[str, Sequence[StoredFile]]:
+        """The files of each shard of a store in a bucket; those of a store on a disk are opened where they are."""
+        manifest = None if isinstance(self._store, LocalFolder) else load_manifest(self._store)
+        return {} if manifest is None else {shard.path: shard.files for shard in manifest.shards}
 
 
 def write_plan(
@@ -328,11 +319,9 @@ def write_plan(
     """
     folder, home = open_folder(path), store.folder.place
     if isinstance(home, Path) and not isinstance(folder.place, Path):
-        raise ConfigError(
-            "a plan in object storage requires its sequence store in object storage",
-            where=str(home),
-            fix=f"upload the store, then plan the copy: harness convert {home} {folder.where()}-store {NAME}",
-        )
+        what = "a plan in object storage requires its sequence store in object storage"
+        fix = f"upload the store, then plan the copy: harness convert {home} {folder.where()}-store {NAME}"
+        raise ConfigError(what, where=str(home), fix=fix)
     if relative_path(home, folder.place) == ".":
         raise ConfigError("the destination is the store itself", where=str(path), fix="choose another one")
     count = store.lengths.shape[0]
@@ -354,7 +343,7 @@ def write_plan(
             manifest.save(folder)
             whole = True
         finally:
-            claim.release(whole=whole)
+            claim.finish(whole=whole)
     return manifest
 
 
@@ -398,11 +387,10 @@ def is_own(path: Path) -> bool:
 FORMAT = Format(
     name=NAME,
     shard_template=SHARD_TEMPLATE,
-    suffixes=(),
     shard_pattern=r"shard_\d+",
     # Stores hold millions of sequences, and few of their shards can be open at a time.
     packs_per_shard=1 << 18,
-    files_per_shard=FILES_PER_SHARD,
+    files_per_shard=len(_ARRAYS),
     write_shard=SequenceShardWriter,
     open_shard=open_shard,
     find_bare=partial(find_folders, names=(INPUT_IDS, SEQUENCE_OFFSETS)),

@@ -6,8 +6,6 @@ files or a pipe. A rank reads its own chunks (`rank`); ranks exchange what they 
 from the rank that reads them to the one that trains them (`balance`). Read `folder` first.
 """
 
-from __future__ import annotations
-
 from harness.loader.live.produce import (
     STDIN,
     Packing,

@@ -273,11 +273,9 @@ class LiveLoader:
     def _check_end(self, source: int, after: LivePosition, offers: Sequence[Offer], *, all_ended: bool) -> None:
         expected = {offer.rows_expected for offer in offers if offer.source == source} - {None}
         if expected and after.rows not in expected and not after.lost:
-            raise LoaderError(
-                f"the stream ended after {expected.pop():,} rows, but {after.rows:,} were read",
-                where=self._folders[source],
-                fix="chunks were modified while they were read, or the run was resumed with other chunks",
-            )
+            what = f"the stream ended after {expected.pop():,} rows, but {after.rows:,} were read"
+            fix = "chunks were modified while they were read, or the run was resumed with other chunks"
+            raise LoaderError(what, where=self._folders[source], fix=fix)
         counts = _counts_of(self._left_out[source])
         left_out = f"; left out: {counts}" if counts else ""
         left_out += f"; chunks deleted before all of their rows were trained: {after.lost:,}" if after.lost else ""

@@ -314,11 +314,8 @@ class LiveChunk:
             return PACKS
         if _READER.columns_to_read(columns):
             return CHAT
-        raise FormatError(
-            "the file contains neither conversations of a known schema (such as `messages`) nor packs (`input_ids`)",
-            where=str(self.path),
-            fix=_WRITE_AGAIN,
-        )
+        what = "the file contains neither conversations of a known schema (such as `messages`) nor packs (`input_ids`)"
+        raise FormatError(what, where=str(self.path), fix=_WRITE_AGAIN)
 
 
 def open_chunk(folder: LiveFolder, index: int, *, require_ready: bool, settle_s: float) -> LiveChunk | None:

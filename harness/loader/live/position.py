@@ -121,9 +121,7 @@ def positions_from_json(text: str, num_folders: int) -> list[LivePosition]:
     values = json.loads(text)
     parts = values if isinstance(values, list) else [text]
     if len(parts) != num_folders:
-        raise LoaderError(
-            f"the checkpoint has positions in {len(parts)} folders of live chunks, and {num_folders} are named",
-            where="data.live.blend",
-            fix="use the folders that the run started with, or start a new run",
-        )
+        what = f"the checkpoint has positions in {len(parts)} folders of live chunks, and {num_folders} are named"
+        fix = "use the folders that the run started with, or start a new run"
+        raise LoaderError(what, where="data.live.blend", fix=fix)
     return [LivePosition.from_json(part) for part in parts]

@@ -22,7 +22,7 @@ from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.prep.chat import NUM_DETECTION_RECORDS, BadRecord, Conversation, RecordReader, record_of_row
 from harness.prep.fitting import fit_conversation
 from harness.prep.sources.finding import list_files
-from harness.prep.sources.reading import read_chunks
+from harness.prep.sources.reading import columns_of, read_chunks
 from harness.prep.sources.schema import unread_columns
 from harness.prep.tokenize import Encoded
 from harness.printing import count_of
@@ -96,7 +96,7 @@ def log_unused_fields(items: Iterable[Item], source: str, log: Callable[[str], N
                 names = item.reader.unused_keys(json.loads(item.line))
             # The rows of a table come without the columns that nothing reads.
             if (file := files.pop(item.where.rpartition(", ")[0], None)) is not None:
-                names.update(unread_columns(file, item.reader))
+                names.update(unread_columns(columns_of(file), item.reader))
             if new := sorted(names - known):
                 known.update(new)
                 log(f"ignored fields: {', '.join(new)}")
@@ -156,11 +156,9 @@ def produce_chunks(
         LoaderError: the stream has ended, and the input has more items.
     """
     if producer.input and not append:
-        raise ConfigError(
-            "other input was appended after the first input of the folder",
-            where=str(producer.path),
-            fix="pass only new input, or the last appended input again, with --append",
-        )
+        what = "other input was appended after the first input of the folder"
+        fix = "pass only new input, or the last appended input again, with --append"
+        raise ConfigError(what, where=str(producer.path), fix=fix)
     if producer.ended and append and not producer.input:
         raise LoaderError(
             "the stream has ended; no rows can be added", where=str(producer.path), fix="use a new folder"
@@ -232,11 +230,8 @@ def _numbered(
         digest.update(item.line)
         after = {"items": number + 1, "digest": digest.hexdigest()}
         if number + 1 == skip and done.get("digest") not in (None, after["digest"]):
-            raise ConfigError(
-                f"the input differs from the first {count_of(skip, 'item')} in the folder's chunks",
-                where=item.where,
-                fix=fix,
-            )
+            what = f"the input differs from the first {count_of(skip, 'item')} in the folder's chunks"
+            raise ConfigError(what, where=item.where, fix=fix)
         if number == skip and not producer.ended:  # only here, so that a refused input is never begun
             producer.begin_input(is_new=is_new)
         if number >= skip or number in again:
@@ -291,6 +286,6 @@ def _tokenized(
     """Yield the number of each item, the position after it, its conversation, and the sequences of that."""
     while block := list(islice(rest, packing.block)):
         parsed = [item.parse() for item, _ in block]
-        encoded = iter(packing.tokenizer.encode_each([item for item in parsed if isinstance(item, Conversation)]))
-        for item, (_, position) in zip(parsed, block, strict=True):
-            yield position["items"] - 1, position, item, next(encoded) if isinstance(item, Conversation) else item
+        encoded = packing.tokenizer.encode_each(parsed)
+        for item, (_, position), sequences in zip(parsed, block, encoded, strict=True):
+            yield position["items"] - 1, position, item, sequences

@@ -20,7 +20,6 @@ import xxhash
 from harness.checks import require_at_least, require_choice
 from harness.errors import FormatError, HarnessError, LoaderError, os_errors_as
 from harness.formats import load_format
-from harness.formats.base import ShardOptions
 from harness.formats.layouts.jsonl import line_of_pack
 from harness.loader.live import folder as live
 from harness.loader.live.files import conflict
@@ -224,11 +223,9 @@ class LiveProducer:
         if self._failed is not None:
             raise self._failed
         if self.ended:
-            raise LoaderError(
-                "the stream has ended; no rows can be added",
-                where=self._folder.where,
-                fix="use a new folder, or remove END.json if no run has read it",
-            )
+            what = "the stream has ended; no rows can be added"
+            fix = "use a new folder, or remove END.json if no run has read it"
+            raise LoaderError(what, where=self._folder.where, fix=fix)
 
     def _has_room(self) -> bool:
         contents = self._folder.look()
@@ -384,8 +381,8 @@ class ChunkRows:
         if self._suffix == live.JSONL:
             write_atomically(path, self._rows)
         elif self._kind == live.PACKS:
-            options = ShardOptions(pack_size=max(map(len, self._rows)), rows_per_group=_ROWS_PER_GROUP)
-            writer = load_format("parquet").write_shard(LocalFolder(path.parent), path.name, options)
+            folder, pack_size = LocalFolder(path.parent), max(map(len, self._rows))
+            writer = load_format("parquet").write_shard(folder, path.name, pack_size, _ROWS_PER_GROUP)
             try:
                 for pack in self._rows:
                     writer.append(pack)

@@ -257,19 +257,17 @@ class FolderReader:
         record = self._folder.record(index)
         stream = record.stream if record is not None else ""
         if self._stream and stream and stream != self._stream:
+            what = f"the chunk belongs to the stream {stream}, but this run was trained on {self._stream}"
+            fix = "name the folder that the run started with, start a new run, or set loader.allow_other_data=true"
             raise LoaderError(
-                f"the chunk belongs to the stream {stream}, but this run was trained on {self._stream}",
-                where=chunk.place,
-                fix="name the folder that the run started with, start a new run, or set "
-                "loader.allow_other_data=true to continue after the same chunk numbers of this one",
+                what, where=chunk.place, fix=f"{fix} to continue after the same chunk numbers of this one"
             )
         self._stream = self._stream or stream
-        if chunk.num_rows < self._taken.get(index, 0) or chunk.num_rows >= 1 << _ROW_BITS:
-            raise LoaderError(
-                f"the chunk has {count_of(chunk.num_rows, 'row')}, but {self._taken.get(index, 0):,} were read before",
-                where=chunk.place,
-                fix=f"chunks must not change, and must have fewer than {1 << _ROW_BITS:,} rows",
-            )
+        taken = self._taken.get(index, 0)
+        if chunk.num_rows < taken or chunk.num_rows >= 1 << _ROW_BITS:
+            what = f"the chunk has {count_of(chunk.num_rows, 'row')}, but {taken:,} were read before"
+            fix = f"chunks must not change, and must have fewer than {1 << _ROW_BITS:,} rows"
+            raise LoaderError(what, where=chunk.place, fix=fix)
         self._opened.append((index, chunk.num_rows, chunk.path.name))
         return True
 
@@ -326,13 +324,10 @@ class FolderReader:
         is_whole = not self._plan.is_balanced
         tokens = int(padded.sum() if is_whole else padded.max())
         if tokens > self._plan.max_tokens_per_row:
-            what = "the pack" if is_whole else "a sequence of the pack"
-            raise ScheduleError(
-                f"{what} has {tokens:,} tokens after padding to a multiple of {self._pad_to_multiple}, but a row holds "
-                f"{self._plan.max_tokens_per_row:,}",
-                where=chunk.where(row),
-                fix="increase schedule.max_tokens_per_rank, or make smaller packs",
-            )
+            what = f"{'the pack' if is_whole else 'a sequence of the pack'} has {tokens:,} tokens after padding to a "
+            what += f"multiple of {self._pad_to_multiple}, but a row holds {self._plan.max_tokens_per_row:,}"
+            fix = "increase schedule.max_tokens_per_rank, or make smaller packs"
+            raise ScheduleError(what, where=chunk.where(row), fix=fix)
         return pack
 
     def _stored_members(self, chunk: LiveChunk, index: int, row: int) -> list[Member[Place]]:
@@ -342,26 +337,18 @@ class FolderReader:
     def _members(self, chunk: LiveChunk, index: int, rows: range) -> list[list[Member[Place]]]:
         """Tokenize the conversations of these rows as members of packs; nothing for one that is left out."""
         if self._tokenizer is None:
-            raise ConfigError(
-                "the chunk contains conversations, but no tokenizer is set",
-                where=chunk.place,
-                fix="set data.live.tokenizer.name to a tokenizer folder or a hub id",
-            )
-        parsed = [chunk.conversation(row) for row in rows]
-        conversations = [item for item in parsed if isinstance(item, Conversation)]
-        encoded = iter(self._tokenizer.encode_each(conversations) if conversations else [])
-        members: list[list[Member[Place]]] = []
-        for row, item in zip(rows, parsed, strict=True):
-            members.append([])
-            if isinstance(item, Conversation):
-                result = next(encoded)
-                if isinstance(result, BadRecord):
-                    self._leave_out(result)
-                else:
-                    members[-1] = self._members_of(index, row, item, result)
-            elif item is not None:
-                self._leave_out(item)
-        return members
+            what = "the chunk contains conversations, but no tokenizer is set"
+            fix = "set data.live.tokenizer.name to a tokenizer folder or a hub id"
+            raise ConfigError(what, where=chunk.place, fix=fix)
+        parsed = {row: item for row in rows if (item := chunk.conversation(row)) is not None}
+        members: dict[int, list[Member[Place]]] = {row: [] for row in rows}
+        encoded = self._tokenizer.encode_each([*parsed.values()])
+        for (row, item), result in zip(parsed.items(), encoded, strict=True):
+            if isinstance(result, BadRecord):
+                self._leave_out(result)
+            elif isinstance(item, Conversation):
+                members[row] = self._members_of(index, row, item, result)
+        return [*members.values()]
 
     def _leave_out(self, record: BadRecord) -> None:
         """Count a bad record, or refuse it."""

@@ -32,9 +32,7 @@ class LiveStatus:
         rows, tokens: in them; None where chunks have no records, or are not tokenized.
         waiting: whole chunks that are unread.
         completed: chunks in the folder that a checkpoint covers.
-        num_bytes: of the chunks in the folder.
         rows_per_s, chunks_per_min: of the newest chunks; None for fewer than two.
-        ended: the stream is complete.
     """
 
     path: str
@@ -63,11 +61,9 @@ def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
     contents, end = folder.look(), folder.end()
     traces = (folder.seen_s(PRODUCER_FILE), folder.seen_s(CONSUMER_FILE), end)
     if not may_begin and not contents.next_index and all(trace is None for trace in traces):
-        raise FormatError(
-            "the folder contains no live stream: no chunk, no producer, no reader",
-            where=str(path),
-            fix="specify the folder of the chunks; `harness live produce` starts a stream",
-        )
+        what = "the folder contains no live stream: no chunk, no producer, no reader"
+        fix = "specify the folder of the chunks; `harness live produce` starts a stream"
+        raise FormatError(what, where=str(path), fix=fix)
     newest = sorted(contents.ready)[-_RECORDS_FOR_RATE:]
     records = [record for record in map(folder.record, newest) if record is not None]
     consumer = folder.status(CONSUMER_FILE)

@@ -13,6 +13,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from harness.megatron.data.samples import BlockGPTDataset
 from harness.printing import print_line
 from harness.storage import BucketFolder, LocalCache, ObjectPath, write_atomically
+from harness.storage.bucket import read_blocks
 from harness.storage.claims import ClaimStore, leased
 
 _BUILDING = "_building"
@@ -120,7 +121,7 @@ class SharedIndices:
             if names and names[-1].endswith(_DESCRIPTION):
                 for name in names:
                     if not (self.folder / name).is_file():
-                        blocks = remote.store.read_blocks(remote.place / name, remote.find_size(name))
+                        blocks = read_blocks(remote.place / name, remote.find_size(name))
                         write_atomically(self.folder / name, blocks)
 
         return fetch

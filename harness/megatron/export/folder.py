@@ -33,14 +33,12 @@ from harness.plan.hf_config import MTP_SETTINGS, find_weights, text_config, to_h
 from harness.printing import print_text
 from harness.storage import Marker, make_folder, sync_path
 from harness.storage.checksums import digest_files, write_checksums
-from harness.storage.files import sync_tree
+from harness.storage.files import PlacingClaim, sync_tree
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
 from harness.train.folder import SETTINGS_FILE, check_settings, read_settings
 
 # Largest size of one safetensors file; a larger tensor has a file of its own.
 _SHARD_BYTES = 5 * 10**9
-# Left in the marker by an export that was killed while its folder got its name.
-_PLACING = b"placing"
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
 
@@ -183,30 +181,28 @@ def _settings_of(
 @contextmanager
 def _claim(out: Path) -> Iterator[Path]:
     """Keep other exports out of `out`, and yield the folder to write; what is in it then becomes `out`."""
-    place, marker = out.absolute(), _marker_of(out)
+    place, claim = out.absolute(), PlacingClaim(_marker_of(out), lambda: _refuse_used(out))
     fix = "fix the cause (space, permissions, quota) and run the same command again"
     with os_errors_as(CheckpointError, "the export cannot be written", where=out, fix=fix):
         make_folder(place.parent)
-        was_placing = marker.acquire() == _PLACING
+        claim.enter()
         writing = place.with_name(f"{place.name}.unfinished")
         try:
-            if not was_placing:
-                _refuse_used(out)  # again, because the previous holder of the lock may have finished in between
             # Of an export that was killed; `out` was empty or missing when that one began.
-            for left in [writing, *([out] if was_placing else [])]:
+            for left in [writing, *([out] if claim.is_placing else [])]:
                 if left.is_dir():
                     shutil.rmtree(left)
             writing.mkdir()
             yield writing
             sync_tree(writing)
-            marker.write(_PLACING)
+            claim.place()
             if out.exists():
                 out.rmdir()
             writing.rename(out)
             sync_path(place.parent)
         finally:
             shutil.rmtree(writing, ignore_errors=True)
-            marker.release(remove=True)
+            claim.release()
 
 
 def _marker_of(out: Path) -> Marker:

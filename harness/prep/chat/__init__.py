@@ -6,8 +6,6 @@
 `SCHEMAS` lists the schemas, each a file of its own: read `schemas.alpaca` first.
 """
 
-from __future__ import annotations
-
 from harness.prep.chat.reader import (
     NUM_DETECTION_RECORDS,
     RecordReader,

@@ -25,7 +25,6 @@ class RecordFunction:
     """A function of the user.
 
     Attributes:
-        name: `module:function`.
         digest: 16 hex digits of the hash of the module's source file.
         call: takes a record, and returns one with `messages`, or None to leave it out.
     """

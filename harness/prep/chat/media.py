@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.prep.chat.turns import MEDIA_FIELDS, is_media_column, is_media_part
+from harness.prep.chat.turns import LISTS_OF_TURNS, MEDIA_FIELDS, is_media_column, is_media_part
 from harness.prep.chat.values import is_empty
 
 _KINDS = ("image", "audio", "video")
@@ -17,14 +17,11 @@ _OTHER_NAMES = {"img": "image", "picture": "image", "photo": "image"}
 _PLACEHOLDER = {kind: re.compile(rf"<\|?{kind}(?:_\d+)?\|?>(?:</{kind}>)?\n?") for kind in _KINDS}
 
 
-def without_media(record: Mapping[str, Any], lists: tuple[str, ...]) -> tuple[Mapping[str, Any], int]:
+def without_media(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
     """Return a record without media and the placeholders of their kinds, and how many of these were removed.
 
     Text is changed only where the record holds media, and only placeholders of these kinds: an HTML tag `<video>` in
     a record with images stays.
-
-    Args:
-        lists: names of the lists of turns.
 
     Returns:
         the record itself, and 0, where it holds no media. Parts of a turn that are media count as placeholders.
@@ -32,21 +29,22 @@ def without_media(record: Mapping[str, Any], lists: tuple[str, ...]) -> tuple[Ma
     removal = _Removal()
     kept: dict[str, Any] = {}
     for name, value in record.items():
-        if isinstance(name, str) and _is_media(name, value):
+        if isinstance(name, str) and is_media(name, value):
             removal.kinds |= _kinds_of(name)
-        elif name in lists and isinstance(value, list):
+        elif name in LISTS_OF_TURNS and isinstance(value, list):
             kept[name] = [removal.without_media(turn) for turn in value]
         else:
             kept[name] = value
     if not removal.kinds:
         return record, 0
     for name, value in kept.items():
-        if isinstance(value, str) or (name in lists and isinstance(value, list)):
+        if isinstance(value, str) or (name in LISTS_OF_TURNS and isinstance(value, list)):
             kept[name] = removal.without_placeholders(value)
     return kept, removal.count
 
 
-def _is_media(name: str, value: object) -> bool:
+def is_media(name: str, value: object) -> bool:
+    """Return whether a field of a record holds media, or names them."""
     # Tables give True for a media column that a row has a value in; other numbers and flags are no media.
     if name in MEDIA_FIELDS:
         return not is_empty(value)

@@ -14,7 +14,7 @@ from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat.functions import SCHEMA, RecordFunction, load_function
 from harness.prep.chat.hermes import lift_calls
-from harness.prep.chat.media import without_media
+from harness.prep.chat.media import is_media, without_media
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import SCHEMAS
 from harness.prep.chat.schemas.batch import BATCH_FIELDS, unwrapped
@@ -22,6 +22,8 @@ from harness.prep.chat.schemas.sharegpt import CALL_ROLES
 from harness.prep.chat.turns import (
     ANSWER_FIELDS,
     CHAT_FIELDS,
+    LISTS_OF_ITEMS,
+    LISTS_OF_TURNS,
     MEDIA_FIELDS,
     TEXT_ALONE,
     TURN_FIELDS,
@@ -41,12 +43,6 @@ _SCHEMAS_OF = {
     name: tuple(key for key, schema in SCHEMAS.items() if name in schema.fields)
     for name in _FIELDS.difference(CHAT_FIELDS, ANSWER_FIELDS)
 }
-# Lists of items, which may be a text of another schema.
-_LISTS_OF_ITEMS = ("input", "output")
-_LISTS_OF_TURNS = (
-    *("messages", "conversations", "conversation", "prompt", "completion", "chosen", "contents"),
-    *_LISTS_OF_ITEMS,
-)
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ class RecordReader:
             record = self._rewritten(record)
             dropped = None
             if self.drop_media:
-                kept, removed = without_media(record, _LISTS_OF_TURNS)
+                kept, removed = without_media(record)
                 dropped = None if kept is record else removed
                 record = kept
             if not _UNREAD_FIELDS.isdisjoint(record):
@@ -137,8 +133,8 @@ class RecordReader:
 
     def _refuse_media_columns(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
-            # Numbers and flags are no media, and a column that is read under another name is text.
-            if name in _FIELDS or not is_media_column(name) or is_empty(value) or isinstance(value, bool | int | float):
+            # A column that is read under another name is text.
+            if name in _FIELDS or not isinstance(name, str) or not is_media(name, value):
                 continue
             detail = f"the record has `{name}`, which is media by its name; only text can be trained on; "
             fix = f"to leave out: source.ignore_fields=[{name}], or all media: source.drop_media=true"
@@ -220,8 +216,8 @@ class RecordReader:
         record = self._renamed(record, self._record_columns)
         if not self._turn_columns and not self.ignore_fields and not self.drop_media:
             return record
-        names = [name for name in _LISTS_OF_TURNS if not is_empty(record.get(name))]
-        names = [name for name in names if name not in _LISTS_OF_ITEMS or isinstance(record[name], list)]
+        names = [name for name in LISTS_OF_TURNS if not is_empty(record.get(name))]
+        names = [name for name in names if name not in LISTS_OF_ITEMS or isinstance(record[name], list)]
         return {**record, **{name: self._turns(record[name]) for name in names}}
 
     def _renamed(self, item: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -383,5 +379,5 @@ def _refuse_unread(record: Mapping[str, Any]) -> None:
 
 def _turn_field(name: str) -> str:
     """Return the field of a turn that a setting names, alone or after its list; empty for a record's field."""
-    inner = name.rpartition(".")[2] if name.partition(".")[0] in _LISTS_OF_TURNS else name
+    inner = name.rpartition(".")[2] if name.partition(".")[0] in LISTS_OF_TURNS else name
     return inner if inner in TURN_FIELDS or inner in ("from", "value") else ""

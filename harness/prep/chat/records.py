@@ -50,7 +50,6 @@ class ToolCall:
     """One call of a tool by the assistant.
 
     Attributes:
-        name: of the tool.
         arguments: as the record has them: JSON text, or the decoded object.
         id: of the call; empty if the record has none.
     """

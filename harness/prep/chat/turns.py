@@ -33,6 +33,12 @@ WEIGHT_FIELDS = ("weight", "train", "trainable")
 TURN_FIELDS = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", *REASONING_FIELDS, *WEIGHT_FIELDS)
 )
+# Lists of items, which may be a text of another schema.
+LISTS_OF_ITEMS = ("input", "output")
+LISTS_OF_TURNS = (
+    *("messages", "conversations", "conversation", "prompt", "completion", "chosen", "contents"),
+    *LISTS_OF_ITEMS,
+)
 MEDIA_FIELDS = frozenset(("audio", "audios", "image", "images", "video", "videos"))
 TEXT_ALONE = "only text can be trained on (source.drop_media=true)"
 

@@ -4,7 +4,5 @@ Read `finding` first (files on a disk, in a bucket, of the hub), then `reading`;
 files.
 """
 
-from __future__ import annotations
-
 
 # The settings are part of every command line, which must not wait for pyarrow.

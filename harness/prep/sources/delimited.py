@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from harness.errors import PrepError
-from harness.prep.chat import BadReason
-from harness.prep.sources.tables import Undecodable
+from harness.prep.chat import BadReason, BadRecord
 from harness.prep.sources.text import BOM, LINE, MAX_RECORD_BYTES
 from harness.storage import Place
 
@@ -59,7 +58,7 @@ class DelimitedReader:
         fix = "close the quote in this row, or write the file again"
         return PrepError(what, where=f"{self._place}, {LINE} {self._row_line}", fix=fix)
 
-    def _next(self) -> list[str] | Undecodable | None:
+    def _next(self) -> list[str] | BadRecord | None:
         """Return the next row, or the reason why it is none; None at the end."""
         self._row_line, self._row_offset, self._problem = self._line, self._offset, ""
         try:
@@ -67,8 +66,8 @@ class DelimitedReader:
         except csv.Error as error:
             if "unexpected end" in str(error):
                 raise self._unclosed("the file ends within quoted text") from None
-            return Undecodable(f"the row cannot be split into columns: {error}", BadReason.BAD_ROW)
-        return Undecodable(self._problem) if self._problem else row
+            return BadRecord("", BadReason.BAD_ROW, f"the row cannot be split into columns: {error}")
+        return BadRecord("", BadReason.NOT_UTF8, self._problem) if self._problem else row
 
     def header(self) -> list[str]:
         """Return the names of the columns, from the first line; an index without a name is `Unnamed: 0`.
@@ -77,8 +76,10 @@ class DelimitedReader:
             PrepError: two columns have the same name, or another character separates them.
         """
         row, where = self._next(), f"{self._place}, {LINE} 1"
-        if isinstance(row, Undecodable):
-            raise PrepError(f"the header cannot be read: {row.why}", where=where, fix="write the file again, as UTF-8")
+        if isinstance(row, BadRecord):
+            raise PrepError(
+                f"the header cannot be read: {row.detail}", where=where, fix="write the file again, as UTF-8"
+            )
         names = [name.strip() or f"Unnamed: {number}" for number, name in enumerate(row or [])]
         if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), "")):
             what = f"the header is one column, {names[0]!r}, which {other!r} seems to separate"
@@ -92,15 +93,15 @@ class DelimitedReader:
     def rows(self, names: Sequence[str]) -> Iterator[tuple[int, int, list[Any]]]:
         """Yield number and offset of a first line, and records, one per line, about 256 KiB at a time.
 
-        The record of a line is a row by the names of its columns, every value a text, or `Undecodable`; of a line on
-        which no row begins it is blank.
+        The record of a line is a row by the names of its columns, every value a text, or a `BadRecord` without a
+        place; of a line on which no row begins it is blank.
         """
         first, start = self._line, self._offset
         records: list[Any] = []
         while (row := self._next()) is not None:
             if isinstance(row, list) and row and len(row) != len(names):
                 why = f"the row has {len(row)} columns, but the header has {len(names)}: {', '.join(names)[:200]}"
-                row = Undecodable(why, BadReason.BAD_ROW)
+                row = BadRecord("", BadReason.BAD_ROW, why)
             records.append(dict(zip(names, row, strict=True)) if isinstance(row, list) and row else row or b"")
             records += [b""] * (self._line - self._row_line - 1)
             if self._offset - start >= _CHUNK_BYTES:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -15,17 +14,13 @@ from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.delimited import SEPARATORS
 from harness.prep.sources.reading import JSON_SUFFIXES, SUFFIXES, TEXT_SUFFIXES, SourceFiles, is_compressed, suffix_of
 from harness.prep.sources.schema import holds_chats
-from harness.prep.sources.splits import choose_split, split_of
+from harness.prep.sources.splits import SPLITS_FILE, STATE_FILE, choose_split, data_files, split_of
 from harness.prep.sources.text import COMPRESSED
-from harness.storage import ObjectPath, Place, is_uri, natural_key, parse_place, stamp_of
+from harness.storage import ObjectPath, Place, is_uri, natural_key, stamp_of
 from harness.storage.files import Stamp
-from harness.storage.inputs import glob_pattern, is_glob, list_objects, open_stream
+from harness.storage.inputs import list_objects, match_objects, open_stream
 
 _UNREAD_SUFFIXES = (".xz", ".zip", ".7z", ".lz4")
-# Written by `save_to_disk` of Hugging Face's datasets: of several splits, and of one.
-_SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
-# Descriptions beside data, which are JSON themselves.
-_DESCRIPTIONS = (_SPLITS_FILE, _STATE_FILE, "dataset_info.json", "dataset_infos.json")
 _MAX_STATE_BYTES = 16 << 20
 
 Show = Callable[[str], None]
@@ -56,9 +51,7 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
     path = str(source.path)
     name = hub.parse_name(path)
     if name is not None:
-        kinds = [kind for suffix in SUFFIXES for kind in (suffix, *(suffix + packed for packed in COMPRESSED))]
-        split, subset = source.split, source.subset
-        found = hub.fetch(name, split=split, subset=subset, suffixes=kinds, ignored=_DESCRIPTIONS, show=show)
+        found = hub.fetch(name, split=source.split, subset=source.subset, show=show)
     elif source.subset:
         fix = "omit it; use a folder or glob to select files"
         raise ConfigError("only datasets of the hub have subsets", where="source.subset", fix=fix)
@@ -68,6 +61,9 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
         fix = f"specify a file, a glob or a folder with files that end in {' '.join(SUFFIXES)}"
         fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
         raise PrepError("there are no chat files", where=path, fix=fix)
+    if source.split and not found.facts:
+        fix = "omit it: the path already selects the files"
+        raise ConfigError(f"{source.split!r} would not be used", where="source.split", fix=fix)
     for file in found.files:
         suffix = PurePosixPath(str(file)).suffix.lower()
         inner = suffix_of(file) if is_compressed(file) else ""
@@ -90,42 +86,25 @@ def _find_local(path: str, source: SourceConfig) -> SourceFiles:
     else:
         found = glob.glob(str(place), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         files = sorted((Path(name) for name in found if Path(name).is_file()), key=_order)
-    if files:
-        _refuse_split(source)
     return SourceFiles(tuple(files), tuple(map(stamp_of, files)))
 
 
 def _find_objects(path: str, source: SourceConfig) -> SourceFiles:
-    before = path
-    if is_glob(path):
-        before = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
-    folder = parse_place(before)
-    assert isinstance(folder, ObjectPath)
+    folder = ObjectPath.parse(path)
+    if glob.has_magic(folder.key):
+        matching = sorted(match_objects(folder).items(), key=lambda item: _order(item[0]))
+        return SourceFiles(tuple(place for place, _ in matching), tuple(stamp for _, stamp in matching))
     stamps = list_objects(folder)
-    if is_glob(path):
-        rest = glob_pattern(path[len(before) :].lstrip("/"))
-        stamps = {name: stamp for name, stamp in stamps.items() if rest.fullmatch(name)}
-        names = sorted(stamps, key=_order)
-        _refuse_split(source)
-        return SourceFiles(tuple(folder / name for name in names), tuple(stamps[name] for name in names))
     if not stamps:
-        stamp = stamp_of(folder)
-        _refuse_split(source)
-        return SourceFiles((folder,), (stamp,))
+        return SourceFiles((folder,), (stamp_of(folder),))
     return _choose(folder, list(stamps), source, stamps.__getitem__)
-
-
-def _refuse_split(source: SourceConfig) -> None:
-    if source.split:
-        fix = "omit it: the path already selects the files"
-        raise ConfigError(f"{source.split!r} would not be used", where="source.split", fix=fix)
 
 
 def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Callable[[str], Stamp]) -> SourceFiles:
     """Choose the chat files of a folder, given the names of all of its files."""
     split = source.split
     for name in sorted(names):
-        if PurePosixPath(name).name == _SPLITS_FILE:
+        if PurePosixPath(name).name == SPLITS_FILE:
             above = PurePosixPath(name).parent
             inside = [PurePosixPath(other).relative_to(above) for other in names if _is_below(other, above)]
             splits = sorted({parts.parts[0] for parts in inside if len(parts.parts) > 1})
@@ -136,14 +115,7 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
             names = [other for other in names if not _is_below(other, above) or _is_below(other, above / split)]
             found = _choose(root, names, replace(source, split=""), stamp)
             return replace(found, facts={"split": split})
-    kinds = (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES)
-    # As Spark does: `_SUCCESS` and the like are not data.
-    hidden = {name for name in names if any(part[0] in "._" for part in PurePosixPath(name).parts)}
-    data = [
-        name
-        for name in sorted(set(names) - hidden, key=_order)
-        if PurePosixPath(name).suffix.lower() in kinds and PurePosixPath(name).name not in _DESCRIPTIONS
-    ]
+    data = data_files(names, (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES))
     data = _without_caches(root, names, data)
     unsure = [name for name in data if suffix_of(Path(name)) in (*JSON_SUFFIXES, *SEPARATORS)]
     others = {name for name in unsure if not holds_chats(root / name, source)}
@@ -171,7 +143,7 @@ def _is_below(name: str, folder: PurePosixPath) -> bool:
 def _without_caches(root: Place, names: Iterable[str], data: list[str]) -> list[str]:
     """Leave out files that `datasets` cached beside a saved dataset, whose state lists its own files."""
     for name in names:
-        if PurePosixPath(name).name != _STATE_FILE:
+        if PurePosixPath(name).name != STATE_FILE:
             continue
         above = PurePosixPath(name).parent
         with open_stream(root / name) as stream:
@@ -182,7 +154,7 @@ def _without_caches(root: Place, names: Iterable[str], data: list[str]) -> list[
             continue  # of another tool
         missing = sorted(own - set(names))
         if missing:
-            what = f"the saved dataset lacks {missing[0]}, which its {_STATE_FILE} lists"
+            what = f"the saved dataset lacks {missing[0]}, which its {STATE_FILE} lists"
             raise PrepError(what, where=str(root), fix="copy the whole folder again")
         data = [one for one in data if PurePosixPath(one).parent != above or one in own or not one.endswith(".arrow")]
     return data

@@ -6,9 +6,10 @@ HF_ENDPOINT, HF_HOME and HF_TOKEN count as for Hugging Face's own tools. hugging
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -16,11 +17,12 @@ from typing import Any
 from urllib.parse import unquote
 
 from harness.errors import ConfigError, HarnessError, PrepError
-from harness.prep.sources.reading import SourceFiles
-from harness.prep.sources.splits import choose_named, choose_split, split_of
+from harness.prep.sources.reading import SUFFIXES, SourceFiles
+from harness.prep.sources.splits import choose_named, choose_split, data_files, split_of
+from harness.prep.sources.text import COMPRESSED
 from harness.printing import count_of
-from harness.storage import natural_key, stamp_of
-from harness.storage.inputs import glob_pattern, is_glob
+from harness.storage import stamp_of
+from harness.storage.inputs import glob_pattern
 
 _SCHEME = "hf://"
 _PART = r"[A-Za-z0-9][\w.-]*"
@@ -69,7 +71,7 @@ def parse_name(path: str) -> HubName | None:
     """
     if path.startswith(_SCHEME):
         match = _URI.fullmatch(path)
-        if match is None or is_glob(match["name"]):
+        if match is None or glob.has_magic(match["name"]):
             fix = "use hf://datasets/ORG/NAME, optionally followed by a file, a folder or a glob"
             raise ConfigError("not a dataset address of the hub", where=path, fix=fix)
     else:
@@ -87,16 +89,12 @@ def fetch(
     *,
     split: str,
     subset: str,
-    suffixes: Collection[str],
-    ignored: Collection[str],
     show: Callable[[str], None],
 ) -> SourceFiles:
     """Choose the data files of one split, and download those that are not in the cache.
 
     Args:
         split, subset: as in `SourceConfig`.
-        suffixes: of data files, with and without compression.
-        ignored: names of files that are no data although their suffix is.
         show: receives lines about the choice and the downloads.
 
     Raises:
@@ -108,16 +106,8 @@ def fetch(
         revision = place.revision or None
         info = api.dataset_info(place.name, revision=revision, files_metadata=True, timeout=_LISTING_S)
         revision, sizes = str(info.sha), {one.rfilename: int(one.size or 0) for one in info.siblings or ()}
-    data = sorted(
-        (
-            name
-            for name in sizes
-            if name.lower().endswith(tuple(suffixes))
-            and PurePosixPath(name).name not in ignored
-            and not any(part[0] in "._" for part in PurePosixPath(name).parts)
-        ),
-        key=lambda name: (natural_key(name), name),
-    )
+    suffixes = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", *COMPRESSED))
+    data = data_files(sizes, suffixes)
     if not data:
         what = f"the dataset has no files that end in {' '.join(sorted(suffixes))}"
         fix = f"try hf://datasets/{place.name}@refs/convert/parquet, the hub's own Parquet conversion"
@@ -169,11 +159,11 @@ def _by_path(place: HubName, data: Sequence[str], split: str) -> Chosen | None:
     if not inner:
         return None
     pattern = glob_pattern(inner)
-    if matching := [name for name in data if (pattern.fullmatch(name) if is_glob(inner) else name == inner)]:
+    if matching := [name for name in data if (pattern.fullmatch(name) if glob.has_magic(inner) else name == inner)]:
         return matching, {}
     if below := [name for name in data if name.startswith(f"{inner}/")]:
         return _by_names(place, below, split)
-    if is_glob(inner) or "/" in inner or "." in inner or (split and split != inner):
+    if glob.has_magic(inner) or "/" in inner or "." in inner or (split and split != inner):
         what = f"no file of the dataset matches {inner}; there are {', '.join(data[:5])}"
         raise PrepError(what + (", ..." if len(data) > 5 else ""), where=where, fix="check the address")
     return None

@@ -16,7 +16,7 @@ import pyarrow as pa
 from harness.errors import PrepError
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.sources.delimited import SEPARATORS, DelimitedReader
-from harness.prep.sources.tables import ROW, Undecodable, cut_parquet, read_arrow, read_columns, read_parquet
+from harness.prep.sources.tables import ROW, cut_parquet, open_arrow, open_parquet, read_arrow, read_parquet
 from harness.prep.sources.text import COMPRESSED, ITEM, LINE, find_unit, open_text, read_items, read_lines
 from harness.storage import ObjectPath, Place, parse_place, stamp_of
 from harness.storage.files import Stamp
@@ -57,8 +57,13 @@ def suffix_of(file: Place) -> str:
 
 def columns_of(file: Place) -> list[str]:
     """Return the columns of a table; none of another file."""
-    is_parquet = suffix_of(file) in PARQUET_SUFFIXES
-    return read_columns(file, is_parquet=is_parquet) if is_parquet or suffix_of(file) in ARROW_SUFFIXES else []
+    if suffix_of(file) in PARQUET_SUFFIXES:
+        with open_parquet(file) as parquet:
+            return list(parquet.schema_arrow.names)
+    if suffix_of(file) in ARROW_SUFFIXES:
+        with open_arrow(file) as (schema, _, _):
+            return list(schema.names)
+    return []
 
 
 def is_compressed(file: Place) -> bool:
@@ -128,8 +133,8 @@ class SourceChunk:
                 continue
             if isinstance(record, bytes):
                 yield self.reader.parse_line(record, where)
-            elif isinstance(record, Undecodable):
-                yield BadRecord(where, record.reason, record.why)
+            elif isinstance(record, BadRecord):
+                yield replace(record, where=where)
             else:
                 yield self.reader.parse_row(record, where)
 

@@ -40,16 +40,12 @@ def find_schema(files: Iterable[Place], source: SourceConfig) -> tuple[RecordRea
         mine = replace(reader, schema=schema)
         for record in records:
             unused |= dict.fromkeys(sorted(mine.unused_keys(record)))
-        unused |= dict.fromkeys(_unread(names, mine))
+        unused |= dict.fromkeys(unread_columns(names, mine))
     return replace(reader, schema=next(iter(found), source.schema)), list(unused)
 
 
-def unread_columns(file: Place, reader: RecordReader) -> list[str]:
-    """Return the columns of a table that are neither read nor ignored; none of another file."""
-    return _unread(columns_of(file), reader)
-
-
-def _unread(names: list[str], reader: RecordReader) -> list[str]:
+def unread_columns(names: list[str], reader: RecordReader) -> list[str]:
+    """Return those of a table's columns that are neither read nor ignored."""
     used = {*reader.columns_to_read(names), *reader.ignore_fields}
     return [name for name in names if name not in used]
 

@@ -1,12 +1,13 @@
-"""Splits of a dataset, recognized by the names of files and folders."""
+"""Data files of a dataset and their splits, recognized by the names of files and folders."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from harness.errors import PrepError
+from harness.storage import natural_key
 
 TRAIN = "train"
 _SPLITS = {
@@ -14,8 +15,24 @@ _SPLITS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
+# Written by `save_to_disk` of Hugging Face's datasets: of several splits, and of one.
+SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
+# Descriptions beside data, which are JSON themselves.
+DESCRIPTIONS = (SPLITS_FILE, STATE_FILE, "dataset_info.json", "dataset_infos.json")
 # As in `train-00000-of-00005-1a2b3c.parquet`.
 _PART = re.compile(r"(.+?)[-_.]\d+-of-\d+.*")
+
+
+def data_files(names: Iterable[str], suffixes: tuple[str, ...]) -> list[str]:
+    """Return the names of data files by their suffixes, in natural order, without hidden files and descriptions."""
+    return [
+        name
+        for name in sorted(names, key=lambda name: (natural_key(name), name))
+        if name.lower().endswith(suffixes)
+        and PurePosixPath(name).name not in DESCRIPTIONS
+        # As Spark does: `_SUCCESS` and the like are not data.
+        and not any(part[0] in "._" for part in PurePosixPath(name).parts)
+    ]
 
 
 def split_of(name: str, *, loosely: bool = False) -> str | None:

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pyarrow.parquet as pq
 
 from harness.errors import FormatError, PrepError
 from harness.formats.layouts.parquet_pages import Chunk, read_pages
-from harness.prep.chat import MEDIA_FIELDS, BadReason, RecordReader, is_media_column
+from harness.prep.chat import MEDIA_FIELDS, BadReason, BadRecord, RecordReader, is_media_column
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.storage import Place
 from harness.storage.inputs import open_source, open_stream
@@ -37,19 +36,6 @@ _MEASURED_ROWS = 1 << 14
 _MAX_FIXED_BYTES = 64
 # With its own type for JSON, Arrow would not read such a column as a dictionary.
 _OPTIONS = dict.fromkeys({"arrow_extensions_enabled"} & set(inspect.signature(pq.ParquetFile).parameters), False)
-
-
-@dataclass(frozen=True, slots=True)
-class Undecodable:
-    """A row that cannot be read.
-
-    Attributes:
-        why: the problem in words.
-        reason: for counting.
-    """
-
-    why: str
-    reason: BadReason = BadReason.NOT_UTF8
 
 
 @contextlib.contextmanager
@@ -88,15 +74,6 @@ def open_arrow(place: Place) -> Iterator[tuple[Any, Iterator[Any], Any]]:
             source.seek(0)
             opened = pa.ipc.open_file(source)
         yield opened.schema, (opened.get_batch(number) for number in range(opened.num_record_batches)), source
-
-
-def read_columns(place: Place, *, is_parquet: bool) -> list[str]:
-    """Return the names of a table's columns."""
-    if is_parquet:
-        with open_parquet(place) as parquet:
-            return list(parquet.schema_arrow.names)
-    with open_arrow(place) as (schema, _, _):
-        return list(schema.names)
 
 
 def cut_parquet(place: Place, size: int, shard_bytes: int) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
@@ -143,23 +120,20 @@ def read_parquet(
         leaves = [
             min((one for one in costs if _is_in(one, name)), key=costs.__getitem__, default=name) for name in presence
         ]
+        columns = [*values, *leaves]
         check_expansion(parquet, size, numbers, values, str(place))
         num_rows = sum(metadata.row_group(number).num_rows for number in numbers)
-        cost = sum(
-            num for path, num in costs.items() if path in leaves or any(_is_in(path, name) for name in values)
-        ) / max(num_rows, 1)
-        rows = _num_rows(cost)
+        cost = sum(num for path, num in costs.items() if any(_is_in(path, name) for name in columns))
+        rows = _num_rows(cost / max(num_rows, 1))
         failed: Exception | None = None
         for at, number in enumerate(numbers):
             try:
-                # In object storage each header would be a request.
-                rows = (
-                    check_pages(place, metadata, number, [*values, *leaves], rows) if isinstance(place, Path) else rows
-                )
+                if isinstance(place, Path):  # in object storage each header would be a request
+                    rows = check_pages(place, metadata, number, columns, rows)
             except (OSError, pa.ArrowException) as error:  # raised once the groups before it are read
                 numbers, failed = numbers[:at], error
                 break
-        for batch in parquet.iter_batches(batch_size=rows, row_groups=numbers, columns=[*values, *leaves]):
+        for batch in parquet.iter_batches(batch_size=rows, row_groups=numbers, columns=columns):
             for piece in _pieces(batch, values, str(place), first):
                 records = _rows(piece, values, presence)
                 yield first, records, int(row_bytes * len(records))
@@ -248,11 +222,9 @@ def _pieces(batch: Any, values: Sequence[str], where: str, first: int) -> Iterat
     if num_bytes <= MAX_RECORD_BYTES:
         yield batch
     elif batch.num_rows == 1:
-        raise PrepError(
-            f"the row decodes to {num_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}",
-            where=f"{where}, row {first}",
-            fix="shorten the conversation",
-        )
+        what = f"the row decodes to {num_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}"
+        fix = "shorten the conversation"
+        raise PrepError(what, where=f"{where}, row {first}", fix=fix)
     else:
         half = batch.num_rows // 2
         yield from _pieces(batch.slice(0, half), values, where, first)
@@ -363,7 +335,7 @@ def _row(row: Any) -> Any:
     try:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
-        return Undecodable(f"byte {error.start} of a text is not UTF-8")
+        return BadRecord("", BadReason.NOT_UTF8, f"byte {error.start} of a text is not UTF-8")
 
 
 def _has_any(column: Any) -> list[bool]:

@@ -7,8 +7,6 @@ Read `masks` first: it finds the text to train; `rendering` runs the template. `
 conversations themselves. The libraries (transformers, tokenizers, jinja2) are imported when a tokenizer is loaded.
 """
 
-from __future__ import annotations
-
 from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.offsets import TokenBytes, token_mask

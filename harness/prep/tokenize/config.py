@@ -71,11 +71,9 @@ class TokenizerConfig(CheckedSettings, section="tokenizer"):
             names += ["train_on"] if self.mask == "all" else []
             unused = [name for name in names if getattr(self, name) != getattr(defaults, name)]
             if unused:
-                raise ConfigError(
-                    f"tokenizer.{unused[0]}={getattr(self, unused[0])} has no effect with tokenizer.mask={self.mask}",
-                    where=f"tokenizer.{unused[0]}",
-                    fix="set tokenizer.mask=auto, or omit the other setting",
-                )
+                what = f"tokenizer.{unused[0]}={getattr(self, unused[0])} has no effect with tokenizer.mask={self.mask}"
+                fix = "set tokenizer.mask=auto, or omit the other setting"
+                raise ConfigError(what, where=f"tokenizer.{unused[0]}", fix=fix)
 
 
 def refuse_weighted(config: TokenizerConfig, where: str) -> None:

@@ -30,16 +30,8 @@ _VALUES = frozenset((str, bool, int, list, tuple, dict))
 _JSON = json.JSONEncoder(ensure_ascii=False)
 # Methods of texts whose first argument a template looks for.
 _SEARCHING = {
-    "startswith",
-    "endswith",
-    "split",
-    "rsplit",
-    "partition",
-    "rpartition",
-    "find",
-    "rfind",
-    "replace",
-    "count",
+    *("startswith", "endswith", "split", "rsplit", "partition", "rpartition"),
+    *("find", "rfind", "replace", "count"),
 }
 # A text that is likely a mark inside a content, as `<tool_response>` and `/no_think` are, and no name of a field.
 _TAG = re.compile(r"(?=\S*[^\w\s])\S{2,}")

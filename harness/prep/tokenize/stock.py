@@ -14,7 +14,6 @@ class StockRule:
     """Trained parts of the turns of one published template.
 
     Attributes:
-        name: of the model family.
         opens: texts of the generation prompt after which a trained turn begins: what the prompt has after them, such
             as an opened block of reasoning, is trained too. Empty where the whole prompt is the server's.
         inclusive: the text itself is trained, too.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -198,26 +198,24 @@ class ChatTokenizer:
             results += [made] if isinstance(made, BadRecord) else [encoded.view for encoded in made]
         return results
 
-    def encode_each(self, conversations: Sequence[Conversation]) -> list[list[Encoded] | BadRecord]:
-        """Tokenize conversations; results are in the same order.
+    def encode_each(self, parsed: Sequence[Conversation | BadRecord]) -> list[list[Encoded] | BadRecord]:
+        """Tokenize parsed records; results are in the same order.
 
         Returns:
-            for each conversation its sequences, as in `encode`, or the reason why it has none.
+            for each conversation its sequences, as in `encode`, or the reason why it has none; a bad record itself.
         """
-        rendered = self._render(conversations)
+        rendered = self._render(parsed)
         texts = [sequence.text for made in rendered if not isinstance(made, BadRecord) for sequence in made]
         encode = self._backend.encode_batch_fast if self._token_bytes else self._backend.encode_batch
         encodings = iter(encode(texts, add_special_tokens=False))
         return [
             made
             if isinstance(made, BadRecord)
-            else self._to_sequences(conversation, made, [next(encodings) for _ in made])
-            for conversation, made in zip(conversations, rendered, strict=True)
+            else self._to_sequences(record.where, made, [next(encodings) for _ in made])
+            for record, made in zip(parsed, rendered, strict=True)
         ]
 
-    def _to_sequences(
-        self, conversation: Conversation, rendered: list[Rendered], encodings: list[Any]
-    ) -> list[Encoded] | BadRecord:
+    def _to_sequences(self, where: str, rendered: list[Rendered], encodings: list[Any]) -> list[Encoded] | BadRecord:
         made = []
         for sequence, encoding in zip(rendered, encodings, strict=True):
             numbers = encoding.ids
@@ -225,7 +223,7 @@ class ChatTokenizer:
             ids = np.frombuffer(bytearray(struct.pack(f"{len(numbers)}i", *numbers)), np.int32)
             if len(ids) < MIN_SEQUENCE_TOKENS:
                 detail = f"is {len(ids)} token long, so there is nothing to predict"
-                return BadRecord(conversation.where, BadReason.TOO_SHORT, detail)
+                return BadRecord(where, BadReason.TOO_SHORT, detail)
             mask = np.zeros(len(ids), np.uint8)
             if sequence.spans:
                 mask[:-1] = self._token_mask(ids, encoding, sequence)[1:]
@@ -233,7 +231,7 @@ class ChatTokenizer:
                 made.append(Encoded(SequenceView(ids, mask), sequence.text, sequence.spans))
         if not made:
             detail = "the chat template writes no trainable assistant token"
-            return BadRecord(conversation.where, BadReason.NOTHING_TRAINED, detail)
+            return BadRecord(where, BadReason.NOTHING_TRAINED, detail)
         return made
 
     def _token_mask(self, ids: Int32Array, encoding: Any, sequence: Rendered) -> UInt8Array:
@@ -247,11 +245,11 @@ class ChatTokenizer:
             encoding = self._backend.encode(text, add_special_tokens=False)
         return token_mask(encoding.offsets, spans, weights)
 
-    def _render(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | BadRecord]:
+    def _render(self, parsed: Sequence[Conversation | BadRecord]) -> list[list[Rendered] | BadRecord]:
         """Return the texts of each conversation's sequences with their trained spans."""
-        known = [self._known(conversation) for conversation in conversations]
-        unknown = [one for one, made in zip(conversations, known, strict=True) if made is None]
-        rendered = iter(self._renderer.sequences(unknown))
+        known = [record if isinstance(record, BadRecord) else self._known(record) for record in parsed]
+        unknown = [one for one, made in zip(parsed, known, strict=True) if made is None]
+        rendered = iter(self._renderer.sequences(cast(list[Conversation], unknown)))
         return [next(rendered) if made is None else made for made in known]
 
     def _known(self, conversation: Conversation) -> list[Rendered] | BadRecord | None:

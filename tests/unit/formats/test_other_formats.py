@@ -14,7 +14,6 @@ from small_packs import write_packs
 
 from harness.errors import FormatError
 from harness.formats import open_dataset, open_writer
-from harness.formats.base import ShardOptions
 from harness.formats.layouts.jsonl import line_of_pack, pack_of_line
 from harness.formats.layouts.memmap import MemmapShard, MemmapWriter
 from harness.records import Pack
@@ -88,7 +87,7 @@ def test_inconsistent_memmap_arrays_are_errors(
 
 
 def test_more_sequences_than_the_offsets_of_a_memmap_shard_hold_are_refused(tmp_path: Path) -> None:
-    writer = MemmapWriter(LocalFolder(tmp_path), "shard", ShardOptions(pack_size=6))
+    writer = MemmapWriter(LocalFolder(tmp_path), "shard", 6, 64)
     writer._num_starts = 2**32 - 2
     writer.append(PACKS[1])
     with pytest.raises(FormatError, match="4,294,967,296 sequences"):

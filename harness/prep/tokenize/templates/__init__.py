@@ -3,5 +3,3 @@
 load_template("llama3")             # text of a built-in template
 load_template("mine/chat.jinja")    # text of a file
 """
-
-from __future__ import annotations

@@ -104,11 +104,9 @@ def load_template(name: str) -> str:
     except FileNotFoundError:
         near = nearest_name(name, BUILT_IN)
         hint = f"did you mean {near}? " if near else ""
-        raise ConfigError(
-            f"chat template {name!r} is neither a built-in template nor a file",
-            where="tokenizer.chat_template",
-            fix=f"{hint}use a Jinja file, or one of {', '.join(BUILT_IN)}",
-        ) from None
+        what = f"chat template {name!r} is neither a built-in template nor a file"
+        fix = f"{hint}use a Jinja file, or one of {', '.join(BUILT_IN)}"
+        raise ConfigError(what, where="tokenizer.chat_template", fix=fix) from None
     except (OSError, UnicodeDecodeError) as error:
         what, fix = f"the template cannot be read: {error}", "check tokenizer.chat_template"
         raise ConfigError(what, where=name, fix=fix) from error
