@@ -73,12 +73,12 @@ class Kit:
         self._meetings = 0
         self.use_model()
 
-    def use_model(self, *, experts: bool = False) -> None:
-        """Write the model that targets are built of from now on, at first one without experts."""
-        self.model = self.folder / ("experts" if experts else "model")
+    def use_model(self, kind: str = "model") -> None:
+        """Write the model that targets are built of from now on, one of the kinds of `write_model`."""
+        self.model = self.folder / kind
         if self.rank == 0 and not self.model.exists():
             written = self.model.with_suffix(".written")
-            write_model(written, experts=experts)
+            write_model(written, kind=kind)
             written.rename(self.model)
         _wait_for([self.model])
         self.reference = Reference(self.model)

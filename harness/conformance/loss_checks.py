@@ -47,6 +47,26 @@ def attention_boundaries(kit: Kit) -> str:
     return f"{len(data)} conversations, none sees another"
 
 
+@check("huggingface/transformers#44836", "NVIDIA-NeMo/Automodel#2131")
+def scan_boundaries(kit: Kit) -> str:
+    """Pack conversations for a model with linear attention (Qwen3.5), and compare with the loss of each one alone.
+
+    Such layers hand a state and the window of a convolution from token to token. Unless their kernels get the
+    boundaries of a packed row, both go on into the next conversation, which no mask of attention prevents.
+    """
+    kit.use_model("scans")
+    data = conversations((20, 35, 28))
+    joined = {name: [value for one in data for value in one[name]] for name in data[0]}
+    got = kit.build(data, pack_size=_PACK)(data)[0]
+    tokens = [sum(label != -100 for label in one["labels"][1:]) for one in data]
+    alone = [kit.build([one])([one])[0] for one in data]
+    expected = sum(loss * count for loss, count in zip(alone, tokens, strict=True)) / sum(tokens)
+    leaked = kit.build([joined])([joined])[0]
+    if abs(leaked - expected) < 1e-3 * abs(expected):
+        raise Failed(f"the loss is {leaked:.6f} with and without boundaries: it does not depend on them")
+    return kit.compare((got, None), (expected, 0.0), {"one row without boundaries": (leaked, 0.0)})
+
+
 @check("huggingface/transformers#31629")
 def labels_at_boundaries(kit: Kit) -> str:
     """Train all tokens of packed conversations; the first token of one must not be predicted from the one before.
@@ -127,7 +147,7 @@ def evaluation_mean(kit: Kit) -> str:
 @check("huggingface/transformers#31629")
 def experts_packed_equal_unpacked(kit: Kit) -> str:
     """Train a mixture of experts on a packed row, without a loss of the router, and compare with the same unpacked."""
-    kit.use_model(experts=True)
+    kit.use_model("experts")
     data = conversations((20, 35, 9, 28))
     return kit.compare(kit.build(data, pack_size=_PACK)(data), kit.reference.step(data), _leaks(kit, data))
 
@@ -138,7 +158,7 @@ def router_ignores_padding(kit: Kit) -> str:
 
     Padding that reaches the router counts as tokens: it moves the balancing loss, and with it what experts learn.
     """
-    kit.use_model(experts=True)
+    kit.use_model("experts")
     data = conversations((20, 35, 9, 28))
     kit.compare(kit.build(data, pack_size=_PACK)(data), kit.reference.step(data), {})
     first, second = (kit.build(data, pack_size=size, router_loss=0.5)(data) for size in (_PACK, 2 * _PACK))
@@ -171,7 +191,7 @@ def experts_with_tensor_parallel_equal_one_rank(kit: Kit) -> str:
 
 
 def _compare_layout(kit: Kit, *, experts: bool, **sizes: int) -> str:
-    kit.use_model(experts=experts)
+    kit.use_model("experts" if experts else "model")
     data = conversations(_UNEVEN)
     return kit.compare(kit.build(data, pack_size=_PACK, **sizes)(data), kit.reference.step(data), {})
 

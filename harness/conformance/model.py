@@ -22,6 +22,7 @@ SPECIAL = ("<|im_start|>", END, PAD)
 VOCAB_SIZE = 256 + len(SPECIAL) + 5  # a multiple of 8
 _LAYERS, _HEADS, _KEY_HEADS, _HEAD_SIZE, _HIDDEN, _MIDDLE, _BASE, _EPS = 2, 4, 2, 8, 32, 64, 10_000.0, 1e-6
 _EXPERTS, _CHOSEN = 4, 2
+_DECAYS = ("A_log", "dt_bias")
 _CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -54,6 +55,19 @@ _MIXTURE: dict[str, Any] = {
     "router_aux_loss_coef": 0.0,
     "output_router_logits": False,
 }
+# Of a Qwen3.5 with a layer of the gated delta rule and one of attention, where it differs from a Llama.
+_SCANS: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": _KEY_HEADS,
+    "linear_num_value_heads": _HEADS,
+    "linear_key_head_dim": _HEAD_SIZE,
+    "linear_value_head_dim": _HEAD_SIZE,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": _BASE, "partial_rotary_factor": 0.25},
+}
+_KINDS: dict[str, dict[str, Any]] = {"model": {}, "experts": _MIXTURE, "scans": _SCANS}
 # ChatML with tools as JSON, tool results in a turn of their own, and marks around what an assistant says.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -65,20 +79,22 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, *, experts: bool = False, seed: int = 5) -> None:
+def write_model(folder: Path, *, kind: str = "model", seed: int = 5) -> None:
     """Write `config.json`, `model.safetensors` and a tokenizer of bytes with a chat template to a new folder.
 
-    With experts it is a Mixtral, of which each token visits two of four, else a Llama. The deviation of the weights is
-    larger than in training, so that what should change nothing shows where it does.
+    The kind is `model`, a Llama, `experts`, a Mixtral of which each token visits two of four, or `scans`, a Qwen3.5.
+    The deviation of the weights is larger than in training, so that what should change nothing shows where it does.
     """
     folder.mkdir(parents=True)
-    rng, arrays = np.random.default_rng(seed), {}
+    rng, arrays, experts = np.random.default_rng(seed), {}, kind == "experts"
     sizes = {"q": _HEADS * _HEAD_SIZE, "k": _KEY_HEADS * _HEAD_SIZE, "v": _KEY_HEADS * _HEAD_SIZE}
     shapes = {"model.embed_tokens": (VOCAB_SIZE, _HIDDEN), "model.norm": (_HIDDEN,), "lm_head": (VOCAB_SIZE, _HIDDEN)}
     for layer in range(_LAYERS):
         at = f"model.layers.{layer}."
         shapes |= {f"{at}self_attn.{name}_proj": (size, _HIDDEN) for name, size in sizes.items()}
         shapes |= {f"{at}self_attn.o_proj": (_HIDDEN, sizes["q"])}
+        if kind == "scans":
+            _use_scans(shapes, at, layer)
         if experts:
             shapes[f"{at}block_sparse_moe.gate"] = (_EXPERTS, _HIDDEN)
         for gate, down, up in _mlp_names(at, experts):
@@ -86,7 +102,9 @@ def write_model(folder: Path, *, experts: bool = False, seed: int = 5) -> None:
         shapes |= {f"{at}{name}_layernorm": (_HIDDEN,) for name in ("input", "post_attention")}
     for name, shape in sorted(shapes.items()):
         values = rng.normal(0.0, 0.2, shape) + (len(shape) == 1)
-        arrays[f"{name}.weight"] = values.astype("<f4")
+        is_decay = name.endswith(_DECAYS)
+        # A state lasts for many tokens.
+        arrays[name if is_decay else f"{name}.weight"] = (values - 3 * is_decay).astype("<f4")
     header, start = {}, 0
     for name, values in arrays.items():
         place = [start, start + values.nbytes]
@@ -96,9 +114,25 @@ def write_model(folder: Path, *, experts: bool = False, seed: int = 5) -> None:
     text += b" " * (-len(text) % 8)
     stored = b"".join(values.tobytes() for values in arrays.values())
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + stored)
-    (folder / "config.json").write_text(json.dumps(_CONFIG | (_MIXTURE if experts else {})))
+    (folder / "config.json").write_text(json.dumps(_CONFIG | _KINDS[kind]))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _CONFIG["eos_token_id"]}))
     write_tokenizer(folder)
+
+
+def _use_scans(shapes: dict[str, tuple[int, ...]], at: str, layer: int) -> None:
+    """Give a layer of `scans` its parts in place of attention's: the first has a scan, the other gated queries."""
+    inner = _HEADS * _HEAD_SIZE
+    if layer:
+        shapes[f"{at}self_attn.q_proj"] = (2 * inner, _HIDDEN)
+        shapes |= {f"{at}self_attn.{name}_norm": (_HEAD_SIZE,) for name in "qk"}
+        return
+    for name in [name for name in shapes if name.startswith(f"{at}self_attn.")]:
+        del shapes[name]
+    mixed = inner + 2 * _KEY_HEADS * _HEAD_SIZE
+    inputs = {"qkv": mixed, "z": inner, "b": _HEADS, "a": _HEADS}
+    shapes |= {f"{at}linear_attn.in_proj_{name}": (size, _HIDDEN) for name, size in inputs.items()}
+    shapes |= {f"{at}linear_attn.out_proj": (_HIDDEN, inner), f"{at}linear_attn.conv1d": (mixed, 1, 4)}
+    shapes |= {f"{at}linear_attn.norm": (_HEAD_SIZE,), **{f"{at}linear_attn.{name}": (_HEADS,) for name in _DECAYS}}
 
 
 def _mlp_names(at: str, experts: bool) -> list[tuple[str, ...]]:

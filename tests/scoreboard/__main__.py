@@ -2,7 +2,7 @@
 
 python -m tests.scoreboard              # all of them; environments are made when they are missing
 python -m tests.scoreboard trl plain    # replace the rows of some
-python -m tests.scoreboard trl --checks evaluation-mean    # print one cell and write nothing
+python -m tests.scoreboard trl --checks evaluation-mean    # print one cell and write nothing; --add writes it
 """
 
 from __future__ import annotations
@@ -72,6 +72,14 @@ def row_of(name: str, path: Path, names: list[str], folder: Path) -> dict[str, A
     return {"trainer": name, "version": versions.get("version", ""), "date": today, "verdicts": cells}
 
 
+def _added_to(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of the scoreboard with the cells of another one of the same version added or replaced."""
+    (old,) = [one for one in json.loads(WRITTEN.read_text())["rows"] if one["trainer"] == row["trainer"]]
+    if old["version"] != row["version"]:
+        sys.exit(f"{row['trainer']}: the row is of version {old['version']}, this is {row['version']}: run all checks")
+    return {**old, "verdicts": {**old["verdicts"], **row["verdicts"]}}
+
+
 def _print(verdict: ConformanceVerdict) -> None:
     sys.stdout.write(f"{verdict.outcome:13} {verdict.check:30} {verdict.text} ({verdict.seconds:.0f} s)\n")
     sys.stdout.flush()
@@ -96,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.scoreboard")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(targets())}; default: all")
     parser.add_argument("--checks", help="print the verdicts of some checks, separated by commas, and write nothing")
+    parser.add_argument("--add", action="store_true", help="write the cells of `--checks` into existing rows")
     parser.add_argument("--dir", type=Path, help="keep logs and files in this new folder")
     parser.add_argument("--refresh", action="store_true", help="read notes and descriptions again and run nothing")
     given = parser.parse_args()
@@ -115,8 +124,8 @@ def main() -> None:
                 row = row_of(name, targets()[name], names, folder)
             except HarnessError as error:
                 sys.exit(f"{name}: {error}")
-            if not given.checks:
-                write_rows([row])
+            if given.add or not given.checks:
+                write_rows([_added_to(row) if given.checks else row])
 
 
 def _refreshed(row: dict[str, Any]) -> dict[str, Any]:

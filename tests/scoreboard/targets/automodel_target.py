@@ -108,6 +108,8 @@ class Trainer:
         layout.only(*_SUPPORTED)
         if layout.pack_size and json.loads((model_folder / "config.json").read_text())["model_type"] == "mixtral":
             raise NotSupported("it packs for a Mixtral with flash attention alone, which needs a GPU")
+        if json.loads((model_folder / "config.json").read_text())["model_type"] == "qwen3_5_text":
+            raise NotSupported("its own layers of linear attention (components/models/qwen3_5) need a GPU; not run")
         self._model_folder, self._data, self._layout = model_folder, data, layout
         self._out, self._made = model_folder.parent / f"out-{data.stem.split('-')[1]}", 0
         self._calls = self._files = 0

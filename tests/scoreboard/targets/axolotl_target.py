@@ -54,6 +54,7 @@ class Trainer(HuggingFaceTarget):
     """A target of `harness.conformance`, with `sample_packing`; conversations are a pre-tokenized dataset."""
 
     name = "axolotl"
+    scans = "on GPUs alone it gives linear attention the boundaries (loaders/patch_manager.py); not run there"
 
     def make(self, data: list[Any], evaluation: list[Any] | None, **arguments: Any) -> Any:
         if self._layout.loss_average != "token":

@@ -86,12 +86,15 @@ class HuggingFaceTarget:
     name = ""
     # Conversations of a row where the trainer flattens batches in place of packing them; 0 where it packs.
     flattened = 0
+    scans = ""  # why packed rows of linear attention are not judged; empty where they are
 
     def __init__(self) -> None:
         self.version = version(self.name)
 
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Any:
         layout.only(*_SUPPORTED)
+        if self.scans and json.loads((model_folder / "config.json").read_text())["model_type"] == "qwen3_5_text":
+            raise NotSupported(self.scans)
         self._calls = self._resumed = 0
         self._model_folder, self._layout, self._checkpoint = model_folder, layout, ""
         self._data = [json.loads(line) for line in data.read_text().splitlines()]
@@ -114,7 +117,13 @@ class HuggingFaceTarget:
         trainer = self.make(list(batch) * count, None, per_device_train_batch_size=size, num_train_epochs=1)
         if layout.learning_rate:
             trainer.add_callback(_Watcher(None))
-        trainer.train(resume_from_checkpoint=self._checkpoint or None)
+        try:
+            trainer.train(resume_from_checkpoint=self._checkpoint or None)
+        except ValueError as error:
+            if "causal_conv1d" in str(error):
+                reason = "it refuses packed rows of linear attention without causal_conv1d, which needs a GPU"
+                raise NotSupported(reason) from error
+            raise
         if trainer.state.global_step != count:
             raise RuntimeError(f"{count} batches were trained in {trainer.state.global_step} steps")
         self._saved = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"

@@ -61,6 +61,7 @@ class Trainer(HuggingFaceTarget):
     """A target of `harness.conformance`, with `neat_packing` and the template `qwen` (ChatML with tools)."""
 
     name = "llamafactory"
+    scans = "it gives linear attention the boundaries by flash-linear-attention's kernels (model/patcher.py); not run"
 
     def make(self, data: list[Any], evaluation: list[Any] | None, **arguments: Any) -> CustomSeq2SeqTrainer:
         layout = self._layout
