@@ -77,7 +77,7 @@ def _added_to(row: dict[str, Any]) -> dict[str, Any]:
     (old,) = [one for one in json.loads(WRITTEN.read_text())["rows"] if one["trainer"] == row["trainer"]]
     if old["version"] != row["version"]:
         sys.exit(f"{row['trainer']}: the row is of version {old['version']}, this is {row['version']}: run all checks")
-    return {**old, "verdicts": {**old["verdicts"], **row["verdicts"]}}
+    return _refreshed({**old, "verdicts": {**old["verdicts"], **row["verdicts"]}})
 
 
 def _print(verdict: ConformanceVerdict) -> None:
@@ -131,7 +131,8 @@ def main() -> None:
 def _refreshed(row: dict[str, Any]) -> dict[str, Any]:
     path = targets().get(row["trainer"])
     notes = notes_of(path) if path else {}
-    cells = {name: {**cell, "note": notes.get(name, "")} for name, cell in row["verdicts"].items() if name in CHECKS}
+    cells = row["verdicts"]
+    cells = {name: {**cells[name], "note": notes.get(name, "")} for name in CHECKS if name in cells}
     return {**row, "verdicts": cells}
 
 
