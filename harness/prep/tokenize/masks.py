@@ -86,7 +86,7 @@ class Masker:
 
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
         self._template, self._config = template, config
-        self._special = re.compile("|".join(map(re.escape, special))) if special else re.compile(r"(?!)")
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._special_texts = tuple(special)
         self._stock: StockRule | None = stock_rule(template.text)
         self.rule, self.why = self._choose(config.mask, where)

@@ -1,0 +1,339 @@
+"""What is trained of a chat is what earlier versions trained: a dataset that is prepared again has the same masks.
+
+Chats of every shape are rendered by templates that need every rule of `Masker`, with each of its settings. A version
+that trains other tokens on purpose records other digits here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from stock_templates import SHAPES, call, result, stock_templates, turn
+
+from harness.conformance.chat_checks import control_tokens, end_token
+from harness.errors import ConfigError
+from harness.prep.chat import BadReason, BadRecordError, Conversation, parse_record
+from harness.prep.tokenize import TokenizerConfig
+from harness.prep.tokenize.masks import Masker
+from harness.prep.tokenize.rendering import Template
+from harness.prep.tokenize.templates.builtin import load_template
+
+HEADER = "<|im_start|>{{ m.role }}\n"
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments }}</call>{% endfor %}"
+NAMES = "{% for t in tools or [] %}{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
+PROMPT = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+REASONING = "<think>{{ m.reasoning_content or '' }}</think>"
+# One way each in which templates are peculiar.
+OWN = {
+    "plain": NAMES + "{% for m in messages %}" + HEADER + "{{ m.content or '' }}" + CALLS + "<|im_end|>\n" + PROMPT,
+    "forgetful": NAMES
+    + "{% for m in messages %}"
+    + HEADER
+    + "{% if m.role == 'assistant' and (loop.last or preserve_thinking) %}"
+    + REASONING
+    + "{% endif %}{{ m.content or '' }}"
+    + CALLS
+    + "<|im_end|>\n"
+    + PROMPT,
+    "opened": NAMES
+    + "{% for m in messages %}"
+    + HEADER
+    + "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
+    + CALLS
+    + "<|im_end|>\n"
+    + PROMPT.replace("assistant\n", "assistant\n<think>\n"),
+    "marked": NAMES
+    + "{% for m in messages %}"
+    + HEADER
+    + "{% if m.role == 'assistant' %}{% generation %}"
+    + "{% if m.reasoning_content %}"
+    + REASONING
+    + "{% endif %}{{ m.content or '' }}"
+    + CALLS
+    + "<|im_end|>{% endgeneration %}{% else %}{{ m.content or '' }}<|im_end|>{% endif %}{{ '\n' }}"
+    + PROMPT,
+    "closed": "{% for m in messages %}"
+    + HEADER
+    + "{{ m.content or '' }}{{ '<|endoftext|>' if loop.last else '<|im_end|>\n' }}"
+    + PROMPT,
+    "endless": "{% for m in messages %}" + HEADER + "{{ m.content or '' }}\n" + PROMPT,
+}
+OWN["marked with a hint"] = OWN["marked"].replace(
+    "{{ m.content or '' }}<|im_end|>{% endif %}",
+    "{{ m.content or '' }}{{ ' /think' if loop.last and m.role == 'user' }}<|im_end|>{% endif %}",
+)
+OWN["marked, notes are not kept"] = OWN["marked"].replace(
+    "m.content or ''", "(m.content or '') if loop.last else (m.content or '').split('<note>')[0]"
+)
+OWN["forgetful by name"] = OWN["forgetful"].replace("preserve_thinking", "false")
+PUBLISHED = ("deepseekv3", "gemma4", "glm4moe", "gptoss", "qwen3", "qwen3_5_think", "lfm2_2_5", "phi3")
+BUILT_IN = ("llama3", "mistral", "qwen3", "deepseek")
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"history": "kept"},
+    {"train_reasoning": False},
+    {"train_tool_calls": False},
+    {"train_end_of_turn": False},
+    {"train_on": "last_turn"},
+    {"train_on": "marked"},
+    {"train_on": "weighted"},
+    {"train_on": "weighted", "history": "kept"},
+    {"train_reasoning": False, "train_tool_calls": False, "train_end_of_turn": False},
+    {"mask": "assistant_turns"},
+    {"mask": "assistant_turns", "train_on": "weighted"},
+    {"mask": "all"},
+    {"end_of_last_turn": "<|endoftext|>"},
+)
+_ANSWERED, _ASKED = [turn("user", "a"), turn("assistant", "b")], [turn("user", "d")]
+PARTS = [{"type": "text", "text": " The quick", "weight": 0.2}, {"type": "text", "text": " brown fox "}]
+CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    **{
+        name: SHAPES[name]
+        for name in (
+            "system_two_turns",
+            "ends_with_user",
+            "white_space",
+            "parallel_calls",
+            "tool_result_two_turns",
+            "reasoning_two_turns",
+            "reasoning_in_the_first_turn",
+            "reasoning_in_the_content_two_turns",
+            "reasoning_and_tools_two_turns",
+        )
+    },
+    "weights": (
+        [
+            turn("user", "a"),
+            turn("assistant", "Hello", weight=0.5, reasoning_content="Hm"),
+            turn("user", "b"),
+            turn("assistant", "Bye", weight=0),
+            turn("user", "c"),
+            turn("assistant", PARTS, weight=0.75),
+        ],
+        [],
+    ),
+    "marks": ([turn("user", "a"), turn("assistant", "b", weight=0), *_ASKED, turn("assistant", "d", weight=1)], []),
+    "in_a_row": ([*_ANSWERED, turn("assistant", "c"), *_ASKED, turn("assistant", "e")], []),
+    "greeting": ([turn("assistant", "Hi"), *_ANSWERED], []),
+    "late_system": ([*_ANSWERED, turn("system", "c"), *_ASKED, turn("assistant", "e")], []),
+    "notes": ([turn("user", "a"), turn("assistant", "b <note> c"), *_ASKED, turn("assistant", "e")], []),
+    "call_with_text": (
+        [
+            turn("user", "a"),
+            turn("assistant", "Well.", tool_calls=[call("get_weather", {"city": "Paris"})]),
+            result("21"),
+            turn("assistant", "b"),
+        ],
+        SHAPES["tool_call"][1],
+    ),
+}
+
+
+def conversation(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Conversation:
+    parsed = parse_record({"messages": messages} | ({"tools": tools} if tools else {}), "line 1")
+    assert isinstance(parsed, Conversation), parsed
+    return parsed
+
+
+CONVERSATIONS = {name: conversation(*chat) for name, chat in CHATS.items()}
+
+
+def templates() -> dict[str, str]:
+    stock = stock_templates()
+    return (
+        OWN
+        | {f"published {name}": stock[name] for name in PUBLISHED}
+        | {f"built in {name}": load_template(name) for name in BUILT_IN}
+    )
+
+
+TEMPLATES = {
+    name: Template(text, {"bos_token": "<s>", "eos_token": end_token(text, "</s>")})
+    for name, text in templates().items()
+}
+
+
+def found(template: Template) -> Iterator[str]:
+    """Yield each setting and chat with what is trained of it: texts, and spans with their weights."""
+    special = control_tokens(template.text)
+    special += [one for one in ("<|im_end|>", "<|endoftext|>", end_token(template.text, "</s>")) if one not in special]
+    for settings in SETTINGS:
+        masker = Masker(template, TokenizerConfig(**settings), special, where="here")
+        yield f"{settings} {masker.rule} {masker.end_tokens}"
+        for name, conversation in CONVERSATIONS.items():
+            try:
+                shown: list[Any] = [(one.text, one.spans, list(one.weights)) for one in masker.sequences(conversation)]
+            except BadRecordError as refused:
+                shown = [refused.reason]
+            yield f"{name}: {shown}"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_trained_is_what_earlier_versions_trained(name: str) -> None:
+    lines = list(found(TEMPLATES[name]))
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] == EARLIER.get(name), "\n".join(lines)
+
+
+EARLIER = {
+    "plain": "cc5369bbdb325dc6",
+    "forgetful": "0d8bdeb912a7ed5a",
+    "opened": "b86b43238f822343",
+    "marked": "9648df5fdd40e206",
+    "closed": "a33b30466902f6d4",
+    "endless": "db4fe68c77760db5",
+    "marked with a hint": "f1b34261e352ed10",
+    "marked, notes are not kept": "96228575ff19da7b",
+    "forgetful by name": "a04e9bdb2e7f9af3",
+    "published deepseekv3": "9f21a0cb25b8f1a3",
+    "published gemma4": "ac2389d55cf51c2b",
+    "published glm4moe": "d1e56f0f35f16e76",
+    "published gptoss": "ae094a82a86d8066",
+    "published qwen3": "641c29c3cb4e00f8",
+    "published qwen3_5_think": "0967e53597b1363a",
+    "published lfm2_2_5": "5f5762f11b110348",
+    "published phi3": "4491b20ce9da4871",
+    "built in llama3": "409c50a549aab057",
+    "built in mistral": "4d2d2938739ac3c5",
+    "built in qwen3": "99ba8160b6c5fd29",
+    "built in deepseek": "72267aa0c9c5584d",
+}
+
+
+def masker(template: str, *special: str, **settings: Any) -> Masker:
+    return Masker(Template(template, {"eos_token": "</s>"}), TokenizerConfig(**settings), special, where="t.jinja")
+
+
+def talk(*texts: str, **answers: Any) -> Conversation:
+    turns = [turn(("user", "assistant")[number % 2], text) for number, text in enumerate(texts)]
+    return conversation([one if one["role"] == "user" else one | answers for one in turns], [])
+
+
+def refusal(made: Masker, chat: Conversation) -> tuple[str, str]:
+    with pytest.raises(BadRecordError) as refused:
+        made.sequences(chat)
+    return refused.value.reason, refused.value.detail
+
+
+STOCK = stock_templates()
+FROM_THE_PROMPT = "each turn is trained from the generation prompt that a server renders for it"
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "rule", "why"),
+    [
+        (OWN["marked"], {"mask": "all"}, "all", "tokenizer.mask=all"),
+        (OWN["marked"], {"mask": "assistant_turns"}, "assistant_turns", "tokenizer.mask=assistant_turns"),
+        (OWN["marked"], {}, "marks", "the chat template marks what the model writes with {% generation %}"),
+        (STOCK["qwen3_5_think"], {}, "stock", "the chat template is the published one of Qwen3.5, thinking"),
+        (STOCK["qwen3"], {}, "served", f"the chat template is the published one of Qwen3: {FROM_THE_PROMPT}"),
+        (OWN["plain"], {}, "served", f"the chat template has no marks and is not a known one: {FROM_THE_PROMPT}"),
+    ],
+)
+def test_the_rule_of_a_template_is_named_with_its_reason(
+    template: str, settings: dict[str, str], rule: str, why: str
+) -> None:
+    made = masker(template, **settings)
+    assert (made.rule, made.why) == (rule, why)
+
+
+def test_marks_that_are_asked_for_and_missing_are_refused_with_what_to_set() -> None:
+    with pytest.raises(ConfigError) as refused:
+        masker(OWN["plain"], mask="generation")
+    assert refused.value.what == "the chat template has no {% generation %} that marks the assistant's tokens"
+    assert refused.value.where == "t.jinja"
+    assert refused.value.fix == "set tokenizer.mask=auto, or set tokenizer.chat_template to a template with the tag"
+
+
+@pytest.mark.parametrize("mask", ["auto", "assistant_turns", "all"])
+def test_a_template_with_marks_is_used_as_it_is_and_another_has_to_write_words_of_any_length(mask: str) -> None:
+    short = OWN["marked"].replace("m.content or ''", "m.content[:4]")
+    assert len(masker(short, "<|im_end|>", mask=mask).sequences(talk("Hi", "Yes"))) == 1
+    unmarked = OWN["plain"].replace("m.content or ''", "m.content[:4]")
+    assert refusal(masker(unmarked, "<|im_end|>"), talk("Hi", "Yes"))[0] == BadReason.NOT_WRITTEN
+
+
+def test_where_no_token_is_special_no_end_of_a_turn_is_found() -> None:
+    silent = {"train_end_of_turn": False}
+    (one,) = masker(OWN["plain"], **silent).sequences(talk("Hi", "Hello", "Bye", "So long"))
+    assert [one.text[slice(*span)] for span in one.spans] == ["Hello<|im_end|>", "So long<|im_end|>"]
+    reason, detail = refusal(
+        masker(OWN["forgetful by name"], history="kept", **silent), talk("Hi", "Hello", "Bye", "So long")
+    )
+    assert (reason, "writes turn 2 differently" in detail) == (BadReason.NOT_AS_SERVED, True)
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "chat", "reason", "detail"),
+    [
+        (
+            OWN["plain"],
+            {},
+            talk("Hi", "Hello", weight=0.5),
+            BadReason.BAD_WEIGHT,
+            "turn 2 has a weight between 0 and 1, or weights of its parts; "
+            "tokenizer.train_on=weighted trains with weights",
+        ),
+        (
+            OWN["plain"],
+            {"mask": "all"},
+            talk("Hi", "Hello", weight=0),
+            BadReason.BAD_WEIGHT,
+            "turn 2 is not to be trained (a weight of 0, or a part of a prompt), and tokenizer.mask=all trains every "
+            "token; use tokenizer.mask=auto",
+        ),
+        (OWN["plain"], {}, talk("Hi", "Hello", weight=0), BadReason.NOTHING_TRAINED, "no turn is marked as trained"),
+        (
+            OWN["plain"],
+            {"train_on": "marked"},
+            talk("Hi", "Hello"),
+            BadReason.NOTHING_TRAINED,
+            "no assistant turn has a weight, which tokenizer.train_on=marked requires",
+        ),
+        (
+            OWN["closed"],
+            {"mask": "assistant_turns"},
+            talk("Hi", "Hello", "Bye", "So long"),
+            BadReason.TEMPLATE_FAILED,
+            "the chat template failed: it writes turn 2 differently once later turns follow; use tokenizer.mask=auto",
+        ),
+        (
+            OWN["plain"].replace("assistant\n{%", "assistant\n<an answer to {{ messages[-1].content }}>{%"),
+            {},
+            talk("Hi", "Hello", "What is your name?", "Joe"),
+            BadReason.NOT_AS_SERVED,
+            "turn 4 does not begin with the chat template's generation prompt (which ends in "
+            "' to What is your name?>'), so a served model would not generate this text",
+        ),
+        (
+            OWN["closed"],
+            {"history": "kept"},
+            talk("Hi", "Hello", "Bye", "So long"),
+            BadReason.NOT_AS_SERVED,
+            "the chat template writes turn 2 differently once later turns follow; use tokenizer.history=as_served",
+        ),
+        (
+            OWN["endless"],
+            {},
+            talk("Hi", "Hello"),
+            BadReason.NO_END,
+            "turn 2 is trained without an end token, so the model would not learn to stop; set "
+            "tokenizer.end_of_last_turn, for example </s>, or set tokenizer.train_end_of_turn=false",
+        ),
+        (
+            OWN["forgetful"],
+            {"train_on": "weighted"},
+            talk("Hi", "", reasoning_content="a b", content=[{"type": "text", "text": "a", "weight": 0.5}]),
+            BadReason.BAD_WEIGHT,
+            "the chat template does not write the parts of turn 2, which have weights, exactly once "
+            "one after the other",
+        ),
+    ],
+)
+def test_a_chat_that_cannot_be_trained_is_refused_with_its_turn_and_what_to_set(
+    template: str, settings: dict[str, Any], chat: Conversation, reason: BadReason, detail: str
+) -> None:
+    assert refusal(masker(template, "<|im_end|>", "<|endoftext|>", **settings), chat) == (reason, detail)
