@@ -50,6 +50,8 @@ MODULES = {
     "harness/prep/packing.py": ("tests/unit/prep/test_packing.py", "tests/unit/prep/test_stream_packing.py"),
     "harness/prep/tokenize/masks.py": (
         "tests/unit/prep/test_masker.py",
+        "tests/unit/prep/test_masks.py",
+        "tests/unit/prep/test_end_tokens.py",
     ),
     "harness/megatron/batch.py": ("tests/unit/megatron/test_batch.py",),
 }

@@ -217,7 +217,7 @@ class Masker:
         before = [number for number in range(turn) if chat.messages[number]["role"] == "assistant"]
         num_before = len(chat.marked(before[-1] + 1)[1]) if before else 0
         if turn and turn - 1 in before and not text.startswith(chat.prompt(turn)):
-            chat.begin_as_served(turn, len)
+            chat.begin_as_served(turn)
         moved = len(chat.served(turn)) - len(text)
         return [(start + moved, end + moved) for start, end in spans[num_before:]]
 
@@ -227,7 +227,7 @@ class Masker:
         start = self._start_of_stock_turn(chat, turn) if self.rule == "stock" else None
         if start is None:
             prompt = next((prompt for prompt in chat.prompts(turn) if text.startswith(prompt)), None)
-            start = len(prompt) if prompt is not None else chat.begin_as_served(turn, self._trained_from)
+            start = len(prompt) if prompt is not None else chat.begin_as_served(turn)
             start = chat.begin_with_empty_reasoning(turn) if start is None else start
             if start is None:
                 shown = chat.prompt(turn)[-24:]
@@ -242,11 +242,6 @@ class Masker:
             start += next((len(header) for header in self._stock.skips if text.startswith(header, start)), 0)
         return start, end
 
-    def _trained_from(self, prompt: str) -> int:
-        """Return the character of a prompt from which on a turn is trained."""
-        start = self._stock.start(prompt) if self._stock is not None else None
-        return len(prompt) if start is None else start
-
     def _start_of_stock_turn(self, chat: RenderedChat, turn: int) -> int | None:
         assert self._stock is not None
         text = chat.upto(turn)
@@ -255,7 +250,7 @@ class Masker:
             if start is not None and text.startswith(prompt[:start]):
                 return start
         # The template continues the turn before, as after the result of a tool: what is new is what it adds.
-        before = chat.upto(turn - 1) if turn else ""
+        before = chat.upto(turn - 1)
         shared = shared_length(before, text)
         return shared if self._core_end(before, shared, len(before)) == shared else None
 

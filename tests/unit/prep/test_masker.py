@@ -15,7 +15,7 @@ from stock_templates import SHAPES, call, result, stock_templates, turn
 
 from harness.conformance.chat_checks import control_tokens, end_token
 from harness.errors import ConfigError
-from harness.prep.chat import BadReason, BadRecordError, Conversation, parse_record
+from harness.prep.chat import BadReason, BadRecordError, Conversation, Message, parse_record
 from harness.prep.tokenize import TokenizerConfig
 from harness.prep.tokenize.masks import Masker
 from harness.prep.tokenize.rendering import Template
@@ -68,8 +68,11 @@ OWN["marked with a hint"] = OWN["marked"].replace(
 OWN["marked, notes are not kept"] = OWN["marked"].replace(
     "m.content or ''", "(m.content or '') if loop.last else (m.content or '').split('<note>')[0]"
 )
+OWN["marked, two ends are not"] = OWN["marked"].replace(
+    "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|endoftext|><|endoftext|>"
+)
 OWN["forgetful by name"] = OWN["forgetful"].replace("preserve_thinking", "false")
-PUBLISHED = ("deepseekv3", "gemma4", "glm4moe", "gptoss", "qwen3", "qwen3_5_think", "lfm2_2_5", "phi3")
+PUBLISHED = ("deepseekv3", "diffusion_gemma", "glm4moe", "gptoss", "qwen3", "qwen3_5_think", "lfm2_2_5", "phi3")
 BUILT_IN = ("llama3", "mistral", "qwen3", "deepseek")
 
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -97,6 +100,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             "system_two_turns",
             "ends_with_user",
             "white_space",
+            "tool_call",
             "parallel_calls",
             "tool_result_two_turns",
             "reasoning_two_turns",
@@ -140,6 +144,10 @@ def conversation(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) ->
 
 
 CONVERSATIONS = {name: conversation(*chat) for name, chat in CHATS.items()}
+# No record has a turn of nothing.
+CONVERSATIONS["nothing"] = Conversation(
+    tuple(Message(("user", "assistant")[number % 2], text) for number, text in enumerate(("a", "", "b", "c"))), "line 1"
+)
 
 
 def templates() -> dict[str, str]:
@@ -179,27 +187,28 @@ def test_what_is_trained_is_what_earlier_versions_trained(name: str) -> None:
 
 
 EARLIER = {
-    "plain": "cc5369bbdb325dc6",
-    "forgetful": "0d8bdeb912a7ed5a",
-    "opened": "b86b43238f822343",
-    "marked": "9648df5fdd40e206",
-    "closed": "a33b30466902f6d4",
-    "endless": "db4fe68c77760db5",
-    "marked with a hint": "f1b34261e352ed10",
-    "marked, notes are not kept": "96228575ff19da7b",
-    "forgetful by name": "a04e9bdb2e7f9af3",
-    "published deepseekv3": "9f21a0cb25b8f1a3",
-    "published gemma4": "ac2389d55cf51c2b",
-    "published glm4moe": "d1e56f0f35f16e76",
-    "published gptoss": "ae094a82a86d8066",
-    "published qwen3": "641c29c3cb4e00f8",
-    "published qwen3_5_think": "0967e53597b1363a",
-    "published lfm2_2_5": "5f5762f11b110348",
-    "published phi3": "4491b20ce9da4871",
-    "built in llama3": "409c50a549aab057",
-    "built in mistral": "4d2d2938739ac3c5",
-    "built in qwen3": "99ba8160b6c5fd29",
-    "built in deepseek": "72267aa0c9c5584d",
+    "plain": "1a50eea8cccd45ec",
+    "forgetful": "0f07f12673d6efc8",
+    "opened": "02c886aa6f7ad231",
+    "marked": "00301514ae97e950",
+    "closed": "3d310855c9e0547b",
+    "endless": "26b4f6ce43b26308",
+    "marked with a hint": "18ccdadf23966a64",
+    "marked, notes are not kept": "db720968b2ee28c2",
+    "marked, two ends are not": "e7d16b22c8dc18ed",
+    "forgetful by name": "8977368adc3b2885",
+    "published deepseekv3": "2e31d2a7642c1a55",
+    "published diffusion_gemma": "ca5dbc936ec5255e",
+    "published glm4moe": "f28c541bb0c4e3f6",
+    "published gptoss": "b02fb0a1cce7a097",
+    "published qwen3": "54c990af64a1c198",
+    "published qwen3_5_think": "aec9b1dfb94ce460",
+    "published lfm2_2_5": "059f9d744bc348e6",
+    "published phi3": "896f3e57fa080c15",
+    "built in llama3": "bd56c265ada760ab",
+    "built in mistral": "1f9bc1fe57c536c0",
+    "built in qwen3": "d52bd4527b1e1595",
+    "built in deepseek": "b38c08e314791ade",
 }
 
 
@@ -306,7 +315,7 @@ def test_where_no_token_is_special_no_end_of_a_turn_is_found() -> None:
             talk("Hi", "Hello", "What is your name?", "Joe"),
             BadReason.NOT_AS_SERVED,
             "turn 4 does not begin with the chat template's generation prompt (which ends in "
-            "' to What is your name?>'), so a served model would not generate this text",
+            "'r to What is your name?>'), so a served model would not generate this text",
         ),
         (
             OWN["closed"],
@@ -337,3 +346,9 @@ def test_a_chat_that_cannot_be_trained_is_refused_with_its_turn_and_what_to_set(
     template: str, settings: dict[str, Any], chat: Conversation, reason: BadReason, detail: str
 ) -> None:
     assert refusal(masker(template, "<|im_end|>", "<|endoftext|>", **settings), chat) == (reason, detail)
+
+
+def test_a_tokenizer_without_an_end_has_none_to_suggest() -> None:
+    made = Masker(Template(OWN["endless"], {}), TokenizerConfig(), (), where="t.jinja")
+    _, detail = refusal(made, talk("Hi", "Hello"))
+    assert detail.endswith("; set tokenizer.end_of_last_turn, or set tokenizer.train_end_of_turn=false")
