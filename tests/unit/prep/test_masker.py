@@ -69,7 +69,14 @@ OWN["marked, notes are not kept"] = OWN["marked"].replace(
     "m.content or ''", "(m.content or '') if loop.last else (m.content or '').split('<note>')[0]"
 )
 OWN["marked, two ends are not"] = OWN["marked"].replace(
-    "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|endoftext|><|endoftext|>"
+    "<|im_end|>{% endgeneration %}", "{{ '\n' }}{% endgeneration %}<|endoftext|><|endoftext|>"
+)
+OWN["marked, a second end is not"] = OWN["marked"].replace(
+    "<|im_end|>{% endgeneration %}", "<|im_end|>{% endgeneration %}<|endoftext|>"
+)
+OWN["headless"] = "{% for m in messages %}{{ m.reasoning_content or '' }}{{ m.content }}<|im_end|>{% endfor %}"
+OWN["calls or a text"] = OWN["plain"].replace(
+    "{{ m.content or '' }}" + CALLS, "{% if m.tool_calls %}" + CALLS + "{% else %}{{ m.content + '' }}{% endif %}"
 )
 OWN["forgetful by name"] = OWN["forgetful"].replace("preserve_thinking", "false")
 PUBLISHED = ("deepseekv3", "diffusion_gemma", "glm4moe", "gptoss", "qwen3", "qwen3_5_think", "lfm2_2_5", "phi3")
@@ -101,6 +108,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             "ends_with_user",
             "white_space",
             "tool_call",
+            "tool_call_of_null_content",
             "parallel_calls",
             "tool_result_two_turns",
             "reasoning_two_turns",
@@ -115,13 +123,14 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             turn("assistant", "Hello", weight=0.5, reasoning_content="Hm"),
             turn("user", "b"),
             turn("assistant", "Bye", weight=0),
-            turn("user", "c"),
+            turn("user", "The quick brown fox"),
             turn("assistant", PARTS, weight=0.75),
         ],
         [],
     ),
     "marks": ([turn("user", "a"), turn("assistant", "b", weight=0), *_ASKED, turn("assistant", "d", weight=1)], []),
     "in_a_row": ([*_ANSWERED, turn("assistant", "c"), *_ASKED, turn("assistant", "e")], []),
+    "greeting_of_parts": ([turn("assistant", [{"type": "text", "text": "b", "weight": 0.2}]), *_ANSWERED], []),
     "greeting": ([turn("assistant", "Hi"), *_ANSWERED], []),
     "late_system": ([*_ANSWERED, turn("system", "c"), *_ASKED, turn("assistant", "e")], []),
     "notes": ([turn("user", "a"), turn("assistant", "b <note> c"), *_ASKED, turn("assistant", "e")], []),
@@ -187,28 +196,31 @@ def test_what_is_trained_is_what_earlier_versions_trained(name: str) -> None:
 
 
 EARLIER = {
-    "plain": "1a50eea8cccd45ec",
-    "forgetful": "0f07f12673d6efc8",
-    "opened": "02c886aa6f7ad231",
-    "marked": "00301514ae97e950",
-    "closed": "3d310855c9e0547b",
-    "endless": "26b4f6ce43b26308",
-    "marked with a hint": "18ccdadf23966a64",
-    "marked, notes are not kept": "db720968b2ee28c2",
-    "marked, two ends are not": "e7d16b22c8dc18ed",
-    "forgetful by name": "8977368adc3b2885",
-    "published deepseekv3": "2e31d2a7642c1a55",
-    "published diffusion_gemma": "ca5dbc936ec5255e",
-    "published glm4moe": "f28c541bb0c4e3f6",
-    "published gptoss": "b02fb0a1cce7a097",
-    "published qwen3": "54c990af64a1c198",
-    "published qwen3_5_think": "aec9b1dfb94ce460",
-    "published lfm2_2_5": "059f9d744bc348e6",
-    "published phi3": "896f3e57fa080c15",
-    "built in llama3": "bd56c265ada760ab",
-    "built in mistral": "1f9bc1fe57c536c0",
-    "built in qwen3": "d52bd4527b1e1595",
-    "built in deepseek": "b38c08e314791ade",
+    "plain": "f7c413c7de369695",
+    "forgetful": "96b4931822126739",
+    "opened": "956e4a802d17fcf9",
+    "marked": "a943b616ccabb7a9",
+    "closed": "c8b478e0a1697097",
+    "endless": "c8e32e36ee831a9c",
+    "marked with a hint": "f8e1368c02239435",
+    "marked, notes are not kept": "e84c729e49ae6a14",
+    "marked, two ends are not": "09b23840c47e8b94",
+    "marked, a second end is not": "b0cd9ce7401c0a49",
+    "headless": "99278a0b49987494",
+    "calls or a text": "901ee6166a6a631f",
+    "forgetful by name": "ee435c70a68e50cc",
+    "published deepseekv3": "870502acbebb2301",
+    "published diffusion_gemma": "ae5dbe5c4801c27d",
+    "published glm4moe": "111fa64eec37fe75",
+    "published gptoss": "a01aad622d0208f3",
+    "published qwen3": "07e50008c1d83950",
+    "published qwen3_5_think": "bdda44ff79dc0b38",
+    "published lfm2_2_5": "0651ffb3ec41da46",
+    "published phi3": "9fed2ce71f06118c",
+    "built in llama3": "047de0c972c99f7f",
+    "built in mistral": "d167737235cce3de",
+    "built in qwen3": "57868fc5a866b2e8",
+    "built in deepseek": "54351469a1924f13",
 }
 
 
@@ -332,13 +344,20 @@ def test_where_no_token_is_special_no_end_of_a_turn_is_found() -> None:
             "turn 2 is trained without an end token, so the model would not learn to stop; set "
             "tokenizer.end_of_last_turn, for example </s>, or set tokenizer.train_end_of_turn=false",
         ),
-        (
-            OWN["forgetful"],
-            {"train_on": "weighted"},
-            talk("Hi", "", reasoning_content="a b", content=[{"type": "text", "text": "a", "weight": 0.5}]),
-            BadReason.BAD_WEIGHT,
-            "the chat template does not write the parts of turn 2, which have weights, exactly once "
-            "one after the other",
+        *(
+            (
+                template,
+                {"train_on": "weighted", "train_end_of_turn": False},
+                talk("Hi", "", reasoning_content="b a", content=[{"type": "text", "text": "a", "weight": 0.5}]),
+                BadReason.BAD_WEIGHT,
+                "the chat template does not write the parts of turn 2, which have weights, exactly once "
+                "one after the other",
+            )
+            for template in (
+                OWN["headless"],
+                OWN["forgetful"],
+                OWN["forgetful"].replace("<think>", "{% generation %}<think>{% endgeneration %}"),
+            )
         ),
     ],
 )
