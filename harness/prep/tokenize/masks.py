@@ -450,7 +450,7 @@ class Masker:
         Without one, turns are written into the rendering as they are generated (`_kept`).
         """
         reasoned = replace(_ANSWER, reasoning="earlierreasoning")
-        probe = Conversation((_ASK, reasoned, replace(_ASK, content="c"), replace(reasoned, content="d")), "")
+        probe = Conversation((_ASK, reasoned, _ASK, reasoned), "")
         try:
             form = self._forms.find(probe).form
         except BadRecordError:

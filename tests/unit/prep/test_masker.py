@@ -76,7 +76,10 @@ OWN["marked, a second end is not"] = OWN["marked"].replace(
 )
 OWN["headless"] = "{% for m in messages %}{{ m.reasoning_content or '' }}{{ m.content }}<|im_end|>{% endfor %}"
 OWN["calls or a text"] = OWN["plain"].replace(
-    "{{ m.content or '' }}" + CALLS, "{% if m.tool_calls %}" + CALLS + "{% else %}{{ m.content + '' }}{% endif %}"
+    "{{ m.content or '' }}" + CALLS + "<|im_end|>",
+    "{% if m.tool_calls %}{{ tools[0].function.name }}"
+    + CALLS
+    + "<|endoftext|>{% else %}{{ m.content + '' }}<|im_end|>{% endif %}",
 )
 OWN["forgetful by name"] = OWN["forgetful"].replace("preserve_thinking", "false")
 PUBLISHED = ("deepseekv3", "diffusion_gemma", "glm4moe", "gptoss", "qwen3", "qwen3_5_think", "lfm2_2_5", "phi3")
@@ -207,7 +210,7 @@ EARLIER = {
     "marked, two ends are not": "09b23840c47e8b94",
     "marked, a second end is not": "b0cd9ce7401c0a49",
     "headless": "99278a0b49987494",
-    "calls or a text": "901ee6166a6a631f",
+    "calls or a text": "288e381c754cfad0",
     "forgetful by name": "ee435c70a68e50cc",
     "published deepseekv3": "870502acbebb2301",
     "published diffusion_gemma": "ae5dbe5c4801c27d",
@@ -371,3 +374,8 @@ def test_a_tokenizer_without_an_end_has_none_to_suggest() -> None:
     made = Masker(Template(OWN["endless"], {}), TokenizerConfig(), (), where="t.jinja")
     _, detail = refusal(made, talk("Hi", "Hello"))
     assert detail.endswith("; set tokenizer.end_of_last_turn, or set tokenizer.train_end_of_turn=false")
+
+
+def test_a_template_that_needs_tools_shows_its_end_after_a_call() -> None:
+    made = masker("{{ tools[0].function.name }}" + OWN["plain"], "<|im_end|>")
+    assert made.end_tokens == ("<|im_end|>",)
