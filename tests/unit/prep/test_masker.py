@@ -74,6 +74,7 @@ OWN["marked, two ends are not"] = OWN["marked"].replace(
 OWN["marked, a second end is not"] = OWN["marked"].replace(
     "<|im_end|>{% endgeneration %}", "<|im_end|>{% endgeneration %}<|endoftext|>"
 )
+OWN["a line after the last"] = OWN["plain"].replace("<|im_end|>\n", "<|im_end|>{{ '\n' if loop.last }}")
 OWN["headless"] = "{% for m in messages %}{{ m.reasoning_content or '' }}{{ m.content }}<|im_end|>{% endfor %}"
 OWN["calls or a text"] = OWN["plain"].replace(
     "{{ m.content or '' }}" + CALLS + "<|im_end|>",
@@ -133,6 +134,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     ),
     "marks": ([turn("user", "a"), turn("assistant", "b", weight=0), *_ASKED, turn("assistant", "d", weight=1)], []),
     "in_a_row": ([*_ANSWERED, turn("assistant", "c"), *_ASKED, turn("assistant", "e")], []),
+    "thought_in_a_row": ([*_ANSWERED, turn("assistant", "c"), turn("assistant", "e", reasoning_content="Hm")], []),
     "greeting_of_parts": ([turn("assistant", [{"type": "text", "text": "b", "weight": 0.2}]), *_ANSWERED], []),
     "greeting": ([turn("assistant", "Hi"), *_ANSWERED], []),
     "late_system": ([*_ANSWERED, turn("system", "c"), *_ASKED, turn("assistant", "e")], []),
@@ -199,31 +201,32 @@ def test_what_is_trained_is_what_earlier_versions_trained(name: str) -> None:
 
 
 EARLIER = {
-    "plain": "f7c413c7de369695",
-    "forgetful": "96b4931822126739",
-    "opened": "956e4a802d17fcf9",
-    "marked": "a943b616ccabb7a9",
-    "closed": "c8b478e0a1697097",
-    "endless": "c8e32e36ee831a9c",
-    "marked with a hint": "f8e1368c02239435",
-    "marked, notes are not kept": "e84c729e49ae6a14",
-    "marked, two ends are not": "09b23840c47e8b94",
-    "marked, a second end is not": "b0cd9ce7401c0a49",
-    "headless": "99278a0b49987494",
-    "calls or a text": "288e381c754cfad0",
-    "forgetful by name": "ee435c70a68e50cc",
-    "published deepseekv3": "870502acbebb2301",
-    "published diffusion_gemma": "ae5dbe5c4801c27d",
-    "published glm4moe": "111fa64eec37fe75",
-    "published gptoss": "a01aad622d0208f3",
-    "published qwen3": "07e50008c1d83950",
-    "published qwen3_5_think": "bdda44ff79dc0b38",
-    "published lfm2_2_5": "0651ffb3ec41da46",
-    "published phi3": "9fed2ce71f06118c",
-    "built in llama3": "047de0c972c99f7f",
-    "built in mistral": "d167737235cce3de",
-    "built in qwen3": "57868fc5a866b2e8",
-    "built in deepseek": "54351469a1924f13",
+    "plain": "e9a8cca3666d4354",
+    "forgetful": "2013d0790bc7d54c",
+    "opened": "fbd5b19cd65aa089",
+    "marked": "cb44686ca58adc26",
+    "closed": "89712bbeab0861e4",
+    "endless": "5d0f61ba0dc84ce9",
+    "marked with a hint": "bbe44e7798649561",
+    "marked, notes are not kept": "788b28d79ad4a2ca",
+    "marked, two ends are not": "023478adf08259d3",
+    "marked, a second end is not": "c15066161dd55f3e",
+    "a line after the last": "66567bce06d6d310",
+    "headless": "7cb5e9e1a057e522",
+    "calls or a text": "49b4752306adfe04",
+    "forgetful by name": "a0b5378909857417",
+    "published deepseekv3": "d3227453fd5eb33d",
+    "published diffusion_gemma": "63609bbebf0b66a2",
+    "published glm4moe": "6d4092713e68cdb0",
+    "published gptoss": "54848ba5a4a1bd35",
+    "published qwen3": "c54c9c4996a3fbbf",
+    "published qwen3_5_think": "04639a7aface5789",
+    "published lfm2_2_5": "e6b65b230e172b12",
+    "published phi3": "164db592acff7356",
+    "built in llama3": "98885e370c603323",
+    "built in mistral": "161ab24465973665",
+    "built in qwen3": "6ad01cc971989384",
+    "built in deepseek": "daf627d4aefd7075",
 }
 
 
