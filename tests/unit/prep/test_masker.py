@@ -350,6 +350,14 @@ def test_where_no_token_is_special_no_end_of_a_turn_is_found() -> None:
             "turn 2 is trained without an end token, so the model would not learn to stop; set "
             "tokenizer.end_of_last_turn, for example </s>, or set tokenizer.train_end_of_turn=false",
         ),
+        (
+            OWN["marked"].replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
+            {},
+            talk("Hi", "Hello"),
+            BadReason.NO_END,
+            "turn 2 is trained without an end token, so the model would not learn to stop; set "
+            "tokenizer.end_of_last_turn, for example <|im_end|>, or set tokenizer.train_end_of_turn=false",
+        ),
         *(
             (
                 template,
