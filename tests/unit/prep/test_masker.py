@@ -390,3 +390,8 @@ def test_a_tokenizer_without_an_end_has_none_to_suggest() -> None:
 def test_a_template_that_needs_tools_shows_its_end_after_a_call() -> None:
     made = masker("{{ tools[0].function.name }}" + OWN["plain"], "<|im_end|>")
     assert made.end_tokens == ("<|im_end|>",)
+
+
+def test_the_end_of_a_turn_of_nothing_is_not_looked_for_before_it() -> None:
+    made = masker(OWN["plain"], "<|im_end|>")
+    assert made._core_end("<|im_end|>", 10, 10) == 10
