@@ -1,4 +1,4 @@
-"""What is trained of a chat is what earlier versions trained: a dataset that is prepared again has the same masks.
+"""Masks of earlier versions: a dataset that is prepared again trains the same tokens.
 
 Chats of every shape are rendered by templates that need every rule of `Masker`, with each of its settings. A version
 that trains other tokens on purpose records other digits here.
