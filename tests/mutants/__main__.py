@@ -1,20 +1,25 @@
-"""`python -m tests.mutants [MODULE]... [count=N] [seed=S]`: change modules in small ways; their tests must fail.
+"""`python -m tests.mutants [MODULE]... [count=N] [seed=S] [function=F]`: change modules; their tests must fail.
 
 mutmut writes the mutants, all into one copy of the module. pytest collects the tests of the module once, and each
-mutant is tried in a fork of that process, first by the tests that killed most. Mutants that no test can kill are in
-`equal.json`, with the reason.
+mutant is tried in a fork of that process, first by the tests that call its function and killed most. Mutants that no
+test can kill are in `equal.json`, with the reason.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import mmap
 import os
+import pickle
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,17 +49,14 @@ MODULES = {
     "harness/loader/plan.py": ("tests/unit/loader/test_loader_step.py", "tests/unit/loader/test_loader_blend.py"),
     "harness/prep/packing.py": ("tests/unit/prep/test_packing.py", "tests/unit/prep/test_stream_packing.py"),
     "harness/prep/tokenize/masks.py": (
+        "tests/unit/prep/test_masker.py",
         "tests/unit/prep/test_masks.py",
-        "tests/unit/prep/test_mask_properties.py",
         "tests/unit/prep/test_end_tokens.py",
-        "tests/unit/prep/test_stock_templates.py",
-        "tests/unit/prep/test_tokenize.py",
     ),
     "harness/megatron/batch.py": ("tests/unit/megatron/test_batch.py",),
 }
 _PLUGINS = ("no:xdist", "no:timeout", "no:cacheprovider", "tests.mutants.plain_examples")
-_OPTIONS = ["-q", *(f"-p{name}" for name in _PLUGINS), "-Wignore"]
-_MOST_CPU_S = 60
+_OPTIONS = ["-q", *(f"-p{name}" for name in _PLUGINS), "-Wignore", "--tb=native"]
 
 
 @dataclass(frozen=True)
@@ -110,42 +112,51 @@ class Trial:
         self._entry_of = lambda mutant: mutant.as_entry(module)
         self._mutants, self._equal = mutants, equal
         self._cpu_s: Counter[pytest.Item] = Counter()
-        self._kills: Counter[pytest.Item] = Counter()
+        self._kills: Counter[pytest.Item | tuple[str, pytest.Item]] = Counter()
         self.outcome = Outcome()
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         from mutmut.mutation.trampoline import set_mutant_under_test
 
-        tests = self._find_tests(session)
+        _render_here()
+        callers = self._find_tests(session)
+        gc.freeze()  # a collection in a fork would copy the pages of all that is here
+        reached = mmap.mmap(-1, 4)  # shared with the forks: exit codes end at 255
         for mutant in self._mutants:
             if self._entry_of(mutant) in self._equal:
                 self.outcome.equal.append(mutant)
                 continue
-            # What no test calls may run in a process that one starts, as the templates of chats do.
-            own = sorted(tests.get(mutant.name.partition("__mutmut_")[0]) or self._cpu_s, key=self._rank)
+            # What others use may have been made by this function in a fixture.
+            own = callers.get(mutant.name.partition("__mutmut_")[0], set())
+            tests = sorted(session.items, key=lambda test: self._rank(mutant, test, test in own))
             if (child := os.fork()) == 0:
                 set_mutant_under_test(f"{self._module}.{mutant.name}")
-                _limit_cpu(20 * sum(self._cpu_s[test] for test in own) + 5)
-                os._exit(next((1 + place for place, test in enumerate(own) if not _passes(test)), 0))
+                for place, test in enumerate(tests):
+                    reached[:] = place.to_bytes(4, "big")
+                    _limit_cpu(20 * self._cpu_s[test] + 5)
+                    if not _passes(test, tests[place + 1] if place + 1 < len(tests) else None):
+                        os._exit(1)
+                os._exit(0)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if code > 0:
-                self._kills[own[code - 1]] += 1
+            if code:
+                killer = tests[int.from_bytes(reached[:], "big")]
+                self._kills.update([killer, (mutant.function, killer)])
             ends = self.outcome.timeout if code < 0 else self.outcome.killed if code else self.outcome.survived
             ends.append(mutant)
             if ends is self.outcome.survived:
                 print(f"survived: {mutant.function}", *mutant.diff, sep="\n    ", file=sys.__stderr__, flush=True)
         return True
 
-    def _rank(self, test: pytest.Item) -> tuple[int, float]:
-        return -self._kills[test], self._cpu_s[test]
+    def _rank(self, mutant: Mutant, test: pytest.Item, calls_it: bool) -> tuple[float, ...]:
+        return not calls_it, -self._kills[mutant.function, test], -self._kills[test], self._cpu_s[test]
 
-    def _find_tests(self, session: pytest.Session) -> dict[str, list[pytest.Item]]:
+    def _find_tests(self, session: pytest.Session) -> dict[str, set[pytest.Item]]:
         """Run the tests on the module as it is; return by function those that call it."""
         from mutmut.mutation.trampoline import set_mutant_under_test
         from mutmut.state import state
 
         set_mutant_under_test("stats")
-        tests: dict[str, list[pytest.Item]] = {}
+        tests: dict[str, set[pytest.Item]] = {}
         for place, test in enumerate(session.items):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
             following = session.items[place + 1] if place + 1 < len(session.items) else None
@@ -153,7 +164,7 @@ class Trial:
                 raise pytest.UsageError(f"{test.nodeid} fails without a mutant")
             self._cpu_s[test] = resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
             for name in state()._stats:
-                tests.setdefault(name.rpartition(".")[2], []).append(test)
+                tests.setdefault(name.rpartition(".")[2], set()).add(test)
             state()._stats.clear()
         return tests
 
@@ -165,8 +176,33 @@ def _passes(test: pytest.Item, following: pytest.Item | None = None) -> bool:
 
 
 def _limit_cpu(seconds: float) -> None:
-    limit = min(int(seconds), _MOST_CPU_S)
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    """End this process after some more processor time."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds), hard))
+
+
+def _render_here() -> None:
+    """Render chats in this process and its forks: the process beside each would start anew for every mutant."""
+    from harness.prep.tokenize import renderer
+
+    class Here:
+        lock, has_ended = threading.Lock(), False
+
+        def exchange(self, request: bytes) -> Any:
+            settings, name, *arguments = pickle.loads(request)
+            if (pid := os.getpid()) != self.pid:  # what the parent has made is of no mutant
+                renderer._made.cache_clear()
+                self.pid = pid
+            try:
+                return json.loads(json.dumps(renderer._answer(settings, name, arguments, renderer.CPU_S)))
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+
+        pid = os.getpid()
+
+    here = Here()
+    renderer._process_of = lambda *_: here  # type: ignore[assignment]
 
 
 def listed() -> list[dict[str, Any]]:
@@ -175,9 +211,9 @@ def listed() -> list[dict[str, Any]]:
     return entries
 
 
-def try_mutants(module: str, count: int | None = None, seed: str = "") -> Outcome:
-    """Try all mutants of a module, or `count` of them; the current folder is a copy of the tree that may be changed."""
-    mutants = write_mutants(Path.cwd(), module)
+def try_mutants(module: str, count: int | None = None, seed: str = "", function: str = "") -> Outcome:
+    """Try all mutants of a module or of a function, or `count` of them, in a copy of the tree: the current folder."""
+    mutants = [mutant for mutant in write_mutants(Path.cwd(), module) if function in ("", mutant.function)]
     if count is not None and count < len(mutants):
         mutants = random.Random(seed).sample(mutants, count)
     equal = [{name: entry[name] for name in ("module", "function", "diff")} for entry in listed()]
@@ -198,11 +234,12 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def try_in_a_copy(module: str, count: int | None, seed: str) -> dict[str, int]:
+def try_in_a_copy(module: str, count: int | None, seed: str, function: str = "") -> dict[str, int]:
     """Try mutants of a module in a copy of the tree, in a process of its own; return their number by end."""
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(Path(folder))
-        command = [sys.executable, "-m", "tests.mutants", f"_only={module}", f"count={count or ''}", f"seed={seed}"]
+        command = [sys.executable, "-m", "tests.mutants", f"_only={module}", f"count={count or ''}"]
+        command += [f"seed={seed}", f"function={function}"]
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     counts: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
@@ -212,12 +249,13 @@ def try_in_a_copy(module: str, count: int | None, seed: str) -> dict[str, int]:
 def main(arguments: Sequence[str]) -> None:
     options = dict(argument.split("=") for argument in arguments if "=" in argument)
     count, seed = int(options.get("count") or 0) or None, options.get("seed", "")
+    function = options.get("function", "")
     if "_only" in options:  # in the copy
-        outcome = try_mutants(options["_only"], count, seed)
+        outcome = try_mutants(options["_only"], count, seed, function)
         print(json.dumps({name: len(mutants) for name, mutants in vars(outcome).items()}), file=sys.__stdout__)
         return
     for module in [argument for argument in arguments if "=" not in argument] or MODULES:
-        counts = try_in_a_copy(module, count, seed)
+        counts = try_in_a_copy(module, count, seed, function)
         print(f"{module}: {', '.join(f'{number} {name}' for name, number in counts.items())}", flush=True)
 
 

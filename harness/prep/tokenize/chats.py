@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
@@ -144,13 +144,10 @@ class RenderedChat:
         end = self.added_ends.get(turn, "")
         return beginning + (text[replaced:].rstrip() + end if end else text[replaced:])
 
-    def begin_as_served(self, turn: int, trained_from: Callable[[str], int]) -> int | None:
+    def begin_as_served(self, turn: int) -> int | None:
         """Begin a turn with its prompt where the template writes earlier turns differently once the turn follows.
 
         For example, Qwen3 writes the empty reasoning of the last answer alone, also in the prompt of a second answer.
-
-        Args:
-            trained_from: returns the character of a prompt from which on a turn is trained.
 
         Returns:
             first character of the turn in `served`; None if its text does not have the end of any prompt.
@@ -158,13 +155,12 @@ class RenderedChat:
         before = self._render(self.messages[:turn])
         shared = shared_length(self.upto(turn), self._with_last(turn, _OTHER_ANSWER))
         for prompt in self.prompts(turn):
-            start = trained_from(prompt)
-            header = prompt[len(before) : start] if prompt.startswith(before) else ""
+            header = prompt[len(before) :] if prompt.startswith(before) else ""
             place = self.upto(turn).rfind(header, 0, shared) if header.strip() else -1
             # A header with opened reasoning may stand at an earlier turn alone, whose header is then not the last.
             if place >= 0 and place == self.upto(turn).rfind(header.partition("<think>")[0], 0, shared):
-                self._beginnings[turn] = prompt[:start], place + len(header)
-                return start
+                self._beginnings[turn] = prompt, place + len(header)
+                return len(prompt)
         return None
 
     def begin_with_empty_reasoning(self, turn: int) -> int | None:

@@ -86,7 +86,7 @@ class Masker:
 
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
         self._template, self._config = template, config
-        self._special = re.compile("|".join(map(re.escape, special))) if special else re.compile(r"(?!)")
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._special_texts = tuple(special)
         self._stock: StockRule | None = stock_rule(template.text)
         self.rule, self.why = self._choose(config.mask, where)
@@ -217,7 +217,7 @@ class Masker:
         before = [number for number in range(turn) if chat.messages[number]["role"] == "assistant"]
         num_before = len(chat.marked(before[-1] + 1)[1]) if before else 0
         if turn and turn - 1 in before and not text.startswith(chat.prompt(turn)):
-            chat.begin_as_served(turn, len)
+            chat.begin_as_served(turn)
         moved = len(chat.served(turn)) - len(text)
         return [(start + moved, end + moved) for start, end in spans[num_before:]]
 
@@ -227,7 +227,7 @@ class Masker:
         start = self._start_of_stock_turn(chat, turn) if self.rule == "stock" else None
         if start is None:
             prompt = next((prompt for prompt in chat.prompts(turn) if text.startswith(prompt)), None)
-            start = len(prompt) if prompt is not None else chat.begin_as_served(turn, self._trained_from)
+            start = len(prompt) if prompt is not None else chat.begin_as_served(turn)
             start = chat.begin_with_empty_reasoning(turn) if start is None else start
             if start is None:
                 shown = chat.prompt(turn)[-24:]
@@ -242,11 +242,6 @@ class Masker:
             start += next((len(header) for header in self._stock.skips if text.startswith(header, start)), 0)
         return start, end
 
-    def _trained_from(self, prompt: str) -> int:
-        """Return the character of a prompt from which on a turn is trained."""
-        start = self._stock.start(prompt) if self._stock is not None else None
-        return len(prompt) if start is None else start
-
     def _start_of_stock_turn(self, chat: RenderedChat, turn: int) -> int | None:
         assert self._stock is not None
         text = chat.upto(turn)
@@ -255,7 +250,7 @@ class Masker:
             if start is not None and text.startswith(prompt[:start]):
                 return start
         # The template continues the turn before, as after the result of a tool: what is new is what it adds.
-        before = chat.upto(turn - 1) if turn else ""
+        before = chat.upto(turn - 1)
         shared = shared_length(before, text)
         return shared if self._core_end(before, shared, len(before)) == shared else None
 
@@ -455,7 +450,7 @@ class Masker:
         Without one, turns are written into the rendering as they are generated (`_kept`).
         """
         reasoned = replace(_ANSWER, reasoning="earlierreasoning")
-        probe = Conversation((_ASK, reasoned, replace(_ASK, content="c"), replace(reasoned, content="d")), "")
+        probe = Conversation((_ASK, reasoned, _ASK, reasoned), "")
         try:
             form = self._forms.find(probe).form
         except BadRecordError:
