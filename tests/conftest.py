@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.app import main
+from harness.cli import main
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,6 @@ Exit codes: 0 all is well, 1 a check found something, 2 the command could not be
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +12,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from harness.errors import ConfigError, exit_on_error
-from harness.printing import UNREAD, print_line
+from harness.errors import ConfigError
+from harness.printing import print_line
 
 _PROJECT = "megatron-sft-harness"
 # The base of errors in a command line, which typer does not export.
-_USAGE_ERROR: Any = typer.BadParameter.__base__
-# Commands with an argument or a mode that reads standard input.
-_READING = frozenset(("chat", "live", "preflight"))
+USAGE_ERROR: Any = typer.BadParameter.__base__
 # Groups by the purpose of the commands, in the order of the work: the module in this package, and the help. A module is
 # imported when its command runs, so that `--version` and `--help` wait for nothing.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
@@ -138,7 +135,7 @@ def _root(
     """
 
 
-def _missing_argument(error: Any) -> ConfigError | None:
+def missing_argument(error: Any) -> ConfigError | None:
     """Return the error of an argument that is missing, with the command and those that were given; None for others."""
     if not isinstance(error, typer.BadParameter) or error.param is None or error.ctx is None or error.message:
         return None
@@ -147,25 +144,3 @@ def _missing_argument(error: Any) -> ConfigError | None:
     given = [str(error.ctx.params.get(each.name) or each.metavar) for each in names]
     fix = f"{' '.join([command, *given])} ({missing}: {getattr(error.param, 'help', '')})"
     return ConfigError(f"{missing} is missing", where=command, fix=fix)
-
-
-def main() -> None:
-    """Run the command line; a HarnessError becomes its message and exit code 2."""
-    with exit_on_error(reads_input=bool(_READING.intersection(sys.argv[1:2]))):
-        try:
-            code = app(prog_name="harness", standalone_mode=False)
-        except _USAGE_ERROR as error:
-            if (missing := _missing_argument(error)) is not None:
-                raise missing from None
-            error.show()
-            code = error.exit_code
-        except SystemExit as ended:
-            # Typer ends with 1 where the reader of the help has ended.
-            if isinstance(ended.__context__, BrokenPipeError):
-                sys.exit(UNREAD)
-            raise
-        sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()
