@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> object:
     sys.argv = arguments
     try:
         if arguments[0] == "harness":
-            from harness.cli.app import main
+            from harness.cli import main
 
             main()
         else:

@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from harness.cli.app import main
+from harness.cli import main
 from harness.formats import open_writer
 from harness.records import Pack
 

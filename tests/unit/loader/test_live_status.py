@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from live_streams import some_packs, write_stream
 
-from harness.cli.app import main
+from harness.cli import main
 from harness.loader.live import LiveProducer
 from harness.loader.live.folder import LiveChunk, LiveFolder
 from harness.loader.live.status import live_status
