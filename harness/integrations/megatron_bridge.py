@@ -289,7 +289,11 @@ def forward_step(state: GlobalState, data_iterator: Any, model: Any, return_sche
             where="comm_overlap.overlap_moe_expert_parallel_comm",
             fix="set it to False",
         )
-    data_iterator.iterable.place(state)
+    rows = getattr(data_iterator, "iterable", None)
+    if not isinstance(rows, BridgeRows):
+        what = f"this forward step trains a HarnessDataset, and the data is {type(rows).__name__}"
+        raise ConfigError(what, where="cfg.dataset", fix="pass the forward step of Bridge's gpt_step to finetune")
+    rows.place(state)
     batch = next(data_iterator)
     mask, cp_size = batch.pop("padding_mask"), parallel_state.get_context_parallel_world_size()
     if cp_size > 1:

@@ -213,6 +213,17 @@ def main() -> None:
             )
         patches.enter_context(mock.patch.object(setup, "set_jit_fusion_options"))
         made = container(settings)
+        if settings.get("of_bridge"):
+            made.dataset = config.MockGPTDatasetConfig(
+                random_seed=1,
+                seq_length=256,
+                reset_position_ids=False,
+                reset_attention_mask=False,
+                eod_mask_loss=False,
+                num_workers=0,
+                persistent_workers=False,
+                dataloader_type="single",
+            )
         if "recipe" in settings:
             take_from_recipe(made, settings["recipe"])
         pretrain(made, record.step, callbacks=callbacks)
