@@ -73,6 +73,8 @@ class Environment:
         wanted = f"{peer}=={release}"
         others = [[one for one in group if not one.startswith(f"{peer}==")] for group in (self.packages, self.alone)]
         names = [one if one == TORCH else re.split(r"[=<>!]", one)[0] for one in others[0]]
+        if len(others[0]) < len(self.packages):  # the peer comes with what it needs
+            names.append(wanted)
         return replace(self, name=f"newest-{peer}", packages=tuple(names), alone=tuple(others[1]), peer=wanted)
 
     def make(self) -> None:
