@@ -17,7 +17,7 @@ help:
 	@echo "make sft     prepare a dataset from Python's own documentation and fine-tune a small GPT on it"
 	@echo "make test    run the tests"
 	@echo "make test-install, test-slurm, test-container   run the tests that need the package index, Slurm or podman"
-	@echo "make test-integrations   run the trainers of Megatron-Bridge and torchtitan in environments of their own"
+	@echo "make test-integrations   run other trainers, and their newest releases, in environments of their own"
 	@echo "make test-versions   run tests with Python 3.12 and Megatron-Core 0.19"
 	@echo "make setup   install into $(VENV) only"
 	@echo "make lint    ruff, mypy, import-linter, shellcheck, hadolint"
@@ -78,7 +78,8 @@ test-versions:
 	PYTHONPATH=$(CURDIR) $$python -m pytest -n auto --dist worksteal $(VERSIONS); fi
 
 # Megatron-Bridge and torchtitan want other packages than this project: each has an environment outside this folder, which
-# is kept between runs (VERSIONS_DIR names another place). 4 GB and ten minutes; the nightly tests run them too.
+# is kept between runs (VERSIONS_DIR names another place). The newest releases of others are installed, too. 10 GB and
+# half an hour; the nightly tests run them too.
 test-integrations: setup
 	$(BIN)/python tests/integrations/environments.py
 	$(BIN)/python -m pytest -n 0 -m nightly tests/integrations

@@ -15,8 +15,9 @@ from harness.cli.indexed import describe_pair_checks, find_checks
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats import FORMATS, convert_dataset, load_manifest, open_dataset, repair_manifest, verify_dataset
-from harness.formats.foreign.exporting import BRIDGE, BridgeFiles, export_to_bridge
+from harness.formats.foreign.exporting import BRIDGE, BridgeExport, BridgeFiles, export_to_bridge
 from harness.formats.foreign.importing import CONVENTIONS, import_dataset
+from harness.formats.foreign.swift import SWIFT, SwiftExport, export_to_swift
 from harness.formats.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
 from harness.formats.verify import describe_checks, diff_datasets
 from harness.loader.inspect_blend import BLEND_SUFFIXES, render_blend, summarize_blend
@@ -236,7 +237,8 @@ def convert(
     format: Annotated[
         str,
         typer.Argument(
-            metavar="FORMAT", help=f"one of {', '.join(FORMATS)}, or {BRIDGE} for Megatron-Bridge's own files"
+            metavar="FORMAT",
+            help=f"one of {', '.join(FORMATS)}, or {BRIDGE} or {SWIFT} for what the readers of these trainers read",
         ),
     ],
     overwrite: Overwrite = False,
@@ -247,13 +249,13 @@ def convert(
     Memory does not grow with the dataset, except for npy, whose pickled files are read and written whole.
     """
     settings: ConvertSettings = context.obj
-    if format == BRIDGE:
-        _convert_for_bridge(source, destination, settings, overwrite=overwrite, as_json=as_json)
-        return
-    if settings.bridge != BridgeFiles():
+    if format != BRIDGE and settings.bridge != BridgeFiles():
         raise ConfigError(
             f"the settings of bridge do not apply to the format {format}", where="bridge", fix=f"convert to {BRIDGE}"
         )
+    if format in (BRIDGE, SWIFT):
+        _convert_for_trainer(source, destination, format, settings, overwrite=overwrite, as_json=as_json)
+        return
     with progress_bar("", quiet=as_json) as advance:
         manifest = convert_dataset(
             source,
@@ -266,24 +268,29 @@ def convert(
     _print_written(destination, manifest, {}, as_json=as_json)
 
 
-def _convert_for_bridge(
-    source: str, destination: str, settings: ConvertSettings, *, overwrite: bool, as_json: bool
+def _convert_for_trainer(
+    source: str, destination: str, format: str, settings: ConvertSettings, *, overwrite: bool, as_json: bool
 ) -> None:
     if settings.data.packs_per_shard is not None:
-        raise ConfigError(
-            "Megatron-Bridge reads one file, without shards", where="data.packs_per_shard", fix="leave it out"
-        )
+        what = f"the format {format} is one file, without shards"
+        raise ConfigError(what, where="data.packs_per_shard", fix="leave it out")
     with progress_bar("", quiet=as_json) as advance:
-        written = export_to_bridge(
-            source,
-            destination,
-            files=settings.bridge,
-            pack_size=settings.data.pack_size,
-            overwrite=overwrite,
-            progress=lambda stage, done, total: advance(done, total, stage),
-        )
+        options: dict[str, Any] = {
+            "pack_size": settings.data.pack_size,
+            "overwrite": overwrite,
+            "progress": lambda stage, done, total: advance(done, total, stage),
+        }
+        written: BridgeExport | SwiftExport
+        if format == BRIDGE:
+            written = export_to_bridge(source, destination, files=settings.bridge, **options)
+        else:
+            written = export_to_swift(source, destination, **options)
     if as_json:
         print_json(asdict(written))
+        return
+    if isinstance(written, SwiftExport):
+        print_line(f"{written.path}: {written.num_sequences:,} sequences in {written.num_packs:,} packs")
+        print_text(f"arguments of swift sft or megatron sft:\n  {written.arguments}")
         return
     _print_written(written.path, written.manifest, {}, as_json=False)
     if written.num_untrained:

@@ -1,21 +1,24 @@
-"""A dataset of the harness in Megatron-Bridge: `cfg.dataset = HarnessDataset(path=...)`, and nothing else changes.
+"""A dataset of the harness in Megatron-Bridge: `cfg.dataset = HarnessDataset(path=...)`, trained by `forward_step`.
 
-Bridge builds it through its `DatasetProvider`, reads it with `dataloader_type="external"` in its own `gpt_step`, and
-saves its position with the checkpoint. A resume on another number of data-parallel ranks reads exactly the rest.
+Bridge builds it through `DatasetProvider`. Its source calls that class deprecated, but 0.6.2 takes no other settings of
+a dataset than its own and those of this class. It reads the rows with `dataloader_type="external"`, runs them with its
+`gpt_step` in our `forward_step`, and saves their position with the checkpoint. A resume on another number of
+data-parallel ranks reads exactly the rest.
 
 Bridge runs global_batch_size / data-parallel size microbatches in every step, so only `as_packed` fits: one stored pack
 is one microbatch. Balanced schedules need another number in each step. For them Bridge would have to take the number
 from the iterator, where `train_step`, `_dummy_train_step` and `evaluate` take that of Megatron's calculator; to count
 the samples of a step by the packs that were read; and, with a pipeline, to exchange the sizes of rows between stages.
 
-Written for megatron-bridge 0.3.1.
+Written for megatron-bridge 0.6.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -25,19 +28,18 @@ from harness.formats import open_dataset
 from harness.integrations import FixedRows, RankStream, as_packed_rows, require, require_as_packed
 from harness.integrations.fixed_rows import saved_position
 from harness.loader import LoaderConfig, RankLayout
+from harness.megatron.batch import padding_argument
 from harness.megatron.job.runtime import place_in_groups
-from harness.thd import ThdBatch, padding_multiple
+from harness.thd import ThdBatch, context_parallel_indices, padding_multiple
 
 require("megatron_bridge")
 
-from megatron.bridge.training.config import DatasetBuildContext, DatasetProvider
-from megatron.core import num_microbatches_calculator, parallel_state
-from megatron.core.num_microbatches_calculator import (
-    get_current_global_batch_size,
-    get_micro_batch_size,
-    get_num_microbatches,
-)
-from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+from megatron.bridge.data.packing.config import PackedSequenceSpecs
+from megatron.bridge.training import gpt_step
+from megatron.bridge.training.state import GlobalState
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 
 # Settings of the loader that Bridge has already.
 _OF_BRIDGE = ("global_batch_size", "num_workers", "persistent_workers", "seed")
@@ -58,9 +60,14 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
         schedule: as_packed; others need a number of microbatches that Bridge does not know.
         seed: of the order.
         loader: other settings of `LoaderConfig` by name, such as block_packs, shuffle or allow_other_data.
-        dataloader_save: folder of the positions, usually cfg.checkpoint.save; None to keep none.
-        dataloader_load: folder to resume from; None for `dataloader_save`.
+        dataloader_save: folder of the positions; None for Bridge's, the subfolder energon of cfg.checkpoint.save.
+        dataloader_load: folder to resume from; None for `dataloader_save`, or Bridge's folder in the checkpoint.
     """
+
+    # With these, stages between the first and the last read a batch too, and get the bounds of its sequences. Bridge
+    # wants a size, and reads no file for it.
+    enable_offline_packing: ClassVar[bool] = True
+    offline_packing_specs: ClassVar[PackedSequenceSpecs] = PackedSequenceSpecs(packed_sequence_size=1)
 
     path: str
     valid_path: str | None = None
@@ -93,13 +100,6 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
             HarnessError: a layout or a batch size that does not fit, or a dataset that cannot be read.
         """
         layout = self._layout()
-        if get_micro_batch_size() != 1:
-            what = f"micro_batch_size is {get_micro_batch_size()}, but a packed row is a whole microbatch"
-            raise ConfigError(what, where="train.micro_batch_size", fix="set it to 1; global_batch_size counts packs")
-        # Megatron has no public function for it; without this check the run would stop where the batch first grows.
-        calculator = vars(num_microbatches_calculator).get("_GLOBAL_NUM_MICROBATCHES_CALCULATOR")
-        if hasattr(calculator, "batch_size_increment"):
-            raise _changing_batch_size("the global batch grows during training")
         size = get_current_global_batch_size()
         evaluation_steps = context.test_samples // size
 
@@ -129,8 +129,8 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
         rows = FixedRows(stream, rows_per_step=size // layout.dp_size, pad_rows_to=self.seq_length)
         pin = bool(self.pin_memory) and torch.cuda.is_available()
         if evaluation_steps is not None:
-            return BridgeRows(rows, pin_memory=pin, repeat_steps=evaluation_steps)
-        return BridgeRows(rows, pin_memory=pin, resume_from=self.dataloader_load or self.dataloader_save)
+            return BridgeRows(rows, self, pin_memory=pin, repeat_steps=evaluation_steps)
+        return BridgeRows(rows, self, pin_memory=pin)
 
     def _loader_config(self, size: int, **changes: Any) -> LoaderConfig:
         known = [one.name for one in fields(LoaderConfig) if one.name not in _OF_BRIDGE]
@@ -154,13 +154,6 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
                 fix="build the dataset with Bridge and cfg.dist.use_decentralized_pg=False",
             )
         num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-        if num_stages > 2:
-            raise ConfigError(
-                f"the pipeline has {num_stages} stages: Bridge's gpt_step reads no batch between the first and the "
-                "last, whose attention would cross from one sequence into the next",
-                where="model.pipeline_model_parallel_size",
-                fix="set it to 1 or 2, or train with recipes.sft, which sends the bounds to every stage",
-            )
         if num_stages > 1 and self.seq_length is None:
             what = "rows differ in length, but the stages of Bridge's pipeline exchange activations of model.seq_length"
             raise ConfigError(what, where="dataset.seq_length", fix="set it to model.seq_length")
@@ -182,20 +175,21 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
 class BridgeRows:
     """The iterator that Bridge takes as an external dataloader: one microbatch at a time, as a dict of tensors.
 
-    It moves to the position of a checkpoint when its first row is read, because only then Bridge's step is known.
+    It moves to the position of a checkpoint at the first row, because only then Bridge's step is known. Bridge's own
+    loading, for which an iterator has a `restore_state`, refuses a rank that had no file when the checkpoint was saved.
 
     Args:
+        dataset: its settings.
         pin_memory: return tensors in pinned memory.
-        resume_from: folder of the positions that Bridge saved; None to begin at the first pack.
         repeat_steps: begin again after this many steps, as evaluations do; None to read on.
     """
 
     def __init__(
-        self, rows: FixedRows, *, pin_memory: bool, resume_from: str | None = None, repeat_steps: int | None = None
+        self, rows: FixedRows, dataset: HarnessDataset, *, pin_memory: bool, repeat_steps: int | None = None
     ) -> None:
         self._rows = rows
+        self._dataset = dataset
         self._pin_memory = pin_memory
-        self._resume_from = resume_from
         self._repeat_steps = repeat_steps
         self._start = rows.state_dict()
         self._is_placed = False
@@ -205,6 +199,12 @@ class BridgeRows:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
+        if not self._is_placed:
+            raise ConfigError(
+                "Bridge reads the rows in a forward step without their padding mask and without their position",
+                where="the forward step of finetune or pretrain",
+                fix="pass the one of this module: from harness.integrations.megatron_bridge import forward_step",
+            )
         if self._rows.starts_step:
             self._begin_step()
         batch = bridge_batch(next(self._rows))
@@ -214,7 +214,7 @@ class BridgeRows:
         """Return the position after the steps so far, the same on every rank; Bridge saves it with its checkpoint."""
         return self._rows.state_dict()
 
-    def restore_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a position that `save_state` returned, on any number of data-parallel ranks.
 
         Raises:
@@ -223,29 +223,85 @@ class BridgeRows:
         self._rows.load_state_dict(state)
         self._is_placed = True
 
+    def place(self, state: GlobalState) -> None:
+        """Move to the position of the checkpoint that Bridge continues from, before the first row.
+
+        Raises:
+            CheckpointError: there is none.
+            ConfigError: settings of Bridge do not fit the rows.
+        """
+        if self._is_placed:
+            return
+        if state.cfg.train.rampup_batch_size is not None:
+            raise _changing_batch_size("the global batch grows during training")
+        size, expected = self._dataset.seq_length, state.cfg.model.seq_length
+        if size not in (None, expected) and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            what = f"rows have {size:,} tokens, but the stages of the pipeline exchange activations of {expected:,}"
+            raise ConfigError(what, where="dataset.seq_length", fix="set it to model.seq_length")
+        evaluation = state.cfg.validation
+        sizes = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
+        if self._repeat_steps is not None and sizes != (get_current_global_batch_size(), 1):
+            raise ConfigError(
+                f"evaluations have global batches of {sizes[0]} and microbatches of {sizes[1]}",
+                where="validation.eval_global_batch_size, validation.eval_micro_batch_size",
+                fix="leave both unset: the sizes of training are used",
+            )
+        if self._repeat_steps is None and (step := state.train_state.step) > 0:
+            fix = (
+                "set dataset.dataloader_load to the folder of the positions; to read from the first pack, load the "
+                "checkpoint with cfg.checkpoint.finetune=True"
+            )
+            folders = self._folders(state.cfg.checkpoint)
+            self.load_state_dict(saved_position(folders, step, where="dataset.dataloader_load", fix=fix))
+        self._is_placed = True
+
+    def _folders(self, checkpoint: Any) -> list[str]:
+        if self._dataset.dataloader_load:
+            return [self._dataset.dataloader_load]
+        roots = [Path(root) for root in (checkpoint.load, checkpoint.save) if root]
+        # Bridge can load the folder of one iteration, too.
+        roots = [root.parent if root.name.startswith("iter_") else root for root in roots]
+        saved = [self._dataset.dataloader_save] if self._dataset.dataloader_save else []
+        return [*saved, *(str(folder) for root in roots for folder in (root / "energon", root))]
+
     def _begin_step(self) -> None:
         if self._repeat_steps is not None:
             if self._num_steps == self._repeat_steps:
                 self._rows.load_state_dict(self._start)
                 self._num_steps = 0
             self._num_steps += 1
-            return
-        if get_num_microbatches() != self._rows.rows_per_step:
+        elif get_num_microbatches() != self._rows.rows_per_step:
             raise _changing_batch_size(
                 f"the step has {get_num_microbatches()} microbatches, but the data was opened for "
                 f"{self._rows.rows_per_step}"
             )
-        if not self._is_placed:
-            # Megatron counts a step before it reads it.
-            step = get_rerun_state_machine().current_iteration - 1
-            if step > 0:
-                folders = [self._resume_from] if self._resume_from else []
-                fix = (
-                    "set dataset.dataloader_save to the folder of the checkpoints in both runs; to read from the first "
-                    "pack, load the checkpoint with cfg.checkpoint.finetune=True"
-                )
-                self.restore_state(saved_position(folders, step, where="dataset.dataloader_save", fix=fix))
-            self._is_placed = True
+
+
+def forward_step(state: GlobalState, data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+    """Run Bridge's `gpt_step.forward_step` on the next row; routers of experts get the mask of its padding.
+
+    Raises:
+        HarnessError: the rows cannot be continued, or settings of Bridge do not fit them.
+    """
+    if return_schedule_plan:
+        raise ConfigError(
+            "Bridge plans overlapped communication of experts without the bounds of sequences",
+            where="comm_overlap.overlap_moe_expert_parallel_comm",
+            fix="set it to False",
+        )
+    rows = getattr(data_iterator, "iterable", None)
+    if not isinstance(rows, BridgeRows):
+        what = f"this forward step trains a HarnessDataset, and the data is {type(rows).__name__}"
+        raise ConfigError(what, where="cfg.dataset", fix="pass the forward step of Bridge's gpt_step to finetune")
+    rows.place(state)
+    batch = next(data_iterator)
+    mask, cp_size = batch.pop("padding_mask"), parallel_state.get_context_parallel_world_size()
+    if cp_size > 1:
+        rank = parallel_state.get_context_parallel_rank()
+        mask = mask[:, context_parallel_indices(batch["cu_seqlens"][0].numpy(), cp_size=cp_size, cp_rank=rank)]
+    added = padding_argument(model, mask.cuda(non_blocking=True))
+    with model.register_forward_pre_hook(lambda _, args, named: (args, {**named, **added}), with_kwargs=True):
+        return gpt_step.forward_step(state, iter([batch]), model)
 
 
 def bridge_batch(row: ThdBatch) -> dict[str, torch.Tensor]:
@@ -257,12 +313,13 @@ def bridge_batch(row: ThdBatch) -> dict[str, torch.Tensor]:
         cu_seqlens: int32 [1, S + 1], padded bounds, and `cu_seqlens_argmin` int64 [1, 1], its length.
         cu_seqlens_unpadded, cu_seqlens_unpadded_argmin: the same of real tokens, only where some are padded.
         max_seqlen: int32 [1, 1].
+        padding_mask: bool [1, T], True at padding.
     """
     bounds = {"cu_seqlens": row.cu_seqlens_padded}
     if not (row.cu_seqlens == row.cu_seqlens_padded).all():
         bounds["cu_seqlens_unpadded"] = row.cu_seqlens
     batch = {name: torch.from_numpy(getattr(row, name))[None] for name in ("tokens", "labels", "position_ids")}
-    batch["loss_mask"] = torch.from_numpy(row.loss_mask)[None]
+    batch |= {name: torch.from_numpy(getattr(row, name))[None] for name in ("loss_mask", "padding_mask")}
     for name, values in bounds.items():
         batch[name] = torch.from_numpy(values)[None]
         # Bridge cuts the bounds here; it marks the end of its own with -1, which ours do not need.

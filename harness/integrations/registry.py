@@ -41,7 +41,9 @@ INTEGRATIONS = MappingProxyType(
         "megatron_lm": Integration(
             ("torch", "megatron.core", "megatron.training"), "pip install 'megatron-core>=0.19' (Python 3.12 or later)"
         ),
-        "megatron_bridge": Integration(("torch", "megatron.core", "megatron.bridge"), "pip install megatron-bridge"),
+        "megatron_bridge": Integration(
+            ("torch", "megatron.core", "megatron.bridge"), "pip install 'megatron-bridge>=0.6'"
+        ),
         "torchtitan": Integration(("torch", "torchtitan"), "pip install torchtitan"),
     }
 )

@@ -203,7 +203,7 @@ def collate_for_bridge(samples: list[dict[str, list[int]]]) -> dict[str, Any]:
     """Return a batch of one sample as Megatron-Bridge's `GPTSFTPackedDataset` collates it.
 
     Written for the bench from what that class does: Python lists are cut at the bounds of sequences, padded to a
-    multiple of 16 and made into tensors; the end of the bounds is marked with -1.
+    multiple of 16 and made into tensors.
     """
     import torch
 
@@ -225,17 +225,16 @@ def collate_for_bridge(samples: list[dict[str, list[int]]]) -> dict[str, Any]:
     def padded(values: list[int]) -> torch.Tensor:
         return torch.tensor([values + [0] * (total - len(values))])
 
-    bounds.append(-1)
-    marked = torch.tensor([bounds], dtype=torch.int32)
+    cu_seqlens = torch.tensor([bounds], dtype=torch.int32)
+    longest = torch.diff(cu_seqlens).max(dim=1, keepdim=True).values
     return {
         "tokens": padded(tokens.tolist()),
         "labels": padded(labels.tolist()),
         "loss_mask": padded(trained.tolist()),
         "position_ids": padded(positions),
         "token_count": [len(tokens)],
-        "cu_seqlens": marked,
-        "cu_seqlens_argmin": torch.argmin(marked, dim=1, keepdim=True),
-        "max_seqlen": torch.diff(marked[:, :-1]).max(dim=1, keepdim=True).values,
+        **{f"cu_seqlens_{name}": cu_seqlens for name in ("q", "kv")},
+        **{f"max_seqlen_{name}": longest for name in ("q", "kv")},
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,42 +22,54 @@ cuda_stand_ins.install(after=cuda_stand_ins.MEGATRON_CORE)
 import numpy as np
 import torch
 from megatron.bridge.models.gpt_provider import GPTModelProvider
-from megatron.bridge.training import config, gpt_step, initialize, setup, train
+from megatron.bridge.training import config, eval, gpt_step, initialize, setup, train
 from megatron.bridge.training.callbacks import CallbackManager
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.moe.router import TopKRouter
 
-from harness.integrations.megatron_bridge import HarnessDataset
+from harness.integrations.megatron_bridge import HarnessDataset, forward_step
+from harness.megatron import compat
 from harness.megatron.job.runtime import start
 from harness.megatron.model import gpt
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.layout import padded_vocab_size
 
 VOCAB = 300
-MODEL = ModelConfig(num_layers=4, hidden_size=32, ffn_hidden_size=64, init_std=0.06)
+MODEL = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64, "init_std": 0.06}
 OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=5, decay_steps=10)
 
 
-def model_provider(parallel: ParallelConfig, *, seq_length: int) -> GPTModelProvider:
-    """Return Bridge's provider of the model that `recipes.sft` trains, with its weights."""
-    ours = gpt.transformer_config(MODEL, parallel, torch.device("cpu"))
+def model_provider(
+    model: ModelConfig, parallel: ParallelConfig, *, seq_length: int, own_routers: bool = False
+) -> GPTModelProvider:
+    """Return Bridge's provider of the model that `recipes.sft` trains, with its weights.
+
+    With `own_routers`, the routers of experts are Megatron's.
+    """
+
+    def layers(made: GPTModelProvider, vp_stage: int | None = None) -> Any:
+        block = gpt._layers(model, made, transformer_engine=False, vp_stage=vp_stage)
+        if not own_routers:
+            return block
+        return replace(block, layer_specs=[compat.with_router(layer, TopKRouter) for layer in block.layer_specs])
+
+    ours = gpt.transformer_config(model, parallel, torch.device("cpu"))
     known = GPTModelProvider.__dataclass_fields__
     shared = {name: value for name, value in vars(ours).items() if name in known and known[name].init}
     provider = GPTModelProvider(
         **shared,
-        transformer_layer_spec=lambda made, vp_stage=None: gpt._layers(
-            MODEL, made, transformer_engine=False, vp_stage=vp_stage
-        ),
+        transformer_layer_spec=layers,
         vocab_size=padded_vocab_size(VOCAB),
         seq_length=seq_length,
         position_embedding_type="rope",
-        rotary_base=MODEL.rotary_base,
-        share_embeddings_and_output_weights=MODEL.tie_embeddings,
+        rotary_base=model.rotary_base,
+        share_embeddings_and_output_weights=model.tie_embeddings,
     )
 
     def with_our_weights(chunks: list[Any]) -> list[Any]:
-        made = gpt.build_chunks(MODEL, parallel, vocab_size=VOCAB, device=torch.device("cpu"))
+        made = gpt.build_chunks(model, parallel, vocab_size=VOCAB, device=torch.device("cpu"))
         for chunk, ours in zip(chunks, made, strict=True):
             chunk.load_state_dict(ours.state_dict())
         return chunks
@@ -67,18 +80,19 @@ def model_provider(parallel: ParallelConfig, *, seq_length: int) -> GPTModelProv
 
 def container(settings: dict[str, Any]) -> config.ConfigContainer:
     parallel = ParallelConfig(**settings.get("parallel", {}))
-    seq_length = settings["dataset"].get("seq_length") or 256
+    model = ModelConfig(**{**MODEL, **settings.get("model", {})})
     checkpoints = settings.get("checkpoints")
     return config.ConfigContainer(
         train=config.TrainingConfig(
             micro_batch_size=settings.get("micro_batch_size", 1),
             global_batch_size=settings["global_batch_size"],
             train_iters=settings["steps"],
-            eval_iters=settings.get("eval_iters", 0),
-            eval_interval=settings.get("eval_interval", 1000),
             **settings.get("train", {}),
         ),
-        model=model_provider(parallel, seq_length=seq_length),
+        validation=config.ValidationConfig(
+            **{"eval_iters": 0, "eval_interval": 1000, **settings.get("validation", {})}
+        ),
+        model=model_provider(model, parallel, seq_length=256, own_routers=settings.get("own_routers", False)),
         optimizer=config.OptimizerConfig(
             optimizer="adam",
             lr=OPTIMIZER.lr,
@@ -101,7 +115,7 @@ def container(settings: dict[str, Any]) -> config.ConfigContainer:
         ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False),
         dataset=HarnessDataset(num_workers=1, pin_memory=False, **settings["dataset"]),
         logger=config.LoggerConfig(log_interval=1),
-        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1, legacy_tokenizer=True),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1),
         checkpoint=config.CheckpointConfig(
             save=checkpoints, load=checkpoints, save_interval=settings.get("save_interval"), fully_parallel_save=False
         ),
@@ -115,20 +129,21 @@ def take_from_recipe(made: config.ConfigContainer, recipe: str) -> None:
     from megatron.bridge import AutoBridge
     from megatron.bridge.training import finetune
 
-    taken: list[config.ConfigContainer] = []
+    taken: list[tuple[config.ConfigContainer, Any]] = []
     # Weights and sizes of the model would come from Hugging Face's hub.
     published = mock.MagicMock()
     published.to_megatron_provider.return_value = made.model
     with (
         mock.patch.object(AutoBridge, "from_hf_pretrained", return_value=published),
-        mock.patch.object(finetune, "finetune", lambda given, step: taken.append(given)),
+        mock.patch.object(finetune, "finetune", lambda given, step: taken.append((given, step))),
     ):
         small = vars(made.model).copy()
         made.model.calculate_per_token_loss = False
         exec(compile(recipe, "recipe", "exec"), {})
         assert made.model.calculate_per_token_loss
         vars(made.model).update(small)
-    (given,) = taken
+    ((given, step),) = taken
+    assert step is forward_step
     assert given.train.micro_batch_size == 1
     given.dataset.pin_memory = False
     made.dataset = given.dataset
@@ -137,7 +152,8 @@ def take_from_recipe(made: config.ConfigContainer, recipe: str) -> None:
 class Record:
     """Keeps what the model receives in every forward pass, and the loss of every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward: Any) -> None:
+        self._forward = forward
         self.rows: list[dict[str, np.ndarray[Any, Any]]] = []
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[int] = []
@@ -145,19 +161,20 @@ class Record:
     def step(self, state: Any, data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
         first = self
 
-        def keep(module: Any, arguments: Any, named: dict[str, Any]) -> None:
+        def keep(module: Any, arguments: Any, named: dict[str, Any], output: Any) -> None:
             packed = named["packed_seq_params"]
             row = {
                 **{name: named[name] for name in ("input_ids", "position_ids", "labels")},
                 "cu_seqlens": packed.cu_seqlens_q,
                 "cu_seqlens_padded": packed.cu_seqlens_q_padded,
                 "max_seqlen": packed.max_seqlen_q,
+                "padding_mask": named.get("padding_mask"),
             }
             first.rows.append({name: np.asarray(value) for name, value in row.items() if value is not None})
 
-        hook = model.register_forward_pre_hook(keep, with_kwargs=True)
+        hook = model.register_forward_hook(keep, with_kwargs=True)  # after that of `forward_step`
         try:
-            output, loss_function = gpt_step.forward_step(state, data_iterator, model, return_schedule_plan)
+            output, loss_function = self._forward(state, data_iterator, model, return_schedule_plan)
         finally:
             hook.remove()
         if loss_function.args[0] is not None:  # on the last stage of a pipeline
@@ -173,7 +190,8 @@ class Record:
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
     out = Path(settings["out"])
-    record = Record()
+    record = Record(gpt_step.forward_step if settings.get("forward_step") == "gpt_step" else forward_step)
+    torch.compiler.set_stance("force_eager")  # what Megatron's routers compile, too
     callbacks = CallbackManager()
     callbacks.register("on_train_step_end", record.end)
     with start("cpu") as runtime, ExitStack() as patches:
@@ -187,13 +205,25 @@ def main() -> None:
                 stream=lambda stream: nullcontext(),
             )
         )
+        patches.enter_context(mock.patch.object(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"))
         patches.enter_context(mock.patch.object(initialize, "compile_helpers"))
-        # A function of modelopt, for which a stand-in answers.
-        patches.enter_context(
-            mock.patch.object(train, "get_tensor_shapes_adjust_fn_for_distillation", return_value=None)
-        )
+        for module in (train, eval):  # a function of modelopt, for which a stand-in answers
+            patches.enter_context(
+                mock.patch.object(module, "get_tensor_shapes_adjust_fn_for_distillation", return_value=None)
+            )
         patches.enter_context(mock.patch.object(setup, "set_jit_fusion_options"))
         made = container(settings)
+        if settings.get("of_bridge"):
+            made.dataset = config.MockGPTDatasetConfig(
+                random_seed=1,
+                seq_length=256,
+                reset_position_ids=False,
+                reset_attention_mask=False,
+                eod_mask_loss=False,
+                num_workers=0,
+                persistent_workers=False,
+                dataloader_type="single",
+            )
         if "recipe" in settings:
             take_from_recipe(made, settings["recipe"])
         pretrain(made, record.step, callbacks=callbacks)

@@ -2,7 +2,8 @@
 
     bridge_reader.py SETTINGS.json
 
-Writes every sample, and the same sample as a batch of one, as JSON.
+Writes every sample, and the same sample as a batch of one, as JSON. In a root without packed files, Bridge packs its
+own first.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import cuda_stand_ins
 
 cuda_stand_ins.install(after=cuda_stand_ins.MEGATRON_CORE)
 
-from megatron.bridge.data.datasets.packed_sequence import PackedSequenceSpecs  # noqa: F401
+from megatron.bridge.data.builders import GPTSFTDatasetConfig  # noqa: F401
+from megatron.bridge.data.packing import PackedSequenceSpecs  # noqa: F401
 from megatron.bridge.data.utils import get_dataset_provider
-from megatron.bridge.training.config import FinetuningDatasetConfig  # noqa: F401
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
 from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
 
 
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
-    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=299, legacy_tokenizer=True))
-    type(tokenizer).eos_id = 299  # a tokenizer of Hugging Face has it; this one calls it eod
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=299))
+    type(tokenizer).eos_id, type(tokenizer).space_sensitive = 299, False  # as tokenizers of Hugging Face have them
     config = eval(settings["settings"])  # the text that a recipe is given
     dataset = get_dataset_provider(config)([0, 0, 0], config, tokenizer)[0]
     samples: list[dict[str, Any]] = []
@@ -36,7 +37,7 @@ def main() -> None:
         samples.append(
             {
                 **{name: list(map(int, sample[name])) for name in ("input_ids", "loss_mask", "seq_boundaries")},
-                **{name: batch[name][0].tolist() for name in ("tokens", "labels", "cu_seqlens")},
+                **{name: batch[name][0].tolist() for name in ("tokens", "labels", "cu_seqlens_q")},
                 "mask": batch["loss_mask"][0].tolist(),
             }
         )

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from environments import ENVIRONMENTS
 from small_packs import write_small_packs
 from trainers import Trainer
+
+from tests.integrations.environments import ENVIRONMENTS
+from tests.scoreboard.environments import ENVIRONMENTS as SCOREBOARD
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +24,7 @@ def trainer(tmp_path: Path) -> Callable[[str], Trainer]:
     """Open an environment by name; the test is skipped where it is not made."""
 
     def opened(name: str) -> Trainer:
-        environment = ENVIRONMENTS[name]
+        environment = ENVIRONMENTS.get(name) or SCOREBOARD[name]
         if not environment.is_made:
             pytest.skip(f"needs the environment of {name}: {environment.command}, or make test-integrations")
         return Trainer(environment, tmp_path)

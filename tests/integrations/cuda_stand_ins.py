@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+from abc import ABCMeta
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -31,11 +32,12 @@ PACKAGES = (
 )
 
 MEGATRON_CORE = tuple(
-    f"megatron.core.{name}" for name in ("models.gpt.gpt_layer_specs", "optimizer", "transformer.attention")
+    f"megatron.{name}"
+    for name in ("core.models.gpt.gpt_layer_specs", "core.optimizer", "core.transformer.attention", "training")
 )
 
 
-class _StandIn(type):
+class _StandIn(ABCMeta):
     """A class that can be a base class, a decorator or a function, be subscripted, and has every attribute."""
 
     def __getattr__(cls, name: str) -> Any:

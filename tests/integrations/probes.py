@@ -362,7 +362,7 @@ def read_megatron_bridge(job: ProbeJob) -> tuple[Steps, Position]:
     from harness.megatron import prepare_process
 
     prepare_process()
-    from megatron.bridge.training.config import DatasetBuildContext
+    from megatron.bridge.data.base import DatasetBuildContext
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     from harness.integrations.megatron_bridge import HarnessDataset
@@ -395,8 +395,7 @@ def read_megatron_bridge(job: ProbeJob) -> tuple[Steps, Position]:
         )
         rows, _, _ = data.build_datasets(DatasetBuildContext(train_samples=size, valid_samples=0, test_samples=0))
         assert rows is not None
-        if job.position is not None:
-            rows.restore_state(job.position)
+        rows.load_state_dict(rows.save_state() if job.position is None else job.position)
         steps = group_rows(map(thd, rows), [size // job.world_size] * job.num_steps)
         return steps, rows.save_state()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tests.integrations.environments import ENVIRONMENTS as INTEGRATIONS
-from tests.integrations.environments import TORCH, Environment
+from tests.integrations.environments import PEERS, TORCH, Environment
+
+_TRL = f"trl=={PEERS['trl']}"
 
 ENVIRONMENTS = {
     one.name.removeprefix("scoreboard-"): one
@@ -13,7 +15,7 @@ ENVIRONMENTS = {
         ),
         Environment(
             "scoreboard-trl",
-            (TORCH, "numpy", "trl==1.16.0", "transformers==5.24.0", "accelerate==1.15.0", "datasets==5.2.0"),
+            (TORCH, "numpy", _TRL, "transformers==5.24.0", "accelerate==1.15.0", "datasets==5.2.0"),
         ),
         # Without what needs CUDA, or only serves, plots and downloads.
         Environment(
@@ -34,7 +36,7 @@ ENVIRONMENTS = {
                 *("pandas", "rouge", "scipy", "sentencepiece", "simplejson", "sortedcontainers", "tensorboard"),
                 *("tiktoken", "uvicorn", "zstandard", "attrdict", "jinja2"),
             ),
-            alone=("ms-swift==4.6.0",),
+            alone=(f"ms-swift=={PEERS['ms-swift']}",),
         ),
         Environment(
             "scoreboard-axolotl",
@@ -55,7 +57,7 @@ ENVIRONMENTS = {
                 *(TORCH, "numpy", "transformers==5.18.0", "datasets==5.2.0", "accelerate==1.15.0", "pyyaml"),
                 *("torchdata", "torchao==0.17.0", "tiktoken", "jinja2", "opencv-python-headless", "mistral-common"),
             ),
-            alone=("nemo-automodel==0.7.0", "megatron-fsdp==0.5.0", "flashoptim==0.1.3", "trl==1.16.0"),
+            alone=(f"nemo-automodel=={PEERS['nemo-automodel']}", "megatron-fsdp==0.5.0", "flashoptim==0.1.3", _TRL),
         ),
     )
 }

@@ -1,8 +1,8 @@
-"""Packed files under the names that Megatron-Bridge looks for, with the figures of packing that it reads.
+"""Packed files for the reader of Megatron-Bridge 0.6, with the figures of packing that it reads.
 
-Bridge 0.3 finds `packed/TOKENIZER_pad_seq_to_mult1/training_SIZE.npy` in its dataset root, and `SIZE_metadata.jsonl`
-beside it: a JSON list of one record of figures for each file. Later versions look for `training_SIZE.idx.parquet`, and
-read the file of either name that they are given. A sequence of L stored tokens counts as L - 1 there.
+The files lie in the folder `packed` of its dataset root, and `SIZE_metadata.jsonl` beside them: a JSON list of one
+record of figures for each file. Bridge looks for its own files under a name with a hash of its settings, so that the
+settings that are printed name these. A sequence of L stored tokens counts as L - 1 there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.storage.files import explain_os_errors
 
 BRIDGE = "megatron_bridge"
 _SPLITS = ("training", "validation")
-_SUFFIXES = {"npy": ".npy", "parquet": ".idx.parquet"}
+_SUFFIXES = {"parquet": ".idx.parquet", "npy": ".npy"}
 
 
 @dataclass
@@ -39,14 +39,11 @@ class BridgeFiles(CheckedSettings, section="bridge"):
 
     Attributes:
         split: training or validation.
-        tokenizer: the tokenizer's name in Bridge's configuration, such as org/name, which is in the folder's name;
-            empty for a folder that Bridge finds with the setting that is printed.
-        file_format: npy, which megatron-bridge 0.3 reads, or parquet, which only later versions read.
+        file_format: parquet, or npy, which Bridge reads as a whole and calls deprecated.
     """
 
     split: str = one_of("training", _SPLITS)
-    tokenizer: str = ""
-    file_format: str = one_of("npy", _SUFFIXES)
+    file_format: str = one_of("parquet", _SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,7 @@ def export_to_bridge(
     with closing(open_dataset(source)) as reader:
         refuse_weights(reader, "Megatron-Bridge's loss")
         size = reader.pack_size if pack_size is None else pack_size
-        name = files.tokenizer.replace("/", "--") or "harness"
-        folder = Path(root) / "packed" / f"{name}_pad_seq_to_mult1"
+        folder = Path(root) / "packed"
         path = folder / f"{files.split}_{size}{_SUFFIXES[files.file_format]}"
         metadata_path = folder / f"{size}_metadata.jsonl"
         others: list[dict[str, Any]] = []
@@ -117,7 +113,7 @@ def export_to_bridge(
             manifest=manifest,
             path=str(path),
             metadata_path=str(metadata_path),
-            settings=_settings(root, size, name, folder),
+            settings=_settings(root, size, metadata_path),
             end_token=end_token,
             num_untrained=0 if end_token is None else _count_untrained(reader, end_token),
         )
@@ -138,12 +134,18 @@ def _figures(reader: PackReader, pack_size: int, split: str) -> dict[str, Any]:
     }
 
 
-def _settings(root: str | PathLike[str], pack_size: int, name: str, folder: Path) -> str:
-    has_validation = any((folder / f"validation_{pack_size}{suffix}").exists() for suffix in _SUFFIXES.values())
+def _settings(root: str | PathLike[str], pack_size: int, metadata_path: Path) -> str:
+    specs = f"packed_sequence_size={pack_size}"
+    has_validation = False
+    for split, setting in (("training", "packed_train_data_path"), ("validation", "packed_val_data_path")):
+        paths = (metadata_path.parent / f"{split}_{pack_size}{suffix}" for suffix in _SUFFIXES.values())
+        if path := next((path for path in paths if path.exists()), None):
+            specs += f", {setting}={str(path)!r}"
+            has_validation = split == "validation"
     return (
-        f"FinetuningDatasetConfig(dataset_root={str(root)!r}, seq_length={pack_size}, "
-        f"do_validation={has_validation}, do_test=False, packed_sequence_specs=PackedSequenceSpecs("
-        f"packed_sequence_size={pack_size}, tokenizer_model_name={name!r}))"
+        f"GPTSFTDatasetConfig(dataset_root={str(root)!r}, seq_length={pack_size}, do_validation={has_validation}, "
+        f"do_test=False, enable_offline_packing=True, offline_packing_specs=PackedSequenceSpecs({specs}, "
+        f"packed_metadata_path={str(metadata_path)!r}))"
     )
 
 

@@ -186,6 +186,16 @@ def _read_bridge_rows(prefix: Path) -> ForeignPacks:
     return ForeignPacks(packs, lengths.shape[0])
 
 
+def _read_swift(source: str, _split: str) -> ForeignPacks:
+    if (Path(source) / "state.json").is_file():
+        raise FormatError(
+            "a cached dataset of ms-swift stores chats, which it renders and packs during training, not packs",
+            where=source,
+            fix="pack the chats: harness prepare source.path=CACHE data.path=DIR",
+        )
+    return _read_jsonl(source, pack_of_swift)
+
+
 def _read_jsonl(source: str, pack_of: Callable[[dict[str, Any], Counter[str]], Pack]) -> ForeignPacks:
     """Read the rows of a file, or of all `.jsonl` files of a folder in natural order."""
     path = Path(source)
@@ -308,6 +318,6 @@ def pack_of_megatron_lm(fields: dict[str, Any], counts: Counter[str]) -> Pack:
 CONVENTIONS: dict[str, Callable[[str, str], ForeignPacks]] = {
     "megatron_bridge": _read_megatron_bridge,
     "nemotron": _read_nemotron,
-    "ms_swift": lambda source, _split: _read_jsonl(source, pack_of_swift),
+    "ms_swift": _read_swift,
     "megatron_lm": lambda source, _split: _read_jsonl(source, pack_of_megatron_lm),
 }

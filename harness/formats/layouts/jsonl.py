@@ -49,10 +49,28 @@ def line_of_pack(pack: Pack) -> bytes:
     """Serialize a pack as one line of a chunk, newline included.
 
     Raises:
-        FormatError: the pack trains the last position of a sequence, which this format cannot express.
+        FormatError: as for `labels_of_pack`.
     """
     starts = pack.seq_start_id
-    ends = np.append(starts[1:], len(pack))
+    lengths = np.diff(starts, append=len(pack))
+    fields = {
+        "input_ids": pack.input_ids.tolist(),
+        "labels": labels_of_pack(pack).tolist(),
+        "position_ids": (np.arange(len(pack)) - np.repeat(starts, lengths)).tolist(),
+        "lengths": lengths.tolist(),
+        "pack_length": len(pack),
+        "num_samples": len(lengths),
+    }
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def labels_of_pack(pack: Pack) -> Int64Array:
+    """Return labels aligned with the tokens, int64 [T]: each trained token, and -100 elsewhere.
+
+    Raises:
+        FormatError: the pack trains the last position of a sequence, which such labels cannot express.
+    """
+    ends = np.append(pack.seq_start_id[1:], len(pack))
     if pack.loss_mask[ends - 1].any():
         at = int(ends[int(np.argmax(pack.loss_mask[ends - 1]))]) - 1
         what = f"trains position {at:,}, the last of its sequence, which labels aligned with tokens cannot express"
@@ -60,16 +78,7 @@ def line_of_pack(pack: Pack) -> bytes:
     labels = np.full(len(pack), IGNORED_LABEL, np.int64)
     trained = np.flatnonzero(pack.loss_mask[:-1]) + 1
     labels[trained] = pack.input_ids[trained]
-    lengths = ends - starts
-    fields = {
-        "input_ids": pack.input_ids.tolist(),
-        "labels": labels.tolist(),
-        "position_ids": (np.arange(len(pack)) - np.repeat(starts, lengths)).tolist(),
-        "lengths": lengths.tolist(),
-        "pack_length": len(pack),
-        "num_samples": len(lengths),
-    }
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+    return labels
 
 
 def pack_of_line(line: bytes) -> Pack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -320,10 +321,10 @@ def _rows(batch: Any, values: Sequence[str], presence: Sequence[str]) -> list[An
         rows: list[Any] = chosen.to_pylist() if values else [{} for _ in range(batch.num_rows)]
     except UnicodeDecodeError:
         rows = [_row(chosen.slice(number, 1)) for number in range(chosen.num_rows)]
-    maps = [field for field in chosen.schema if _has_map(field.type)]
-    for row in rows if maps else ():
+    coded = [field for field in chosen.schema if _is_coded(field.type)]
+    for row in rows if coded else ():
         if isinstance(row, dict):
-            row.update({field.name: _plain(row[field.name], field.type) for field in maps})
+            row.update({field.name: _plain(row[field.name], field.type) for field in coded})
     for name, column in marks.items():
         for row, has_any in zip(rows, column, strict=True):
             if has_any and isinstance(row, dict):
@@ -351,18 +352,29 @@ def _is_list(kind: Any) -> bool:
     return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
 
 
-def _has_map(kind: Any) -> bool:
-    if pa.types.is_map(kind):
+def _is_coded(kind: Any) -> bool:
+    """Return whether values contain maps or JSON, which pyarrow gives as lists of pairs and as text."""
+    if pa.types.is_map(kind) or _is_json(kind):
         return True
     if pa.types.is_struct(kind):
-        return any(_has_map(field.type) for field in kind)
-    return _is_list(kind) and _has_map(kind.value_type)
+        return any(_is_coded(field.type) for field in kind)
+    return _is_list(kind) and _is_coded(kind.value_type)
+
+
+def _is_json(kind: Any) -> bool:
+    # So Hugging Face's datasets store values whose fields differ from row to row.
+    return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Return a value with its maps, which pyarrow gives as lists of pairs, as dicts."""
-    if value is None or not _has_map(kind):
+    """Return a value with its maps as dicts, and with its JSON parsed; text that is no JSON is kept."""
+    if value is None or not _is_coded(kind):
         return value
+    if _is_json(kind):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
     if pa.types.is_map(kind):
         return {key: _plain(item, kind.item_type) for key, item in value}
     if pa.types.is_struct(kind):

@@ -81,6 +81,16 @@ def test_import_reads_a_pickled_npy_and_counts_its_changes(harness, tmp_path):
     assert (list(reader), reader.pack_size) == ([Pack([5, 6, 7], [1, 1, 0], [0])], 4)
 
 
+def test_a_conversion_for_ms_swift_prints_the_arguments_of_its_training(harness, dataset, tmp_path):
+    code, printed, error = harness("convert", dataset, tmp_path / "cache", "ms_swift")
+    assert (code, error) == (0, "")
+    assert f"--cached_dataset {tmp_path / 'cache'} --external_plugins" in " ".join(printed.split())
+    code, printed, _ = harness("convert", dataset, tmp_path / "second", "ms_swift", "--json")
+    assert (code, json.loads(printed)["num_packs"]) == (0, 2)
+    code, _, error = harness("convert", dataset, tmp_path / "third", "ms_swift", "data.packs_per_shard=1")
+    assert (code, "data.packs_per_shard" in error) == (2, True)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -60,6 +60,18 @@ def test_turns_of_every_arrow_type_are_read(tmp_path, kind, suffix):
     assert records[1].where == f"{file}, row 1"
 
 
+def test_turns_that_an_arrow_file_stores_as_json_are_read(tmp_path):
+    """As Hugging Face's datasets store turns whose fields differ, in caches of ms-swift."""
+    texts = [[json.dumps(turn) for turn in TURNS], ["{", json.dumps(TURNS[1])]]
+    storage = pa.array(texts, pa.list_(TEXT))
+    column = pa.ListArray.from_arrays(storage.offsets, pa.json_().wrap_array(storage.values))
+
+    whole, damaged = read_all(write(tmp_path / "chats.arrow", pa.table({"messages": column})))
+
+    assert whole.as_record()["messages"] == TURNS
+    assert damaged.reason == BadReason.BAD_TURN
+
+
 def test_views_and_dictionaries_of_an_arrow_file_are_read(tmp_path):
     view = pa.list_view(pa.struct([("role", pa.string_view()), ("content", pa.string_view())]))
     table = pa.table({"messages": pa.array([TURNS], view)})
