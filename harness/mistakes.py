@@ -40,61 +40,65 @@ _HOMES = dict.fromkeys(("data", "source", "tokenizer"), "harness prepare")
 # Settings by their names in TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift. The first of several that the
 # command has is the one; a text with spaces is the answer where it has none.
 _NAMES_ELSEWHERE = {
-    "optimizer.lr": "learning_rate",
+    "optimizer.lr": "learning_rate lr",
+    "optimizer.min_lr_ratio is the final learning rate as a share of optimizer.lr": "min_lr",
     "optimizer.weight_decay": "weight_decay",
     "optimizer.beta1": "adam_beta1",
     "optimizer.beta2": "adam_beta2",
-    "optimizer.eps": "adam_epsilon",
-    "optimizer.clip_grad": "max_grad_norm",
-    "optimizer.decay": "lr_scheduler_type",
-    "optimizer.warmup_ratio": "warmup_ratio",
-    "optimizer.warmup_steps": "lr_warmup_iters",
-    "loader.global_batch_size": "train_batch_size",
+    "optimizer.eps": "adam_epsilon adam_eps",
+    "optimizer.clip_grad": "max_grad_norm grad_clip gradient_clipping",
+    "optimizer.decay": "lr_scheduler_type lr_scheduler lr_decay_style",
+    "optimizer.warmup_ratio": "warmup_ratio lr_warmup_fraction",
+    "optimizer.warmup_steps": "lr_warmup_iters num_warmup_steps",
+    "loader.global_batch_size": "train_batch_size batch_size global_batch_size gbs",
+    "loader.global_batch_size is the number of packs of a step over all ranks, and schedule.max_tokens_per_rank the "
+    "tokens of a rank in a microbatch": "per_device_train_batch_size",
+    "data.micro_batch_size|microbatches are planned from the lengths of sequences: "
+    "schedule.max_tokens_per_rank is the tokens of a rank in each": "micro_batch_size",
+    "microbatches follow from loader.global_batch_size, schedule.max_tokens_per_rank": "gradient_accumulation_steps",
     "loader.num_workers": "dataloader_num_workers",
     "loader.seed|data.seed": "seed",
-    "data.sequence_length|data.pack_size": "max_length max_seq_length seq_length sequence_len cutoff_len",
-    "source.path": "dataset datasets",
+    "data.sequence_length|data.pack_size": "max_length max_seq_length max_seq_len seq_length sequence_len cutoff_len",
+    "conversations are always packed, into packs of data.pack_size tokens": "packing sample_packing",
+    "data.num_workers": "num_proc dataset_num_proc preprocessing_num_workers",
+    "source.path": "dataset datasets dataset_name dataset_path train_file train_dataset",
+    "source.limit": "max_samples",
+    "data.blend[].weight|source.mix[].epochs": "weight",
     "data.validation_fraction": "val_size val_set_size split_dataset_ratio",
+    "tokenizer.name": "tokenizer_name tokenizer_name_or_path",
     "tokenizer.chat_template": "template chat_template",
+    "only tokens that the assistant generates are trained; tokenizer.train_on selects turns": "assistant_only_loss "
+    "train_on_inputs train_on_responses_only train_on_prompt roles_to_train",
     "model.init_from": "model_name_or_path base_model pretrained_checkpoint",
     "model.dtype=bfloat16": "bf16",
-    "model.dtype": "torch_dtype",
-    "model.recompute=full": "gradient_checkpointing",
-    "model.lora_rank": "lora_r",
+    "model.dtype": "torch_dtype precision",
+    "model.recompute=full": "gradient_checkpointing activation_checkpointing",
+    "model.lora_rank": "lora_r lora_rank",
     "model.lora_alpha": "lora_alpha",
     "model.lora_targets": "lora_target_modules target_modules",
+    "LoRA adapters are trained without dropout": "lora_dropout",
+    "model.lora_rank trains LoRA adapters; without it, all weights are trained": "adapter use_lora train_type",
     "parallel.tensor_parallel_size": "tp tensor_model_parallel_size",
     "parallel.pipeline_parallel_size": "pp pipeline_model_parallel_size",
     "parallel.pipeline_layout": "pipeline_model_parallel_layout",
     "parallel.context_parallel_size": "cp",
     "parallel.expert_parallel_size": "ep expert_model_parallel_size",
+    "parallel.ranks": "num_gpus nproc_per_node num_processes",
     "parallel.distributed_optimizer": "use_distributed_optimizer",
     "parallel.distributed_optimizer=true": "deepspeed fsdp",
-    "trainer.epochs": "num_train_epochs num_epochs",
+    "trainer.epochs": "num_train_epochs num_epochs epochs",
     "trainer.steps": "max_steps train_iters",
     "trainer.eval_interval": "eval_steps",
     "trainer.eval_batches": "eval_iters",
     "trainer.checkpoint_interval": "save_steps save_interval",
     "trainer.keep_checkpoints": "save_total_limit",
     "trainer.trackers": "report_to",
+    "every step is printed and kept in the run's metrics.jsonl": "logging_steps",
     "run_dir|data.path": "output_dir",
     "name": "run_name",
     "resume=true": "resume_from_checkpoint",
 }
-SYNONYMS = {word: setting for setting, words in _NAMES_ELSEWHERE.items() for word in words.split()} | {
-    "per_device_train_batch_size": "loader.global_batch_size is the number of packs of a step over all ranks, and "
-    "schedule.max_tokens_per_rank the tokens of a rank in a microbatch",
-    "micro_batch_size": "data.micro_batch_size|microbatches are planned from the lengths of sequences: "
-    "schedule.max_tokens_per_rank is the tokens of a rank in each",
-    "gradient_accumulation_steps": "the number of microbatches follows from loader.global_batch_size and "
-    "schedule.max_tokens_per_rank",
-    "packing": "conversations are always packed, into packs of data.pack_size tokens",
-    "sample_packing": "conversations are always packed, into packs of data.pack_size tokens",
-    "assistant_only_loss": "only tokens that the assistant generates are trained; tokenizer.train_on selects turns",
-    "train_on_inputs": "only tokens that the assistant generates are trained; tokenizer.train_on selects turns",
-    "lora_dropout": "LoRA adapters are trained without dropout",
-    "logging_steps": "every step is printed and kept in the run's metrics.jsonl",
-}
+SYNONYMS = {word: setting for setting, words in _NAMES_ELSEWHERE.items() for word in words.split()}
 # Settings that take a name or a path, by the group of files that it is easily given to.
 _NAMES = {
     "data": ("source.path", "data.path"),
@@ -311,7 +315,8 @@ class KnownSettings:
             except ConfigError as refused:
                 return refused
         if re.search(r"Key '[^']*' (is )?not in", message) and key:
-            return self.unknown(key, own[-1].partition("=")[2] if own else "", where=where)
+            value = own[-1].partition(f"{key}=")[2] if own else ""  # empty inside a list
+            return self.unknown(key, value, where=where)
         if wrong := _NO_TYPE.search(message):
             kind = _TYPES.get(wrong[2], wrong[2])
             return self.error(f"{wrong[1]} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")

@@ -60,18 +60,21 @@ def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
         return f"a run's folder, not {expected}", fix
     if path.is_dir():
         entries = sorted(entry for entry in islice(path.iterdir(), _MOST_ENTRIES) if entry.is_dir())
-        for kind, belongs, command in (("run", is_run, "status"), ("dataset", is_dataset, "inspect")):
+        # `harness sft` puts a run and its dataset side by side.
+        entries += [entry / name for entry in entries for name in ("run", "data")]
+        kinds = (("run", is_run, "status"), ("dataset", is_dataset, "inspect"))
+        for kind, belongs, command in sorted(kinds, key=lambda kind: kind[0] not in expected):
             if found := [str(entry) for entry in entries if belongs(entry)]:
                 shown = ", ".join(found[:_MOST_NAMES]) + (", ..." if len(found) > _MOST_NAMES else "")
-                fix = (
-                    f"specify one of them: {shown}"
-                    if kind in expected
-                    else f"`harness {command} {found[0]}` shows one of them"
-                )
-                itself = " itself" if kind in expected else ""
+                is_kind = kind in expected
+                one = f"`harness {command} {found[0]}` shows one of them"
+                fix = f"specify one of them: {shown}" if is_kind else one
+                itself = " itself" if is_kind else ""
                 return f"a folder of {len(found):,} {kind}{'s' * (len(found) > 1)}, not {expected}{itself}", fix
     if (path / "manifest.json").is_file():
         return f"a dataset, not {expected}", f"`harness inspect {quoted}` shows it"
+    if (path / "config.json").is_file():
+        return f"a model's folder, not {expected}", f"`harness chat {quoted}` or model.init_from={quoted} load it"
     if path.suffix.lower() in _CHATS:
         return f"a {path.suffix} file, not {expected}", f"{pack_command(path)} packs its conversations"
     return None

@@ -14,7 +14,8 @@ import typer
 from harness.cli.settings import require_training
 from harness.errors import ConfigError
 from harness.launch.local import run_command
-from harness.mistakes import KnownSettings
+from harness.mistakes import KnownSettings, suggest_setting, word_of
+from harness.plan import SftConfig
 from harness.prep import PrepareConfig
 from harness.printing import count_of, escape_markdown, print_line, redact_all
 from harness.settings import CONFIGS
@@ -108,6 +109,18 @@ def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, l
         if "=" in text.partition("/")[0] or text.startswith("-"):
             fix = "harness sft MODEL CHATS [OUT] [KEY=VALUE]..."
             raise ConfigError(f"{text!r} is in the place of {name}", where="harness sft", fix=fix)
+    if Path(model).is_file():
+        raise ConfigError(
+            "the arguments are reversed: MODEL is a file", where=model, fix=f"harness sft {chats} {model}"
+        )
+    known = {*KnownSettings("", PrepareConfig, []).types, *KnownSettings("", SftConfig, []).types}
+    for text, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if text.startswith("-") and text != "--overwrite":
+            key, equals, value = text.partition("=")
+            value = following if not equals and "=" not in following and following[:1] != "-" else value
+            hint = suggest_setting(word_of(key), value, known)
+            fix = f"{hint}settings are key=value; `harness prepare`, `plan` and `train sft` take flags"
+            raise ConfigError(f"harness sft has no flag {key}", where=text, fix=fix)
     named = [text for text in arguments if "=" not in text and not text.startswith("-")]
     if len(named) > 1:
         fix = "one folder, and settings as key=value"
@@ -122,9 +135,6 @@ def _divide(model: str, chats: str, out: Path, settings: Sequence[str]) -> _Stag
     stages = _Stages(out, [f"source.path={chats}", f"tokenizer.name={model}"], [f"model.init_from={model}"])
     for text in ("data.overwrite=true" if text == "--overwrite" else text for text in settings):
         key, _, value = text.partition("=")
-        if text.startswith("-"):
-            fix = "`harness prepare`, `plan` and `train sft` take flags; here, settings are key=value"
-            raise ConfigError(f"harness sft has no flag {key}", where=text, fix=fix)
         if (why := _CHOSEN.get(key)) is not None:
             raise ConfigError(f"harness sft sets {key} itself", where=text, fix=f"leave it out: {why}")
         is_file = key in known.groups and value in known.files(key)

@@ -202,13 +202,13 @@ def compare(
 
 
 def _print_comparison(compared: RunComparison, *, tolerance: float) -> None:
-    steps, both = compared.curves[0].steps, (compared.reference, compared.run)
+    steps, both = compared.curves[0].steps, ("reference", "run")  # their names can be wider than a terminal
     console = open_console(width=100)
     print_line(
         f"{compared.run} compared with {compared.reference} over {count_of(len(steps), 'step')}, "
-        f"{steps[0]} to {steps[-1]}"
+        f"{steps[0]} to {steps[-1]}; relative differences:"
     )
-    head = ("curve", *both, "at step", "largest relative difference", "at step", "mean")
+    head = ("curve", *both, "at step", "largest", "at step", "mean")
     console.print(Table(head, [_row(curve) for curve in compared.curves], "lrrrrrr").to_terminal())
     if compared.settings:
         rows = [

@@ -146,7 +146,7 @@ def export(
     mtp: Annotated[bool, typer.Option("--mtp", help="also the MTP layers of the initial weights, untrained")] = False,
 ) -> None:
     """Export a checkpoint for serving: weights, end tokens, tokenizer, chat template and model card."""
-    if is_run(out) and not is_there(source):
+    if is_run(out) and not (is_run(source) or is_there(source / "run.json")):
         raise ConfigError(
             "the arguments are reversed: OUT is a run's folder", where=str(out), fix=f"harness export {out} {source}"
         )

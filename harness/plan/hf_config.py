@@ -280,6 +280,9 @@ def find_weights(init_from: str) -> Path:
 def _find(init_from: str, download: Callable[[], str]) -> Path:
     if Path(init_from).is_dir():
         return Path(local_copy(init_from))
+    if Path(init_from).is_file():
+        fix = "specify its folder, which also contains config.json, or a model of the hub"
+        raise ConfigError(f"{init_from} is a file, not a model's folder", where="model.init_from", fix=fix)
     try:
         return Path(download())
     except Exception as error:  # the hub's client raises many kinds

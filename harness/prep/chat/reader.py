@@ -324,6 +324,8 @@ def detect_schema(
         problem = "no schema matches the first records"
         fix += ", and map its fields with source.columns.messages=chat or"
         fix += " source.columns.prompt=question source.columns.completion=answer"
+    elif "; " in problem:
+        problem, _, fix = problem.rpartition("; ")
     raise PrepError(f"{problem}; fields: {fields}", where=where or "source.path", fix=fix)
 
 

@@ -23,6 +23,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "runs" / name / "metrics.jsonl").write_text('{"step": 3}\n')
     with open_writer(tmp_path / "data" / "mine" / "train", format="parquet", pack_size=8) as writer:
         writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("run/checkpoints", "data/train"):  # of `harness sft`
+        (tmp_path / "made" / "mine" / name).mkdir(parents=True)
+    (tmp_path / "made" / "mine" / "run" / "config.yaml").touch()
+    (tmp_path / "made" / "mine" / "data" / "train" / "manifest.json").touch()
     (tmp_path / "chats.csv").write_text("question,answer\n1,2\n")
     (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
     return tmp_path
@@ -41,12 +47,18 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         ("inspect runs/first", NO_DATASET, "`harness status runs/first` shows the run, `harness compare runs/first"),
         ("inspect runs", "a folder of 2 runs, not a dataset", "`harness status runs/first` shows one of them"),
         ("inspect data", A_DATASET, "specify one of them: data/mine"),
+        ("inspect made", A_DATASET, "specify one of them: made/mine/data"),
+        ("status made/mine", "a folder of 1 run, not a run itself", "specify one of them: made/mine/run"),
+        ("inspect model", "a model's folder, not a dataset", "`harness chat model` or model.init_from=model load it"),
         ("inspect chats.csv", "a .csv file, not a dataset", PACK_TABLE),
         ("diff data/mine data/mine", A_DATASET, "specify one of them: data/mine/train"),
         ("diff data/mine/train runs/second", NO_DATASET, "`harness status runs/second` shows the run, `harness compar"),
         ("convert data/mine out", "FORMAT is missing", "harness convert data/mine out FORMAT (FORMAT: one of npy"),
         ("convert data/mine", "DST is missing", "harness convert data/mine DST FORMAT (DST: folder to write"),
         ("export mine runs/first", "the arguments are reversed", "harness export runs/first mine"),
+        ("export model runs/first", "the arguments are reversed", "harness export runs/first model"),
+        ("sft chats.jsonl model", "the arguments are reversed: MODEL is a file", "harness sft model chats.jsonl"),
+        ("models chats.csv", "chats.csv is a file, not a model's folder", "specify its folder, which also contains"),
         ("export runs out", NO_RUN, EITHER),
         ("export data out", "a folder of 1 dataset, not a run", "`harness inspect data/mine` shows one of them"),
         ("chat runs", NO_RUN, EITHER),

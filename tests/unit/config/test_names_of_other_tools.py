@@ -16,7 +16,8 @@ WORDS = (
     *("tp", "pp", "cp", "ep", "tensor_model_parallel_size", "dataset", "datasets", "model_name_or_path", "base_model"),
     *("template", "chat_template", "lora_r", "lora_alpha", "lora_dropout", "warmup_ratio", "output_dir", "save_steps"),
     *("logging_steps", "eval_steps", "packing", "bf16", "gradient_checkpointing", "weight_decay", "seed", "report_to"),
-    *("deepspeed", "train_iters", "val_set_size", "run_name", "lr_scheduler_type", "max_grad_norm"),
+    *("deepspeed", "train_iters", "val_set_size", "run_name", "lr_scheduler_type", "max_grad_norm", "lr", "min_lr"),
+    *("epochs", "batch_size", "max_seq_len", "dataset_name", "num_proc", "num_gpus", "adapter"),
 )
 
 
@@ -28,6 +29,14 @@ WORDS = (
         ("train sft trainer.max_steps=60", "did you mean trainer.steps=60? "),
         ("train sft bf16=true", "did you mean model.dtype=bfloat16? "),
         ("train sft bf16=false", "did you mean model.dtype? "),
+        ("train sft --lr 3", "did you mean optimizer.lr=3? "),
+        ("train sft batch_size=8", "did you mean loader.global_batch_size=8? "),
+        ("train sft min_lr=1e-6", "optimizer.min_lr_ratio is the final learning rate as a share of optimizer.lr; "),
+        ("train sft adapter=lora", "model.lora_rank trains LoRA adapters; without it, all weights are trained; "),
+        ("prepare num_proc=4", "did you mean data.num_workers=4? "),
+        ("prepare source.mix=[{path:a.jsonl,weight:3}]", "did you mean source.mix[].epochs? "),
+        ("sft tiny chats.jsonl --num_train_epochs 3", "did you mean trainer.epochs=3? settings are key=value; "),
+        ("sft tiny chats.jsonl out --max-length=512", "did you mean data.pack_size=512? settings are key=value; "),
         ("train sft modle.seed=3", "did you mean model.seed? "),
         ("train sft max_length=2048", "`harness prepare data.pack_size=2048` sets it; "),
         ("train sft --packing", "conversations are always packed, into packs of data.pack_size tokens; "),

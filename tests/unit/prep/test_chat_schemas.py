@@ -447,7 +447,7 @@ def test_detection_uses_the_columns_and_stops_after_a_hundred_records():
     [
         ([{"q": "Hi", "a": "Hello"}], "no schema matches the first records; fields: q, a", "source.columns"),
         ([{"text": "x"}, {"messages": [ASK]}], "several schemas: 1 text, 1 messages", "separately"),
-        ([{"prompt": "Hi", "chosen": "a", "rejected": "b"}], "source.schema=preference", "source.schema="),
+        ([{"prompt": "Hi", "chosen": "a", "rejected": "b"}], "form a preference record", "source.schema=preference"),
         ([{"messages": [ASK], "prompt": "a", "completion": "b"}], "messages, prompt_completion", "source.schema="),
         ([{"messages": [ASK], "chosen": [ASK], "rejected": [ASK]}], "messages, preference", "source.schema="),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from harness.errors import PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, RecordReader, ToolCall, detect_schema
 from harness.prep.chat import parse_record as parse
 
@@ -189,6 +190,8 @@ def test_a_failed_tool_and_hidden_reasoning_are_refused_unless_ignored():
         ({"conversation": [{"input": "a", "output": "b", "image": "c"}]}, "'image'"),
         ({"question": "a", "context": "b", "answer": "c"}, "ignore_fields=[context]"),
         ({"question": "a", "text": "b", "answer": "c"}, "pairs, text"),
+        ({"question": "a", "answer": "b", "response": "c"}, "`answer` answers `question`; to leave out `response`: "),
+        ({"custom_id": "1", "response": {"body": {"choices": []}}}, "add the `body` of the request"),
     ],
 )
 def test_a_record_that_cannot_be_read_names_what_is_wrong(record, words):
@@ -201,6 +204,7 @@ def test_pairs_of_questions_and_answers_become_turns():
         {"conversation": [{"input": "Hi", "output": "Hello"}]},
         {"conversations": [{"question": "Hi", "answer": "Hello"}], "source": "x"},
         {"question": "Hi", "answer": "Hello"},
+        {"system_prompt": "", "question": "Hi", "response": "Hello"},
         {"prompt": "Hi", "response": "Hello", "system": ""},
     ):
         assert detect_schema([record]) == "pairs"
@@ -239,6 +243,17 @@ def test_a_line_of_a_batch_is_its_request_with_the_answer():
 )
 def test_a_line_of_a_batch_without_one_whole_answer_is_refused(more, words):
     assert words in refusal({**BATCH, **more})[1]
+
+
+def test_what_is_wrong_with_the_first_records_comes_with_its_own_fix():
+    with pytest.raises(
+        PrepError, match="an answer of a batch without its request; fields: custom_id, response"
+    ) as error:
+        detect_schema([{"custom_id": "1", "response": {}}])
+    assert error.value.fix == "add the `body` of the request with the same custom_id"
+    with pytest.raises(PrepError, match="form a preference record") as error:
+        detect_schema([{"chosen": "a", "rejected": "b"}])
+    assert error.value.fix == "source.schema=preference trains on `chosen`"
 
 
 def test_template_variables_that_are_null_are_none():

@@ -17,6 +17,9 @@ BATCH_FIELDS = frozenset(("body", "response", "custom_id", "method", "url", "err
 def unwrapped(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the request of a line of a batch with its answer as the last turn; another record as it is."""
     if "body" not in record or not ("custom_id" in record or "url" in record):
+        if record.keys() >= {"custom_id", "response"}:
+            what = "an answer of a batch without its request; add the `body` of the request with the same custom_id"
+            raise BadRecordError(BadReason.UNKNOWN_SCHEMA, what)
         return record
     body = _object(record["body"], "`body`")
     if not is_empty(record.get("error")):

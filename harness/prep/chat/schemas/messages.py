@@ -14,7 +14,7 @@ from harness.prep.chat.turns import CHAT_FIELDS, as_list, chat, first_turn, list
 from harness.prep.chat.values import BadRecordError, is_empty
 
 # Names of a question and its answer, in lists of pairs and in records that are one pair.
-PAIR_FIELDS = (("question", "answer"), ("query", "response"), ("prompt", "response"), ("instruction", "response"))
+PAIR_FIELDS = (("question", "answer"), *((name, "response") for name in ("question", "query", "prompt", "instruction")))
 # The list has one of these names.
 LIST_FIELDS = ("messages", "conversations", "conversation")
 

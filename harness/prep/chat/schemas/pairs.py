@@ -22,6 +22,10 @@ def _parse(record: Mapping[str, Any], where: str) -> Conversation:
         if held := [name for name in _CONTEXT if not is_empty(record.get(name))]:
             fix = f"merge it into the question, or ignore it: source.ignore_fields=[{held[0]}]"
             raise BadRecordError(BadReason.UNKNOWN_FIELD, f"the record has `{held[0]}` as well as a question; {fix}")
+        names = pair_fields(record) or ("", "")
+        if others := sorted(name for pair in PAIR_FIELDS for name in pair if record.get(name) and name not in names):
+            fix = f"to leave out `{others[0]}`: source.ignore_fields=[{others[0]}]"
+            raise BadRecordError(BadReason.UNKNOWN_FIELD, f"`{names[1]}` answers `{names[0]}`; {fix}")
         return chat(record, _turns(record, ""), where)
     turns = []
     for number, pair in enumerate(list_of_turns(record, list_field(record)), start=1):
