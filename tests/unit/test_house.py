@@ -37,40 +37,40 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_617,
+    "harness": 2_633,
     "harness/bench": 2_305,
-    "harness/cli": 2_776,
-    "harness/conformance": 1_576,
+    "harness/cli": 2_795,
+    "harness/conformance": 1_630,
     "harness/formats": 5_598,
-    "harness/indexed": 1_263,
-    "harness/integrations": 2_881,
+    "harness/indexed": 1_220,
+    "harness/integrations": 2_940,
     "harness/launch": 2_384,
-    "harness/loader": 4_713,
-    "harness/megatron": 11_244,
+    "harness/loader": 4_632,
+    "harness/megatron": 11_267,
     "harness/parity": 2_790,
-    "harness/plan": 4_864,
-    "harness/prep": 9_998,
+    "harness/plan": 4_915,
+    "harness/prep": 9_900,
     "harness/recipes": 10,
-    "harness/schedule": 966,
-    "harness/storage": 2_687,
+    "harness/schedule": 954,
+    "harness/storage": 2_697,
     "harness/train": 2_989,
     "recipes": 507,
-    "tests": 56_151,
-    "tests/benchmarks": 2_862,
+    "tests": 57_328,
+    "tests/benchmarks": 2_861,
 }
 SHAPE = {
-    "core ring, lines": 19_647,
-    "from packs to the optimizer's step, lines": 3_917,
+    "core ring, lines": 19_503,
+    "from packs to the optimizer's step, lines": 3_875,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
     "functions of complexity over 15": 0,
-    "names in __all__": 199,
+    "names in __all__": 202,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_783
+MOST_LINES_IN_ALL = 62_166
 
 
 def tree(path: Path) -> ast.Module:

@@ -294,8 +294,10 @@ class Masker:
 
     def _placed(self, own: str, spans: list[Span], text: str) -> list[Span] | None:
         """Return a turn's spans in a longer text; None if the turn is written differently there."""
-        if text is own or text.startswith(own.rstrip()):
+        if text is own or text.startswith(own):
             return spans
+        if text.startswith(shown := own.rstrip()):  # white space that the template writes after the last turn alone
+            return [(start, min(end, len(shown))) for start, end in spans if start < len(shown)]
         *others, (start, end) = spans
         # The end of the last turn may differ: some templates close the conversation after it.
         core = self._core_end(own, start, end)

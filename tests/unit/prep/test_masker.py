@@ -395,3 +395,13 @@ def test_a_template_that_needs_tools_shows_its_end_after_a_call() -> None:
 def test_the_end_of_a_turn_of_nothing_is_not_looked_for_before_it() -> None:
     made = masker(OWN["plain"], "<|im_end|>")
     assert made._core_end("<|im_end|>", 10, 10) == 10
+
+
+def test_white_space_that_is_marked_after_the_last_turn_alone_trains_nothing_of_the_next_one() -> None:
+    template = OWN["marked"].replace(
+        "<|im_end|>{% endgeneration %}", "<|im_end|>{{ '\n' if loop.last }}{% endgeneration %}"
+    )
+    assert template != OWN["marked"]
+    (sequence,) = masker(template, "<|im_end|>").sequences(talk("Hi", "Hello", "And", "Bye"))
+    trained = [sequence.text[start:end] for start, end in sequence.spans]
+    assert trained == ["Hello<|im_end|>", "Bye<|im_end|>\n"]
