@@ -55,7 +55,7 @@ _NAMES_ELSEWHERE = {
     "tokens of a rank in a microbatch": "per_device_train_batch_size",
     "data.micro_batch_size|microbatches are planned from the lengths of sequences: "
     "schedule.max_tokens_per_rank is the tokens of a rank in each": "micro_batch_size",
-    "microbatches follow from loader.global_batch_size, schedule.max_tokens_per_rank": "gradient_accumulation_steps",
+    "loader.global_batch_size and schedule.max_tokens_per_rank set the microbatches": "gradient_accumulation_steps",
     "loader.num_workers": "dataloader_num_workers",
     "loader.seed|data.seed": "seed",
     "data.sequence_length|data.pack_size": "max_length max_seq_length max_seq_len seq_length sequence_len cutoff_len",

@@ -109,12 +109,12 @@ def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, l
         if "=" in text.partition("/")[0] or text.startswith("-"):
             fix = "harness sft MODEL CHATS [OUT] [KEY=VALUE]..."
             raise ConfigError(f"{text!r} is in the place of {name}", where="harness sft", fix=fix)
-    if Path(model).is_file():
+    if Path(model).is_file() and not Path(chats).is_file():
         raise ConfigError(
             "the arguments are reversed: MODEL is a file", where=model, fix=f"harness sft {chats} {model}"
         )
     known = {*KnownSettings("", PrepareConfig, []).types, *KnownSettings("", SftConfig, []).types}
-    for text, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for text, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if text.startswith("-") and text != "--overwrite":
             key, equals, value = text.partition("=")
             value = following if not equals and "=" not in following and following[:1] != "-" else value

@@ -336,11 +336,10 @@ def _nothing(path: Path) -> FormatError:
         return _incomplete(LocalFolder(path))
     if path.exists():
         return FormatError(f"no format knows the suffix {path.suffix!r}", where=str(path), fix=_suffixes())
-    near: list[str] = []
-    if path.parent.is_dir():
-        near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=2, cutoff=0.6)
-    fix = f"did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else "check the path"
-    return FormatError("there is no dataset", where=str(path), fix=fix)
+    entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, entries, n=2, cutoff=0.6)
+    fix = f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
+    return FormatError("there is no dataset", where=str(path), fix=fix if near else "`harness prepare` writes one")
 
 
 def _suffixes() -> str:

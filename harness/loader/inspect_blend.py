@@ -45,8 +45,8 @@ class BlendSummary:
 
     Attributes:
         path: of the settings.
-        packs: of the run; without one, of an epoch, or with weights as many as all sources hold.
-        of_run: True where `packs` is what the steps of the settings train.
+        packs: of the run, at most of its first epoch; without one, of an epoch, or with weights as many as all hold.
+        of_run: True where the steps of the settings train these packs.
         ends_after: packs after which a source's epochs are used up; None where none are limited.
         sources: in order.
     """
@@ -87,6 +87,7 @@ def summarize_blend(path: str) -> BlendSummary:
         packs = max(0, int(settings["trainer"]["steps"]) * int(settings["loader"]["global_batch_size"]))
     except (KeyError, TypeError, ValueError):
         packs = 0
+    packs = min(packs, blend.num_packs or packs)  # the epochs of a blend without weights are alike
     counts = blend.counts_after(packs or blend.num_packs or len(train))
     tokens = [int(reader.sequence_lengths.sum(dtype="int64")) for reader in train.readers]
     drawn_tokens = [share * total / size for share, total, size in zip(blend.shares, tokens, blend.sizes, strict=True)]

@@ -352,7 +352,7 @@ def _check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
         raise ConfigError(
             f"the longest sequence has {longest:,} model tokens after padding, more than the {row:,} of a row",
             where="schedule.max_tokens_per_rank",
-            fix=f"raise it to {longest:,} tokens a row, share rows between more ranks, or plan shorter sequences",
+            fix=f"raise it to {longest:,} tokens per row, share rows between more ranks, or plan shorter sequences",
         )
 
 

@@ -79,7 +79,7 @@ def _run_locally(job: ShardJob, shards: Iterable[SourceShard], num_workers: int)
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
             fix = "start again: finished shards are kept; if memory ran out, lower data.num_workers"
-            raise PrepError("a tokenizing process died", where=f"{num_workers} workers", fix=fix) from error
+            raise PrepError("a tokenizing process died", where=f"data.num_workers={num_workers}", fix=fix) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

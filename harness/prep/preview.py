@@ -88,8 +88,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             _show(record, sequences, tokenizer, config, console, has_color=has_color)
             if served is not None:
                 _show_difference(record, tokenizer, served, console)
-    shown = f"The first {len(records):,} records as stored" if len(records) != 1 else "The first record as stored"
-    console.print(Text(f"\n{shown} trained; nothing was written."))
+    console.print(Text(f"\n{count_of(len(records), 'record')} shown; nothing was written."))
 
 
 def _show(

@@ -252,8 +252,8 @@ class PrepareReport(Counts):
             return ""
         return (
             f"{self.repetition():.1f} times the tokens of one rendering: the chat template shows turns differently "
-            "once others follow, so each has a sequence of its own; tokenizer.train_on=last_turn makes one sequence of "
-            "a conversation, and so does tokenizer.history=kept, whose difference from serving --preview shows"
+            "once others follow, so each has a sequence of its own; to write one sequence per conversation, set "
+            "tokenizer.train_on=last_turn, or tokenizer.history=kept (--preview shows how it differs from serving)"
         )
 
     def facts(self) -> dict[str, str]:

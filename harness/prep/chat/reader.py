@@ -356,15 +356,16 @@ def _detect(record: Mapping[str, Any]) -> str:
         fitting = [name for name in fitting if SCHEMAS[name].use != "last"] or fitting
     if len(fitting) == 1 and SCHEMAS[fitting[0]].use != "asked":
         return fitting[0]
-    if fitting == ["preference"]:
-        detail = "`chosen` and `rejected` form a preference record; source.schema=preference trains on `chosen`"
-        raise BadRecordError(BadReason.UNKNOWN_SCHEMA, detail)
-    if fitting:
-        detail = f"several schemas match: {', '.join(fitting)}; choose one with source.schema={fitting[0]}"
-        raise BadRecordError(BadReason.UNKNOWN_SCHEMA, detail)
     names = ", ".join(sorted(map(repr, record))[:10]) or "none"
     detail = f"no schema matches the fields ({names}); set source.schema and source.columns"
-    raise BadRecordError(BadReason.NO_MESSAGES, detail)
+    if fitting == ["preference"]:
+        detail = "`chosen` and `rejected` form a preference record; source.schema=preference trains on `chosen`"
+    elif fitting:
+        detail = f"several schemas match: {', '.join(fitting)}; choose one with source.schema={fitting[0]}"
+    elif "input_ids" in record:
+        detail = "tokens instead of chats; to train on packs: data.path, on packs of other tools: `harness import`"
+    reason = BadReason.UNKNOWN_SCHEMA if fitting or "input_ids" in record else BadReason.NO_MESSAGES
+    raise BadRecordError(reason, detail)
 
 
 def _refuse_unread(record: Mapping[str, Any]) -> None:

@@ -58,6 +58,7 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         ("export mine runs/first", "the arguments are reversed", "harness export runs/first mine"),
         ("export model runs/first", "the arguments are reversed", "harness export runs/first model"),
         ("sft chats.jsonl model", "the arguments are reversed: MODEL is a file", "harness sft model chats.jsonl"),
+        ("sft chats.csv chats.jsonl", "chats.csv is a file, not a model's folder", "specify its folder, which also"),
         ("models chats.csv", "chats.csv is a file, not a model's folder", "specify its folder, which also contains"),
         ("export runs out", NO_RUN, EITHER),
         ("export data out", "a folder of 1 dataset, not a run", "`harness inspect data/mine` shows one of them"),

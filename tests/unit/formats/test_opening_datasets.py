@@ -32,7 +32,7 @@ def test_a_missing_dataset_suggests_the_nearest_name(tmp_path: Path) -> None:
     error = error_of(tmp_path / "sft-trian")
     assert error.what == "there is no dataset"
     assert error.fix == f"did you mean {tmp_path / 'sft-train'}?"
-    assert error_of(tmp_path / "no" / "such").fix == "check the path"
+    assert error_of(tmp_path / "no" / "such").fix == "`harness prepare` writes one"
 
 
 def test_a_folder_without_a_manifest_lists_its_files(tmp_path: Path) -> None:

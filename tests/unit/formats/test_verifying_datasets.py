@@ -77,7 +77,7 @@ def test_counts_and_fingerprint_of_the_manifest_are_checked(tmp_path: Path) -> N
 
 def test_a_path_without_a_dataset_is_one_problem(tmp_path: Path) -> None:
     assert verify_dataset(tmp_path / "none") == [
-        Problem("there is no dataset", str(tmp_path / "none"), "check the path")
+        Problem("there is no dataset", str(tmp_path / "none"), "`harness prepare` writes one")
     ]
     path = write(tmp_path / "a")
     (path / "manifest.json").write_text("{")

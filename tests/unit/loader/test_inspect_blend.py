@@ -58,6 +58,10 @@ def test_without_weights_an_epoch_is_shown(monkeypatch, capsys, tmp_path, source
     summary = json.loads(out)
     assert (summary["packs"], summary["ends_after"]) == (14, None)
     assert [source["drawn"] for source in summary["sources"]] == [8, 6]
+    # Of a run of several epochs, the first.
+    settings |= {"trainer": {"steps": 9}, "loader": {"global_batch_size": 4}}
+    _, out, _ = inspect(monkeypatch, capsys, tmp_path, settings)
+    assert "in the first 14 packs trained by the run" in out
 
 
 @pytest.mark.parametrize(

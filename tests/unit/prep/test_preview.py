@@ -118,7 +118,7 @@ def test_the_commands_take_the_settings_of_a_preparation(source, tmp_path, monke
     assert not ended.value.code
     page = capsys.readouterr().out
     assert "pack size  64 tokens" in page
-    assert "The first 2 records" in page
+    assert "2 records shown; nothing was written." in page
     assert not (tmp_path / "data").exists()
 
 

@@ -254,6 +254,9 @@ def test_what_is_wrong_with_the_first_records_comes_with_its_own_fix():
     with pytest.raises(PrepError, match="form a preference record") as error:
         detect_schema([{"chosen": "a", "rejected": "b"}])
     assert error.value.fix == "source.schema=preference trains on `chosen`"
+    with pytest.raises(PrepError, match="tokens instead of chats; fields: input_ids, loss_mask") as error:
+        detect_schema([{"input_ids": [1], "loss_mask": [0]}])
+    assert error.value.fix.startswith("to train on packs: data.path")
 
 
 def test_template_variables_that_are_null_are_none():
