@@ -359,6 +359,6 @@ def _top_keys(file: Path) -> set[str]:
     """Return the settings of a file; a file that is not YAML has none, and is refused when it is chosen."""
     try:
         content = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return set()
     return set(content) - {"defaults"} if isinstance(content, dict) else set()

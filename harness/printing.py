@@ -22,7 +22,8 @@ _UNPRINTABLE = re.compile(
 )
 # `?` alone is a glob; with a name and a value it is a query, where tools put keys and signatures.
 _QUERY = re.compile(r"\?[\w.-]+=[^\s\"'<>\\]*")
-_USER = re.compile(r"://[^/\s@]*:[^/\s@]*@|(?<=://)[^/\s@]*:[^/\s@]*@")
+# The user alone is a token in a web address, and a container in abfs://.
+_USER = re.compile(r"://[^/\s]*:[^/\s]*@|(?:(?<=http)|(?<=https))://[^/\s]+@")
 _SIGNED = re.compile(r"(?i)\b(sig|signature|x-amz-[\w-]+|x-goog-[\w-]+|awsaccesskeyid|accountkey|token)=[^&\s\"'<>\\]+")
 # Variables that hold credentials: HF_TOKEN, WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD, AWS_SECRET_ACCESS_KEY, ...
 _SECRET = (

@@ -108,7 +108,7 @@ class CommandTarget:
             raise RuntimeError(f"the command ended with code {done.returncode}: {reason}")
         lines = []
         for line in done.stdout.splitlines():
-            with contextlib.suppress(ValueError):  # other lines of the trainer
+            with contextlib.suppress(ValueError, RecursionError):  # other lines of the trainer
                 lines.append(json.loads(line))
         if not (lines := [line for line in lines if isinstance(line, dict) and "step" in line]):
             raise RuntimeError("the command printed no JSON object with `step`")

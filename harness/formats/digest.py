@@ -74,7 +74,7 @@ class KeptFingerprint:
         try:
             values = json.loads((self.folder / FINGERPRINT_NAME).read_bytes())
             return str(values["fingerprint"]) if values["manifest_xxh3"] == self.manifest_xxh3 else None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def take(self, compute: Callable[[], str]) -> str:

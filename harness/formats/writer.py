@@ -450,5 +450,5 @@ def _load_part(path: Path) -> tuple[Shard, Totals, IndexPart] | None:
             return None
         totals, shard = from_plain(Totals, head["totals"]), from_plain(Shard, head["shard"])
         return shard, totals, IndexPart.from_bytes(body, totals.num_packs, totals.num_sequences)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -211,7 +211,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         record = json.loads(path.read_bytes())
         complete = all("xxh3" in file for file in record["files"].values())
         complete &= all("prefix" in split for split in record["splits"].values()) and "vocab_size" in record["source"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return record if complete else None
 

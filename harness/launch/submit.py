@@ -109,7 +109,8 @@ def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterCon
                     where=setting,
                     fix=f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts",
                 )
-            above = [target for target in mounts if Path(path).is_relative_to(target)]
+            # Below a mount by its text, `/shared/../home` is not in it.
+            above = [target for target in mounts if Path(os.path.normpath(path)).is_relative_to(target)]
             # The script, and the commands outside of the container, find a run at the same path.
             if not above or (setting == "runs" and mounts[max(above, key=len)] != max(above, key=len)):
                 shown = ", ".join(f"{source}:{target}" for target, source in mounts.items()) or "there are none"

@@ -69,7 +69,7 @@ def summarize_blend(path: str) -> BlendSummary:
 
     try:
         settings = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"the settings cannot be read: {str(error).splitlines()[0]}", where=path, fix=_FIX) from error
     data = settings.get("data", settings) if isinstance(settings, dict) else None
     blend_settings = data.get("blend") if isinstance(data, dict) else None

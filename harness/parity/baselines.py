@@ -96,7 +96,7 @@ def _settings(run: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load((run / "config.yaml").read_text())
         return settings if isinstance(settings, dict) else {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         what = f"the run's settings cannot be read: {error}"
         raise FormatError(what, where=str(run), fix="use the folder of a run") from error
 

@@ -57,7 +57,7 @@ def _stored_sequence(folder: Path, row: RowDigests, index: int) -> Arrays:
         sequence = int(row.sequences[index])
         pack = int(np.searchsorted(reader.pack_offsets, sequence, side="right")) - 1
         built = build_thd_batch([reader.read([pack])[0].sequence(sequence - int(reader.pack_offsets[pack]))])
-    except (OSError, KeyError, TypeError, IndexError, yaml.YAMLError, HarnessError):
+    except (OSError, LookupError, ValueError, TypeError, RecursionError, yaml.YAMLError, HarnessError):
         return {}  # the dataset is gone or another one; the digests still show where the runs differ
     fields = ((name, getattr(built, name), digest) for name, digest in zip(FIELDS, row.digests[index], strict=True))
     return {name: values for name, values, digest in fields if xxhash.xxh3_64_intdigest(values.tobytes()) == digest}

@@ -271,7 +271,7 @@ def parse_lease(content: bytes) -> tuple[dict[str, Any], bytes]:
     head, _, body = content.partition(b"\n")
     try:
         owner = json.loads(head)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}, b""
     return (owner if isinstance(owner, dict) and "token" in owner else {}), body
 

@@ -239,7 +239,7 @@ class Marker:
         try:
             owner = json.loads(content.partition(b"\n")[0])
             self.holder = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-        except (ValueError, KeyError, TypeError):  # of an earlier version, or about to be written
+        except (ValueError, KeyError, TypeError, RecursionError):  # of an earlier version, or about to be written
             self.holder = "an unknown process"
         return held_error(self.holder, str(self.path))
 

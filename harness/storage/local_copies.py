@@ -179,7 +179,7 @@ def _names(original: Path) -> list[str]:
 def _read_listing(listing: Path) -> dict[str, CopiedFile]:
     try:
         return {name: CopiedFile(**facts) for name, facts in json.loads(listing.read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
 

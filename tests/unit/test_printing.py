@@ -78,6 +78,19 @@ def test_credentials_are_redacted_by_value_and_by_name(monkeypatch: pytest.Monke
     assert "wJalrXUtnFEMI" not in str(ConfigError("wJalrXUtnFEMI", where="s3://b?x=wJalrXUtnFEMI"))
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("git+https://ghp_token@host/x failed", "git+https://***@host/x failed"),
+        ("http://u:p@ss@host:80/x", "http://***@host:80/x"),
+        ("abfs://container@account/x", "abfs://container@account/x"),
+        ("https://host/x, or write to me@host", "https://host/x, or write to me@host"),
+    ],
+)
+def test_a_user_of_a_web_address_is_a_credential_with_or_without_a_password(text: str, expected: str) -> None:
+    assert redact(text) == expected
+
+
 def test_settings_keep_text_that_only_looks_like_a_credential() -> None:
     values = {"template": "{% set token=bos_token %}", "TOKENIZERS_PARALLELISM": "false", "weights": "meta/Llama-3"}
     assert redact_all(values) == values

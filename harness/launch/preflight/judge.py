@@ -146,7 +146,7 @@ def _read(lines: Iterable[str]) -> dict[str, _Answers]:
         try:
             entry = json.loads(re.sub(r"^\s*\d+: ?", "", line))
             node, check = entry["node"], entry["check"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue
         of_node = answers.setdefault(node, _Answers())
         if "facts" in entry:

@@ -321,7 +321,7 @@ def _serve(server: socket.socket, place: NodePlace, deadline: float) -> None:
                     # The client hangs up first, so that the port is free at once.
                     connection.recv(1)
                     connected.add(request["node"])
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 continue
 
 

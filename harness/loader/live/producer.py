@@ -202,7 +202,7 @@ class LiveProducer:
             try:
                 left = json.loads(before)
                 half, number, self.input_is_whole = left["writing"], int(left["input"]), bool(left["input_is_whole"])
-            except (ValueError, TypeError, KeyError):  # none, or cut short by a crash
+            except (ValueError, TypeError, KeyError, RecursionError):  # none, or cut short by a crash
                 half, number, self.input_is_whole = None, 0, True
             if half in contents.chunks and half not in contents.ready:
                 # Its producer was killed before it wrote the record: the rows come again.

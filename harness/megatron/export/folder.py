@@ -257,7 +257,7 @@ def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:
         folder = find_weights(model.init_from)
         read_hf_config(folder)
         for name in (CONFIG_FILE, GENERATION_FILE):
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, TypeError, RecursionError):
                 found[name] = dict(json.loads((folder / name).read_text()))
     return found
 

@@ -150,7 +150,7 @@ def _without_caches(root: Place, names: Iterable[str], data: list[str]) -> list[
             text = stream.read(_MAX_STATE_BYTES)
         try:
             own = {str(above / entry["filename"]) for entry in json.loads(text)["_data_files"]}
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue  # of another tool
         missing = sorted(own - set(names))
         if missing:

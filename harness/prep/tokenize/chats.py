@@ -67,7 +67,7 @@ def as_object(arguments: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
         return arguments
     try:
         decoded = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return decoded if isinstance(decoded, dict) else arguments
 

@@ -114,7 +114,7 @@ def _settings(mask: Mapping[str, str], dataset: Path) -> dict[str, Any]:
         untrained = json.loads(mask.get("untrained", "[]"))
         settings |= {f"train_{part}": part not in untrained for part in _PARTS}
         TokenizerConfig(**settings)
-    except (ValueError, TypeError, HarnessError) as error:
+    except (ValueError, TypeError, RecursionError, HarnessError) as error:
         what = f"the dataset uses an unknown mask: {error}"
         raise FormatError(what, where=str(dataset), fix="use the version of the program that wrote it") from None
     return settings

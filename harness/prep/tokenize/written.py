@@ -111,7 +111,7 @@ def _find_arguments(text: str, arguments: Any, start: int) -> tuple[int, str]:
     if isinstance(arguments, str):
         if (found := text.find(arguments, start)) >= 0:
             return found + len(arguments), ""
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     end = start
     for leaf in _leaves(arguments):

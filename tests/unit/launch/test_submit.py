@@ -112,6 +112,8 @@ IN_CONTAINER = ("sft_tiny", "name=tiny", "cluster=h100_pyxis", "runs=/shared/run
         ([*IN_CONTAINER, "model.init_from=/w"], "shows /w: /shared:/shared\n  where: model.init_from, cluster.mounts"),
         ([*IN_CONTAINER, "data.live.path=/live"], "shows /live: /shared:/shared\n  where: data.live.path, cluster.mo"),
         ([*IN_CONTAINER, "runs=/home/me"], "shows /home/me/tiny-001: /shared:/shared\n  where: runs, cluster.mounts\n"),
+        ([*IN_CONTAINER, "runs=/shared/../home/me"], "shows /shared/../home/me/tiny-001: /shared:/shared\n"),
+        ([*IN_CONTAINER, "data.path=/shared/../data"], "shows /shared/../data: /shared:/shared\n  where: data.path"),
         (
             [*IN_CONTAINER, "cluster.mounts=[/lustre:/shared]"],
             "shows /shared/runs/tiny-001 at the same path: /lustre:/shared\n  where: runs",

@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from harness.cli import main
+from harness.errors import ConfigError
 from harness.formats import open_writer
+from harness.loader.inspect_blend import summarize_blend
 from harness.records import Pack
 
 
@@ -80,3 +82,10 @@ def test_settings_without_a_blend_are_refused(monkeypatch, capsys, tmp_path, set
     code, _, out = inspect(monkeypatch, capsys, tmp_path, settings)
     assert code == 2
     assert message in out
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"a: \xff", b"a: ["])
+def test_a_file_that_is_no_yaml_is_refused(tmp_path, content):
+    (tmp_path / "blend.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match="the settings cannot be read"):
+        summarize_blend(str(tmp_path / "blend.yaml"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -137,6 +139,33 @@ def test_a_finished_run_that_is_resumed_names_how_to_train_more_and_what_its_rec
     assert "trainer.steps=2" in printed
     assert "warning: metrics.jsonl has no records of 1 of the trained steps 1 to 1: " in printed
     assert (folder / "config.before-1.yaml").read_bytes() == b"model: \xff"
+
+
+def test_the_records_of_a_step_are_on_disk_before_the_checkpoint_after_it_has_its_name(tmp_path, data, monkeypatch):
+    made = SftConfig(run_dir=str(tmp_path / "run"), data=DataConfig(path=str(data(vocab_size=96).train.path)))
+    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
+    made.loader.num_workers, made.trainer.device, made.trainer.steps = 0, "cpu", 2
+    made.trainer.checkpoint_interval, made.trainer.record_digests = 1, True
+    fsync, rename, events = os.fsync, os.rename, []
+
+    def forced(descriptor):
+        fsync(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.suffix == ".jsonl":
+            events.append((path.name, len(path.read_text().splitlines())))
+
+    def renamed(path, target, **options):
+        rename(path, target, **options)
+        if Path(target).parent.name == "checkpoints" and Path(target).name in ("step-00000001", "step-00000002"):
+            events.append((Path(target).name, 0))
+
+    monkeypatch.setattr(os, "fsync", forced)
+    monkeypatch.setattr(os, "rename", renamed)
+    main(made)
+    for step in (1, 2):
+        before = events[: events.index((f"step-0000000{step}", 0))]
+        for name in ("metrics.jsonl", "digests.jsonl"):
+            assert max(lines for file, lines in before if file == name) >= step, (name, events)
 
 
 def test_epochs_end_with_their_ragged_batch_also_where_a_resumed_run_has_another_batch_size(tmp_path, capsys):

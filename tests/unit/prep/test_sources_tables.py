@@ -204,6 +204,13 @@ def test_a_saved_dataset_gives_its_own_files_and_not_what_was_cached_beside_them
         list_files(str(folder))
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"_data_files": [3]}', "\xff"])
+def test_a_state_that_the_datasets_library_did_not_write_is_of_another_tool(tmp_path, text):
+    write(tmp_path / "a.arrow", pa.table({"messages": [TURNS]}))
+    (tmp_path / "state.json").write_text(text, encoding="latin-1")
+    assert len(read_all(tmp_path)) == 1
+
+
 def test_a_split_of_a_saved_dataset_is_chosen_by_setting(tmp_path):
     save_to_disk(tmp_path / "train", pa.table({"messages": [TURNS] * 2}))
     save_to_disk(tmp_path / "test", pa.table({"messages": [TURNS] * 5}))
