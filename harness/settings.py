@@ -203,7 +203,7 @@ def _build_record(values: Any, schema: Any, key: str, *, is_whole: bool) -> Any:
     if not isinstance(values, dict):
         raise ValueError(f"{place} contains {str(values)[:40]!r} instead of settings")
     if (unknown := next((name for name in values if name not in hints), None)) is not None:
-        raise ValueError(f"there is no setting {(prefix + unknown)[:80]!r}")
+        raise ValueError(f"there is no setting {(prefix + str(unknown))[:80]!r}")
     built = {name: _build(one, hints[name], prefix + name, is_whole=is_whole) for name, one in values.items()}
     if not is_whole:
         return built

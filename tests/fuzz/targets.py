@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -14,23 +15,31 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from parity_reports import all_same
 from small_packs import write_packs
 
 from harness.errors import HarnessError
 from harness.formats import FORMATS, load_format, load_manifest, open_dataset
+from harness.formats.foreign.importing import CONVENTIONS
 from harness.formats.index import load_index
 from harness.formats.layouts.virtual import open_store, write_plan
 from harness.formats.manifest import content_checksum
+from harness.indexed.token_shards import read_shards
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedWriter
 from harness.loader import LoaderState
+from harness.loader.inspect_blend import summarize_blend
 from harness.loader.live.folder import LiveChunk, LiveFolder
 from harness.loader.live.producer import LiveProducer
+from harness.parity.baselines import read_baseline
+from harness.parity.result import read_report
+from harness.parity.result import to_json as report_to_json
 from harness.plan.hf_config import read_hf_config
 from harness.prep.chat import SCHEMAS, RecordReader
 from harness.prep.sources.reading import read_chunks
 from harness.records import Pack
 from harness.storage import LocalFolder
+from harness.storage.claims import parse_lease
 from harness.train.attempts import Stop, read_attempts
 from harness.train.checkpoints import RUN_FILE, Progress, read_progress, write_run_file
 from harness.train.digests import DIGESTS_FILE, RowDigests, StepDigests, read_digests, to_json
@@ -411,6 +420,64 @@ def sources(folder: Path) -> Target:
     return files_target(folder, paths, read)
 
 
+def imports(folder: Path) -> Target:
+    """Packed files of other tools, each read by the conventions of all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    swift = {"input_ids": [1, 2, 3, 4, 0], "labels": [-100, 2, -100, 4, -100], "lengths": [2, 2]}
+    megatron = {"tokens": [1, 2, 3, 4], "labels": [2, -100, 4, 5], "cu_seqlens": [0, 2, 4], "loss_mask": [1, 0, 1, 1.0]}
+    for name, row in {"swift": swift, "megatron": megatron}.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    columns = {"input_ids": [[1, 2, 3]], "loss_mask": [[0, 1, 0]], "seq_start_id": [[0]]}
+    pq.write_table(pa.table(columns), folder / "bridge.parquet")
+    with IndexedWriter(folder / "bridge") as writer:
+        writer.append(np.array([0x53465442, 1, 1, 0, 5, 6, 7]), np.array([7]))
+    paths = sorted(folder.iterdir())
+
+    def read() -> None:
+        for path in paths:
+            for convention in CONVENTIONS.values():
+                with suppress(HarnessError):
+                    for pack in convention(str(path), "train").packs(Counter()):
+                        pack.problem()
+
+    return files_target(folder, paths, read)
+
+
+def token_shards(folder: Path) -> Target:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = pa.array([[1, 2, 70_000], [3]], pa.list_(pa.int32()))
+    pq.write_table(pa.table({"a": rows, "b": ["1 2", "[3]"]}), folder / "a.parquet")
+
+    def read() -> None:
+        for column in ("a", "b"):
+            with suppress(HarnessError):
+                for _, batch in read_shards([folder / "a.parquet"], column=column):
+                    batch.document_tokens()
+
+    return files_target(folder, folder.iterdir(), read)
+
+
+def records(folder: Path) -> Target:
+    """The records that commands find beside data: of leases, of parity, and of blends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "lease").write_bytes(b'{"token": "t", "pid": 7, "host": "h", "renewed": 1.0}\nleft')
+    report = folder / "report.json"
+    report.write_text(report_to_json(all_same()))
+    (folder / "blend.yaml").write_text("blend: [{path: nowhere, weight: 0.5}]")
+
+    def read() -> None:
+        parse_lease((folder / "lease").read_bytes())
+        for one, name in (
+            (read_report, "report.json"),
+            (read_baseline, "report.json"),
+            (summarize_blend, "blend.yaml"),
+        ):
+            with suppress(HarnessError):
+                one(folder / name)
+
+    return files_target(folder, folder.iterdir(), read)
+
+
 TARGETS: dict[str, Callable[[Path], Target]] = {
     **{name: partial(bare_files, format=name) for name in ("npy", "jsonl", "parquet", "memmap", "binidx")},
     **{f"whole {name}": partial(whole_dataset, format=name) for name in FORMATS},
@@ -429,4 +496,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "metadata": metadata,
     "chat": chat,
     "sources": sources,
+    "imports": imports,
+    "token shards": token_shards,
+    "records": records,
 }

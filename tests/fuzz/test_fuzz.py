@@ -18,8 +18,9 @@ from harness.train.digests import DIGESTS_FILE
 from tests.fuzz.__main__ import RUNS, fuzz
 from tests.fuzz.targets import TARGETS
 
-DEEP = b"[" * 2000
+DEEP = b"[" * 100_000
 HF_CONFIG = {"model_type": "llama", "hidden_size": 8, "max_position_embeddings": 9}
+MEGATRON = {"tokens": [1], "labels": [2], "cu_seqlens": [0, 1]}
 # What a search has found, to which a parser once had no answer of its own.
 REGRESSIONS = [
     ("state", "", DEEP),
@@ -37,6 +38,12 @@ REGRESSIONS = [
     ("hf_config", "", json.dumps({**HF_CONFIG, "max_position_embeddings": math.inf}).encode()),
     ("hf_config", "", json.dumps({**HF_CONFIG, "num_attention_heads": 0}).encode()),
     ("hf_config", "", json.dumps({**HF_CONFIG, "rope_scaling": True}).encode()),
+    ("imports", "megatron.jsonl", json.dumps({**MEGATRON, "loss_mask": {}}).encode() + b"\n"),
+    ("imports", "megatron.jsonl", json.dumps({**MEGATRON, "loss_mask": [10**400]}).encode() + b"\n"),
+    ("records", "blend.yaml", b"blend: [{5: nowhere}]"),
+    ("records", "blend.yaml", DEEP),
+    ("records", "lease", DEEP),
+    ("settings", "", b"{model: {5: 1}, data: {}, loader: {}, optimizer: {}, parallel: {}, trainer: {}}"),
 ]
 
 

@@ -231,7 +231,7 @@ def _pack_of_row(
             raise FormatError(problem)
     except FormatError as error:
         raise FormatError(f"the row {error.what}", where=shard.where(row), fix=_FIX) from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
         raise FormatError(f"the row is not JSON: {str(error)[:200]}", where=shard.where(row), fix=_FIX) from None
     return pack
 
