@@ -41,11 +41,11 @@ LINES = {
     "harness/bench": 2_305,
     "harness/cli": 2_795,
     "harness/conformance": 1_630,
-    "harness/formats": 5_598,
+    "harness/formats": 5_597,
     "harness/indexed": 1_220,
     "harness/integrations": 2_940,
     "harness/launch": 2_385,
-    "harness/loader": 4_632,
+    "harness/loader": 4_633,
     "harness/megatron": 11_267,
     "harness/parity": 2_790,
     "harness/plan": 4_915,
@@ -55,11 +55,11 @@ LINES = {
     "harness/storage": 2_697,
     "harness/train": 2_989,
     "recipes": 507,
-    "tests": 57_492,
+    "tests": 57_500,
     "tests/benchmarks": 2_861,
 }
 SHAPE = {
-    "core ring, lines": 19_503,
+    "core ring, lines": 19_504,
     "from packs to the optimizer's step, lines": 3_875,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -70,7 +70,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_166
+MOST_LINES_IN_ALL = 62_168
 
 
 def tree(path: Path) -> ast.Module:
