@@ -348,7 +348,7 @@ def test_weights_come_back_bit_by_bit_after_a_step_that_changes_nothing(
     )
     assert code == 0, output
     code, output = run_command(
-        [sys.executable, "-m", "harness.cli.app", "export", str(tmp_path / "run"), str(tmp_path / "out")]
+        [sys.executable, "-m", "harness.cli", "export", str(tmp_path / "run"), str(tmp_path / "out")]
     )
     assert code == 0, output
     assert "not written: " in output  # the tokenizer, which random weights do not have
