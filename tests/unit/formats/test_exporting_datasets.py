@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from small_packs import write_packs
@@ -100,6 +99,7 @@ def test_a_bucket_is_refused(tmp_path: Path) -> None:
 def test_a_cached_dataset_of_ms_swift_has_a_row_of_tokens_and_weights_for_each_sequence(tmp_path: Path) -> None:
     written = export_to_swift(write(tmp_path), tmp_path / "cache")
 
+    datasets = pytest.importorskip("datasets")
     stored = datasets.load_from_disk(str(tmp_path / "cache"))
     # The last sequence of a pack is listed with the room that is left: packs of 7 and 5 tokens fill 8 each.
     assert stored["lengths"][:] == [[4], [4], [8]]
