@@ -180,7 +180,7 @@ def _count_from_bounds(row: ThdBatch) -> bool:
 def _find_places(bounds: torch.Tensor, total: int, *, cp_size: int, cp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sequence of each token of a rank's slice and its position there, [T / cp], without a wait of the host.
 
-    `bounds` are those of padded sequences, and `total` is T.
+    `bounds` are int32 [S + 1], of padded sequences, and `total` is T.
     """
     held = bounds if cp_size == 1 else bounds // cp_size
     owners = torch.repeat_interleave(held.diff(), output_size=total // cp_size)
