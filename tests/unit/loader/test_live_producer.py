@@ -375,7 +375,7 @@ def test_rows_that_cannot_be_used_are_refused_by_name_or_left_out(tmp_path: Path
     assert rows_of(tmp_path / "b") == some_chats(3)
     with LiveProducer(tmp_path / "c", kind="packs") as producer, pytest.raises(FormatError, match="expected a Pack"):
         producer.add({"messages": []})
-    with LiveProducer(tmp_path / "d") as producer, pytest.raises(FormatError, match="no_messages"):
+    with LiveProducer(tmp_path / "d") as producer, pytest.raises(FormatError, match="tokens instead of chats"):
         producer.add({"input_ids": []})
 
 
