@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ MAX_TOKEN_ID = 2**31 - 1
 _WHOLE = "give int32 tokens and starts, and a mask of whole numbers"
 # Weights of tokens are stored in hundredths, in datasets whose manifest says so.
 HUNDREDTHS = 100
+MEDIA_KINDS = ("audio", "image")
 
 
 def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArray[Any]:
@@ -43,6 +45,28 @@ def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArra
     return array.astype(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """An image or a sound, in place of which a sequence has placeholder tokens.
+
+    Attributes:
+        kind: one of `MEDIA_KINDS`.
+        start: place of its first placeholder token, counted from the first token of the sequence, or of the pack.
+        tokens: its placeholder tokens, which follow each other.
+        data: its file, such as a PNG, a JPEG, a WAV or a FLAC.
+    """
+
+    kind: str
+    start: int
+    tokens: int
+    data: bytes
+
+
+def moved(media: Iterable[Medium], by: int) -> tuple[Medium, ...]:
+    """Return media with their places counted from another token, which is `by` tokens earlier."""
+    return tuple(replace(one, start=one.start + by) for one in media)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class SequenceView:
     """One tokenized conversation as stored.
@@ -51,10 +75,12 @@ class SequenceView:
         input_ids: int32 [L].
         loss_mask: uint8 [L], label-aligned: loss_mask[j] = 1 trains the token after j; the last entry is 0. In a
             dataset with weights, the weight of the token after j in hundredths, 0 to 100.
+        media: in the order of their places.
     """
 
     input_ids: Int32Array
     loss_mask: UInt8Array
+    media: tuple[Medium, ...] = ()
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -70,11 +96,13 @@ class Pack:
         input_ids: int32 [n].
         loss_mask: uint8 [n], label-aligned inside each sequence, as of `SequenceView`.
         seq_start_id: int32 [k], the first position of each sequence.
+        media: of all sequences, in the order of their places, each inside one sequence.
     """
 
     input_ids: Int32Array
     loss_mask: UInt8Array
     seq_start_id: Int32Array
+    media: tuple[Medium, ...] = ()
 
     def __post_init__(self) -> None:
         # Frozen, so that a pack can be shared; set once here to normalize the arguments.
@@ -92,6 +120,7 @@ class Pack:
             np.array_equal(self.input_ids, other.input_ids)
             and np.array_equal(self.loss_mask, other.loss_mask)
             and np.array_equal(self.seq_start_id, other.seq_start_id)
+            and self.media == other.media
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -109,7 +138,8 @@ class Pack:
         """Return the sequence at `index`, as views into the arrays of this pack."""
         start = int(self.seq_start_id[index])
         end = int(self.seq_start_id[index + 1]) if index + 1 < self.num_sequences else len(self)
-        return SequenceView(self.input_ids[start:end], self.loss_mask[start:end])
+        media = moved((one for one in self.media if start <= one.start < end), -start)
+        return SequenceView(self.input_ids[start:end], self.loss_mask[start:end], media)
 
     def sequences(self) -> list[SequenceView]:
         """Return all sequences in order, as views into the arrays of this pack."""
@@ -147,6 +177,22 @@ class Pack:
             return f"has seq_start_id[{at}] == {high}, not above seq_start_id[{at - 1}] == {low}"
         if starts[-1] >= n:
             return f"has its last sequence start at {int(starts[-1]):,}, at or after its {n:,} tokens"
+        return self._problem_of_media() if self.media else None
+
+    def _problem_of_media(self) -> str | None:
+        """Return a description of the first medium that is not placeholder tokens of one sequence, or None."""
+        ends = np.append(self.seq_start_id[1:], len(self))
+        last = 0
+        for number, one in enumerate(self.media):
+            if one.kind not in MEDIA_KINDS or one.tokens < 1:
+                return f"has medium {number} of kind {one.kind!r} and {one.tokens:,} tokens"
+            end = one.start + one.tokens
+            owner = int(np.searchsorted(self.seq_start_id, one.start, side="right")) - 1
+            if one.start < last or end > ends[owner]:
+                return f"has medium {number} in tokens {one.start:,} to {end:,}, not after the last, inside one sequence"
+            if self.loss_mask[max(one.start - 1, 0) : end - 1].any() and one.start > self.seq_start_id[owner]:
+                return f"trains placeholder tokens of medium {number}, in tokens {one.start:,} to {end:,}"
+            last = end
         return None
 
 
