@@ -20,6 +20,7 @@ from harness.formats import PackReader, Provenance, holds_manifest, open_dataset
 from harness.formats.opening import holds_dataset
 from harness.loader.blend import Blend, check_sources
 from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
+from harness.prep.media import MediaRules
 from harness.prep.tokenize.config import refuse_weighted
 from harness.printing import count_of
 from harness.records import Int32Array, Int64Array, Medium, Pack
@@ -445,6 +446,13 @@ def _tokenizer_of(reader: PackReader) -> tuple[str, str]:
     """Return the hash and name of the tokenizer that made a dataset; empty where it is not recorded."""
     provenance = reader.manifest.provenance if reader.manifest is not None else Provenance()
     return provenance.tokenizer_hash, provenance.tokenizer
+
+
+def media_rules(data: PackReader | JoinedReader) -> MediaRules | None:
+    """Return the rules by which the media of a dataset, or of several, were made; None for text."""
+    found = (_media_rules(reader) for reader in (data.readers if isinstance(data, JoinedReader) else (data,)))
+    text = next(filter(None, found), "")
+    return MediaRules.from_text(text) if text else None
 
 
 def _media_rules(reader: PackReader) -> str:

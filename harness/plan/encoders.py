@@ -27,6 +27,7 @@ class MediaModel:
     Attributes:
         name: `model_type` of its config.json.
         architecture: its class in transformers.
+        rules: `family` of the `harness.prep.media.MediaRules` of its data.
         kind: of its media, see `harness.records.MEDIA_KINDS`.
         token: value of config.json with the id of its placeholder token.
         kept: values of config.json that describe the encoder.
@@ -40,6 +41,7 @@ class MediaModel:
 
     name: str
     architecture: str
+    rules: str
     kind: str
     token: str
     kept: tuple[str, ...]
@@ -87,6 +89,7 @@ def _count_llava(values: Mapping[str, Any], hidden: int) -> int:
 _OMNI = MediaModel(
     "qwen3_omni_moe_thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "qwen3_omni_moe",
     "audio",
     "audio_token_id",
     ("audio_config",),
@@ -102,6 +105,7 @@ MEDIA_MODELS = {
         MediaModel(
             "qwen2_audio",
             "Qwen2AudioForConditionalGeneration",
+            "qwen2_audio",
             "audio",
             "audio_token_index",
             ("audio_config",),
@@ -114,6 +118,7 @@ MEDIA_MODELS = {
         MediaModel(
             "llava",
             "LlavaForConditionalGeneration",
+            "llava",
             "image",
             "image_token_index",
             (
