@@ -1,0 +1,245 @@
+"""The files of media: read within limits, recognized by their first bytes, measured by their headers, decoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import ConfigError, HarnessError, PrepError
+from harness.storage import is_uri, join_path, parse_place, stamp_of
+from harness.storage.inputs import open_stream
+
+_IMAGES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+# Compared with the first 12 bytes.
+_MAGIC = (
+    *((re.compile(magic, re.DOTALL), "audio") for magic in (rb"RIFF....WAVE", rb"fLaC", rb"OggS", rb"ID3")),
+    (re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb]"), "audio"),  # MP3 without tags
+    *((re.compile(magic, re.DOTALL), "image") for magic in (rb"\x89PNG\r\n", rb"\xff\xd8\xff", rb"RIFF....WEBP")),
+    *((re.compile(magic, re.DOTALL), "image") for magic in (rb"GIF8[79]a", rb"BM....\0\0\0\0")),
+)
+_FORMATS = "WAV, FLAC, Ogg, MP3, PNG, JPEG, WebP, GIF and BMP"
+_BASE64 = re.compile(r"[A-Za-z0-9+/]{16}[A-Za-z0-9+/=\s]*")
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """Bounds of one medium, checked before it is decoded.
+
+    Attributes:
+        num_bytes: of its file.
+        num_pixels: of an image.
+        seconds: of a sound.
+    """
+
+    num_bytes: int = 256 << 20
+    num_pixels: int = 64 << 20
+    seconds: float = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class AudioSize:
+    """Samples of one channel and samples a second, by the header of a sound."""
+
+    num_samples: int
+    rate: int
+
+    def samples_at(self, rate: int) -> int:
+        """Return the samples of one channel at another rate: what soxr makes of them."""
+        return (2 * self.num_samples * rate + self.rate) // (2 * self.rate)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """Pixels, by the header of an image."""
+
+    width: int
+    height: int
+
+
+def read_medium(source: object, folder: str = "", limits: MediaLimits | None = None) -> bytes:
+    """Return the bytes of a medium.
+
+    Args:
+        source: bytes, base64, a data URI, a path, `file://` or the URI of an object in a bucket.
+        folder: of the file that names a relative path.
+
+    Raises:
+        PrepError: it is none of these, cannot be read, or exceeds the limit on bytes.
+    """
+    most = (limits or MediaLimits()).num_bytes
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return _bounded(bytes(source), most)
+    if not isinstance(source, str) or not source.strip():
+        raise _problem(f"is a {type(source).__name__}, expected base64, a data URI, a path or a URI")
+    source = source.strip()
+    if source[:5].lower() == "data:":
+        head, comma, body = source.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise _problem("is a data URI that is not base64")
+        return _bounded(_of_base64(body, most), most)
+    if _BASE64.match(source) and kind_of(_head(source)) is not None:
+        return _bounded(_of_base64(source, most), most)
+    if source[:7].lower() == "file://":
+        source = unquote(urlsplit(source).path)
+    elif re.match(r"https?://", source, re.IGNORECASE):
+        raise _problem("is on the web, where it can change; download it, and name its path")
+    elif len(source) > 4096 or "\0" in source or "\n" in source:
+        raise _problem(f"is neither a path nor base64 of a format that is read: {_FORMATS}")
+    return _read_file(source, folder, most)
+
+
+def _read_file(path: str, folder: str, most: int) -> bytes:
+    path = path if is_uri(path) or path.startswith("/") or not folder else join_path(folder, path)
+    try:
+        place = parse_place(path)
+        if isinstance(place, Path) and place.exists() and not place.is_file():
+            raise _problem(f"{path} is not a file")
+        size = stamp_of(place).num_bytes
+        if size > most:
+            raise _problem(f"{path} has {size:,} bytes, more than {most:,}")
+        with open_stream(place) as file:
+            return _bounded(file.read(most + 1), most)
+    except (OSError, ValueError) as error:
+        raise _problem(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except HarnessError as error:
+        raise _problem(error.what if path in error.what else f"{path}: {error.what}") from error
+
+
+def _head(text: str) -> bytes:
+    try:
+        return base64.b64decode(re.sub(r"\s", "", text[:64])[:16])
+    except binascii.Error:
+        return b""
+
+
+def _of_base64(text: str, most: int) -> bytes:
+    if len(text) > most * 3 // 2 + 1024:
+        raise _problem(f"has more than {most:,} bytes")
+    try:
+        text = "".join(text.split())
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _problem(f"is not valid base64: {error}") from error
+
+
+def _bounded(data: bytes, most: int) -> bytes:
+    if len(data) > most:
+        raise _problem(f"has {len(data):,} bytes, more than {most:,}")
+    return data
+
+
+def kind_of(data: bytes) -> str | None:
+    """Return the kind of a file by its first bytes, one of `MEDIA_KINDS`; None for a format that is not read."""
+    return next((kind for magic, kind in _MAGIC if magic.match(data[:12])), None)
+
+
+def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioSize | ImageSize:
+    """Return the size of a medium by its header alone.
+
+    Raises:
+        PrepError: it is of another kind, is damaged, or exceeds the limits.
+    """
+    limits = limits or MediaLimits()
+    if (found := kind_of(data)) != kind:
+        raise _problem(
+            f"is {f'an {found}' if found else 'of no format that is read (' + _FORMATS + ')'}, not an {kind}"
+        )
+    if kind == "image":
+        with _opened_image(data) as image:
+            size = ImageSize(*image.size)
+        if size.width * size.height > limits.num_pixels:
+            raise _problem(f"has {size.width:,} x {size.height:,} pixels, more than {limits.num_pixels:,}")
+        return size
+    soundfile = _library("soundfile")
+    try:
+        info = soundfile.info(io.BytesIO(data))
+    except (soundfile.SoundFileError, TypeError) as error:
+        raise _problem(f"is damaged: {error}") from error
+    if info.frames < 1 or info.samplerate < 1:
+        raise _problem("has no samples")
+    seconds = info.frames / info.samplerate
+    if seconds > limits.seconds or info.channels > 64:
+        what = f"{seconds:,.1f} s and {info.channels} channels"
+        raise _problem(f"has {what}, more than {limits.seconds:,.1f} s or 64 channels")
+    return AudioSize(int(info.frames), int(info.samplerate))
+
+
+def check_medium(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioSize | ImageSize:
+    """Return the size of a medium after decoding all of it; raise PrepError as `measure` does, and if it is damaged."""
+    size = measure(kind, data, limits)
+    decode_image(data) if kind == "image" else decode_audio(data)
+    return size
+
+
+def decode_image(data: bytes) -> Any:
+    """Return an image as Pillow has it, in RGB and turned as its EXIF data say."""
+    from PIL import ImageOps
+
+    try:
+        with _opened_image(data) as image:
+            return (ImageOps.exif_transpose(image) or image).convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _problem(f"is damaged: {error}") from error
+
+
+def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
+    """Return a sound as float32 [samples], its channels averaged.
+
+    Args:
+        rate: samples a second, to which it is resampled; 0 leaves it at its own.
+
+    Raises:
+        PrepError: it is damaged.
+    """
+    soundfile = _library("soundfile")
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            size = AudioSize(file.frames, file.samplerate)
+            samples = file.read(dtype="float32", always_2d=True)
+    except (soundfile.SoundFileError, TypeError, MemoryError) as error:
+        raise _problem(f"is damaged: {error}") from error
+    if len(samples) != size.num_samples:
+        raise _problem(f"is damaged: it has {len(samples):,} samples of the {size.num_samples:,} in its header")
+    mono: npt.NDArray[np.float32] = samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1)
+    if not np.isfinite(mono).all():
+        raise _problem("is damaged: it has samples that are not numbers")
+    if rate in (0, size.rate):
+        return mono
+    resampled: npt.NDArray[np.float32] = _library("soxr").resample(mono, size.rate, rate)
+    assert len(resampled) == size.samples_at(rate), (len(resampled), size, rate)
+    return resampled
+
+
+def _opened_image(data: bytes) -> Any:
+    image = _library("PIL.Image")
+    try:
+        return image.open(io.BytesIO(data), formats=_IMAGES)
+    except image.DecompressionBombError as error:
+        raise _problem(f"has too many pixels: {error}") from error
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _problem(
+            f"is damaged: {error}".replace(" <_io.BytesIO object", " the image").split(" at 0x")[0]
+        ) from error
+
+
+def _library(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        fix = "pip install 'megatron-sft-harness[media]'"
+        raise ConfigError(f"media require `{name.partition('.')[0]}`: {error}", where="media", fix=fix) from error
+
+
+def _problem(what: str) -> PrepError:
+    return PrepError(what, where="a medium", fix="repair the record, or remove it")

@@ -1,0 +1,260 @@
+"""Placeholder tokens and features of media for the model families that are trained with them.
+
+Counts come from the size in a file's header and the numbers of the model's processor; features from the processor's own
+extractor, of each medium alone, so that they do not depend on which media are in a batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.errors import ConfigError, FormatError, PrepError
+from harness.prep.media.files import AudioSize, ImageSize, decode_audio, decode_image
+from harness.records import Medium
+
+# Beside a tokenizer that was saved with a dataset.
+RULES_FILE = "media_rules.json"
+_AUDIO_NUMBERS = ("feature_size", "sampling_rate", "hop_length", "chunk_length", "n_fft", "padding_value")
+_IMAGE_PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor")
+_IMAGE_NUMBERS = (
+    *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor"),
+    *("do_normalize", "image_mean", "image_std", "do_convert_rgb"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRules:
+    """Numbers by which one model takes media; plain values.
+
+    Attributes:
+        family: model type, a key of `FAMILIES`.
+        tokens: id of the placeholder token by kind of media.
+        numbers: of the processor.
+    """
+
+    family: str
+    tokens: Mapping[str, int]
+    numbers: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, name: str) -> MediaRules | None:
+        """Return the rules of a folder or hub id of a model, or of a tokenizer that was saved with a dataset.
+
+        Returns:
+            None for a model that takes no media, or of a family that is not trained with them.
+
+        Raises:
+            ConfigError: the processor's files are missing or damaged, or have numbers that are not supported.
+        """
+        if saved := _read_json(name, RULES_FILE):
+            return cls(saved["family"], saved["tokens"], saved["numbers"])
+        config = _read_json(name, "config.json")
+        family = _TYPES.get(str(config.get("model_type")))
+        if family is None:
+            return None
+        try:
+            return FAMILIES[family].read(name, config)
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"the processor's files of a {family} model cannot be read: {type(error).__name__}: {error}"
+            fix = "use a folder with the model's config.json, preprocessor_config.json and processor_config.json"
+            raise ConfigError(what, where=name, fix=fix) from error
+
+    @classmethod
+    def from_text(cls, text: str) -> MediaRules:
+        """Return the rules of a text of `to_text`."""
+        values = json.loads(text)
+        if values.get("family") not in FAMILIES:
+            what = f"media of the model family {values.get('family')!r} are not known"
+            raise FormatError(what, where="manifest.json, mask, media", fix="use the version that wrote the dataset")
+        return cls(values["family"], values["tokens"], values["numbers"])
+
+    def to_text(self) -> str:
+        """Return the rules as JSON, with sorted names."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self.tokens)
+
+    def count_tokens(self, kind: str, size: AudioSize | ImageSize) -> int:
+        """Return the number of placeholder tokens of a medium, as the model's processor does.
+
+        Raises:
+            PrepError: it is too short for a token, or longer than the model takes.
+        """
+        if kind not in self.tokens:
+            what = f"is an {kind}, and a {self.family} model is trained with {' and '.join(self.tokens)} only"
+            raise PrepError(what, where="a medium", fix="repair the record, or remove it")
+        count = FAMILIES[self.family].count(self.numbers, size)
+        if count < 1:
+            raise PrepError("is too short for a token", where="a medium", fix="repair the record, or remove it")
+        return count
+
+    def features(self, media: Sequence[Medium]) -> dict[str, npt.NDArray[Any]]:
+        """Return what the model's encoder takes for some media, in their order; nothing for none.
+
+        Returns:
+            of sounds `input_features` float32 [n, mel, frames] and `feature_attention_mask` int32 [n, frames], frames
+            being those of the longest unless the model's are fixed; of images `pixel_values` float32 [n, 3, H, W].
+
+        Raises:
+            PrepError: a medium is damaged.
+        """
+        return FAMILIES[self.family].features(self, media) if media else {}
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFamily:
+    """A family of models: reads its rules from a folder, counts tokens and makes features."""
+
+    read: Callable[[str, Mapping[str, Any]], MediaRules]
+    count: Callable[[Mapping[str, Any], Any], int]
+    features: Callable[[MediaRules, Sequence[Medium]], dict[str, npt.NDArray[Any]]]
+
+
+def _read_json(name: str, file: str) -> dict[str, Any]:
+    """Return a JSON object in a folder or a hub id; empty if there is no such file."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        path = folder / file
+    else:
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, file)
+        try:
+            # A tokenizer of text costs no more requests: its config.json is in the cache once it was loaded.
+            is_asked = not isinstance(cached, str) and file not in (RULES_FILE, "config.json")
+            path = Path(hf_hub_download(name, file) if is_asked else cached or "/nowhere")
+        except OSError:
+            return {}
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is damaged: {error}", where=path, fix="download it again") from error
+    return values if isinstance(values, dict) else {}
+
+
+def _processor(name: str, part: str) -> dict[str, Any]:
+    """Return the values of a processor: of its part alone, over those of the whole."""
+    whole = _read_json(name, "processor_config.json")
+    values = {**whole, **_read_json(name, "preprocessor_config.json")}
+    return {**values, **(whole.get(part) or {})}
+
+
+# ---- sounds --------------------------------------------------------------------------------------------------------
+
+
+def _read_audio(name: str, config: Mapping[str, Any], family: str, n_window: int = 0) -> MediaRules:
+    found = _processor(name, "feature_extractor")
+    if found.get("feature_extractor_type", "WhisperFeatureExtractor") != "WhisperFeatureExtractor":
+        raise ValueError(f"its feature extractor is {found['feature_extractor_type']}, not WhisperFeatureExtractor")
+    if found.get("dither") or found.get("do_normalize"):
+        raise ValueError("its feature extractor adds noise or normalizes samples, which is not supported")
+    numbers = {key: found[key] for key in _AUDIO_NUMBERS}
+    if n_window:
+        numbers["n_window"] = n_window
+    token = config["audio_token_id"] if "audio_token_id" in config else config["audio_token_index"]
+    return MediaRules(family, {"audio": int(token)}, numbers)
+
+
+def _count_qwen2_audio(numbers: Mapping[str, Any], size: AudioSize) -> int:
+    """Count as Qwen2AudioProcessor: two layers of stride 2 over the frames, which are cut after `chunk_length`."""
+    samples = size.samples_at(numbers["sampling_rate"])
+    if samples > numbers["chunk_length"] * numbers["sampling_rate"]:
+        what = (
+            f"has {samples / numbers['sampling_rate']:,.1f} s, more than the {numbers['chunk_length']} s that a model"
+        )
+        raise PrepError(f"{what} of this family hears", where="a medium", fix="cut it into shorter ones")
+    frames = -(-samples // int(numbers["hop_length"]))
+    return ((frames - 1) // 2 + 1 - 2) // 2 + 1
+
+
+def _count_qwen3_omni(numbers: Mapping[str, Any], size: AudioSize) -> int:
+    """Count as Qwen3OmniMoeProcessor does for a sound alone: 13 tokens for each window of 100 frames."""
+    samples = size.samples_at(numbers["sampling_rate"])
+    frames = samples // int(numbers["hop_length"])
+    if frames < 1 or samples <= numbers["n_fft"] // 2:  # the transform reflects half a window at the ends
+        return 0
+    windows, rest = divmod(frames, 2 * int(numbers["n_window"]))
+    return (((rest - 1) // 2 + 1 - 1) // 2 + 1 - 1) // 2 + 1 + windows * 13
+
+
+def _audio_features(rules: MediaRules, media: Sequence[Medium]) -> dict[str, npt.NDArray[Any]]:
+    numbers = {name: rules.numbers[name] for name in _AUDIO_NUMBERS}
+    extractor = _extractor("WhisperFeatureExtractor", json.dumps(numbers))
+    rate = numbers["sampling_rate"]
+    form = {"padding": "max_length"} if rules.family == "qwen2_audio" else {"padding": True, "truncation": False}
+    made = [
+        extractor(
+            decode_audio(one.data, rate), sampling_rate=rate, return_attention_mask=True, return_tensors="np", **form
+        )
+        for one in media
+    ]
+    frames = max(one["input_features"].shape[2] for one in made)
+    features = np.zeros((len(made), numbers["feature_size"], frames), np.float32)
+    mask = np.zeros((len(made), frames), np.int32)
+    for number, one in enumerate(made):
+        own = one["input_features"].shape[2]
+        features[number, :, :own], mask[number, :own] = one["input_features"][0], one["attention_mask"][0]
+    return {"input_features": features, "feature_attention_mask": mask}
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+def _read_llava(name: str, config: Mapping[str, Any]) -> MediaRules:
+    found, vision = _processor(name, "image_processor"), config.get("vision_config") or {}
+    kind = str(found.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
+    if kind not in _IMAGE_PROCESSORS:
+        raise ValueError(
+            f"its image processor is {kind or 'not named'}, expected one of {', '.join(_IMAGE_PROCESSORS)}"
+        )
+    numbers = {key: found[key] for key in _IMAGE_NUMBERS if found.get(key) is not None}
+    size = numbers["crop_size"] if numbers.get("do_center_crop", kind.startswith("CLIP")) else numbers["size"]
+    square = {"height": size, "width": size} if isinstance(size, int) else size
+    patch = found.get("patch_size") or vision["patch_size"]
+    # Older processors leave these to the model's configuration, and its tower's class token to the model.
+    extra = found.get("num_additional_image_tokens", int(vision.get("model_type") == "clip_vision_model"))
+    select = found.get("vision_feature_select_strategy") or config["vision_feature_select_strategy"]
+    tokens = (int(square["height"]) // patch) * (int(square["width"]) // patch) + extra - (select == "default")
+    token = config["image_token_id"] if "image_token_id" in config else config["image_token_index"]
+    return MediaRules("llava", {"image": int(token)}, {"processor": kind, **numbers, "tokens": tokens})
+
+
+def _image_features(rules: MediaRules, media: Sequence[Medium]) -> dict[str, npt.NDArray[Any]]:
+    numbers = {name: value for name, value in rules.numbers.items() if name not in ("processor", "tokens")}
+    processor = _extractor(rules.numbers["processor"], json.dumps(numbers))
+    made = [processor(decode_image(one.data), return_tensors="np")["pixel_values"] for one in media]
+    return {"pixel_values": np.concatenate(made).astype(np.float32, copy=False)}
+
+
+@lru_cache(maxsize=4)
+def _extractor(kind: str, numbers: str) -> Any:
+    """Return an extractor of transformers; images by Pillow, whose results do not depend on what is installed."""
+    import transformers
+
+    return (getattr(transformers, f"{kind}Pil", None) or getattr(transformers, kind))(**json.loads(numbers))
+
+
+FAMILIES = {
+    "qwen2_audio": MediaFamily(
+        lambda name, config: _read_audio(name, config, "qwen2_audio"), _count_qwen2_audio, _audio_features
+    ),
+    "qwen3_omni_moe": MediaFamily(
+        lambda name, config: _read_audio(name, config.get("thinker_config") or config, "qwen3_omni_moe", n_window=50),
+        _count_qwen3_omni,
+        _audio_features,
+    ),
+    "llava": MediaFamily(_read_llava, lambda numbers, size: int(numbers["tokens"]), _image_features),
+}
+_TYPES = {**{name: name for name in FAMILIES}, "qwen3_omni_moe_thinker": "qwen3_omni_moe"}

@@ -1,0 +1,224 @@
+"""Tokens and features of media equal those of transformers' processors."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness.errors import ConfigError, PrepError
+from harness.prep.media import AudioSize, ImageSize, MediaLimits, MediaRules, check_medium, measure, read_medium
+from harness.records import Medium
+from tests.samples.media_models import picture, save_media_model, sound
+
+AUDIO = ["qwen2_audio", "qwen3_omni_moe"]
+
+
+def audio_processor(family: str, folder: Path) -> Any:
+    """Return the processor of a family; that of Qwen3-Omni without its parts for images and video."""
+    import transformers
+
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+    if family == "qwen2_audio":
+        return transformers.Qwen2AudioProcessor(extractor, transformers.AutoTokenizer.from_pretrained(folder))
+    processor = object.__new__(transformers.Qwen3OmniMoeProcessor)
+    processor.feature_extractor, processor.audio_token = extractor, "<|audio_pad|>"
+    return processor
+
+
+def process(family: str, processor: Any, samples: np.ndarray) -> dict[str, Any]:
+    if family == "qwen2_audio":
+        kwargs: dict[str, Any] = {"sampling_rate": 16000, "return_tensors": "np"}
+    else:
+        kwargs = {**processor.audio_kwargs, "return_tensors": "np"}
+    made, replaced = processor._process_audio([samples], **kwargs)
+    token = "<|AUDIO|>" if family == "qwen2_audio" else "<|audio_pad|>"
+    return {**made, "count": replaced[0].count(token)}
+
+
+@pytest.mark.parametrize("family", AUDIO)
+def test_a_thousand_durations_have_as_many_tokens_as_the_processor_writes(family: str, tmp_path: Path) -> None:
+    folder = save_media_model(tmp_path, family, mel=8, chunk_length=2)
+    rules, processor = MediaRules.of(str(folder)), audio_processor(family, folder)
+    assert rules is not None
+    lengths = {*range(481, 700), *(160 * n + d for n in range(3, 200) for d in (-1, 0, 1))}
+    lengths |= set(np.random.default_rng(0).integers(481, 32000, 400).tolist())
+    lengths = sorted(one for one in lengths if one <= 32000)
+    assert len(lengths) >= 1000
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # many small transforms
+    try:
+        expected = [process(family, processor, np.zeros(length, np.float32))["count"] for length in lengths]
+    finally:
+        torch.set_num_threads(num_threads)
+    assert [rules.count_tokens("audio", AudioSize(length, 16000)) for length in lengths] == expected
+
+
+@pytest.mark.parametrize("family", AUDIO)
+def test_features_of_sounds_equal_those_of_the_processor(family: str, tmp_path: Path) -> None:
+    folder = save_media_model(tmp_path, family)
+    rules, processor = MediaRules.of(str(folder)), audio_processor(family, folder)
+    assert rules is not None
+    lengths = [16000, 12345, 77777]
+    media = [Medium("audio", 0, 1, sound(length, seed=length, format="WAV", subtype="FLOAT")) for length in lengths]
+    found = rules.features(media)
+    assert found["input_features"].dtype == np.float32
+    assert found["feature_attention_mask"].dtype == np.int32
+    for number, (one, length) in enumerate(zip(media, lengths, strict=True)):
+        samples = (np.random.default_rng(length).standard_normal((length, 1)).astype(np.float32) * 0.1)[:, 0]
+        expected = process(family, processor, samples)
+        frames = expected["input_features"].shape[2]
+        assert np.array_equal(found["input_features"][number, :, :frames], expected["input_features"][0])
+        assert np.array_equal(found["feature_attention_mask"][number, :frames], expected["feature_attention_mask"][0])
+        assert not found["feature_attention_mask"][number, frames:].any()
+        tokens = rules.count_tokens("audio", measure("audio", one.data))
+        assert tokens == expected["count"]
+    alone = rules.features(media[1:2])
+    own = alone["input_features"].shape[2]
+    assert np.array_equal(alone["input_features"][0], found["input_features"][1, :, :own])
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (44100, 2), (22050, 1), (48000, 6)])
+def test_sounds_of_other_rates_and_channels_have_the_samples_of_their_header(rate: int, channels: int) -> None:
+    from harness.prep.media.files import decode_audio
+
+    for length in (701, 10_000, 33_333):
+        data = sound(length, rate=rate, channels=channels, format="FLAC")
+        size = measure("audio", data)
+        assert size == AudioSize(length, rate)
+        assert decode_audio(data, 16000).shape == (size.samples_at(16000),)
+
+
+def test_channels_are_averaged() -> None:
+    from harness.prep.media.files import decode_audio
+
+    data = sound(500, channels=2, format="WAV", subtype="FLOAT")
+    samples = np.random.default_rng(0).standard_normal((500, 2)).astype(np.float32) * 0.1
+    assert np.array_equal(decode_audio(data), samples.mean(axis=1))
+
+
+@pytest.mark.parametrize("siglip", [False, True])
+def test_images_of_a_thousand_sizes_are_those_of_the_processor(siglip: bool, tmp_path: Path) -> None:
+    import transformers
+    from PIL import Image
+
+    folder = save_media_model(tmp_path, "llava", image=56, siglip=siglip)
+    rules = MediaRules.of(str(folder))
+    assert rules is not None
+    images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    extra = {"num_additional_image_tokens": 0 if siglip else 1}
+    strategy = "full" if siglip else "default"
+    processor = transformers.LlavaProcessor(
+        images, tokenizer, patch_size=14, vision_feature_select_strategy=strategy, **extra
+    )
+    generator = np.random.default_rng(0)
+    for width, height in generator.integers(1, 300, (1000, 2)).tolist():
+        expected = processor._get_num_multimodal_tokens([(height, width)])["num_image_tokens"] if not siglip else [16]
+        assert [rules.count_tokens("image", ImageSize(width, height))] == expected
+    files = [picture(70, 40), picture(30, 300, format="JPEG"), picture(56, 56, mode="P"), picture(9, 9, mode="L")]
+    found = rules.features([Medium("image", 0, 16, data) for data in files])["pixel_values"]
+    assert (found.dtype, found.shape) == (np.float32, (4, 3, 56, 56))
+    for data, pixels in zip(files, found, strict=True):
+        made = processor(text="<image>", images=Image.open(io.BytesIO(data)).convert("RGB"), return_tensors="np")
+        assert np.array_equal(pixels, made["pixel_values"][0])
+        ids = made["input_ids"][0]
+        assert (ids == rules.tokens["image"]).sum() == rules.count_tokens("image", measure("image", data))
+
+
+@pytest.mark.parametrize("family", [*AUDIO, "llava"])
+def test_rules_come_back_from_their_text(family: str, tmp_path: Path) -> None:
+    rules = MediaRules.of(str(save_media_model(tmp_path, family)))
+    assert rules is not None
+    assert MediaRules.from_text(rules.to_text()) == rules
+
+
+def test_a_model_of_text_has_no_rules(tmp_path: Path) -> None:
+    assert MediaRules.of(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert MediaRules.of(str(tmp_path)) is None
+
+
+def test_a_known_model_without_its_processor_is_refused(tmp_path: Path) -> None:
+    folder = save_media_model(tmp_path, "qwen2_audio")
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match="processor's files of a qwen2_audio model cannot be read"):
+        MediaRules.of(str(folder))
+
+
+def test_a_medium_is_read_from_each_of_its_forms(tmp_path: Path) -> None:
+    data = sound(1000)
+    (tmp_path / "a b.wav").write_bytes(data)
+    spelled = base64.b64encode(data).decode()
+    sources = [data, spelled, f"data:audio/wav;base64,{spelled}", "a b.wav", str(tmp_path / "a b.wav")]
+    for source in [*sources, f"file://{tmp_path}/a%20b.wav"]:
+        assert read_medium(source, str(tmp_path)) == data
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("nothing.wav", "No such file"),
+        ("https://example.com/a.wav", "is on the web"),
+        ("data:audio/wav,abc", "not base64"),
+        (3, "is a int, expected"),
+        ("UklGRiQAAABXQVZF" + "!" * 30, "is not valid base64"),
+        ("pipe", "is not a file"),
+        ("big.wav", "more than 100"),
+    ],
+)
+def test_what_is_no_medium_is_named(source: object, reason: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "big.wav").write_bytes(bytes(101))
+    with pytest.raises(PrepError, match=reason):
+        read_medium(source, str(tmp_path), MediaLimits(num_bytes=100))
+
+
+def test_damaged_media_are_named() -> None:
+    flac, mp3, png = sound(9000, format="FLAC"), sound(40000, format="MP3"), picture(90, 90)
+    for kind, data in (("audio", flac[: len(flac) // 2]), ("audio", mp3[: len(mp3) // 2]), ("image", png[:-400])):
+        with pytest.raises(PrepError, match="is damaged"):
+            check_medium(kind, data)
+    with pytest.raises(PrepError, match="is an image, not an audio"):
+        check_medium("audio", png)
+    with pytest.raises(PrepError, match="of no format that is read"):
+        check_medium("image", b"%PDF-1.7 and so on")
+    with pytest.raises(PrepError, match="not numbers"):
+        check_medium("audio", _of_nothing())
+
+
+def _of_nothing() -> bytes:
+    import soundfile
+
+    file = io.BytesIO()
+    soundfile.write(file, np.full(800, np.nan, np.float32), 16000, format="WAV", subtype="FLOAT")
+    return file.getvalue()
+
+
+def test_a_bomb_is_refused_by_its_header() -> None:
+    png = bytearray(picture(8, 8))
+    png[16:24] = struct.pack(">II", 100_000, 100_000)
+    png[29:33] = struct.pack(">I", __import__("zlib").crc32(png[12:29]))
+    with pytest.raises(PrepError, match="pixels"):
+        measure("image", bytes(png))
+    with pytest.raises(PrepError, match=r"has 2\.0 s and 1 channels, more than 1\.0 s"):
+        measure("audio", sound(32000), MediaLimits(seconds=1))
+
+
+def test_a_sound_that_the_model_does_not_hear_whole_is_refused(tmp_path: Path) -> None:
+    rules = MediaRules.of(str(save_media_model(tmp_path, "qwen2_audio")))
+    assert rules is not None
+    assert rules.count_tokens("audio", AudioSize(480_000, 16000)) == 750
+    with pytest.raises(PrepError, match=r"has 30\.0 s, more than the 30 s"):
+        rules.count_tokens("audio", AudioSize(480_001, 16000))
+    with pytest.raises(PrepError, match="too short for a token"):
+        rules.count_tokens("audio", AudioSize(200, 16000))
+    with pytest.raises(PrepError, match="is an image, and a qwen2_audio model"):
+        rules.count_tokens("image", ImageSize(3, 3))
