@@ -30,6 +30,7 @@ from layout_space import (
     AVERAGED,
     KINDS,
     LATER,
+    MEDIA,
     NUM_PACKS,
     RANKS,
     SEQUENCES,
@@ -37,6 +38,7 @@ from layout_space import (
     Layout,
     accepted,
     an_eighth,
+    config_of,
     layouts_of,
 )
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -46,6 +48,7 @@ from torch.distributed import PrefixStore
 
 from harness.formats import open_dataset
 from harness.loader import Loader, RankLayout
+from harness.loader.datasets import media_rules
 from harness.megatron import prepare_process
 from harness.megatron.data.feed import Feed, readable
 from harness.megatron.job import runtime
@@ -53,6 +56,7 @@ from harness.megatron.job.runtime import join
 from harness.megatron.state import checkpoint
 from harness.megatron.state.loading import sharded_weights
 from harness.megatron.step import MegatronStep
+from harness.parity.made_data import make_dataset
 from harness.parity.result import REPORT_FILE, read_report
 from harness.plan import ParallelConfig, SftConfig
 
@@ -216,6 +220,9 @@ def train_all(layouts: list[Layout], place: Path, fault: str = "") -> list[dict[
     """
     write_small_packs(place / "data", num_packs=NUM_PACKS)
     write_small_packs(place / "data" / "weighted", num_packs=NUM_PACKS, is_weighted=True)
+    for kind in MEDIA:
+        encoder = config_of(kind).model.encoder
+        make_dataset(place / "data" / kind, num_packs=NUM_PACKS, encoder=encoder)
     results = []
     # One rank first, of every kind, as the reference of the others.
     first = [next(layouts_of(kind)) for kind in dict.fromkeys(layout.kind for layout in layouts)]
@@ -417,7 +424,9 @@ class Run:
         )
 
         def load() -> Loader:
-            return Loader(readable(reader, layout), config.loader, schedule=config.schedule, layout=layout, num_steps=2)
+            features = None if (rules := media_rules(reader)) is None else rules.features
+            settings = {"schedule": config.schedule, "layout": layout, "features": features}
+            return Loader(readable(reader, layout), config.loader, num_steps=2, **settings)
 
         with Feed(load, device=device) as batches:
             for number, batch in enumerate(batches):
@@ -459,7 +468,8 @@ def _text(place: tuple[Any, ...]) -> str:
 def train_layout(number: int, layout: tuple[str, str, SftConfig], path: Path) -> None:
     """Train one layout on this rank; rank 0 adds its line when every rank has reported."""
     name, kind, config = layout
-    data = "weighted/train" if "weighted" in kind.split() else "train"
+    named = ["weighted", *MEDIA]
+    data = "/".join([*(name for name in named if name in kind.split()), "train"])
     rank, size = map(runtime.place_in_job, ("RANK", "WORLD_SIZE"))
     store = runtime._open_store(rank, size, timedelta(seconds=600)) if size > 1 else torch.distributed.HashStore()
     # One store for all: each job has a part of it for itself.
