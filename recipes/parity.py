@@ -44,7 +44,8 @@ from harness.parity.pages import publish
 from harness.parity.reference import make_model
 from harness.parity.result import CellResult
 from harness.parity.running import default_slots, log_cells, run_cells
-from harness.plan import FAMILIES
+from harness.plan import FAMILIES, read_hf_config
+from harness.plan.encoders import MEDIA_MODELS
 from harness.printing import open_console
 
 _BY_KIND = ("experts", "hybrid", "media")
@@ -271,14 +272,19 @@ def reference_cells(
 ) -> list[Cell]:
     """Return, for each family, the cell of a plain model of transformers and those that are compared with it."""
     cells: list[Cell] = []
-    for family in config.families or FAMILIES:
+    for family in config.families or (*FAMILIES, *MEDIA_MODELS):
         require_choice(family, config.models, setting="families")
+        model = make_model(family, config.models[family], folder / "models" / family)
+        data = source
+        if family in MEDIA_MODELS:
+            encoder = read_hf_config(folder / "models" / family).settings["encoder"]
+            data = make_dataset(folder / "data" / family, encoder=encoder)
         own = plan_check(
             f"reference {family}",
             ["1 version=transformers", *config.reference],
             plan,
-            settings=[*settings, *make_model(family, config.models[family], folder / "models" / family)],
-            datasets={"": str(source)},
+            settings=[*settings, *model],
+            datasets={"": str(data)},
             pythons={"": sys.executable, "transformers": sys.executable},
             steps=config.steps,
             steps_before=0,

@@ -178,6 +178,7 @@ def _place_media(media: RowMedia, row: ThdBatch, keep: Any, device: torch.device
         {name: _copied(np.ascontiguousarray(array[used]), device) for name, array in media.arrays.items()},
         places=_copied(places[is_held], device),
         features=_copied(numbers[is_held], device),
+        tokens=int(media.tokens[used].sum()),
     )
 
 

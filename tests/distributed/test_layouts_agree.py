@@ -153,6 +153,51 @@ def plant(module):
         r"rank \d",
     ),
 }
+# Faults of media, on two ranks: sizes of the layout, the module, the code, and how it shows.
+OF_MEDIA = {
+    "features of the neighbor": (
+        {"context_parallel_size": 2},
+        "harness.megatron.batch",
+        """
+def plant(module):
+    right = module.MediaTensors
+    module.MediaTensors = lambda arrays, features, **rest: right(arrays, features=features.flip(0), **rest)
+""",
+        r"loss|grad_norm",
+    ),
+    "one placeholder too few": (
+        {},
+        "harness.loader.plan",
+        """
+def plant(module):
+    right = module.row_media
+
+    def short(*values):
+        made = right(*values)
+        return None if made is None else module.replace(made, tokens=made.tokens - 1)
+
+    module.row_media = short
+""",
+        r"LoaderError: the encoder gives \d+ features for \d+ placeholder tokens",
+    ),
+    "gradient of the encoder summed twice over tensor-parallel ranks": (
+        {"tensor_parallel_size": 2, "sequence_parallel": True},
+        "harness.megatron.model.gpt",
+        """
+def plant(module):
+    finalize = module.finalize_with_experts
+
+    def summed(chunks, *values, **options):
+        for name, parameter in chunks[0].named_parameters():
+            if ".encoder." in name and parameter.requires_grad:
+                parameter.main_grad *= 2
+        finalize(chunks, *values, **options)
+
+    module.finalize_with_experts = summed
+""",
+        r"encoder\.audio_tower",
+    ),
+}
 # Faults of layers with a scan, on two ranks: sizes of the layout, the module, and the code.
 OF_SCANS = {
     "state carried over a boundary": (
@@ -294,6 +339,16 @@ def test_a_fault_of_a_scan_is_seen(name, kind, tmp_path) -> None:
     chosen = next(one for one in accepted([kind]) if one.ranks == 2 and one.config.parallel == parallel)
     (wrong, *_) = differing(train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault)))
     assert re.search(r"loss|grad_norm", wrong), wrong
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OF_MEDIA)
+def test_a_fault_of_media_is_seen(name, tmp_path) -> None:
+    sizes, *fault, shows = OF_MEDIA[name]
+    parallel = ParallelConfig(static_rows=False, **sizes)
+    chosen = next(one for one in accepted(["omni"]) if one.ranks == 2 and one.config.parallel == parallel)
+    wrong = differing(train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault)))
+    assert re.search(shows, "\n".join(wrong)), wrong
 
 
 @pytest.mark.nightly

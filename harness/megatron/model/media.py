@@ -15,7 +15,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from torch import nn
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, LoaderError
 from harness.plan import ModelConfig
 from harness.plan.encoders import read_encoder
 
@@ -28,11 +28,13 @@ class MediaTensors:
         arrays: what the encoder takes, by name, [media, ...], as `harness.prep.media.MediaRules.features` returns it.
         places: int64 [features of the slice], the tokens of the slice that they replace.
         features: int64 [features of the slice], which of the features of these media they are, end to end.
+        tokens: placeholder tokens of all these media, as many as the encoder gives features.
     """
 
     arrays: dict[str, torch.Tensor]
     places: torch.Tensor
     features: torch.Tensor
+    tokens: int
 
 
 class MediaEncoder(nn.Module):
@@ -73,12 +75,20 @@ class MediaEncoder(nn.Module):
             return features
 
     def merge(self, embedded: torch.Tensor) -> torch.Tensor:
-        """Return [T / cp, 1, hidden_size] with features in the places of the row's media."""
+        """Return [T / cp, 1, hidden_size] with features in the places of the row's media.
+
+        Raises:
+            LoaderError: the encoder gives more or fewer features than the media have placeholder tokens.
+        """
         if self.row is None:
             return embedded
         features = self(**self.row.arrays).to(embedded.dtype)
-        count = int(self.row.features.shape[0])
-        chosen = features if count == features.shape[0] else features.index_select(0, self.row.features)
+        if features.shape[0] != self.row.tokens:
+            what = f"the encoder gives {features.shape[0]:,} features for {self.row.tokens:,} placeholder tokens"
+            fix = "prepare the data again with tokenizer.name set to this model"
+            raise LoaderError(what, where="the media of a row", fix=fix)
+        is_whole = len(self.row.features) == features.shape[0]
+        chosen = features if is_whole else features.index_select(0, self.row.features)
         places = self.row.places.view(-1, 1, 1).expand(-1, 1, embedded.shape[-1])
         return embedded.scatter(0, places, chosen.unsqueeze(1))
 
