@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from harness.errors import ConfigError
+from harness.plan.encoders import MEDIA_MODELS
 from harness.plan.families import FAMILIES, MISSING
 from harness.plan.hf_config import find_config, list_odd_features, read_hf_config
 from harness.plan.layout import ParallelConfig
@@ -84,6 +85,9 @@ def list_families() -> list[TrainableFamily]:
     return [
         TrainableFamily(name, family.architecture, presets.get(name, []), features[name])
         for name, family in FAMILIES.items()
+    ] + [
+        TrainableFamily(one.name, one.architecture, [], [f"{one.kind} before {', '.join(one.text_types.values())}"])
+        for one in MEDIA_MODELS.values()
     ]
 
 
@@ -122,4 +126,7 @@ def describe_model(model: str) -> ModelReport:
     experts = count_experts(config, alone, stage=0)
     idle = experts * (config.num_experts - config.experts_per_token) // max(1, config.num_experts)
     family = config.traits
-    return ModelReport(model, family.name, family.architecture, [], sizes, total, total - idle, stored.mtp_layers)
+    name, architecture = family.name, family.architecture
+    if config.media is not None:
+        name, architecture = config.media.name, config.media.architecture
+    return ModelReport(model, name, architecture, [], sizes, total, total - idle, stored.mtp_layers)

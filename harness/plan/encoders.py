@@ -77,13 +77,13 @@ def _count_omni(values: Mapping[str, Any], hidden: int) -> int:
 def _count_llava(values: Mapping[str, Any], hidden: int) -> int:
     vision = values["vision_config"]
     size, inner = int(vision["hidden_size"]), int(vision["intermediate_size"])
-    patch, image = int(vision["patch_size"]), int(vision["image_size"])
-    places = (image // patch) ** 2
-    has_bias = bool(values.get("multimodal_projector_bias", True))
-    projector = (size + hidden + 2 * has_bias) * hidden
-    layers = _count_layers(int(vision["num_hidden_layers"]), size, inner, 4)
-    # CLIP has a token of its own, and a norm before its layers.
-    return layers + 3 * patch * patch * size + (places + 1) * size + 3 * size + projector
+    patch, places = int(vision["patch_size"]), (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
+    projector = (size + hidden + 2 * bool(values.get("multimodal_projector_bias", True))) * hidden
+    layers = _count_layers(int(vision["num_hidden_layers"]), size, inner, 4) + (3 * patch * patch + places) * size
+    if vision["model_type"] == "siglip_vision_model":  # a bias of patches, and a head that the features do not use
+        return layers + projector + _count_layers(1, size, inner, 4) - 2 * size
+    # CLIP has a token of the class with a position, and a norm before its layers.
+    return layers + projector + 4 * size
 
 
 _OMNI = MediaModel(

@@ -18,6 +18,7 @@ from itertools import accumulate, cycle, islice
 from typing import Any
 
 from harness.plan.dispatch import dispatch_bytes
+from harness.plan.encoders import read_encoder
 from harness.plan.families.base import SCANS, has_scan
 from harness.plan.layout import DTYPE_BYTES, ParallelConfig, padded_vocab_size, sizes_on_rank, uneven_load
 from harness.plan.model import ModelConfig
@@ -176,7 +177,7 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
         model, parallel, stage=stage
     )
     is_first, is_last = stage == 0, stage == stages - 1
-    total += words if is_first else 0
+    total += words + encoder_weights(model) if is_first else 0
     # The last norm is on the last stage, with MTP layers on that of the last layer.
     total += hidden * (model.num_layers - 1 in layers if model.mtp_layers else is_last)
     if is_last:
@@ -186,6 +187,19 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
         total += model.mtp_layers * (2 * hidden * hidden // tp + 3 * hidden)
         total += words if model.mtp_layers and not is_first else 0
     return total
+
+
+def encoder_weights(model: ModelConfig) -> int:
+    """Return the number of weights of the model's encoder; 0 for a text model."""
+    if model.encoder is None:
+        return 0
+    media, values = read_encoder(model.encoder)
+    return media.count(values, model.hidden_size)
+
+
+def frozen_weights(model: ModelConfig, *, stage: int) -> int:
+    """Return the number of weights of a stage that are not trained, where all of the text model are."""
+    return 0 if stage or model.train_encoder or model.lora_rank else encoder_weights(model)
 
 
 def _count_attention(model: ModelConfig, tp: int) -> int:
@@ -431,7 +445,7 @@ def plan_stage_memory(
     # Neither the embedding nor the output matrix is in 8 bits.
     words = padded_vocab_size(vocab_size) * model.hidden_size // tp
     adapters = count_adapters(model, parallel, stage=stage)
-    trained = adapters if model.lora_rank else weights
+    trained = adapters if model.lora_rank else weights - frozen_weights(model, stage=stage)
     gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
     state, moved = _divided_state(state_bytes(model, optimizer), gradient, optimizer.offload)
     own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
@@ -555,12 +569,12 @@ def plan_checkpoint(
     )
     weights = sum(count_weights(model, one, stage=stage, vocab_size=vocab_size) for stage in stages)
     adapters = sum(count_adapters(model, one, stage=stage) for stage in stages)
-    trained = adapters if model.lora_rank else weights
+    trained = adapters if model.lora_rank else weights - frozen_weights(model, stage=0)
     copies = dp_size * parallel.context_parallel_size
     expert_weights = item * count_experts(model, parallel, stage=memory.stage)
     own = math.ceil((memory.weights - expert_weights) / copies) + expert_weights // parallel.expert_copies(ranks)
     here = count_adapters if model.lora_rank else partial(count_weights, vocab_size=vocab_size)
-    numbers = here(model, parallel, stage=memory.stage)
+    numbers = here(model, parallel, stage=memory.stage) - frozen_weights(model, stage=memory.stage)
     saved = _own_bytes(model, parallel, state, stage=memory.stage, trained=numbers, dp_size=dp_size)
     own += saved if parallel.distributed_optimizer else math.ceil(saved / copies)
     return Checkpoint(item * (weights + adapters) + state * trained, own)

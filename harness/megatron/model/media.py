@@ -141,10 +141,31 @@ def _encode_whisper(
 def _encode_omni(
     encoder: Any, values: dict[str, Any], *, input_features: torch.Tensor, feature_attention_mask: torch.Tensor
 ) -> torch.Tensor:
-    heard = input_features.permute(0, 2, 1)[feature_attention_mask.bool()].permute(1, 0)
-    made = encoder.audio_tower(heard, feature_lens=feature_attention_mask.sum(-1))
-    features: torch.Tensor = made.last_hidden_state
-    return features
+    """Encode sounds as if each were alone.
+
+    The tower pads the windows of all to the longest, and its convolutions read biases there: a sound of less than a
+    window would depend on the others.
+    """
+    tower = encoder.audio_tower
+    lengths, window = feature_attention_mask.sum(-1).tolist(), 2 * tower.n_window
+    longer = [number for number, frames in enumerate(lengths) if frames >= window]
+    shorter = [[number] for number, frames in enumerate(lengths) if frames < window]
+    features: dict[int, torch.Tensor] = {}
+    for group in [longer, *shorter] if longer else shorter:
+        heard = torch.cat([input_features[number, :, : lengths[number]] for number in group], dim=1)
+        own = torch.tensor([lengths[number] for number in group], device=heard.device)
+        made = tower(heard, feature_lens=own).last_hidden_state
+        counts = [_omni_tokens(lengths[number], window) for number in group]
+        features |= zip(group, made.split(counts), strict=True)
+    return torch.cat([features[number] for number in range(len(lengths))])
+
+
+def _omni_tokens(frames: int, window: int) -> int:
+    """Return the features of a sound: of whole windows and of the rest, after three convolutions of stride 2."""
+    halved = frames % window
+    for _ in range(3):
+        halved = (halved + 1) // 2
+    return halved + (0 if frames < window else frames // window * _omni_tokens(window - 1, window))
 
 
 def _encode_image(encoder: Any, values: dict[str, Any], *, pixel_values: torch.Tensor) -> torch.Tensor:

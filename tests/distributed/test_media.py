@@ -1,0 +1,194 @@
+"""Encoders in front of the text model: the logits and the weights of transformers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness.recipes.parity import ParityConfig
+
+from harness.config import compose_config
+from harness.errors import ConfigError, HarnessError
+from harness.loader.plan import row_media
+from harness.megatron.batch import run_row, to_device
+from harness.megatron.hf_files import HfWeights
+from harness.megatron.job import runtime
+from harness.megatron.job.runtime import join
+from harness.megatron.model.gpt import build_model
+from harness.megatron.model.media import MediaEncoder
+from harness.megatron.pretrained import find_pretrained
+from harness.megatron.weights import hf_tensors
+from harness.parity.made_data import _image, _rules_of, _sound
+from harness.parity.reference import make_model
+from harness.plan import ModelConfig, ParallelConfig
+from harness.plan.encoders import MEDIA_MODELS, read_encoder
+from harness.plan.hf_config import read_hf_config, to_hf_config
+from harness.prep.media import measure
+from harness.records import Medium, SequenceView
+from harness.thd import build_thd_batch
+
+SIGLIP = {
+    "image_token_index": 299,
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 42,
+        "patch_size": 14,
+    },
+    "vision_feature_select_strategy": "full",
+    "text_config": {"model_type": "qwen2", "tie_word_embeddings": False},
+}
+NAMES = [*MEDIA_MODELS, "siglip"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folder of a small random model of each kind, as transformers saves it."""
+    models, place = compose_config("parity", ParityConfig).models, tmp_path_factory.mktemp("models")
+    for name in MEDIA_MODELS:
+        make_model(name, models[name], place / name)
+    make_model("llava", SIGLIP, place / "siglip")
+    return {name: place / name for name in NAMES}
+
+
+def model_of(folder: Path) -> ModelConfig:
+    return ModelConfig(**read_hf_config(folder).settings, max_sequence_length=512, init_from=str(folder))
+
+
+def made_sequences(encoder: str) -> list[SequenceView]:
+    """Return sequences without media, with one, and with two that follow each other."""
+    rng, rules = np.random.default_rng(1), _rules_of(encoder)
+    ((kind, token),) = rules.tokens.items()
+    sequences = []
+    for count in (1, 0, 2):
+        ids, media = rng.integers(0, 290, 3).tolist(), []
+        for _ in range(count):
+            data = _sound(rng) if kind == "audio" else _image(rng)
+            media.append(Medium(kind, len(ids), rules.count_tokens(kind, measure(kind, data)), data))
+            ids += [token] * media[-1].tokens
+        ids += rng.integers(0, 290, 6).tolist()
+        sequences.append(SequenceView(np.array(ids, np.int32), np.zeros(len(ids), np.uint8), tuple(media)))
+    return sequences
+
+
+def transformers_logits(model: ModelConfig, sequences: list[SequenceView]) -> np.ndarray:
+    """Return the logits of unpacked sequences, float32 [model tokens, vocabulary]."""
+    import transformers
+
+    assert model.media is not None
+    assert model.encoder is not None
+    rules = _rules_of(model.encoder)
+    plain = getattr(transformers, model.media.architecture).from_pretrained(model.init_from).eval()
+    found = []
+    for one in sequences:
+        ids = torch.from_numpy(one.input_ids).long()[None, :-1]
+        arrays = {name: torch.from_numpy(array) for name, array in rules.features(one.media).items()}
+        with torch.no_grad():
+            found.append(plain(input_ids=ids, attention_mask=torch.ones_like(ids), **arrays).logits[0].numpy())
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_row_has_the_logits_of_transformers_and_the_weights_come_back_bit_by_bit(folders, name) -> None:
+    folder, model = folders[name], model_of(folders[name])
+    sequences, rules = made_sequences(model.encoder), _rules_of(model.encoder)
+    with runtime.start("cpu", timeout_s=60):
+        layout = join(ParallelConfig(), 1)
+        pretrained = find_pretrained(model)
+        assert pretrained is not None
+        (chunk,) = build_model(
+            model,
+            ParallelConfig(),
+            vocab_size=pretrained.vocab_size,
+            device=torch.device("cpu"),
+            fill=pretrained.filler(layout),
+        )
+        row = build_thd_batch(sequences, pad_to_multiple=4)
+        row = replace(row, media=row_media([one.media for one in sequences], rules.features))
+        with torch.no_grad():
+            logits = run_row(chunk, to_device(row, torch.device("cpu")), with_labels=False)[0].numpy()
+        written = dict(hf_tensors(chunk.module, model, pretrained.vocab_size))
+        count = sum(weight.numel() for weight in chunk.module.encoder.parameters())
+    expected = transformers_logits(model, sequences)
+    assert np.abs(logits[~row.padding_mask, : pretrained.vocab_size] - expected).max() < 1e-5
+    with HfWeights(folder) as weights:
+        own = {name.removeprefix(model.text_prefix): tensor for name, tensor in written.items()}
+        assert set(own) == {name for name in weights.names if not name.startswith("visual.")}
+        assert all(torch.equal(tensor, weights.rows(name)) for name, tensor in own.items())
+    media, values = read_encoder(model.encoder)
+    assert count == media.count(values, model.hidden_size)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_config_of_an_export_is_read_as_the_same_model(folders, tmp_path, name) -> None:
+    stored = read_hf_config(folders[name])
+    config = to_hf_config(ModelConfig(**stored.settings, max_sequence_length=64), vocab_size=300)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_hf_config(tmp_path).settings == stored.settings
+
+
+def test_a_published_config_that_leaves_out_defaults_is_read(tmp_path) -> None:
+    text = {"model_type": "qwen2", "intermediate_size": 11008, "max_position_embeddings": 8192, "vocab_size": 156032}
+    audio = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}
+    audio |= {"num_mel_bins": 128, "max_source_positions": 1500, "model_type": "qwen2_audio_encoder"}
+    values = {"model_type": "qwen2_audio", "audio_token_index": 151646, "audio_config": audio, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    stored = read_hf_config(tmp_path)
+    assert (stored.settings["hidden_size"], stored.settings["num_layers"], stored.vocab_size) == (4096, 32, 156032)
+    media, kept = read_encoder(stored.settings["encoder"])
+    # Of the published weights: the tower has 636,968,960 and the projector 5,246,976.
+    assert media.count(kept, 4096) == 636_968_960 + 5_246_976
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"encoder": "{}"}, "not the config.json of an encoder"),
+    ({"family": "llama"}, "text models of qwen2_audio are of the family qwen2"),
+    ({"train_encoder": True, "lora_rank": 4}, "adapters of the text model alone"),
+    ({"fp8": "blockwise"}, "FP8 is not supported with an encoder"),
+    ({"encoder": None, "train_encoder": True}, "the model has none"),
+]
+
+
+@pytest.mark.parametrize(("changed", "why"), REFUSED)
+def test_settings_that_no_encoder_trains_with_are_refused(folders, changed, why) -> None:
+    model = model_of(folders["qwen2_audio"])
+    with pytest.raises(ConfigError, match=why):
+        replace(model, **changed)
+
+
+def test_more_features_than_placeholder_tokens_are_refused(folders) -> None:
+    model = model_of(folders["qwen2_audio"])
+    sequences, rules = made_sequences(model.encoder), _rules_of(model.encoder)
+    row = build_thd_batch(sequences)
+    media = row_media([one.media for one in sequences], rules.features)
+    short = replace(row, media=replace(media, tokens=media.tokens - 1))
+    encoder = MediaEncoder(model)
+    encoder.row = to_device(short, torch.device("cpu")).packed_seq_params.media
+    with pytest.raises(HarnessError, match=r"the encoder gives \d+ features for \d+ placeholder tokens"):
+        encoder.merge(torch.zeros(len(row), 1, model.hidden_size))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_features_of_a_medium_do_not_depend_on_the_others_of_its_row(folders, name) -> None:
+    model = model_of(folders[name])
+    encoder, rules = MediaEncoder(model), _rules_of(model.encoder)
+    rng, (kind,) = np.random.default_rng(4), rules.tokens
+    with torch.no_grad():  # biases, which are zero at first, are what padding would bring in
+        for weight in encoder.parameters():
+            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
+        media = [Medium(kind, 0, 1, _sound(rng) if kind == "audio" else _image(rng)) for _ in range(4)]
+        together = encoder(**tensors(rules.features(media)))
+        alone = torch.cat([encoder(**tensors(rules.features([one]))) for one in media])
+    assert (together - alone).abs().max() < 1e-5
+
+
+def tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
