@@ -20,12 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
 from harness.config import hydra_entry
 from harness.errors import ConfigError
-from harness.formats import FORMATS, Provenance, convert_dataset, open_writer
+from harness.formats import FORMATS, convert_dataset
 from harness.parity import ParityReport, Tolerances, command_line
 from harness.parity.assemble import cell_result, environment
 from harness.parity.cells import (
@@ -41,15 +39,16 @@ from harness.parity.cells import (
     plan_check,
 )
 from harness.parity.compare import IDENTICAL, OTHER_KERNELS
+from harness.parity.made_data import make_dataset
 from harness.parity.pages import publish
 from harness.parity.reference import make_model
 from harness.parity.result import CellResult
 from harness.parity.running import default_slots, log_cells, run_cells
-from harness.plan import FAMILIES
+from harness.plan import FAMILIES, read_hf_config
+from harness.plan.encoders import MEDIA_MODELS
 from harness.printing import open_console
-from harness.records import Pack
 
-_BY_KIND = ("experts", "hybrid")
+_BY_KIND = ("experts", "hybrid", "media")
 CHECKS = ("formats", "workers", "schedules", "layouts", "context", *_BY_KIND, "isolation", "reference", "versions")
 _DATA_SETTINGS = ("data=", "data.path=", "data.blend=", "data.validation_path=")
 # Name of the interpreter that runs the matrix.
@@ -61,8 +60,8 @@ class ParityConfig:
     """A matrix of runs to compare.
 
     Attributes:
-        check: formats, workers, schedules, layouts, context, experts, hybrid, isolation, reference or versions, several
-            as `formats+workers`, or all.
+        check: formats, workers, schedules, layouts, context, experts, hybrid, media, isolation, reference or versions,
+            several as `formats+workers`, or all.
         dataset: dataset with `train` and `validation`; null generates a small one.
         datasets: existing datasets as `NAME=PATH`, for `format=NAME`. Other formats are converted from `dataset`.
         versions: Python interpreters as `NAME=PATH`, whose environments contain other versions of the libraries.
@@ -81,14 +80,14 @@ class ParityConfig:
             are wider by default.
         sft: settings of `recipes.sft` for all cases.
         sft_more: additional settings of `recipes.sft`, for the command line.
-        kinds: named settings of `recipes.sft`, separated by spaces, for cases of `experts` and `hybrid` with
-            `kind=NAME`.
+        kinds: named settings of `recipes.sft`, separated by spaces, for cases of `experts`, `hybrid` and `media`
+            with `kind=NAME`.
         families: model families of the `reference` check; empty for all.
         models: small models of the families, as values of their config.json.
-        formats, workers, schedules, layouts, context, experts, hybrid, isolation, reference: cases of the check as
-            `"ranks setting=value ..."`, starting with the reference. `format=NAME` and `version=NAME` select a dataset
-            and an interpreter. `experts` and `hybrid` have one reference per kind; each case of `reference` is compared
-            with a plain transformers model.
+        formats, workers, schedules, layouts, context, experts, hybrid, media, isolation, reference: cases of the check,
+            as `"ranks setting=value ..."`, starting with the reference. `format=NAME` and `version=NAME` select a
+            dataset and an interpreter. `experts`, `hybrid` and `media` have one reference per kind; each case of
+            `reference` is compared with a plain transformers model.
     """
 
     check: str = "formats"
@@ -114,6 +113,7 @@ class ParityConfig:
     context: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)
     hybrid: list[str] = field(default_factory=list)
+    media: list[str] = field(default_factory=list)
     kinds: dict[str, str] = field(default_factory=dict)
     isolation: list[str] = field(default_factory=list)
     families: list[str] = field(default_factory=list)
@@ -152,7 +152,7 @@ class ParityConfig:
         return list(CHECKS) if self.check == "all" else self.check.split("+")
 
     def kinds_of(self, cases: list[str]) -> list[str]:
-        """Return the kinds that cases of `experts` or `hybrid` name, in their order."""
+        """Return the kinds that cases name, in their order."""
         named = [parse_case(text, where="kinds").value_of(KIND) or "" for text in cases]
         unknown = next((kind for kind in named if kind not in self.kinds), None)
         if unknown is not None:
@@ -248,6 +248,8 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
             for kind in config.kinds_of(cases := config.cases(check)):
                 own = [text for text in cases if parse_case(text, where=check).value_of(KIND) == kind]
                 more = [*settings, *config.kinds[kind].split()]
+                if check == "media":
+                    data = {"": str(make_dataset(folder / "data" / kind, encoder=_encoder_of(more)))}
                 name = f"{check} {kind}"
                 cells += plan_check(name, own, chosen, settings=more, datasets=data, pythons=pythons, **sizes)
         else:
@@ -259,19 +261,30 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
     return cells, left_out
 
 
+def _encoder_of(settings: list[str]) -> str:
+    """Return the value of `model.encoder` in settings, which the command line quotes."""
+    name = "model.encoder="
+    return next(text for text in settings if text.startswith(name)).removeprefix(name).strip("'")
+
+
 def reference_cells(
     config: ParityConfig, source: Path, folder: Path, settings: list[str], plan: CheckPlan
 ) -> list[Cell]:
     """Return, for each family, the cell of a plain model of transformers and those that are compared with it."""
     cells: list[Cell] = []
-    for family in config.families or FAMILIES:
+    for family in config.families or (*FAMILIES, *MEDIA_MODELS):
         require_choice(family, config.models, setting="families")
+        model = make_model(family, config.models[family], folder / "models" / family)
+        data = source
+        if family in MEDIA_MODELS:
+            encoder = read_hf_config(folder / "models" / family).settings["encoder"]
+            data = make_dataset(folder / "data" / family, encoder=encoder)
         own = plan_check(
             f"reference {family}",
             ["1 version=transformers", *config.reference],
             plan,
-            settings=[*settings, *make_model(family, config.models[family], folder / "models" / family)],
-            datasets={"": str(source)},
+            settings=[*settings, *model],
+            datasets={"": str(data)},
             pythons={"": sys.executable, "transformers": sys.executable},
             steps=config.steps,
             steps_before=0,
@@ -299,31 +312,6 @@ def dataset_in(format: str, config: ParityConfig, source: Path, folder: Path) ->
     if not splits:
         convert_dataset(source, target / "train", format=format)
     return str(target)
-
-
-def make_dataset(folder: Path, *, pack_size: int = 256) -> Path:
-    """Make a dataset of short sequences with a pattern that can be learned: 160 packs, and 9 for validation.
-
-    An existing one is kept.
-    """
-    splits = {"train": 160, "validation": 9}
-    if all((folder / split / "manifest.json").exists() for split in splits):
-        return folder
-    rng = np.random.default_rng(0)
-    provenance = Provenance(tokenizer="none", tokenizer_hash="0" * 16, counts={"vocab_size": 300})
-    options: dict[str, Any] = {"format": "parquet", "pack_size": pack_size, "provenance": provenance, "overwrite": True}
-    for split, count in splits.items():
-        with open_writer(folder / split, **options) as writer:
-            for _ in range(count):
-                lengths = rng.integers(5, pack_size // 3, size=rng.integers(1, 4))
-                starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-                ids = np.concatenate(
-                    [rng.integers(0, 290) + np.arange(length, dtype=np.int32) % 7 for length in lengths]
-                )
-                mask = np.minimum(rng.integers(0, 4, size=ids.shape[0], dtype=np.uint8), 1)
-                mask[np.append(starts[1:], ids.shape[0]) - 1] = 0
-                writer.append(Pack(ids, mask, starts))
-    return folder
 
 
 entry = hydra_entry("parity", ParityConfig, main)

@@ -20,7 +20,10 @@ import torch
 
 from harness.errors import ConfigError
 from harness.loader import Loader, open_datasets
+from harness.loader.datasets import media_rules
+from harness.loader.plan import Features
 from harness.plan import OptimizerConfig, SftConfig, read_hf_config
+from harness.plan.encoders import MEDIA_MODELS
 from harness.records import Pack
 from harness.settings import to_yaml
 from harness.train import DigestWriter, Evaluation, MetricsWriter, StepRecord, StepResult, is_due, merge_ranks
@@ -52,8 +55,13 @@ def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]
     if not (folder / "model.safetensors").exists():
         transformers = _transformers()
         torch.manual_seed(8)
-        config = transformers.AutoConfig.for_model(family, **{**_ANY, **sizes})
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        if (media := MEDIA_MODELS.get(family)) is None:
+            config = transformers.AutoConfig.for_model(family, **{**_ANY, **sizes})
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        else:
+            kind = getattr(transformers, media.architecture)
+            values = {**sizes, "text_config": {**_ANY, **sizes["text_config"]}}
+            model = kind(kind.config_class(**values))
         with torch.no_grad():
             for weight, values in [*model.named_parameters(), *model.named_buffers()]:
                 # Initially ones and zeros, which hide a mistake.
@@ -61,10 +69,11 @@ def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]
                     values.add_(0.1 * torch.randn_like(values))
         model.save_pretrained(folder)
     stored = read_hf_config(folder).settings
-    texts = {name: json.dumps(value).strip('"') for name, value in stored.items()}
+    texts = {name: json.dumps(value).strip('"') for name, value in stored.items() if name != "encoder"}
     model_settings = [f"model.{name}={text}" for name, text in texts.items()]
     still = ["model.expert_bias_rate=0"] if stored["num_experts"] else []
-    return [f"model.init_from={folder}", "model.max_sequence_length=1024", *model_settings, *still]
+    trained = ["model.train_encoder=true"] if "encoder" in stored else []
+    return [f"model.init_from={folder}", "model.max_sequence_length=1024", *model_settings, *still, *trained]
 
 
 def train_reference(config: SftConfig) -> int:
@@ -78,12 +87,18 @@ def train_reference(config: SftConfig) -> int:
         raise ConfigError("weights, a folder and a number of steps are required", where=where, fix="set all of them")
     config.optimizer = optimizer = config.optimizer.resolved(config.model, config.trainer.steps)
     trainer, data = config.trainer, open_datasets(config.data)
-    model = _transformers().AutoModelForCausalLM.from_pretrained(
+    name = "AutoModelForCausalLM" if config.model.media is None else config.model.media.architecture
+    rules = media_rules(data.train)
+    features = None if rules is None else rules.features
+    model = getattr(_transformers(), name).from_pretrained(
         config.model.init_from, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
+    for weight, values in model.named_parameters():
+        # Sinusoids, which the class of the encoder does not train; transformers 5 forgets that when it loads weights.
+        values.requires_grad_(not weight.endswith("audio_tower.embed_positions.weight"))
     adam = _adam(model, optimizer)
     folder, last = Path(config.run_dir), trainer.last_step
-    loader = Loader(data.train, config.loader, schedule=config.schedule, num_steps=last)
+    loader = Loader(data.train, config.loader, schedule=config.schedule, num_steps=last, features=features)
     with (
         open_run_folder(folder, settings=to_yaml(config), resumes=True),
         closing(DigestWriter(folder)) as digests,
@@ -93,7 +108,7 @@ def train_reference(config: SftConfig) -> int:
             began = time.perf_counter()
             adam.zero_grad()
             packs = data.train.read(batch.pack_ids.tolist())
-            loss, tokens = _mean_loss(model, packs, trainer.loss_average, backward=True)
+            loss, tokens = _mean_loss(model, packs, trainer.loss_average, features, backward=True)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_grad or math.inf)
             rate = _learning_rate(optimizer, number - 1)
             for group in adam.param_groups:
@@ -103,7 +118,7 @@ def train_reference(config: SftConfig) -> int:
             if data.validation is not None and is_due(number, trainer.eval_interval, last):
                 stored = data.validation.read(list(range(len(data.validation))))
                 with torch.no_grad():
-                    found = Evaluation(*_mean_loss(model, stored, trainer.loss_average, backward=False))
+                    found = Evaluation(*_mean_loss(model, stored, trainer.loss_average, features, backward=False))
                     evaluations[OWN_VALIDATION] = found
             own = rank_rows(batch, process=0, dp_rank=0, is_first_stage=True, is_last_stage=True)
             digests.write(merge_ranks(number, batch, [own]))
@@ -156,13 +171,18 @@ def _learning_rate(optimizer: OptimizerConfig, done: int) -> float:
     return lr * (optimizer.min_lr_ratio + (1 - optimizer.min_lr_ratio) * shares[optimizer.decay])
 
 
-def _mean_loss(model: Any, packs: Sequence[Pack], average: str, *, backward: bool) -> tuple[float, int]:
+def _mean_loss(
+    model: Any, packs: Sequence[Pack], average: str, features: Features | None, *, backward: bool
+) -> tuple[float, int]:
     """Return the mean loss of some packs by `trainer.loss_average`, and their trained tokens; add its gradients."""
     trained = [one for pack in packs for one in pack.sequences() if one.loss_mask.any()]
     sums, mean = [int(one.loss_mask.sum()) for one in trained], 0.0
     for one, own in zip(trained, sums, strict=True):
         ids = torch.from_numpy(one.input_ids).long()
-        logits = model(ids[None, :-1]).logits[0].float()
+        arrays = features(one.media) if features is not None and one.media else {}
+        inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        whole = {"attention_mask": torch.ones(1, len(ids) - 1, dtype=torch.long)} if inputs else {}
+        logits = model(ids[None, :-1], **whole, **inputs).logits[0].float()
         each = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
         divisor = own * len(trained) if average == "conversation" else sum(sums)
         loss = (each * torch.from_numpy(one.loss_mask[:-1])).sum() / divisor

@@ -30,6 +30,7 @@ from layout_space import (
     AVERAGED,
     KINDS,
     LATER,
+    MEDIA,
     NUM_PACKS,
     RANKS,
     SEQUENCES,
@@ -37,6 +38,7 @@ from layout_space import (
     Layout,
     accepted,
     an_eighth,
+    config_of,
     layouts_of,
 )
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -46,6 +48,7 @@ from torch.distributed import PrefixStore
 
 from harness.formats import open_dataset
 from harness.loader import Loader, RankLayout
+from harness.loader.datasets import media_rules
 from harness.megatron import prepare_process
 from harness.megatron.data.feed import Feed, readable
 from harness.megatron.job import runtime
@@ -53,6 +56,7 @@ from harness.megatron.job.runtime import join
 from harness.megatron.state import checkpoint
 from harness.megatron.state.loading import sharded_weights
 from harness.megatron.step import MegatronStep
+from harness.parity.made_data import make_dataset
 from harness.parity.result import REPORT_FILE, read_report
 from harness.plan import ParallelConfig, SftConfig
 
@@ -149,6 +153,51 @@ def plant(module):
         r"rank \d",
     ),
 }
+# Faults of media, on two ranks: sizes of the layout, the module, the code, and how it shows.
+OF_MEDIA = {
+    "features of the neighbor": (
+        {"context_parallel_size": 2},
+        "harness.megatron.batch",
+        """
+def plant(module):
+    right = module.MediaTensors
+    module.MediaTensors = lambda arrays, features, **rest: right(arrays, features=features.flip(0), **rest)
+""",
+        r"loss|grad_norm",
+    ),
+    "one placeholder too few": (
+        {},
+        "harness.loader.plan",
+        """
+def plant(module):
+    right = module.row_media
+
+    def short(*values):
+        made = right(*values)
+        return None if made is None else module.replace(made, tokens=made.tokens - 1)
+
+    module.row_media = short
+""",
+        r"LoaderError: the encoder gives \d+ features for \d+ placeholder tokens",
+    ),
+    "gradient of the encoder summed twice over tensor-parallel ranks": (
+        {"tensor_parallel_size": 2, "sequence_parallel": True},
+        "harness.megatron.model.gpt",
+        """
+def plant(module):
+    finalize = module.finalize_with_experts
+
+    def summed(chunks, *values, **options):
+        for name, parameter in chunks[0].named_parameters():
+            if ".encoder." in name and parameter.requires_grad:
+                parameter.main_grad *= 2
+        finalize(chunks, *values, **options)
+
+    module.finalize_with_experts = summed
+""",
+        r"encoder\.audio_tower",
+    ),
+}
 # Faults of layers with a scan, on two ranks: sizes of the layout, the module, and the code.
 OF_SCANS = {
     "state carried over a boundary": (
@@ -216,6 +265,9 @@ def train_all(layouts: list[Layout], place: Path, fault: str = "") -> list[dict[
     """
     write_small_packs(place / "data", num_packs=NUM_PACKS)
     write_small_packs(place / "data" / "weighted", num_packs=NUM_PACKS, is_weighted=True)
+    for kind in MEDIA:
+        encoder = config_of(kind).model.encoder
+        make_dataset(place / "data" / kind, num_packs=NUM_PACKS, encoder=encoder)
     results = []
     # One rank first, of every kind, as the reference of the others.
     first = [next(layouts_of(kind)) for kind in dict.fromkeys(layout.kind for layout in layouts)]
@@ -287,6 +339,16 @@ def test_a_fault_of_a_scan_is_seen(name, kind, tmp_path) -> None:
     chosen = next(one for one in accepted([kind]) if one.ranks == 2 and one.config.parallel == parallel)
     (wrong, *_) = differing(train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault)))
     assert re.search(r"loss|grad_norm", wrong), wrong
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OF_MEDIA)
+def test_a_fault_of_media_is_seen(name, tmp_path) -> None:
+    sizes, *fault, shows = OF_MEDIA[name]
+    parallel = ParallelConfig(static_rows=False, **sizes)
+    chosen = next(one for one in accepted(["omni"]) if one.ranks == 2 and one.config.parallel == parallel)
+    wrong = differing(train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault)))
+    assert re.search(shows, "\n".join(wrong)), wrong
 
 
 @pytest.mark.nightly
@@ -417,7 +479,9 @@ class Run:
         )
 
         def load() -> Loader:
-            return Loader(readable(reader, layout), config.loader, schedule=config.schedule, layout=layout, num_steps=2)
+            features = None if (rules := media_rules(reader)) is None else rules.features
+            settings = {"schedule": config.schedule, "layout": layout, "features": features}
+            return Loader(readable(reader, layout), config.loader, num_steps=2, **settings)
 
         with Feed(load, device=device) as batches:
             for number, batch in enumerate(batches):
@@ -459,7 +523,8 @@ def _text(place: tuple[Any, ...]) -> str:
 def train_layout(number: int, layout: tuple[str, str, SftConfig], path: Path) -> None:
     """Train one layout on this rank; rank 0 adds its line when every rank has reported."""
     name, kind, config = layout
-    data = "weighted/train" if "weighted" in kind.split() else "train"
+    named = ["weighted", *MEDIA]
+    data = "/".join([*(name for name in named if name in kind.split()), "train"])
     rank, size = map(runtime.place_in_job, ("RANK", "WORLD_SIZE"))
     store = runtime._open_store(rank, size, timedelta(seconds=600)) if size > 1 else torch.distributed.HashStore()
     # One store for all: each job has a part of it for itself.

@@ -19,11 +19,24 @@ from harness.schedule import DYNAMIC, ScheduleConfig
 from harness.schedule.batch import largest_share
 
 RANKS = (1, 2, 4)
+# Of models with an encoder, which is trained, and their data.
+MEDIA = ("audio", "omni", "image")
 # Adapters stand on experts too. Those of `LATER` differ from others in few operations.
-KINDS = ("dense", "lora", "qwen3_moe", "deepseek_like", "lora qwen3_moe", "hybrid", "hybrid_moe", "delta", "delta_moe")
+KINDS = (
+    "dense",
+    "lora",
+    "qwen3_moe",
+    "deepseek_like",
+    "lora qwen3_moe",
+    "hybrid",
+    "hybrid_moe",
+    "delta",
+    "delta_moe",
+    *MEDIA,
+)
 LATER = (
     *("olmoe", "gpt_oss_like", "lora deepseek_like", "lora hybrid", "lora hybrid_moe"),
-    *("lora delta", "lora delta_moe"),
+    *("lora delta", "lora delta_moe", "lora omni", "frozen audio", "frozen image"),
 )
 # Losses that are means over conversations, of tokens with weights, and of experts balanced over sequences, on two
 # ranks alone.
@@ -100,7 +113,9 @@ def config_of(kind: str) -> SftConfig:
     if model.kv_lora_rank:
         model = replace(model, kv_lora_rank=26)  # with 6 rotated numbers, a multiple of four ranks
     if "lora" in kind.split():
-        model = replace(model, lora_rank=4, lora_alpha=4.0, mtp_layers=0)
+        model = replace(model, lora_rank=4, lora_alpha=4.0, mtp_layers=0, train_encoder=False)
+    if "frozen" in kind.split():
+        model = replace(model, train_encoder=False)
     if "partly" in kind.split():
         model = replace(model, recompute="full", recompute_layers=1)
     if "sequences" in kind.split():

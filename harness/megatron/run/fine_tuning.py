@@ -9,7 +9,7 @@ from typing import Any
 from harness.errors import ConfigError
 from harness.formats import PackReader
 from harness.loader import JoinedReader, Loader, LoaderConfig, RankLayout, RunData, open_datasets
-from harness.loader.datasets import LiveData, open_live
+from harness.loader.datasets import LiveData, media_rules, open_live
 from harness.loader.live.rank import BatchPlan
 from harness.loader.order import epochs_after, steps_until
 from harness.loader.plan import PackSource
@@ -20,6 +20,8 @@ from harness.megatron.pretrained import Pretrained, find_pretrained
 from harness.megatron.run.sampling import find_tokenizer
 from harness.megatron.run.training import Task
 from harness.plan import SftConfig, sequence_cost
+from harness.plan.encoders import read_encoder
+from harness.prep.media import MediaRules
 from harness.printing import count_of
 from harness.schedule import most_sequences
 from harness.thd import padded_lengths
@@ -32,6 +34,7 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
     data = open_live(config.data) if config.data.live.folders else open_datasets(config.data)
     pretrained = find_pretrained(config.model)
     config.model.vocab_size = check(config, data, pretrained)
+    _check_media(config, data)
     if isinstance(data, RunData):
         _check_weights(config, data.train)
     return Task(
@@ -50,6 +53,27 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
         warnings=_warnings(config, data),
         length=settle_length(config, data, progress) if isinstance(data, RunData) else "",
     )
+
+
+def _rules_of(data: RunData | LiveData) -> MediaRules | None:
+    if isinstance(data, LiveData):
+        return None if data.tokenizer is None else data.tokenizer.media_rules
+    return media_rules(data.train)
+
+
+def _check_media(config: SftConfig, data: RunData | LiveData) -> None:
+    """Refuse data whose media were prepared for another model, and settings that do not train media."""
+    rules, where = _rules_of(data), "data and model"
+    if rules is None or config.model.encoder is None:
+        return
+    media, values = read_encoder(config.model.encoder)
+    if (rules.family, rules.tokens) != (media.rules, {media.kind: int(values[media.token])}):
+        what = f"the media of the data were prepared for {rules.family}, with placeholder tokens {dict(rules.tokens)}, "
+        what += f"and the model is {media.name}, with {media.kind} {values[media.token]}"
+        raise ConfigError(what, where=where, fix="prepare the data with tokenizer.name set to the model")
+    if config.shares_rows:
+        what = f"{config.schedule.name} is not supported with audio or images"
+        raise ConfigError(what, where="schedule.name", fix="schedule=dp_balanced, or cost_balanced")
 
 
 def _check_weights(config: SftConfig, data: PackReader | JoinedReader) -> None:
@@ -165,8 +189,10 @@ def make_feeds(
 ) -> tuple[Feed, dict[str, Feed]]:
     """Return the training batches after `progress`, and per validation set the batches of one pass over it."""
     state = progress.loader if progress is not None else None
+    rules = _rules_of(data)
+    features = None if rules is None or config.model.encoder is None else rules.features
     cost, hash = sequence_cost(config.model), data.tokenizer_hash if isinstance(data, RunData) else ""
-    make = partial(Loader, schedule=config.schedule, layout=layout, cost=cost, tokenizer=hash)
+    make = partial(Loader, schedule=config.schedule, layout=layout, cost=cost, tokenizer=hash, features=features)
 
     def feed(reader: PackSource, settings: LoaderConfig, **options: Any) -> Feed:
         return Feed(lambda: make(readable(reader, layout), settings, **options), device=ranks.device)
@@ -185,6 +211,7 @@ def make_feeds(
                 weights=data.train.weights,
             ),
             tokenizer=data.tokenizer,
+            features=features,
             state=state,
             seed=config.loader.seed,
             allow_other_data=config.loader.allow_other_data,

@@ -1,0 +1,104 @@
+"""Small datasets that a matrix trains on: sequences with a pattern that can be learned, with sounds or images."""
+
+from __future__ import annotations
+
+import io
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.formats import Provenance, open_writer
+from harness.plan.encoders import read_encoder
+from harness.prep.media import MediaRules, measure
+from harness.records import Medium, Pack
+
+VOCABULARY = 300
+_SAMPLES_PER_S = 16_000
+
+
+def make_dataset(folder: Path, *, pack_size: int = 256, num_packs: int = 160, encoder: str | None = None) -> Path:
+    """Make a dataset of short sequences, with 9 packs for validation. An existing one is kept.
+
+    Args:
+        encoder: `model.encoder` of the models; most sequences then have a medium, some two, and some none.
+    """
+    splits = {"train": num_packs, "validation": 9}
+    if all((folder / split / "manifest.json").exists() for split in splits):
+        return folder
+    rng, rules = np.random.default_rng(0), None if encoder is None else _rules_of(encoder)
+    provenance = Provenance(
+        tokenizer="none",
+        tokenizer_hash="0" * 16,
+        counts={"vocab_size": VOCABULARY},
+        mask={} if rules is None else {"media": rules.to_text()},
+    )
+    options: dict[str, Any] = {"format": "parquet", "pack_size": pack_size, "provenance": provenance, "overwrite": True}
+    for split, count in splits.items():
+        with open_writer(folder / split, **options) as writer:
+            for _ in range(count):
+                lengths = rng.integers(5, pack_size // 3, size=rng.integers(1, 4))
+                starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+                ids = np.concatenate(
+                    [rng.integers(0, 290) + np.arange(length, dtype=np.int32) % 7 for length in lengths]
+                )
+                mask = np.minimum(rng.integers(0, 4, size=ids.shape[0], dtype=np.uint8), 1)
+                mask[np.append(starts[1:], ids.shape[0]) - 1] = 0
+                media: tuple[Medium, ...] = ()
+                if rules is not None:
+                    media = _place(rng, rules, starts, lengths)
+                    for one in media:
+                        ids[one.start : one.start + one.tokens] = rules.tokens[one.kind]
+                        mask[one.start - 1 : one.start + one.tokens - 1] = 0
+                writer.append(Pack(ids, mask, starts, media))
+    return folder
+
+
+def _rules_of(encoder: str) -> MediaRules:
+    """Return the rules of the media of a small model, whose extractor cuts sounds after a second."""
+    model, values = read_encoder(encoder)
+    if model.kind == "image":
+        vision = values["vision_config"]
+        size = {"height": vision["image_size"], "width": vision["image_size"]}
+        numbers = {"processor": "CLIPImageProcessor", "size": size, "crop_size": size, "do_center_crop": True}
+        numbers["tokens"] = (vision["image_size"] // vision["patch_size"]) ** 2
+    else:
+        audio = values["audio_config"]
+        numbers = {"feature_size": audio["num_mel_bins"], "sampling_rate": _SAMPLES_PER_S, "hop_length": 160}
+        numbers |= {"chunk_length": 1, "n_fft": 400, "padding_value": 0.0, "n_window": audio.get("n_window", 50)}
+    return MediaRules(model.rules, {model.kind: int(values[model.token])}, numbers)
+
+
+def _place(rng: Any, rules: MediaRules, starts: Any, lengths: Any) -> tuple[Medium, ...]:
+    """Return media that fit the sequences of a pack, after the first token and before the last two of each."""
+    (kind,), media = rules.tokens, []
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        at, end = start + 1, start + length - 2
+        for _ in range(rng.integers(0, 3)):
+            data = _sound(rng) if kind == "audio" else _image(rng)
+            tokens = rules.count_tokens(kind, measure(kind, data))
+            if at + tokens <= end:
+                media.append(Medium(kind, at, tokens, data))
+                at += tokens + int(rng.integers(0, 2))
+    return tuple(media)
+
+
+def _sound(rng: Any) -> bytes:
+    samples = int(rng.integers(_SAMPLES_PER_S // 20, _SAMPLES_PER_S))
+    tone = np.sin(np.arange(samples) * rng.uniform(0.02, 0.5)) + 0.1 * rng.standard_normal(samples)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(_SAMPLES_PER_S)
+        writer.writeframes((tone * 8000).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def _image(rng: Any) -> bytes:
+    from PIL import Image
+
+    file, width = io.BytesIO(), int(rng.integers(20, 60))
+    Image.fromarray(rng.integers(0, 256, (40, width, 3), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
