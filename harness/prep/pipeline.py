@@ -260,7 +260,7 @@ class Preparation:
         self.report.files = len(self.files)
         self._find_schema()
         tokenizer = self._make_tokenizer()
-        for source in self.sources if tokenizer.media is not None else ():
+        for source in self.sources if tokenizer.media_rules is not None else ():
             source.read_media()
         self.report.vocab_size = tokenizer.vocab_size
         self.report.mask = tokenizer.mask_facts(self.report.schema)

@@ -56,7 +56,7 @@ class ChatTokenizer:
 
     Attributes:
         hf: tokenizer of transformers; its own templates are never rendered in this process.
-        media: rules of the model whose folder this is; None where it takes no media.
+        media_rules: of the model whose folder this is; None where it takes no media.
     """
 
     def __init__(self, config: TokenizerConfig, folder: str = "", *, today: date | None = None) -> None:
@@ -72,9 +72,9 @@ class ChatTokenizer:
         self.name = folder or config.name
         self._config = config
         self.hf = load_tokenizer(self.name)
-        self.media: MediaRules | None = None
+        self.media_rules: MediaRules | None = None
         with suppress(ConfigError):  # of a processor that is not supported: records with media are refused
-            self.media = MediaRules.of(self.name)
+            self.media_rules = MediaRules.of(self.name)
         self._backend = self.hf.backend_tokenizer
         # A tokenizer.json may carry settings of the program that wrote it.
         self._backend.no_truncation()
@@ -151,7 +151,7 @@ class ChatTokenizer:
             "untrained": json.dumps([name for name, trained in parts.items() if not trained]),
             "end_tokens": json.dumps(list(self._renderer.end_tokens), ensure_ascii=False),
             **({"end_of_last_turn": config.end_of_last_turn} if config.end_of_last_turn else {}),
-            **({"media": self.media.to_text()} if self.media else {}),
+            **({"media": self.media_rules.to_text()} if self.media_rules else {}),
             **({"schema": schema} if schema else {}),
             **weights,
         }
@@ -174,8 +174,8 @@ class ChatTokenizer:
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder that includes the template in use and the rules of media."""
         self.hf.save_pretrained(str(folder))
-        if self.media is not None:
-            (folder / RULES_FILE).write_text(self.media.to_text())
+        if self.media_rules is not None:
+            (folder / RULES_FILE).write_text(self.media_rules.to_text())
 
     def prompt(self, *turns: Mapping[str, Any]) -> list[int]:
         """Return the token ids of a conversation of these turns, up to where the answer begins."""
@@ -230,7 +230,7 @@ class ChatTokenizer:
     ) -> list[Encoded] | BadRecord:
         made, where = [], conversation.where
         try:
-            media = _Media(self.media, conversation, self._config) if self.media is not None else None
+            media = _Media(self.media_rules, conversation, self._config) if self.media_rules is not None else None
         except BadRecordError as bad:
             return BadRecord(where, bad.reason, bad.detail)
         for sequence, encoding in zip(rendered, encodings, strict=True):
@@ -278,7 +278,7 @@ class ChatTokenizer:
         """Return what does not depend on the template."""
         if self._control is not None and (detail := self._spelled_control_token(conversation)):
             return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
-        if conversation.media and self.media is None:
+        if conversation.media and self.media_rules is None:
             detail = "the record has media, and the tokenizer is not in the folder of a model that is trained with them"
             return BadRecord(conversation.where, BadReason.MEDIA, detail)
         if conversation.text is None:

@@ -160,7 +160,7 @@ def test_tokens_are_those_of_the_template_with_each_placeholder_repeated(family,
     conversation = READER.parse(CHATS[kind], "here")
     (made,) = tokenizer.encode_each([conversation])[0]
     view = made.view
-    counts = [tokenizer.media.count_tokens(kind, _size(kind, part.data)) for part in conversation.media]
+    counts = [tokenizer.media_rules.count_tokens(kind, _size(kind, part.data)) for part in conversation.media]
     # The oracle: the text of transformers' own rendering, each placeholder as often as its medium has tokens.
     rendered = tokenizer.hf.apply_chat_template(
         [_with_parts(turn.as_dict(), family) for turn in conversation.messages], tokenize=False
@@ -171,7 +171,7 @@ def test_tokens_are_those_of_the_template_with_each_placeholder_repeated(family,
         PLACEHOLDER[family] * count + piece for count, piece in zip(counts, pieces[1:], strict=True)
     )
     assert tokenizer.hf.encode(expanded, add_special_tokens=False) == view.input_ids.tolist()
-    token = tokenizer.media.tokens[kind]
+    token = tokenizer.media_rules.tokens[kind]
     assert [(one.kind, one.data, one.tokens) for one in view.media] == [
         (kind, part.data, count) for part, count in zip(conversation.media, counts, strict=True)
     ]
@@ -204,7 +204,7 @@ def test_every_token_and_weights_leave_placeholders_untrained(tokenizers):
             record["messages"][2]["weight"] = 0.5
         (made,) = tokenizer.encode_each([READER.parse(record, "here")])[0]
         mask, ids = made.view.loss_mask, made.view.input_ids
-        is_placeholder = ids[1:] == tokenizer.media.tokens["audio"]
+        is_placeholder = ids[1:] == tokenizer.media_rules.tokens["audio"]
         assert not mask[:-1][is_placeholder].any()
         values = set(mask.tolist())
         assert values == ({0, 1} if "mask" in config else {0, 50, 100})
@@ -324,10 +324,10 @@ def test_a_preparation_counts_media_and_records_its_rules(tmp_path, tokenizers):
     assert line["detail"].startswith("`audios[0]` (turn 1) ")
     assert line["detail"].endswith("no.wav cannot be read: No such file or directory")
     provenance = open_dataset(tmp_path / "data" / "train").manifest.provenance
-    assert provenance.mask["media"] == tokenizer.media.to_text()
+    assert provenance.mask["media"] == tokenizer.media_rules.to_text()
     assert provenance.counts["kept_audio"] == 4
     saved = ChatTokenizer(TokenizerConfig(kind="huggingface", name=str(tmp_path / "data" / "tokenizer")))
-    assert saved.media == tokenizer.media
+    assert saved.media_rules == tokenizer.media_rules
     with pytest.raises(PrepError, match=r"`audios\[0\]` \(turn 1\) .*no.wav cannot be read"):
         prepare(replace(source, on_bad="refuse"), tokenizer.name, tmp_path / "refused", **settings)
 
