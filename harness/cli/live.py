@@ -118,6 +118,7 @@ def produce(
     """Write live chunks. After a crash, run it again with the same SRC to continue."""
     from harness.loader import live
     from harness.prep.chat import RecordReader
+    from harness.prep.media import MediaLimits
 
     if folder == "-" or Path(folder).is_file():
         what, fix = "the input comes first, then the folder of chunks", f"harness live produce {folder} {source}"
@@ -143,7 +144,8 @@ def produce(
             _print_line(f"continues after {so_far}")
         items = live.read_packs(source)
         if chunks.kind == "chat":
-            reader = RecordReader(of.schema, of.columns, of.ignore_fields, of.drop_media, of.tool_calls)
+            media = None if of.drop_media or packing is not None else MediaLimits()
+            reader = RecordReader(of.schema, of.columns, of.ignore_fields, of.drop_media, of.tool_calls, media)
             items = live.log_unused_fields(live.read_conversations(source, reader), source, _print_line)
         begun = {"append": append, "leave_rest": leave_rest}
         live.produce_chunks(producer, items, packing=packing, on_bad=of.on_bad, log=_print_line, **begun)

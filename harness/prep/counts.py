@@ -34,6 +34,8 @@ class Counts:
             differently repeat what is before them.
         media: kept conversations whose images, audio and videos were left out (`source.drop_media`).
         placeholders: places of these in their text that were removed.
+        media_by_kind, media_tokens: media of kept conversations, and their placeholder tokens.
+        audio_seconds: length of the sounds among them.
         user_last: kept conversations that end with a user turn, which is read and never answered.
         examples: first places by kind: `bad REASON`, `dropped REASON`, `partial`, `truncated` and so on.
     """
@@ -48,6 +50,9 @@ class Counts:
     repeated_tokens: int = 0
     media: int = 0
     placeholders: int = 0
+    media_by_kind: Counter[str] = field(default_factory=Counter)
+    media_tokens: int = 0
+    audio_seconds: float = 0.0
     user_last: int = 0
     examples: dict[str, list[str]] = field(default_factory=dict)
 

@@ -26,7 +26,8 @@ class Fitted:
 
     Attributes:
         pieces: each of at most a pack, with something to train; empty if the conversation is left out.
-        reason: for leaving it out: `over_long`, or `untrained` where the part that fits has no trained token.
+        reason: for leaving it out: `over_long`, `over_long_media` (media are neither cut nor split), or `untrained`
+            where the part that fits has no trained token.
         is_cut: a piece ends in the middle of a turn, and the rest of the turn is left out.
         is_split: the conversation was divided between turns.
         is_partial: sequences of it were left out, and others kept.
@@ -66,6 +67,9 @@ def fit_conversation(
     if all(len(view) <= pack_size for view in views):
         return Fitted(tuple(views))
     num_trained = sum(map(_count_trained, views))
+    asked = over_long
+    # Media are neither cut nor told apart by turns.
+    over_long = "drop" if any(view.media for view in views) else over_long
     if over_long == "split" and conversation.text is None:
         splitter = _Splitter(conversation, tokenizer, pack_size)
         splitter.split()
@@ -76,7 +80,8 @@ def fit_conversation(
         is_cut = any(len(parts) == 1 and len(parts[0]) < len(view) for parts, view in zip(fitted, views, strict=True))
     num_lost = max(0, num_trained - sum(map(_count_trained, pieces)))
     if not pieces:
-        return Fitted((), "over_long" if over_long == "drop" else "untrained", num_lost=num_lost)
+        reason = "untrained" if over_long != "drop" else "over_long" if asked == "drop" else "over_long_media"
+        return Fitted((), reason, num_lost=num_lost)
     return Fitted(
         tuple(pieces),
         is_cut=is_cut,

@@ -26,6 +26,7 @@ from harness.prep.chat import BadRecord
 from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, files_digest, settings_hash
+from harness.prep.media import MediaLimits
 from harness.prep.packing import PackingConfig, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, Stages, choose_samples, render_page, render_report, to_markdown
@@ -177,7 +178,7 @@ def _settings(config: PrepareConfig, found: list[PreparedSource]) -> dict[str, A
         del data[name]
     del source["shard_bytes"]
     # Earlier versions had no such settings, and the folders that they prepared are those of today.
-    for name, unset in (("drop_media", False), ("mix", []), ("tool_calls", "given")):
+    for name, unset in (("drop_media", False), ("media", asdict(MediaLimits())), ("mix", []), ("tool_calls", "given")):
         if source[name] == unset:
             del source[name]
     settings = {"version": VERSION, "source": source, "tokenizer": asdict(config.tokenizer), "data": data}
@@ -259,6 +260,8 @@ class Preparation:
         self.report.files = len(self.files)
         self._find_schema()
         tokenizer = self._make_tokenizer()
+        for source in self.sources if tokenizer.media_rules is not None else ():
+            source.read_media()
         self.report.vocab_size = tokenizer.vocab_size
         self.report.mask = tokenizer.mask_facts(self.report.schema)
         if digests := [one.reader.function_digest for one in self.sources if one.reader.function_digest]:

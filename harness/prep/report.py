@@ -162,6 +162,9 @@ class PrepareReport(Counts):
             name: getattr(self, name)
             for name in ("split", "partial", "lost_tokens", "media", "placeholders", "user_last")
         }
+        if self.media_by_kind:
+            counts |= {f"kept_{kind}": number for kind, number in sorted(self.media_by_kind.items())}
+            counts |= {"media_tokens": self.media_tokens, "audio_seconds": round(self.audio_seconds)}
         counts |= {f"bad_{reason}": number for reason, number in sorted(self.bad.items())}
         return counts | {f"dropped_{reason}": number for reason, number in sorted(self.dropped.items())}
 
@@ -261,6 +264,9 @@ class PrepareReport(Counts):
         mask = self.mask
         facts = {"schema": self.schema, "mask": mask.get("rule", ""), "because": mask.get("why", "")}
         facts |= {"history": mask.get("history", ""), "trained turns": mask.get("train_on", "")}
+        if self.media_by_kind:
+            kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(self.media_by_kind.items()))
+            facts["media"] = f"{kinds}; {self.audio_seconds / 3600:.2f} hours of audio; {self.media_tokens:,} tokens"
         facts["tokens over one rendering"] = f"{self.repetition():.2f}"
         facts["unused fields"] = ", ".join(self.unused)
         return {name: text for name, text in facts.items() if text}

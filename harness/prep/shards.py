@@ -1,8 +1,8 @@
 """Tokenize one shard of the source into a folder of its own, with a receipt; a shard with a valid receipt is kept.
 
-Folder `00007` holds `sequences.bin` (one record per sequence), `input_ids.bin`, `loss_mask.bin`, `bad_records.jsonl`
-and `receipt.json`. It is written under another name and renamed once complete, so that an abandoned attempt, wherever
-it may still be running, changes nothing.
+Folder `00007` holds `sequences.bin` (one record per sequence), `input_ids.bin`, `loss_mask.bin`, `media.bin` (one per
+medium), `media_data.bin`, `bad_records.jsonl` and `receipt.json`. It is written under another name and renamed once
+complete, so that an abandoned attempt, wherever it may still be running, changes nothing.
 
 `harness.prep.spool` reads the sequences of all shards.
 """
@@ -29,10 +29,12 @@ from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.counts import Counts, Sample, make_sample
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
+from harness.prep.media import AudioSize, measure
 from harness.prep.sources.reading import SourceChunk, SourceShard, is_blank, read_shard
-from harness.prep.spool import INPUT_IDS, LOSS_MASK, SEQUENCE, SEQUENCES
+from harness.prep.spool import INPUT_IDS, LOSS_MASK, MEDIA, MEDIA_DATA, MEDIUM, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.printing import count_of
+from harness.records import MEDIA_KINDS
 from harness.settings import load, to_plain
 from harness.storage import StoredFile, parse_place, stamp_of, sync_path
 from harness.storage.checksums import digest_files
@@ -44,8 +46,10 @@ RECEIPT = "receipt.json"
 SAMPLES = "samples.jsonl"
 # Bytes of the source that an attempt has read, for those who watch it.
 _PROGRESS = "progress"
-_FILES = (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS, TO_REPAIR, SAMPLES)
+_FILES = (SEQUENCES, INPUT_IDS, LOSS_MASK, MEDIA, MEDIA_DATA, BAD_RECORDS, TO_REPAIR, SAMPLES)
 _SHOWN_BAD = 10
+# Of media that are in memory at once, about.
+_MEDIA_BYTES = 64 << 20
 # Conversations whose text a shard keeps for the report's page.
 _MAX_SAMPLES = 2
 
@@ -227,17 +231,17 @@ class _ShardWriter:
 
     def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> None:
         """Tokenize and write the records of a chunk; raise PrepError if some are bad, and these are refused."""
-        parsed = list(chunk.parse())
         refused = []
         raws = (raw for raw in chunk.records if not is_blank(raw))
-        for raw, item, result in zip(raws, parsed, tokenizer.encode_each(parsed), strict=True):
-            if isinstance(result, BadRecord):
-                refused.append((raw, result))
-            elif isinstance(item, Conversation):
-                self._store(item, result, tokenizer)
+        for parsed in _groups(chunk):
+            for item, result, raw in zip(parsed, tokenizer.encode_each(parsed), raws, strict=False):
+                if isinstance(result, BadRecord):
+                    refused.append((raw, result))
+                elif isinstance(item, Conversation):
+                    self._store(item, result, tokenizer)
+            self.receipt.counts.records += len(parsed)
         self.files[SEQUENCES].write(np.array(self.rows, SEQUENCE).tobytes())
         self.rows.clear()
-        self.receipt.counts.records += len(parsed)
         if self.job.on_bad == "refuse":
             refuse([record for _, record in refused])
         for raw, record in refused:
@@ -272,7 +276,20 @@ class _ShardWriter:
             if found:
                 counts.count(kind, where)
         digest = conversation.hash()
+        for medium in conversation.media:
+            counts.media_by_kind[medium.kind] += 1
+            if isinstance(size := measure(medium.kind, medium.data), AudioSize):
+                counts.audio_seconds += size.num_samples / size.rate
+        places: dict[int, int] = {}  # a medium that several sequences show is stored once
         for part, piece in enumerate(fitted.pieces):
+            for one in piece.media:
+                if id(one.data) not in places:
+                    places[id(one.data)] = self.files[MEDIA_DATA].tell()
+                    self.files[MEDIA_DATA].write(one.data)
+                place = (MEDIA_KINDS.index(one.kind), places[id(one.data)], len(one.data))
+                row = np.array([(stored.sequences + part, one.start, one.tokens, *place)], MEDIUM)
+                self.files[MEDIA].write(row.tobytes())
+                counts.media_tokens += one.tokens
             trained = int(np.count_nonzero(piece.loss_mask))
             self.rows.append((stored.tokens, digest, part, len(piece), trained))
             self.files[INPUT_IDS].write(piece.input_ids.astype("<i4", copy=False).tobytes())
@@ -284,6 +301,19 @@ class _ShardWriter:
         if stored.conversations <= _MAX_SAMPLES:
             line = json.dumps(asdict(make_sample(conversation, fitted.pieces, tokenizer)))
             self.files[SAMPLES].write(line.encode() + b"\n")
+
+
+def _groups(chunk: SourceChunk) -> Iterator[list[Conversation | BadRecord]]:
+    """Yield the parsed records of a chunk, together as far as their media are small."""
+    group: list[Conversation | BadRecord] = []
+    num_bytes = 0
+    for record in chunk.parse():
+        group.append(record)
+        num_bytes += sum(len(part.data) for part in record.media) if isinstance(record, Conversation) else 0
+        if num_bytes > _MEDIA_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    yield group
 
 
 def bytes_in_progress(folder: Path) -> int:

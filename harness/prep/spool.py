@@ -11,13 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.records import Int32Array, Int64Array, Pack
+from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, moved
 
 # Files of a shard.
 SEQUENCES, INPUT_IDS, LOSS_MASK = "sequences.bin", "input_ids.bin", "loss_mask.bin"
+MEDIA, MEDIA_DATA = "media.bin", "media_data.bin"
 # A sequence: offset of its tokens in the shard's files, hash of its conversation, its number among the stored sequences
 # of the conversation, its tokens, and how many are trained.
 SEQUENCE = np.dtype([("offset", "<i8"), ("hash", "<u8"), ("part", "<i4"), ("length", "<i4"), ("trained", "<i4")])
+# A medium: number of its sequence in the shard, place and tokens in it, index of its kind, place in the file of data.
+MEDIUM = np.dtype(
+    [("sequence", "<i8"), ("start", "<i4"), ("tokens", "<i4"), ("kind", "u1"), ("offset", "<i8"), ("num_bytes", "<i8")]
+)
 
 
 class Spool:
@@ -29,10 +34,13 @@ class Spool:
 
     def __init__(self, shards: Iterable[tuple[Path, int, int]]) -> None:
         self._sequences, self._input_ids, self._loss_mask = [], [], []
+        self._media, self._media_data = [], []
         for folder, num_sequences, num_tokens in shards:
             self._sequences.append(_map(folder / SEQUENCES, SEQUENCE, num_sequences))
             self._input_ids.append(_map(folder / INPUT_IDS, np.dtype("<i4"), num_tokens))
             self._loss_mask.append(_map(folder / LOSS_MASK, np.dtype("u1"), num_tokens))
+            self._media.append(_map(folder / MEDIA, MEDIUM, (folder / MEDIA).stat().st_size // MEDIUM.itemsize))
+            self._media_data.append(_map(folder / MEDIA_DATA, np.dtype("u1"), (folder / MEDIA_DATA).stat().st_size))
         self._first: Int64Array = np.cumsum([0, *map(len, self._sequences)], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -51,14 +59,26 @@ class Spool:
     def pack(self, sequence_ids: Int64Array) -> Pack:
         """Join sequences end to end in the given order."""
         shards = np.searchsorted(self._first, sequence_ids, side="right") - 1
-        ids, masks, lengths = [], [], []
+        ids, masks = [], []
+        lengths: list[int] = []
+        media: list[Medium] = []
         for at, number in zip(shards.tolist(), (sequence_ids - self._first[shards]).tolist(), strict=True):
             offset, _, _, length, _ = self._sequences[at][number].item()
             ids.append(self._input_ids[at][offset : offset + length])
             masks.append(self._loss_mask[at][offset : offset + length])
+            media += moved(self._media_of(at, number), sum(lengths))
             lengths.append(length)
         starts = np.cumsum([0, *lengths[:-1]], dtype=np.int32)
-        return Pack(input_ids=np.concatenate(ids), loss_mask=np.concatenate(masks), seq_start_id=starts)
+        return Pack(np.concatenate(ids), np.concatenate(masks), starts, tuple(media))
+
+    def _media_of(self, shard: int, number: int) -> list[Medium]:
+        """Return the media of a sequence of a shard."""
+        rows = self._media[shard]
+        low, high = np.searchsorted(rows["sequence"], [number, number + 1]) if len(rows) else (0, 0)
+        return [
+            Medium(MEDIA_KINDS[kind], start, tokens, self._media_data[shard][offset : offset + num_bytes].tobytes())
+            for _, start, tokens, kind, offset, num_bytes in rows[low:high].tolist()
+        ]
 
     def column(self, name: str, ids: Int64Array) -> Int32Array:
         """Return `part`, `length` or `trained` of the sequences `ids` (int64 [n], ascending) as int32 [n]."""

@@ -179,9 +179,13 @@ def train(
         )
         positions = positions_from_json(state.live if state is not None else "", len(folders))
         streams = split_streams(state.fingerprint if state is not None else "", len(folders))
+        rules = tokenizer.media_rules if tokenizer is not None else None
+        of_media = {"features": rules.features} if rules is not None else {}
         loader = LiveLoader(
             [
-                FolderReader(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
+                FolderReader(
+                    config, plan, source=source, position=position, stream=stream, **of_media, tokenizer=tokenizer
+                )
                 for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
             ],
             plan,

@@ -28,6 +28,7 @@ from harness.formats.index import INDEX_FOLDER
 from harness.formats.layouts.jsonl import JsonlShard
 from harness.loader.live.files import open_files
 from harness.prep.chat import BadRecord, Conversation, RecordReader
+from harness.prep.media import MediaLimits
 from harness.prep.sources.reading import SourceChunk
 from harness.prep.sources.tables import read_parquet
 from harness.prep.sources.text import MAX_RECORD_BYTES
@@ -48,6 +49,7 @@ _GRANT = "give the training ranks write access to this folder"
 _WRITE_AGAIN = "write the chunk again under this name, with its own record; the run then continues with resume=true"
 # Each row of a chunk may have a schema of its own.
 _READER = RecordReader()
+MEDIA_READER = RecordReader(media=MediaLimits())
 T = TypeVar("T", bound="ReadyRecord | EndRecord")
 
 
@@ -233,13 +235,21 @@ class LiveChunk:
         record: its expected contents; None accepts any.
         place: its path or URI in the folder, for messages.
         kept: what keeps the file, until the chunk is closed.
+        reader: parser of conversations.
 
     Raises:
         FormatError: the file differs from its record, or is not a chunk.
     """
 
-    def __init__(self, path: Path, record: ReadyRecord | None, place: str = "", kept: object = None) -> None:
-        self.path, self.place, self._kept = path, place or str(path), kept
+    def __init__(
+        self,
+        path: Path,
+        record: ReadyRecord | None,
+        place: str = "",
+        kept: object = None,
+        reader: RecordReader = _READER,
+    ) -> None:
+        self.path, self.place, self._kept, self._reader = path, place or str(path), kept, reader
         try:
             if record is not None:
                 num_bytes, xxh3 = path.stat().st_size, file_digest(path)
@@ -257,7 +267,7 @@ class LiveChunk:
             if self.kind == PACKS:
                 self._packs = self._lines or load_format("parquet").open_shard(path, None)
             elif self._lines is None:
-                read = read_parquet(path, path.stat().st_size, _READER, None, 0)
+                read = read_parquet(path, path.stat().st_size, reader, None, 0)
                 self._chats = [row for _, rows, _ in read for row in rows]
         except (OSError, pa.ArrowException) as error:
             raise FormatError(f"the chunk cannot be read: {error}", where=self.place, fix=_WRITE_AGAIN) from error
@@ -282,15 +292,15 @@ class LiveChunk:
     def conversation(self, row: int) -> Conversation | BadRecord | None:
         """Return the conversation of a row, or the reason why there is none; None for a blank line."""
         if self._lines is None:
-            found = SourceChunk(self.place, "row", row, [self._chats[row]], 0, _READER)
+            found = SourceChunk(self.place, "row", row, [self._chats[row]], 0, self._reader)
         else:
             try:
                 line = self._lines.line(row, MAX_RECORD_BYTES)
             except FormatError as error:
                 what = f"the conversation {error.what}"
                 raise FormatError(what, where=self.where(row), fix="shorten the conversation") from None
-            found = SourceChunk(self.place, "line", row + 1, [line], 0, _READER)
-        return next(found.parse(), None)
+            found = SourceChunk(self.place, "line", row + 1, [line], 0, self._reader)
+        return next(found.parse(is_whole=True), None)
 
     def close(self) -> None:
         for shard in (self._lines, self._packs):
@@ -318,7 +328,9 @@ class LiveChunk:
         raise FormatError(what, where=str(self.path), fix=_WRITE_AGAIN)
 
 
-def open_chunk(folder: LiveFolder, index: int, *, require_ready: bool, settle_s: float) -> LiveChunk | None:
+def open_chunk(
+    folder: LiveFolder, index: int, *, require_ready: bool, settle_s: float, reader: RecordReader = _READER
+) -> LiveChunk | None:
     """Open a chunk once it is whole, and return None before; raise FormatError if it or its record is damaged."""
     record = folder.record(index)
     if record is None and require_ready:
@@ -332,7 +344,7 @@ def open_chunk(folder: LiveFolder, index: int, *, require_ready: bool, settle_s:
             return None
     stored = StoredFile(name, record.num_bytes, record.xxh3) if record is not None else None
     found = folder.files.open_chunk(name, stored)
-    return None if found is None else LiveChunk(found[0], record, join_path(folder.where, name), found[1])
+    return None if found is None else LiveChunk(found[0], record, join_path(folder.where, name), found[1], reader)
 
 
 def _names(index: int) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -106,8 +107,12 @@ def log_unused_fields(items: Iterable[Item], source: str, log: Callable[[str], N
 
 def _line_of_row(row: Any) -> bytes:
     """Return a row of Parquet or Arrow as JSON; a value that JSON cannot hold becomes an object that is no text."""
-    record = record_of_row(row) if isinstance(row, Mapping) else row
-    return json.dumps(record, default=lambda value: {"type": type(value).__name__}).encode()
+
+    def as_json(value: Any) -> dict[str, str]:
+        data = {"data": base64.b64encode(value).decode()} if isinstance(value, bytes) else {}
+        return {"type": type(value).__name__, **data}
+
+    return json.dumps(record_of_row(row) if isinstance(row, Mapping) else row, default=as_json).encode()
 
 
 def read_packs(source: str) -> Iterator[Item]:
@@ -176,7 +181,8 @@ def produce_chunks(
                 producer.add(item.pack, position)
             elif usable(parsed := item.parse()):
                 # Those who read the chunks know nothing of other names of columns.
-                producer.add(item.line if item.reader == _ANY_SCHEMA else parsed.as_record(), position)
+                is_as_given = replace(item.reader, media=None) == _ANY_SCHEMA
+                producer.add(item.line if is_as_given else parsed.as_record(), position)
     if not producer.ended:
         producer.end_input()
     usable.log(log)

@@ -24,6 +24,7 @@ from harness.formats.layouts.jsonl import line_of_pack
 from harness.loader.live import folder as live
 from harness.loader.live.files import conflict
 from harness.prep.chat import BadRecord, Conversation, parse_line
+from harness.prep.media import MediaLimits
 from harness.records import Pack
 from harness.storage import LocalFolder, file_digest, write_atomically
 
@@ -357,7 +358,7 @@ class ChunkRows:
             ) from error
         # One line, whatever line ends it came with.
         line = line.strip().replace(b"\n", b" ").replace(b"\r", b" ") + b"\n"
-        parsed = parse_line(line, "the row")
+        parsed = parse_line(line, "the row", media=MediaLimits())
         if isinstance(parsed, BadRecord):
             raise FormatError(f"the row is invalid ({parsed.reason}): {parsed.detail}", fix="skip it or fix its source")
         self._rows.append(line if self._suffix == live.JSONL else parsed)
@@ -369,6 +370,10 @@ class ChunkRows:
             raise FormatError(f"the row is a {type(pack).__name__}, expected a Pack", fix="write harness.Pack")
         if problem := pack.problem():
             raise FormatError(f"the pack {problem}", fix="fix the source of packs")
+        if pack.media:
+            raise FormatError(
+                "packs with media cannot be live rows", fix="add their conversations, with chunks.kind=chat"
+            )
         line = line_of_pack(pack) if self._suffix == live.JSONL else None
         self._rows.append(pack if line is None else line)
         self.num_bytes += 5 * len(pack) if line is None else len(line)

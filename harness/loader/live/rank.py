@@ -15,11 +15,20 @@ import numpy as np
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, ScheduleError
 from harness.loader.config import RankLayout
 from harness.loader.datasets import LiveConfig
-from harness.loader.live.folder import CHAT, PACKS, SUFFIXES, LiveChunk, LiveFolder, chunk_name, open_chunk
+from harness.loader.live.folder import (
+    CHAT,
+    MEDIA_READER,
+    PACKS,
+    SUFFIXES,
+    LiveChunk,
+    LiveFolder,
+    chunk_name,
+    open_chunk,
+)
 from harness.loader.live.position import LivePosition, Place
 from harness.loader.plan import Features, row_media
 from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
-from harness.prep.chat import BadReason
+from harness.prep.chat import BadReason, RecordReader
 from harness.prep.chat.records import BadRecord, Conversation
 from harness.prep.fitting import fit_conversation
 from harness.prep.tokenize import Encoded
@@ -28,8 +37,8 @@ from harness.records import Int64Array, Pack
 from harness.schedule import SequenceCost
 from harness.thd import RowMedia, padded_lengths
 
-# Conversations that are tokenized together.
-_BLOCK_ROWS = 64
+# Conversations that are tokenized together, and bytes of their media.
+_BLOCK_ROWS, _BLOCK_BYTES = 64, 64 << 20
 # Chunk, row and sequence share an id of 63 bits.
 _ROW_BITS, _SEQUENCE_BITS = 22, 18
 
@@ -254,8 +263,8 @@ class FolderReader:
         while index in self._finished:
             index += self._dp_size
         self._index = index
-        require_ready, settle_s = self._config.require_ready, self._config.settle_s
-        chunk = self._chunk = open_chunk(self._folder, index, require_ready=require_ready, settle_s=settle_s)
+        settle_s = self._config.settle_s
+        chunk = self._chunk = self._open_chunk(index, settle_s=settle_s)
         if chunk is None:
             return False
         self._block.clear()
@@ -275,6 +284,11 @@ class FolderReader:
             raise LoaderError(what, where=chunk.place, fix=fix)
         self._opened.append((index, chunk.num_rows, chunk.path.name))
         return True
+
+    def _open_chunk(self, index: int, *, settle_s: float) -> LiveChunk | None:
+        reader = RecordReader() if self._tokenizer is None or self._tokenizer.media_rules is None else MEDIA_READER
+        require_ready = self._config.require_ready
+        return open_chunk(self._folder, index, require_ready=require_ready, settle_s=settle_s, reader=reader)
 
     def _read_sequence(self) -> None:
         """Read the next sequence of the open chunk, which completes at most one pack, or close the chunk at its end."""
@@ -340,12 +354,23 @@ class FolderReader:
         return [Member((index, row, number), view, len(view)) for number, view in enumerate(views)]
 
     def _members(self, chunk: LiveChunk, index: int, rows: range) -> list[list[Member[Place]]]:
-        """Tokenize the conversations of these rows as members of packs; nothing for one that is left out."""
+        """Tokenize the conversations of these rows as members of packs; nothing for one that is left out.
+
+        Of rows with large media, fewer are read, from the first on.
+        """
         if self._tokenizer is None:
             what = "the chunk contains conversations, but no tokenizer is set"
             fix = "set data.live.tokenizer.name to a tokenizer folder or a hub id"
             raise ConfigError(what, where=chunk.place, fix=fix)
-        parsed = {row: item for row in rows if (item := chunk.conversation(row)) is not None}
+        parsed: dict[int, Conversation | BadRecord] = {}
+        num_bytes = 0
+        for row in rows:
+            if (item := chunk.conversation(row)) is not None:
+                parsed[row] = item
+            num_bytes += sum(len(part.data) for part in item.media) if isinstance(item, Conversation) else 0
+            if num_bytes > _BLOCK_BYTES:
+                rows = range(rows.start, row + 1)
+                break
         members: dict[int, list[Member[Place]]] = {row: [] for row in rows}
         encoded = self._tokenizer.encode_each([*parsed.values()])
         for (row, item), result in zip(parsed.items(), encoded, strict=True):
@@ -388,7 +413,7 @@ class FolderReader:
         members: dict[Place, Member[Place]] = {}
         for index, places in groupby(sorted(chain(*self._to_restore)), key=itemgetter(0)):
             rows = sorted({row for _, row, _ in places})
-            chunk = open_chunk(self._folder, index, require_ready=self._config.require_ready, settle_s=0.0)
+            chunk = self._open_chunk(index, settle_s=0.0)
             if chunk is None or chunk.kind != CHAT or rows[-1] >= chunk.num_rows:
                 what = f"{chunk_name(index)} does not have all of the conversations that wait to be trained"
                 fix = "restore the original chunk, or start a new run; producers delete only chunks marked as completed"

@@ -14,7 +14,7 @@ from harness.prep.chat.reader import (
     parse_record,
     record_of_row,
 )
-from harness.prep.chat.records import ROLES, BadReason, BadRecord, Conversation, Message, ToolCall
+from harness.prep.chat.records import ROLES, BadReason, BadRecord, Conversation, MediaPart, Message, ToolCall
 from harness.prep.chat.schemas import SCHEMAS
 from harness.prep.chat.turns import MEDIA_FIELDS, is_media_column
 from harness.prep.chat.values import BadRecordError
@@ -28,6 +28,7 @@ __all__ = [
     "BadRecord",
     "BadRecordError",
     "Conversation",
+    "MediaPart",
     "Message",
     "RecordReader",
     "ToolCall",

@@ -60,7 +60,7 @@ def _parse(text: str, what: str) -> ToolCall:
 
 
 def _results(message: Message, what: str) -> Iterator[Message]:
-    before, results = _divide(message.text, "tool_response", what)
+    before, results = _divide(message.text, "tool_response", what) if not message.media else ("", [])
     if not results:
         yield message
         return

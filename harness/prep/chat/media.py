@@ -1,20 +1,29 @@
-"""Leave the media of a record out, so that its text alone can be trained on (`source.drop_media`)."""
+"""Put the media of a record in their places, or leave them out, so that its text alone is trained on."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.prep.chat.turns import LISTS_OF_TURNS, MEDIA_FIELDS, is_media_column, is_media_part
-from harness.prep.chat.values import is_empty
+from harness.errors import PrepError
+from harness.prep.chat.records import BadReason, MediaPart
+from harness.prep.chat.schemas.messages import LIST_FIELDS, list_field
+from harness.prep.chat.turns import LISTS_OF_TURNS, MEDIA_FIELDS, is_media_column, is_media_part, list_of_turns
+from harness.prep.chat.values import BadRecordError, is_empty
+from harness.prep.media import MediaLimits, check_medium, read_medium
+from harness.records import MEDIA_KINDS
 
 _KINDS = ("image", "audio", "video")
 _OTHER_NAMES = {"img": "image", "picture": "image", "photo": "image"}
 # As LLaVA, ms-swift and most templates write them: <image>, <|audio|>, <video_1>, <audio></audio>, with the line end
 # after it.
 _PLACEHOLDER = {kind: re.compile(rf"<\|?{kind}(?:_\d+)?\|?>(?:</{kind}>)?\n?") for kind in _KINDS}
+
+# Names of what an object holds a medium under; the bytes of a table come before the path that they had.
+_SOURCE_FIELDS = ("bytes", "data", "base64", "url", "path", "image", "audio", "image_url", "audio_url", "input_audio")
 
 
 def without_media(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
@@ -41,6 +50,137 @@ def without_media(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
         if isinstance(value, str) or (name in LISTS_OF_TURNS and isinstance(value, list)):
             kept[name] = removal.without_placeholders(value)
     return kept, removal.count
+
+
+def with_media(record: Mapping[str, Any], folder: str | None, limits: MediaLimits) -> Mapping[str, Any]:
+    """Return a record whose turns have a `MediaPart` in place of each placeholder and part of an image or a sound.
+
+    Media are in parts of turns, as OpenAI, Anthropic and Hugging Face write them, or in `audios`, `images`, `audio` or
+    `image` beside the turns, with a placeholder for each: `<audio>` or `<image>` in a text, or a part without a medium.
+
+    Returns:
+        the record itself where it has no media, or no list of turns.
+
+    Raises:
+        BadRecordError: placeholders and media differ in number, or a medium is a video or cannot be read.
+    """
+    lists = {name: value for name, value in record.items() if name in MEDIA_FIELDS and not is_empty(value)}
+    if all(is_empty(record.get(name)) for name in LIST_FIELDS):
+        return record
+    name = list_field(record)
+    turns = list_of_turns(record, name)
+    if not lists and not any(map(_has_parts, turns)):
+        return record
+    placement = _Placement(lists, folder, limits)
+    made = [placement.turn(turn, number) for number, turn in enumerate(turns, start=1)]
+    placement.check()
+    return {**{key: value for key, value in record.items() if key not in lists}, name: made}
+
+
+def _has_parts(turn: object) -> bool:
+    return isinstance(turn, Mapping) and any(isinstance(turn.get(field), list) for field in ("content", "value"))
+
+
+class _Placement:
+    """Puts the media of one record into its turns.
+
+    Args:
+        lists: fields of the record beside the turns.
+        folder, limits: as in `with_media`.
+    """
+
+    def __init__(self, lists: Mapping[str, Any], folder: str | None, limits: MediaLimits) -> None:
+        self._folder, self._limits = folder, limits
+        # By kind, the media that wait for a placeholder, with their places in words.
+        self._waiting: dict[str, deque[tuple[str, Any]]] = {}
+        self._given, self._found = Counter[str](), Counter[str]()
+        for name, value in lists.items():
+            kind = name.removesuffix("s")
+            if kind not in MEDIA_KINDS:
+                raise _bad(f"the record has `{name}`, and videos cannot be trained on (source.drop_media=true)")
+            if kind in self._waiting:
+                raise _bad(f"the record has both `{kind}` and `{kind}s`; leave one of them out")
+            sources = value if isinstance(value, list) else [value]
+            self._waiting[kind] = deque((f"`{name}[{at}]`", one) for at, one in enumerate(sources))
+            self._given[kind] = len(sources)
+        kinds = "|".join(self._waiting)
+        self._placeholder = re.compile(rf"<\|?({kinds})\|?>(?:</(?:{kinds})>)?\n?") if kinds else None
+
+    def turn(self, turn: object, number: int) -> object:
+        """Return a turn with media among the parts of its content."""
+        if not isinstance(turn, Mapping):
+            return turn
+        field = "value" if turn.get("from") is not None else "content"
+        content, what = turn.get(field), f"turn {number}"
+        if isinstance(content, str):
+            parts = list(self._split(content, what))
+            return turn if parts == [content] else {**turn, field: parts}
+        if isinstance(content, list):
+            places = ((part, f"part {place} of {what}") for place, part in enumerate(content, start=1))
+            return {**turn, field: [made for part, place in places for made in self._parts(part, place)]}
+        return turn
+
+    def check(self) -> None:
+        """Raise BadRecordError if media and placeholders differ in number."""
+        for kind in {**self._given, **self._found}:
+            if (found := self._found[kind]) != (given := self._given[kind]):
+                raise _bad(f"the turns have {found:,} <{kind}> placeholders, and the record has {given:,} for them")
+
+    def _split(self, text: str, what: str) -> Iterator[str | MediaPart]:
+        pieces = self._placeholder.split(text) if self._placeholder is not None else [text]
+        if len(pieces) == 1:
+            yield text
+            return
+        for at, piece in enumerate(pieces):
+            if at % 2:
+                yield from self._next(piece, what)
+                continue
+            # A placeholder may enclose text: <audio>What is said?</audio>.
+            if text := re.sub(rf"</({'|'.join(pieces[1::2])})>", "", piece):
+                yield text
+
+    def _parts(self, part: object, what: str) -> Iterator[Any]:
+        if isinstance(part, str):
+            yield from self._split(part, what)
+        elif isinstance(part, Mapping) and is_media_part(part):
+            kinds = _kinds_of(" ".join(map(str, (part.get("type", ""), *part)))).intersection(_KINDS)
+            if len(kinds) != 1 or not kinds.issubset(MEDIA_KINDS):
+                raise _bad(f"{what} is a {' or '.join(sorted(kinds))}, and only images and sounds can be trained on")
+            (kind,) = kinds
+            source = _source_of(part)
+            yield from self._next(kind, what) if source is None else [self._read(kind, source, what)]
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            for piece in self._split(part["text"], what):
+                yield {**part, "text": piece} if isinstance(piece, str) else piece
+        else:
+            yield part
+
+    def _next(self, kind: str, what: str) -> Iterator[MediaPart]:
+        """Yield the next medium of the record's list; nothing if there is none, which `check` refuses."""
+        self._found[kind] += 1
+        if waiting := self._waiting.get(kind):
+            place, source = waiting.popleft()
+            yield self._read(kind, source, f"{place} ({what})")
+
+    def _read(self, kind: str, source: object, place: str) -> MediaPart:
+        try:
+            data = read_medium(_source_of(source), self._folder, self._limits)
+            check_medium(kind, data, self._limits)
+        except PrepError as error:
+            raise _bad(f"{place} {error.what}") from error
+        return MediaPart(kind, data)
+
+
+def _source_of(value: object) -> object:
+    """Return what is inside the objects that hold a medium: its bytes, its text, or None where there is neither."""
+    if not isinstance(value, Mapping):
+        return value
+    names = (*_SOURCE_FIELDS, "source")
+    return next((_source_of(value[name]) for name in names if not is_empty(value.get(name))), None)
+
+
+def _bad(detail: str) -> BadRecordError:
+    return BadRecordError(BadReason.MEDIA, detail)
 
 
 def is_media(name: str, value: object) -> bool:

@@ -14,7 +14,7 @@ from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
 from harness.prep.chat.functions import SCHEMA, RecordFunction, load_function
 from harness.prep.chat.hermes import lift_calls
-from harness.prep.chat.media import is_media, without_media
+from harness.prep.chat.media import is_media, with_media, without_media
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import SCHEMAS
 from harness.prep.chat.schemas.batch import BATCH_FIELDS, unwrapped
@@ -32,6 +32,7 @@ from harness.prep.chat.turns import (
     is_media_part,
 )
 from harness.prep.chat.values import BadRecordError, decoded, is_empty, load_json
+from harness.prep.media import MediaLimits
 
 # Records that tell the schema of a source.
 NUM_DETECTION_RECORDS = 100
@@ -60,6 +61,7 @@ class RecordReader:
         ignore_fields: fields of a record, its turns and their parts, and types of parts and items, that are left out on
             purpose.
         drop_media: leave images, audio and videos out with their placeholders, instead of refusing such records.
+        media: bounds of images and sounds to read; None refuses records with media.
         tool_calls: `given`, or `hermes` to read calls and results in the text (`lift_calls`).
         function_digest: of the function's source file; empty without one.
 
@@ -72,6 +74,7 @@ class RecordReader:
     ignore_fields: Sequence[str] = ()
     drop_media: bool = False
     tool_calls: str = "given"
+    media: MediaLimits | None = None
     function_digest: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -100,11 +103,12 @@ class RecordReader:
             fix = "remove such records from the source, or train only on their text with source.drop_media=true"
             raise ConfigError(what, where="source.ignore_fields", fix=fix)
 
-    def parse(self, record: object, where: str) -> Conversation | BadRecord:
+    def parse(self, record: object, where: str, folder: str | None = None) -> Conversation | BadRecord:
         """Parse one decoded JSON object.
 
         Args:
             where: file and line, kept in the result.
+            folder: of relative paths of media; None refuses media that are not in the record itself.
         """
         try:
             if not isinstance(record, Mapping):
@@ -117,6 +121,8 @@ class RecordReader:
                 kept, removed = without_media(record)
                 dropped = None if kept is record else removed
                 record = kept
+            elif self.media is not None:
+                record = with_media(record, folder, self.media)
             if not _UNREAD_FIELDS.isdisjoint(record):
                 _refuse_unread(record)
             if any(key not in _FIELDS and isinstance(key, str) and is_media_column(key) for key in record):
@@ -140,11 +146,11 @@ class RecordReader:
             fix = f"to leave out: source.ignore_fields=[{name}], or all media: source.drop_media=true"
             raise BadRecordError(BadReason.MEDIA, detail + fix)
 
-    def parse_row(self, row: Mapping[str, Any], where: str) -> Conversation | BadRecord:
+    def parse_row(self, row: Mapping[str, Any], where: str, folder: str | None = None) -> Conversation | BadRecord:
         """Parse one decoded row of Parquet or Arrow, as `record_of_row` changes it."""
-        return self.parse(record_of_row(row), where)
+        return self.parse(record_of_row(row), where, folder)
 
-    def parse_line(self, line: bytes, where: str) -> Conversation | BadRecord:
+    def parse_line(self, line: bytes, where: str, folder: str | None = None) -> Conversation | BadRecord:
         """Parse one line of JSONL (UTF-8), with or without its newline."""
         try:
             record = load_json(line.decode("utf-8-sig"))
@@ -154,7 +160,7 @@ class RecordReader:
             return BadRecord(where, BadReason.NOT_JSON, "nested too deeply")
         except ValueError as error:
             return BadRecord(where, BadReason.NOT_JSON, str(error))
-        return self.parse(record, where)
+        return self.parse(record, where, folder)
 
     def unused_keys(self, record: object) -> set[str]:
         """Return the names of a record's fields that are neither read nor ignored; those of null do not count."""

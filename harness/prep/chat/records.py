@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -65,12 +66,29 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaPart:
+    """An image or a sound among the parts of a content: its kind, one of `MEDIA_KINDS`, and its file."""
+
+    kind: str
+    data: bytes = field(repr=False)
+
+    def as_record(self) -> dict[str, str]:
+        """Return a part of a record that is parsed into this one again."""
+        return {"type": self.kind, self.kind: "data:;base64," + base64.b64encode(self.data).decode()}
+
+
+def part_for_template(part: str | MediaPart) -> dict[str, str]:
+    """Return a part of a content in the form that chat templates take."""
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind}
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn.
 
     Attributes:
         role: one of `ROLES`.
-        content: text, several text parts, or None (an assistant that only calls tools).
+        content: text, several parts (text and media), or None (an assistant that only calls tools).
         reasoning: text that the assistant thinks before its content; empty if there is none.
         tool_calls: of the assistant.
         tool_call_id: call that a tool's message answers; empty if the record does not give it.
@@ -81,7 +99,7 @@ class Message:
     """
 
     role: str
-    content: str | tuple[str, ...] | None
+    content: str | tuple[str | MediaPart, ...] | None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
@@ -92,13 +110,28 @@ class Message:
     @property
     def text(self) -> str:
         """The content as one text; parts are joined as they are."""
-        return "".join(self.content) if isinstance(self.content, tuple) else self.content or ""
+        return "".join(self.texts) if isinstance(self.content, tuple) else self.content or ""
+
+    @property
+    def parts(self) -> tuple[str | MediaPart, ...]:
+        """The content as parts."""
+        return self.content if isinstance(self.content, tuple) else (self.content,) if self.content else ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The parts that are text."""
+        return tuple(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def media(self) -> tuple[MediaPart, ...]:
+        """The parts that are media."""
+        return tuple(part for part in self.parts if isinstance(part, MediaPart))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the turn in the form that chat templates take."""
         turn: dict[str, Any] = {"role": self.role, "content": self.content}
         if isinstance(self.content, tuple):
-            turn["content"] = [{"type": "text", "text": text} for text in self.content]
+            turn["content"] = [part_for_template(part) for part in self.content]
         if self.reasoning:
             turn["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -118,6 +151,9 @@ def as_share(hundredths: int) -> float:
 def _weighted_turn(message: Message) -> dict[str, Any]:
     """Return a turn as `Message.as_dict` does, with the weights that chat templates do not take."""
     turn = message.as_dict()
+    if message.media:
+        parts = zip(message.parts, turn["content"], strict=True)
+        turn["content"] = [given if isinstance(part, str) else part.as_record() for part, given in parts]
     if message.weight is not None:
         turn["weight"] = as_share(message.weight)
     if message.part_weights:
@@ -151,6 +187,11 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     text: str | None = None
     dropped_media: int | None = None
+
+    @property
+    def media(self) -> tuple[MediaPart, ...]:
+        """The media of all turns."""
+        return tuple(part for message in self.messages for part in message.media)
 
     def as_record(self) -> dict[str, Any]:
         """Return a record of the schema `messages` (or `text`) that is parsed into this conversation again."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from harness.prep.chat.records import ROLES, BadReason, Conversation, Message, ToolCall
+from harness.prep.chat.records import ROLES, BadReason, Conversation, MediaPart, Message, ToolCall
 from harness.prep.chat.tools import parse_tools
 from harness.prep.chat.values import (
     BadRecordError,
@@ -95,7 +95,8 @@ def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conv
 def _system_prompt(record: Mapping[str, Any]) -> tuple[str, str]:
     """Return the field that holds the record's system prompt, and the prompt; empty if there is none."""
     # Anthropic's may be parts of text.
-    texts = {name: "".join(_parse_content(record.get(name), f"`{name}`") or "") for name in ("system", "system_prompt")}
+    contents = {name: _parse_content(record.get(name), f"`{name}`") for name in ("system", "system_prompt")}
+    texts = {name: Message("system", content).text for name, content in contents.items()}
     held = {name: text for name, text in texts.items() if text.strip()}
     if len({text.strip() for text in held.values()}) > 1:
         detail = "`system` and `system_prompt` differ; to leave one out: source.ignore_fields=[system_prompt]"
@@ -198,10 +199,13 @@ def parse_turn(turn: object, number: int) -> Message:
         weight=None if _WEIGHTS.isdisjoint(held) else _parse_weight(held, what),
         part_weights=part_weights,
     )
+    if message.media and role == "assistant":
+        detail = f"{what} has an {message.media[0].kind}, and only text that the assistant writes can be trained on"
+        raise BadRecordError(BadReason.MEDIA, detail)
     # A tool may return nothing, and records of some sources have a system turn even where they have no system prompt.
     if role in ("tool", "system", "developer"):
         return message if message.content is not None else replace(message, content="")
-    if message.text.strip() or message.tool_calls or message.reasoning.strip():
+    if message.text.strip() or message.tool_calls or message.reasoning.strip() or message.media:
         return message
     raise BadRecordError(BadReason.EMPTY_TURN, f"{what} {'has no content' if content is None else 'is empty'}")
 
@@ -216,7 +220,7 @@ def _refuse_unknown(held: Mapping[str, Any], what: str) -> None:
     raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
 
 
-def _parse_content(content: object, what: str) -> str | tuple[str, ...] | None:
+def _parse_content(content: object, what: str) -> str | tuple[str | MediaPart, ...] | None:
     if content is None or isinstance(content, str):
         return None if content is None else check_text(content, what)
     if not isinstance(content, list):
@@ -224,7 +228,9 @@ def _parse_content(content: object, what: str) -> str | tuple[str, ...] | None:
     return tuple(_parse_part(part, f"part {number} of {what}") for number, part in enumerate(content, start=1)) or None
 
 
-def _parse_part(part: object, what: str) -> str:
+def _parse_part(part: object, what: str) -> str | MediaPart:
+    if isinstance(part, MediaPart):
+        return part
     if isinstance(part, str):
         return check_text(part, what)
     if not isinstance(part, Mapping):

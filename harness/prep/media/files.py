@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import numpy.typing as npt
 
+from harness.checks import CheckedSettings, bounded
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.storage import is_uri, join_path, parse_place, stamp_of
 from harness.storage.inputs import open_stream
@@ -30,19 +31,19 @@ _FORMATS = "WAV, FLAC, Ogg, MP3, PNG, JPEG, WebP, GIF and BMP"
 _BASE64 = re.compile(r"[A-Za-z0-9+/]{16}[A-Za-z0-9+/=\s]*")
 
 
-@dataclass(frozen=True, slots=True)
-class MediaLimits:
-    """Bounds of one medium, checked before it is decoded.
+@dataclass
+class MediaLimits(CheckedSettings, section="source.media"):
+    """Bounds of one image or sound, checked before it is decoded.
 
     Attributes:
-        num_bytes: of its file.
-        num_pixels: of an image.
-        seconds: of a sound.
+        num_bytes: maximum size of its file.
+        num_pixels: maximum number of pixels of an image.
+        seconds: maximum length of a sound.
     """
 
-    num_bytes: int = 256 << 20
-    num_pixels: int = 64 << 20
-    seconds: float = 1800.0
+    num_bytes: int = bounded(256 << 20, lowest=1, highest=2**31)
+    num_pixels: int = bounded(64 << 20, lowest=1, highest=2**31)
+    seconds: float = bounded(1800.0, above=0, highest=86400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,12 @@ class ImageSize:
     height: int
 
 
-def read_medium(source: object, folder: str = "", limits: MediaLimits | None = None) -> bytes:
+def read_medium(source: object, folder: str | None = "", limits: MediaLimits | None = None) -> bytes:
     """Return the bytes of a medium.
 
     Args:
         source: bytes, base64, a data URI, a path, `file://` or the URI of an object in a bucket.
-        folder: of the file that names a relative path.
+        folder: of the file that names a relative path; None refuses all paths and URIs.
 
     Raises:
         PrepError: it is none of these, cannot be read, or exceeds the limit on bytes.
@@ -88,13 +89,15 @@ def read_medium(source: object, folder: str = "", limits: MediaLimits | None = N
         return _bounded(_of_base64(body, most), most)
     if _BASE64.match(source) and kind_of(_head(source)) is not None:
         return _bounded(_of_base64(source, most), most)
+    if folder is None and len(source) <= 4096:
+        raise _problem("is not in the record itself, as base64")
     if source[:7].lower() == "file://":
         source = unquote(urlsplit(source).path)
     elif re.match(r"https?://", source, re.IGNORECASE):
         raise _problem("is on the web, where it can change; download it, and name its path")
     elif len(source) > 4096 or "\0" in source or "\n" in source:
         raise _problem(f"is neither a path nor base64 of a format that is read: {_FORMATS}")
-    return _read_file(source, folder, most)
+    return _read_file(source, folder or "", most)
 
 
 def _read_file(path: str, folder: str, most: int) -> bytes:

@@ -140,7 +140,7 @@ def _read_json(name: str, file: str) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is damaged: {error}", where=path, fix="download it again") from error
+        raise ConfigError(f"{file} is damaged: {error}", where=str(path), fix="download it again") from error
     return values if isinstance(values, dict) else {}
 
 

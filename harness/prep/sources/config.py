@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from harness.checks import CheckedSettings, bounded, one_of, require_choice
 from harness.errors import ConfigError
+from harness.prep.media import MediaLimits
 
 SOURCE_KINDS = ("files", "pydoc")
 TOOL_CALLS = ("given", "hermes")
@@ -55,6 +56,7 @@ class SourceConfig(CheckedSettings, section="source"):
         ignore_fields: fields to ignore, although they affect what the model sees or writes.
         drop_media: omit and count images, audio and videos, together with their placeholders in the text, instead of
             refusing the records. The remaining text then refers to content that the model does not see.
+        media: limits of the images and sounds of records, which a model's own folder as tokenizer can train on.
         tool_calls: `given` reads tool calls only from the fields of the records. `hermes` also converts `<tool_call>`
             in assistant turns to calls and `<tool_response>` turns to tool messages, so that the chat template renders
             both in its own form. A call that cannot be parsed makes the record invalid; the system prompt is unchanged.
@@ -74,6 +76,7 @@ class SourceConfig(CheckedSettings, section="source"):
     columns: dict[str, str] = field(default_factory=dict)
     ignore_fields: list[str] = field(default_factory=list)
     drop_media: bool = False
+    media: MediaLimits = field(default_factory=MediaLimits)
     tool_calls: str = one_of("given", TOOL_CALLS)
     on_bad: str = one_of("refuse", ("refuse", "skip"))
     limit: int = bounded(0, highest=10**15)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.errors import PrepError
@@ -37,6 +37,11 @@ class PreparedSource:
         """Find the schema of the records; return their fields that are not read."""
         self.reader, unused = find_schema(self.found.files, self.config)
         return unused
+
+    def read_media(self) -> None:
+        """Read the media of the records, unless the settings leave them out."""
+        if not self.config.drop_media:
+            self.reader = replace(self.reader, media=self.config.media)
 
     def chunks(self, limit: int) -> Iterator[SourceChunk]:
         """Yield the records, at most `limit`; 0 for the limit of the settings."""

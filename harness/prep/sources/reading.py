@@ -125,18 +125,19 @@ class SourceChunk:
     num_bytes: int
     reader: RecordReader = field(default_factory=RecordReader)
 
-    def parse(self) -> Iterator[Conversation | BadRecord]:
-        """Yield every record in order; blank lines are skipped."""
+    def parse(self, *, is_whole: bool = False) -> Iterator[Conversation | BadRecord]:
+        """Yield every record in order; blank lines are skipped. Media are in the records themselves if `is_whole`."""
+        folder = None if is_whole else self.path.rpartition("/")[0] or "."
         for number, record in enumerate(self.records, start=self.first):
             where = f"{self.path}, {self.unit} {number}"
             if is_blank(record):
                 continue
             if isinstance(record, bytes):
-                yield self.reader.parse_line(record, where)
+                yield self.reader.parse_line(record, where, folder)
             elif isinstance(record, BadRecord):
                 yield replace(record, where=where)
             else:
-                yield self.reader.parse_row(record, where)
+                yield self.reader.parse_row(record, where, folder)
 
 
 @dataclass(frozen=True, slots=True)

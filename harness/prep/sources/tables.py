@@ -275,7 +275,7 @@ def _present(names: Sequence[str], reader: RecordReader) -> tuple[list[str], lis
     needed += [name for name in refused if name not in needed]
     if repeated := [name for name in needed if list(names).count(name) > 1]:
         raise pa.ArrowInvalid(f"several columns have the name {repeated[0]!r}")
-    presence = [name for name in needed if name in MEDIA_FIELDS]
+    presence = [name for name in needed if name in MEDIA_FIELDS and (reader.media is None or "video" in name)]
     return [name for name in needed if name not in presence], presence
 
 

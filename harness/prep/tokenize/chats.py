@@ -9,6 +9,7 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
+from harness.prep.chat.records import part_for_template
 from harness.prep.tokenize.offsets import Span
 
 if TYPE_CHECKING:
@@ -40,12 +41,10 @@ class Form:
         turn = message.as_dict()
         if message.reasoning:
             turn |= dict.fromkeys(REASONING_KEYS, message.reasoning)
-        if self.content == "text":
+        if self.content == "parts" or (self.content == "text" and message.media):
+            turn["content"] = [part_for_template(part) for part in message.parts]
+        elif self.content == "text":
             turn["content"] = message.text
-        elif self.content == "parts":
-            given = message.content
-            texts = given if isinstance(given, tuple) else [given] if given else []
-            turn["content"] = [{"type": "text", "text": text} for text in texts]
         elif self.content == "null" and message.tool_calls and not message.text:
             turn["content"] = None
         if message.tool_calls and self.arguments != "given":

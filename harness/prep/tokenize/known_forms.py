@@ -74,7 +74,7 @@ class KnownForms:
         )
         known = self._known.get(shape)
         if known is None:
-            known = self._probe(conversation, FORMS[:1] if is_as_given else FORMS)
+            known = self._probe(conversation)
             if is_as_given and isinstance(known, BadRecordError):
                 known = KnownForm(FORMS[0])
             if len(self._known) >= _MAX_SHAPES:
@@ -101,7 +101,7 @@ class KnownForms:
         self._tools = conversation.tools, self._tried_tools[spelled]
         return self._tools[1] or known
 
-    def _probe(self, conversation: Conversation, forms: Sequence[Form]) -> KnownForm | BadRecordError:
+    def _probe(self, conversation: Conversation) -> KnownForm | BadRecordError:
         for name in conversation.template_kwargs:
             if name not in self._template.reads:
                 return BadRecordError(
@@ -113,7 +113,7 @@ class KnownForms:
         probe, words = with_unique_words(conversation, self._template.tags)
         tried = set()
         has_tags = _has_tags(conversation, self._template.tags)
-        for form in forms:
+        for form in FORMS:
             turns = [form.turn(message) for message in probe.messages]
             if (key := json.dumps(turns)) in tried:
                 continue
@@ -216,6 +216,8 @@ def _kinds(message: Message, tags: tuple[str, ...]) -> tuple[tuple[bool | str | 
             piece if number % 2 else bool(piece.strip()) if piece else None
             for number, piece in enumerate(pieces_of(part, tags))
         )
+        if isinstance(part, str)
+        else (part.kind,)
         for part in (content if isinstance(content, tuple) else (content or "",))
     )
 
@@ -274,7 +276,7 @@ def with_unique_words(
             replace(
                 message,
                 reasoning=word(number, "reasoning") if message.reasoning.strip() else message.reasoning,
-                content=tuple(text(number, part) for part in content)
+                content=tuple(text(number, part) if isinstance(part, str) else part for part in content)
                 if isinstance(content, tuple)
                 else text(number, content)
                 if content

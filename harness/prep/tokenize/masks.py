@@ -25,7 +25,7 @@ from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError
-from harness.prep.chat import BadReason, BadRecordError, Conversation, Message, ToolCall
+from harness.prep.chat import BadReason, BadRecordError, Conversation, MediaPart, Message, ToolCall
 from harness.prep.tokenize.chats import FORMS, RenderedChat, shared_length
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.known_forms import KnownForm, KnownForms, not_written
@@ -414,7 +414,7 @@ class Masker:
         weights: list[int] = []
         # White space around the whole may not be written.
         unwritten = len(message.text) - len(message.text.lstrip())
-        ends = accumulate(map(len, message.content or ()), initial=0)
+        ends = accumulate(map(len, message.texts), initial=0)
         edges = [first, *(at + min(max(end - unwritten, 0), len(content)) for end in ends), last]
         for (start, end), weight in zip(pairwise(edges), (own, *message.part_weights, own), strict=True):
             inside = [(max(start, low), min(end, high)) for low, high in spans if max(start, low) < min(end, high)]
@@ -496,9 +496,9 @@ def _first_weighted(conversation: Conversation) -> int | None:
     return next((number for number, turn in found if turn.part_weights or (turn.weight or 0) % HUNDREDTHS), None)
 
 
-def _without_reasoning(content: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+def _without_reasoning(content: str | tuple[str | MediaPart, ...] | None) -> str | tuple[str | MediaPart, ...] | None:
     if isinstance(content, tuple):
-        return tuple(_INLINE_REASONING.sub("", part) for part in content)
+        return tuple(_INLINE_REASONING.sub("", part) if isinstance(part, str) else part for part in content)
     return _INLINE_REASONING.sub("", content) if content else content
 
 

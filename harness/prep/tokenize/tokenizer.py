@@ -7,15 +7,18 @@ import json
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import date
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from harness.errors import ConfigError
-from harness.prep.chat import BadReason, BadRecord, Conversation
+from harness.errors import ConfigError, PrepError
+from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation, MediaPart, Message
+from harness.prep.media import RULES_FILE, MediaRules, measure
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.loading import load_tokenizer
@@ -24,7 +27,7 @@ from harness.prep.tokenize.offsets import Span, TokenBytes, token_mask
 from harness.prep.tokenize.recorded import end_tokens
 from harness.prep.tokenize.renderer import Renderer
 from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template
-from harness.records import HUNDREDTHS, Int32Array, SequenceView, UInt8Array
+from harness.records import HUNDREDTHS, Int32Array, Medium, SequenceView, UInt8Array
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 
@@ -53,6 +56,7 @@ class ChatTokenizer:
 
     Attributes:
         hf: tokenizer of transformers; its own templates are never rendered in this process.
+        media_rules: of the model whose folder this is; None where it takes no media.
     """
 
     def __init__(self, config: TokenizerConfig, folder: str = "", *, today: date | None = None) -> None:
@@ -68,6 +72,9 @@ class ChatTokenizer:
         self.name = folder or config.name
         self._config = config
         self.hf = load_tokenizer(self.name)
+        self.media_rules: MediaRules | None = None
+        with suppress(ConfigError):  # of a processor that is not supported: records with media are refused
+            self.media_rules = MediaRules.of(self.name)
         self._backend = self.hf.backend_tokenizer
         # A tokenizer.json may carry settings of the program that wrote it.
         self._backend.no_truncation()
@@ -144,6 +151,7 @@ class ChatTokenizer:
             "untrained": json.dumps([name for name, trained in parts.items() if not trained]),
             "end_tokens": json.dumps(list(self._renderer.end_tokens), ensure_ascii=False),
             **({"end_of_last_turn": config.end_of_last_turn} if config.end_of_last_turn else {}),
+            **({"media": self.media_rules.to_text()} if self.media_rules else {}),
             **({"schema": schema} if schema else {}),
             **weights,
         }
@@ -164,8 +172,10 @@ class ChatTokenizer:
         return _digest(self.chat_template)
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face tokenizer folder that includes the template in use."""
+        """Write a Hugging Face tokenizer folder that includes the template in use and the rules of media."""
         self.hf.save_pretrained(str(folder))
+        if self.media_rules is not None:
+            (folder / RULES_FILE).write_text(self.media_rules.to_text())
 
     def prompt(self, *turns: Mapping[str, Any]) -> list[int]:
         """Return the token ids of a conversation of these turns, up to where the answer begins."""
@@ -211,12 +221,18 @@ class ChatTokenizer:
         return [
             made
             if isinstance(made, BadRecord)
-            else self._to_sequences(record.where, made, [next(encodings) for _ in made])
+            else self._to_sequences(cast(Conversation, record), made, [next(encodings) for _ in made])
             for record, made in zip(parsed, rendered, strict=True)
         ]
 
-    def _to_sequences(self, where: str, rendered: list[Rendered], encodings: list[Any]) -> list[Encoded] | BadRecord:
-        made = []
+    def _to_sequences(
+        self, conversation: Conversation, rendered: list[Rendered], encodings: list[Any]
+    ) -> list[Encoded] | BadRecord:
+        made, where = [], conversation.where
+        try:
+            media = _Media(self.media_rules, conversation, self._config) if self.media_rules is not None else None
+        except BadRecordError as bad:
+            return BadRecord(where, bad.reason, bad.detail)
         for sequence, encoding in zip(rendered, encodings, strict=True):
             numbers = encoding.ids
             # Twice as fast as an array made of the list.
@@ -227,8 +243,14 @@ class ChatTokenizer:
             mask = np.zeros(len(ids), np.uint8)
             if sequence.spans:
                 mask[:-1] = self._token_mask(ids, encoding, sequence)[1:]
-            if mask.any():
-                made.append(Encoded(SequenceView(ids, mask), sequence.text, sequence.spans))
+            view = SequenceView(ids, mask)
+            if media is not None:
+                try:
+                    view = media.place(view, is_last=sequence is rendered[-1])
+                except BadRecordError as bad:
+                    return BadRecord(where, bad.reason, bad.detail)
+            if view.loss_mask.any():
+                made.append(Encoded(view, sequence.text, sequence.spans))
         if not made:
             detail = "the chat template writes no trainable assistant token"
             return BadRecord(where, BadReason.NOTHING_TRAINED, detail)
@@ -248,14 +270,17 @@ class ChatTokenizer:
     def _render(self, parsed: Sequence[Conversation | BadRecord]) -> list[list[Rendered] | BadRecord]:
         """Return the texts of each conversation's sequences with their trained spans."""
         known = [record if isinstance(record, BadRecord) else self._known(record) for record in parsed]
-        unknown = [one for one, made in zip(parsed, known, strict=True) if made is None]
-        rendered = iter(self._renderer.sequences(cast(list[Conversation], unknown)))
+        unknown = [_without_data(one) for one, made in zip(parsed, known, strict=True) if made is None]
+        rendered = iter(self._renderer.sequences(unknown))
         return [next(rendered) if made is None else made for made in known]
 
     def _known(self, conversation: Conversation) -> list[Rendered] | BadRecord | None:
         """Return what does not depend on the template."""
         if self._control is not None and (detail := self._spelled_control_token(conversation)):
             return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
+        if conversation.media and self.media_rules is None:
+            detail = "the record has media, and the tokenizer is not in the folder of a model that is trained with them"
+            return BadRecord(conversation.where, BadReason.MEDIA, detail)
         if conversation.text is None:
             return None
         text = conversation.text + (self.hf.eos_token or "")
@@ -268,6 +293,75 @@ class ChatTokenizer:
             if any(character in text for character in self._control_begins) and (found := self._control.search(text)):
                 return f"{place} spells the control token {found.group()!r}"
         return ""
+
+
+class _Media:
+    """Placeholder tokens of the media of one conversation.
+
+    Raises:
+        BadRecordError: the model does not take one of them.
+    """
+
+    def __init__(self, rules: MediaRules, conversation: Conversation, config: TokenizerConfig) -> None:
+        self._rules, self._media = rules, conversation.media
+        self._counts = []
+        for number, message in enumerate(conversation.messages, start=1):
+            for part in message.media:
+                try:
+                    self._counts.append(rules.count_tokens(part.kind, measure(part.kind, part.data)))
+                except PrepError as error:
+                    detail = f"the {part.kind} of turn {number} ({message.role}) {error.what}"
+                    raise BadRecordError(BadReason.MEDIA, detail) from error
+        # A sequence shows the media up to a trained turn, the last one those up to the last of these, or all.
+        upto = list(accumulate(len(message.media) for message in conversation.messages))
+        is_marked = config.train_on == "marked"
+        answers = (
+            count
+            for count, message in zip(upto, conversation.messages, strict=True)
+            if message.role == "assistant" and (message.weight if is_marked else message.weight != 0)
+        )
+        self._allowed = sorted({*answers, len(self._media)})
+
+    def place(self, view: SequenceView, *, is_last: bool) -> SequenceView:
+        """Return a sequence with each placeholder as often as its medium has tokens, none of them trained.
+
+        Raises:
+            BadRecordError: the template does not write one placeholder for each medium.
+        """
+        tokens = self._rules.tokens
+        at = np.flatnonzero(np.isin(view.input_ids, list(tokens.values())))
+        kinds = [tokens[part.kind] for part in self._media[: len(at)]]
+        allowed = self._allowed[-2:] if is_last else self._allowed
+        if len(at) not in allowed or view.input_ids[at].tolist() != kinds:
+            detail = f"the chat template writes {len(at):,} placeholders of media, and there are {len(self._media):,}"
+            raise BadRecordError(BadReason.MEDIA, detail)
+        if not len(at):
+            return view
+        repeats = np.ones(len(view), np.int64)
+        repeats[at] = self._counts[: len(at)]
+        # The label of the position before a token is that token.
+        trained = np.roll(view.loss_mask, 1)
+        trained[at] = 0
+        starts = (np.cumsum(repeats) - repeats)[at].tolist()
+        media = tuple(
+            Medium(part.kind, start, count, part.data)
+            for part, start, count in zip(self._media, starts, self._counts, strict=False)
+        )
+        mask = np.roll(np.repeat(trained, repeats), -1)
+        mask[-1] = 0
+        return SequenceView(np.repeat(view.input_ids, repeats), mask, media)
+
+
+def _without_data(conversation: Any) -> Conversation:
+    """Return a conversation whose media have no bytes, for the process that renders."""
+    if not conversation.media:
+        return cast(Conversation, conversation)
+
+    def bare(message: Message) -> Message:
+        parts = (part if isinstance(part, str) else MediaPart(part.kind, b"") for part in message.parts)
+        return replace(message, content=tuple(parts)) if message.media else message
+
+    return cast(Conversation, replace(conversation, messages=tuple(map(bare, conversation.messages))))
 
 
 def texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:

@@ -78,8 +78,7 @@ def unwritten_reasoning(text: str, turn: int, message: Message) -> str:
 
 
 def _parts(message: Message) -> Sequence[str]:
-    content = message.content
-    return content if isinstance(content, tuple) else (content or "",)
+    return message.texts or ("",)
 
 
 def _contents(message: Message) -> Iterator[str]:
