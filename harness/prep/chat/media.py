@@ -71,9 +71,9 @@ def with_media(record: Mapping[str, Any], folder: str | None, limits: MediaLimit
     turns = list_of_turns(record, name)
     if not lists and not any(map(_has_parts, turns)):
         return record
-    placement = _Placement(lists, folder, limits)
-    made = [placement.turn(turn, number) for number, turn in enumerate(turns, start=1)]
-    placement.check()
+    placer = _MediaPlacer(lists, folder, limits)
+    made = [placer.turn(turn, number) for number, turn in enumerate(turns, start=1)]
+    placer.check()
     return {**{key: value for key, value in record.items() if key not in lists}, name: made}
 
 
@@ -81,7 +81,7 @@ def _has_parts(turn: object) -> bool:
     return isinstance(turn, Mapping) and any(isinstance(turn.get(field), list) for field in ("content", "value"))
 
 
-class _Placement:
+class _MediaPlacer:
     """Puts the media of one record into its turns.
 
     Args:

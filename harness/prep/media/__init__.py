@@ -8,17 +8,15 @@
 Pillow, soundfile and soxr (the extra `media`) and transformers are imported when they are first needed.
 """
 
-from harness.prep.media.files import AudioSize, ImageSize, MediaLimits, check_medium, kind_of, measure, read_medium
+from harness.prep.media.files import AudioSize, MediaLimits, check_medium, measure, read_medium
 from harness.prep.media.rules import RULES_FILE, MediaRules
 
 __all__ = [
     "RULES_FILE",
     "AudioSize",
-    "ImageSize",
     "MediaLimits",
     "MediaRules",
     "check_medium",
-    "kind_of",
     "measure",
     "read_medium",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -323,7 +324,14 @@ def test_a_preparation_counts_media_and_records_its_rules(tmp_path, tokenizers):
     line = json.loads((tmp_path / "data" / "bad_records.jsonl").read_text())
     assert line["detail"].startswith("`audios[0]` (turn 1) ")
     assert line["detail"].endswith("no.wav cannot be read: No such file or directory")
-    provenance = open_dataset(tmp_path / "data" / "train").manifest.provenance
+    with closing(open_dataset(tmp_path / "data" / "train")) as reader:
+        stored = [view for pack in reader for view in pack.sequences()]
+        provenance = reader.manifest.provenance
+    records[2]["audios"] = [b64(BYE)]
+    expected = [tokenizer.encode([READER.parse(record, "here")])[0] for record in records[:3]]
+    assert sorted((view.input_ids.tolist(), view.media) for view in stored) == sorted(
+        (view.input_ids.tolist(), view.media) for view in expected
+    )
     assert provenance.mask["media"] == tokenizer.media_rules.to_text()
     assert provenance.counts["kept_audio"] == 4
     saved = ChatTokenizer(TokenizerConfig(kind="huggingface", name=str(tmp_path / "data" / "tokenizer")))

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from harness.errors import ConfigError, PrepError
-from harness.prep.media import AudioSize, ImageSize, MediaLimits, MediaRules, check_medium, measure, read_medium
+from harness.prep.media import AudioSize, MediaLimits, MediaRules, check_medium, measure, read_medium
+from harness.prep.media.files import ImageSize
 from harness.records import Medium
 from tests.samples.media_models import picture, save_media_model, sound
 
