@@ -28,6 +28,8 @@ _MAGIC = (
     *((re.compile(magic, re.DOTALL), "image") for magic in (rb"GIF8[79]a", rb"BM....\0\0\0\0")),
 )
 _FORMATS = "WAV, FLAC, Ogg, MP3, PNG, JPEG, WebP, GIF and BMP"
+# Samples a second that are resampled, and samples of all channels that are decoded: a gigabyte.
+_RATES, _MAX_SAMPLES = (4_000, 384_000), 1 << 28
 _BASE64 = re.compile(r"[A-Za-z0-9+/]{16}[A-Za-z0-9+/=\s]*")
 
 
@@ -167,12 +169,14 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
         info = soundfile.info(io.BytesIO(data))
     except (soundfile.SoundFileError, TypeError) as error:
         raise _problem(f"is damaged: {error}") from error
-    if info.frames < 1 or info.samplerate < 1:
+    if info.frames < 1:
         raise _problem("has no samples")
+    if not _RATES[0] <= info.samplerate <= _RATES[1]:
+        raise _problem(f"has {info.samplerate:,} samples a second, expected {_RATES[0]:,} to {_RATES[1]:,}")
     seconds = info.frames / info.samplerate
-    if seconds > limits.seconds or info.channels > 64:
+    if seconds > limits.seconds or info.frames * info.channels > _MAX_SAMPLES:
         what = f"{seconds:,.1f} s and {info.channels} channels"
-        raise _problem(f"has {what}, more than {limits.seconds:,.1f} s or 64 channels")
+        raise _problem(f"has {what}, more than {limits.seconds:,.1f} s or {_MAX_SAMPLES:,} samples")
     return AudioSize(int(info.frames), int(info.samplerate))
 
 
