@@ -45,6 +45,7 @@ def media_name(shard: str) -> str:
 
 
 def no_rows() -> MediaRows:
+    """Return the index of no media."""
     return np.zeros(0, MEDIA_DTYPE)
 
 

@@ -352,7 +352,7 @@ def test_media_are_read_by_ranges_or_from_the_local_copies_of_their_shards(
         Pack([9, 9, 4, 9], [0, 0, 0, 0], [0, 2], (replace(media[0], data=bytes([number]) * 300_000), media[1]))
         for number in range(5)
     ]
-    packs[2:4] = [Pack([1], [0], [0])] * 2
+    packs[2:4] = [Pack([1, 2], [0, 0], [0])] * 2
     options = {"format": format, "pack_size": 4, "packs_per_shard": 2, "resume_key": "a"}
     write_packs(place, packs, **options)
     write_packs(tmp_path / "local", packs, **options)
