@@ -20,20 +20,14 @@ from harness.records import MEDIA_KINDS, Int32Array, Pack
 from harness.storage import Folder, Place
 from harness.storage.inputs import ByteSource, read_ranges
 
-SUFFIX = ".media"
+INDEX, SUFFIX = "index/media.npy", ".media"
 SHARDS = rf"(shard|chunk)_\d+\{SUFFIX}"  # names of files
 # Numbers of sequences are those of the dataset, starts are counted in the sequence; the kind is a place in MEDIA_KINDS.
 MEDIA_DTYPE = np.dtype(
-    [
-        ("sequence", "<i8"),
-        ("start", "<i4"),
-        ("tokens", "<i4"),
-        ("kind", "|u1"),
-        ("shard", "<i4"),
-        ("offset", "<i8"),
-        ("num_bytes", "<i8"),
-        ("xxh3", "<u8"),
-    ]
+    {
+        "names": ["sequence", "start", "tokens", "kind", "shard", "offset", "num_bytes", "xxh3"],
+        "formats": ["<i8", "<i4", "<i4", "|u1", "<i4", "<i8", "<i8", "<u8"],
+    }
 )
 _CONTENT = np.dtype([("start", "<i4"), ("tokens", "<i4"), ("kind", "|u1"), ("xxh3", "<u8")])
 MediaRows = npt.NDArray[np.void]
@@ -110,11 +104,10 @@ class MediaWriter:
         self._file.abort()
 
 
-def find_rows(rows: MediaRows, first: int, last: int) -> slice:
-    """Return the place of the rows of sequences `first` to `last`, without the last."""
-    numbers = rows["sequence"]
+def find_rows(rows: MediaRows, first: int, last: int) -> range:
+    """Return the numbers of the rows of sequences `first` to `last`, without the last."""
     # Not np.searchsorted, which would copy the whole column.
-    return slice(bisect_left(numbers, first), bisect_left(numbers, last))
+    return range(bisect_left(rows["sequence"], first), bisect_left(rows["sequence"], last))
 
 
 def read_data(
