@@ -130,7 +130,7 @@ class PackReader:
 
     @property
     def has_media(self) -> bool:
-        """Whether packs have images or sounds."""
+        """Return whether packs have images or sounds."""
         return self._index.media is not None
 
     def count_media(self) -> dict[str, int]:

@@ -30,7 +30,7 @@ from harness.formats.foreign.exporting import export_to_bridge
 from harness.formats.foreign.swift import export_to_swift
 from harness.formats.inspect import inspect_dataset, render_summary
 from harness.formats.layouts.virtual import open_store
-from harness.formats.media import MEDIA_DTYPE, check_rows
+from harness.formats.media import MEDIA_DTYPE, check_rows, read_data
 from harness.integrations import RankStream
 from harness.integrations.packed_sft import create_sft_dataset
 from harness.integrations.torch import StoredRows
@@ -38,6 +38,7 @@ from harness.loader import DataConfig, JoinedReader, open_datasets
 from harness.loader.live.produce import read_packs
 from harness.prep.pipeline import repack_store
 from harness.records import MEDIA_KINDS, Medium
+from harness.storage.inputs import open_source
 
 SAME = b"the same logo in many conversations"
 SOUND = Medium("audio", 1, 2, b"RIFF a sound")
@@ -298,18 +299,25 @@ def test_datasets_whose_media_were_made_by_other_rules_are_not_joined(tmp_path: 
         open_datasets(DataConfig(path=str(one), validation_path=str(other)))
 
 
-def test_rows_that_are_not_of_the_dataset_are_refused() -> None:
+def test_rows_that_are_not_of_the_dataset_are_refused(tmp_path: Path) -> None:
     rows = np.array([(0, 1, 2, 0, 0, 0, 12, 5), (1, 0, 1, 1, 0, 12, 35, 5)], MEDIA_DTYPE)
     lengths = np.array([4, 2], np.int32)
-    check_rows(rows, lengths, [47], where="index")
-    wrong = {"sequence": 2, "start": 2, "tokens": 3, "kind": 2, "shard": 1, "offset": 13, "num_bytes": -1}
+    check_rows(rows, lengths, 1, where="index")
+    wrong = {"sequence": 2, "start": 2, "tokens": 3, "kind": 2, "shard": 1, "offset": -1, "num_bytes": -1}
     for name, value in wrong.items():
         changed = rows.copy()
         changed[name][1] = value
         with pytest.raises(FormatError, match="medium 1 of 2 is not part"):
-            check_rows(changed, lengths, [47], where="index")
+            check_rows(changed, lengths, 1, where="index")
     with pytest.raises(FormatError, match="medium 1 of 2 is not part"):
-        check_rows(rows[::-1].copy(), lengths, [47], where="index")
+        check_rows(rows[::-1].copy(), lengths, 1, where="index")
+
+    def open_media(_: int) -> Any:
+        return open_source(tmp_path / "short"), tmp_path / "short"
+
+    (tmp_path / "short").write_bytes(b"46 bytes")
+    with pytest.raises(FormatError, match="the file has 8 bytes, but a medium ends at byte 47"):
+        read_data(rows, [0, 1], open_media)
 
 
 def test_a_reader_maps_the_index_and_reads_no_more_of_a_file_than_its_sequences(tmp_path: Path, monkeypatch) -> None:
