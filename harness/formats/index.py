@@ -12,7 +12,7 @@ import numpy.typing as npt
 from harness.errors import FormatError, os_errors_as
 from harness.formats.digest import content_digest, dataset_fingerprint
 from harness.formats.manifest import Manifest, Totals
-from harness.formats.media import MEDIA_DTYPE, MediaRows, check_rows, fold_media, media_name, no_rows
+from harness.formats.media import INDEX, MEDIA_DTYPE, MediaRows, check_rows, fold_media, no_rows
 from harness.records import Int32Array, Int64Array, Pack, UInt64Array
 from harness.storage import Folder, file_digest
 from harness.storage.arrays import map_npy, npy_header
@@ -22,7 +22,6 @@ PACK_OFFSETS = f"{INDEX_FOLDER}/pack_offsets.npy"
 SEQUENCE_LENGTHS = f"{INDEX_FOLDER}/sequence_lengths.npy"
 PACK_CHECKSUMS = f"{INDEX_FOLDER}/pack_checksums.npy"
 INDEX_NAMES = (PACK_OFFSETS, SEQUENCE_LENGTHS, PACK_CHECKSUMS)
-MEDIA = f"{INDEX_FOLDER}/media.npy"  # of datasets with media
 
 # Entries handled at a time when an index is written: bounds memory at any number of sequences.
 _BLOCK = 1 << 18
@@ -101,7 +100,7 @@ def _check_zeros(starts: npt.NDArray[Any], num_packs: int, where: str) -> None:
 def index_names(manifest: Manifest) -> tuple[str, ...]:
     """Return the files of a dataset's index. A plan has no checksums of packs: it is written without reading them."""
     names = INDEX_NAMES if manifest.fingerprint else (PACK_OFFSETS, SEQUENCE_LENGTHS)
-    return (*names, MEDIA) if manifest.num_media else names
+    return (*names, INDEX) if manifest.num_media else names
 
 
 def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
@@ -131,12 +130,10 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
         raise FormatError(what, where=str(root / PACK_OFFSETS))
     media = None
     if manifest.num_media:
-        media = map_npy(root / MEDIA, MEDIA_DTYPE, (manifest.num_media,))
-        sizes = None
-        if manifest.fingerprint:
-            files = {file.path: file.num_bytes for shard in manifest.shards for file in shard.files}
-            sizes = [files.get(media_name(shard.path), -1) for shard in manifest.shards]
-        check_rows(media, lengths, sizes, where=str(root / MEDIA))
+        media = map_npy(root / INDEX, MEDIA_DTYPE, (manifest.num_media,))
+        # Those of a plan are of the shards of its store.
+        num_shards = len(manifest.shards) if manifest.fingerprint else np.iinfo(np.int32).max
+        check_rows(media, lengths, num_shards, where=str(root / INDEX))
     return PackIndex(offsets, lengths, checksums, media)
 
 
@@ -217,14 +214,7 @@ class IndexBuilder:
         )
 
 
-def write_index(
-    folder: Folder,
-    load_parts: Callable[[], Iterator[IndexPart]],
-    *,
-    num_packs: int,
-    num_sequences: int,
-    num_media: int = 0,
-) -> str:
+def write_index(folder: Folder, load_parts: Callable[[], Iterator[IndexPart]], totals: Totals) -> str:
     """Write the index files from parts, which are read once for each, and held one at a time.
 
     Returns:
@@ -248,13 +238,12 @@ def write_index(
             first += part.sequence_lengths.shape[0]
             yield rows
 
-    write_npy(folder, PACK_OFFSETS, np.dtype("<i8"), num_packs + 1, offsets())
-    if num_media:
-        write_npy(folder, MEDIA, MEDIA_DTYPE, num_media, media())
-    write_npy(
-        folder, SEQUENCE_LENGTHS, np.dtype("<i4"), num_sequences, (part.sequence_lengths for part in load_parts())
-    )
-    write_npy(folder, PACK_CHECKSUMS, np.dtype("<u8"), num_packs, (part.checksums for part in load_parts()))
+    write_npy(folder, PACK_OFFSETS, np.dtype("<i8"), totals.num_packs + 1, offsets())
+    if totals.num_media:
+        write_npy(folder, INDEX, MEDIA_DTYPE, totals.num_media, media())
+    lengths = (part.sequence_lengths for part in load_parts())
+    write_npy(folder, SEQUENCE_LENGTHS, np.dtype("<i4"), totals.num_sequences, lengths)
+    write_npy(folder, PACK_CHECKSUMS, np.dtype("<u8"), totals.num_packs, (part.checksums for part in load_parts()))
     return dataset_fingerprint(part.checksums for part in load_parts())
 
 

@@ -44,8 +44,9 @@ class Provenance:
         settings_hash: digest of all preparation settings.
         counts: free-form whole numbers, such as conversations read and dropped.
         mask: how the loss mask was made, as text by name: `rule`, `why`, `history`, `train_on` and so on, `end_tokens`,
-            the JSON list of the tokens that end a turn, `schema`, that of the chats, and `weights=hundredths` where
-            entries of the loss mask are weights from 0 to 100. Empty for datasets that do not record it.
+            the JSON list of the tokens that end a turn, `schema`, that of the chats, `weights=hundredths` where
+            entries of the loss mask are weights from 0 to 100, and `media`, the rules of their placeholders. Empty for
+            datasets that do not record it.
     """
 
     tokenizer: str = ""

@@ -7,9 +7,8 @@ index/media.npy       a row of MEDIA_DTYPE for each medium, in the order of sequ
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +19,14 @@ from harness.records import MEDIA_KINDS, Int32Array, Pack
 from harness.storage import Folder, Place
 from harness.storage.inputs import ByteSource, read_ranges
 
-SUFFIX = ".media"
+INDEX, SUFFIX = "index/media.npy", ".media"
 SHARDS = rf"(shard|chunk)_\d+\{SUFFIX}"  # names of files
 # Numbers of sequences are those of the dataset, starts are counted in the sequence; the kind is a place in MEDIA_KINDS.
 MEDIA_DTYPE = np.dtype(
-    [
-        ("sequence", "<i8"),
-        ("start", "<i4"),
-        ("tokens", "<i4"),
-        ("kind", "|u1"),
-        ("shard", "<i4"),
-        ("offset", "<i8"),
-        ("num_bytes", "<i8"),
-        ("xxh3", "<u8"),
-    ]
+    {
+        "names": ["sequence", "start", "tokens", "kind", "shard", "offset", "num_bytes", "xxh3"],
+        "formats": ["<i8", "<i4", "<i4", "|u1", "<i4", "<i8", "<i8", "<u8"],
+    }
 )
 _CONTENT = np.dtype([("start", "<i4"), ("tokens", "<i4"), ("kind", "|u1"), ("xxh3", "<u8")])
 MediaRows = npt.NDArray[np.void]
@@ -45,6 +38,7 @@ def media_name(shard: str) -> str:
 
 
 def no_rows() -> MediaRows:
+    """Return the index of no media."""
     return np.zeros(0, MEDIA_DTYPE)
 
 
@@ -64,10 +58,8 @@ def media_rows(pack: Pack) -> MediaRows:
 def fold_media(digest: int, rows: MediaRows, starts: Int32Array) -> int:
     """Return the digest of a pack with media: xxh3_64 of their starts in it, tokens, kinds and hashes.
 
-    Args:
-        digest: of the pack without them, which is the seed; unchanged where there are none.
-        rows: of the pack's media, numbered as its only sequences.
-        starts: int32 [sequences], the first position of each.
+    It is seeded with the digest of the pack without them. `starts` are those of the pack's sequences, from which the
+    rows are numbered.
     """
     if not rows.shape[0]:
         return digest
@@ -109,11 +101,10 @@ class MediaWriter:
         self._file.abort()
 
 
-def find_rows(rows: MediaRows, first: int, last: int) -> slice:
-    """Return the place of the rows of sequences `first` to `last`, without the last."""
-    numbers = rows["sequence"]
+def find_rows(rows: MediaRows, first: int, last: int) -> range:
+    """Return the numbers of the rows of sequences `first` to `last`, without the last."""
     # Not np.searchsorted, which would copy the whole column.
-    return slice(bisect_left(numbers, first), bisect_left(numbers, last))
+    return range(bisect_left(rows["sequence"], first), bisect_left(rows["sequence"], last))
 
 
 def read_data(
@@ -121,11 +112,8 @@ def read_data(
 ) -> dict[int, bytes]:
     """Read the files of media, by the numbers of their rows; the same bytes once, and neighbors with one request.
 
-    Args:
-        open_media: returns the open file of the media of a shard, and its place.
-
-    Raises:
-        FormatError: a file cannot be read or ends before, or the bytes of a medium differ from what was written.
+    Raises FormatError for bytes that cannot be read or differ from what was written. `open_media` returns the open file
+    of the media of a shard, and its place.
     """
     by_shard: dict[int, list[int]] = {}
     for number in dict.fromkeys(numbers):
@@ -136,14 +124,16 @@ def read_data(
         unique, place = list(dict.fromkeys(spans)), None
         try:
             source, place = open_media(shard)
-            pieces = dict(zip(unique, read_ranges(source, unique), strict=True))
+            if (end := max(end for _, end in unique)) > source.num_bytes:
+                raise FormatError(f"the file has {source.num_bytes:,} bytes, but a medium ends at byte {end:,}")
+            pieces = dict(zip(unique, map(bytes, read_ranges(source, unique)), strict=True))
         except FormatError as error:
             raise FormatError(error.what, where=error.where or str(place), fix=error.fix or _FIX) from None
         except OSError as error:
             what = f"media cannot be read: {error.strerror or error}"
             raise FormatError(what, where=str(error.filename or place), fix=_FIX) from error
         for number, span in zip(inside, spans, strict=True):
-            found[number] = bytes(pieces[span])
+            found[number] = pieces[span]
             if xxhash.xxh3_64_intdigest(found[number]) != rows["xxh3"][number]:
                 raise _damaged(rows, number, place)
     return found
@@ -160,25 +150,15 @@ def _damaged(rows: MediaRows, number: int, place: Place) -> FormatError:
     return FormatError(what, where=f"{place}, bytes {offset:,} to {offset + num_bytes:,}", fix=_FIX)
 
 
-def check_rows(rows: MediaRows, lengths: Int32Array, sizes: Sequence[int] | None, *, where: str) -> None:
-    """Raise FormatError unless each row is of a place in a sequence, after the row before, and of bytes of a file.
-
-    Args:
-        sizes: bytes of the file of each shard; None where they are not known, as for a plan's store.
-    """
-    columns: dict[str, npt.NDArray[Any]] = {name: rows[name].astype(np.int64) for name in rows.dtype.names or ()}
-    sequence, start, tokens = (columns[name] for name in ("sequence", "start", "tokens"))
+def check_rows(rows: MediaRows, lengths: Int32Array, num_shards: int, *, where: str) -> None:
+    """Raise FormatError unless each row is of a place in a sequence, after the row before, and of a shard."""
+    sequence, start, tokens = (rows[name].astype(np.int64) for name in ("sequence", "start", "tokens"))
     is_bad = (sequence < 0) | (sequence >= lengths.shape[0]) | (start < 0) | (tokens < 1)
     is_bad |= start + tokens > lengths[np.clip(sequence, 0, lengths.shape[0] - 1)]
-    is_bad |= (columns["kind"] >= len(MEDIA_KINDS)) | (columns["shard"] < 0)
-    is_bad |= (columns["offset"] < 0) | (columns["num_bytes"] < 0)
+    is_bad |= (rows["kind"] >= len(MEDIA_KINDS)) | (rows["shard"] < 0) | (rows["shard"] >= num_shards)
+    is_bad |= (rows["offset"] < 0) | (rows["num_bytes"] < 0) | (rows["offset"] + rows["num_bytes"] < 0)
     same = sequence[1:] == sequence[:-1]
     is_bad[1:] |= (sequence[1:] < sequence[:-1]) | (same & (start[1:] < (start + tokens)[:-1]))
-    if sizes is not None:
-        shard = columns["shard"]
-        is_bad |= shard >= len(sizes)
-        left = np.array(sizes)[np.clip(shard, 0, len(sizes) - 1)] - columns["offset"]
-        is_bad |= columns["num_bytes"] > left
     if is_bad.any():
         what = f"medium {int(np.argmax(is_bad)):,} of {rows.shape[0]:,} is not part of the sequences and files"
         raise FormatError(what, where=where, fix="copy the dataset again")

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -28,11 +28,7 @@ MAX_OPEN_FILES = 64
 _CHUNK = 64
 
 
-class _Handle(Protocol):
-    def close(self) -> None: ...
-
-
-T = TypeVar("T", bound=_Handle)
+T = TypeVar("T", bound=ShardReader | ByteSource)
 # Name, identity, size and time of each file of a shard.
 ShardStamp = tuple[tuple[object, ...], ...]
 
@@ -134,7 +130,7 @@ class PackReader:
 
     @property
     def has_media(self) -> bool:
-        """Whether packs have images or sounds."""
+        """Return whether packs have images or sounds."""
         return self._index.media is not None
 
     def count_media(self) -> dict[str, int]:
@@ -221,8 +217,7 @@ class PackReader:
                 raise IndexError(f"sequence {number} of {self.sequence_lengths.shape[0]} in {self.path}")
         if rows is None:
             return [()] * len(numbers)
-        places = [find_rows(rows, number, number + 1) for number in numbers]
-        wanted = [range(place.start, place.stop) for place in places]
+        wanted = [find_rows(rows, number, number + 1) for number in numbers]
         data = read_data(rows, (row for some in wanted for row in some), self._open_media)
 
         def medium(number: int) -> Medium:
@@ -328,7 +323,7 @@ class PackReader:
     def _fold_media(self, digest: int, pack_id: int) -> int:
         first, last = self.pack_offsets[pack_id : pack_id + 2].tolist()
         assert self._index.media is not None
-        rows = self._index.media[find_rows(self._index.media, first, last)].copy()
+        rows = self._index.media[[*find_rows(self._index.media, first, last)]]  # a copy
         rows["sequence"] -= first
         lengths = self.sequence_lengths[first:last]
         return fold_media(digest, rows, np.cumsum(lengths, dtype=np.int32) - lengths)

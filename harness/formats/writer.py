@@ -244,14 +244,7 @@ class PackWriter:
         else:
             if self._shard is not None:
                 self._finish_shard(self._shard)
-            totals = self.totals
-            fingerprint = write_index(
-                self._folder,
-                self._load_parts,
-                num_packs=totals.num_packs,
-                num_sequences=totals.num_sequences,
-                num_media=totals.num_media,
-            )
+            fingerprint = write_index(self._folder, self._load_parts, self.totals)
             for number in range(len(self._finished)):
                 self._part_path(number).unlink()
                 if self._resumes and isinstance(self._folder, BucketFolder):

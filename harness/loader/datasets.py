@@ -216,8 +216,8 @@ class JoinedReader:
         """Return the media of sequences, by their numbers among those of all datasets, as of `PackReader`."""
         ids = np.asarray(sequence_ids, np.int64)
         found: dict[int, tuple[Medium, ...]] = {}
-        if ids.size and not 0 <= ids.min() <= ids.max() < self.sequence_lengths.shape[0]:
-            raise IndexError(f"sequences {ids.min()} to {ids.max()} of {self.sequence_lengths.shape[0]} in {self.path}")
+        if outside := set(ids.tolist()).difference(range(len(self.sequence_lengths))):
+            raise IndexError(f"sequence {outside.pop()} of {len(self.sequence_lengths)} in {self.path}")
         first = 0
         for reader in self.readers:
             last = first + reader.sequence_lengths.shape[0]

@@ -175,6 +175,17 @@ def read_encoder(text: str) -> tuple[MediaModel, dict[str, Any]]:
     return model, values
 
 
+def is_part_of(part: str | None, whole: str | None) -> bool:
+    """Return True if a valid `model.encoder` has only values that another one has."""
+
+    def holds(some: Any, others: Any) -> bool:
+        if isinstance(some, dict) and isinstance(others, dict):
+            return all(name in others and holds(value, others[name]) for name, value in some.items())
+        return bool(some == others)
+
+    return bool(part and whole) and holds(json.loads(str(part)), json.loads(str(whole)))
+
+
 def with_encoder(text: dict[str, Any], encoder: str) -> dict[str, Any]:
     """Return the config.json of a model that reads media, from that of its text model and `model.encoder`."""
     model, values = read_encoder(encoder)

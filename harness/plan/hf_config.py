@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.plan.encoders import encoder_text, text_of, with_encoder
+from harness.plan.encoders import encoder_text, is_part_of, text_of, with_encoder
 from harness.plan.families import FAMILIES, MISSING
 from harness.plan.families.base import Family, Refuse
 from harness.plan.model import ModelConfig
@@ -189,6 +189,8 @@ def complete_model(
     """
     known = stored.settings | {"vocab_size": stored.vocab_size, "max_sequence_length": stored.max_positions}
     chosen = {name: values[name] for name in known if name in set_by and values[name] is not None}
+    if is_part_of(chosen.get("encoder"), known.get("encoder")):
+        del chosen["encoder"]  # a preset has its sizes, and the weights all values
     _refuse_other(chosen, stored, set_by, where=where)
     return {name: value for name, value in known.items() if name not in chosen}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import repeat
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from harness.bench.workspace import Workspace
 from harness.errors import FormatError, os_errors_as
 from harness.formats import Manifest, load_format, load_manifest
 from harness.formats.index import INDEX_NAMES, IndexPart, load_index, write_index
-from harness.formats.manifest import Shard
+from harness.formats.manifest import Shard, Totals
 from harness.storage import LocalFolder
 
 
@@ -51,15 +51,13 @@ def link_shards(source: Path, destination: Path, *, copies: int) -> Manifest:
             (destination / linked.path).parent.mkdir(exist_ok=True)
             _link(source / stored.path, destination / linked.path)
         shards.append(Shard(name, shard.num_packs, files))
-    num_packs, num_sequences = copies * shard.num_packs, copies * num_sequences
+    num_tokens = copies * int(part.sequence_lengths.sum(dtype=np.int64))
+    # The manifest counts the trained tokens of the whole source, and nothing reads this count.
+    totals = Totals(copies * shard.num_packs, copies * num_sequences, num_tokens, 0)
     manifest = replace(
         manifest,
-        num_packs=num_packs,
-        num_sequences=num_sequences,
-        num_tokens=copies * int(part.sequence_lengths.sum(dtype=np.int64)),
-        # The manifest counts the whole source, and nothing reads this count.
-        num_trained_tokens=0,
-        fingerprint=write_index(folder, lambda: repeat(part, copies), num_packs=num_packs, num_sequences=num_sequences),
+        **asdict(totals),
+        fingerprint=write_index(folder, lambda: repeat(part, copies), totals),
         shards=tuple(shards),
         index=folder.describe(INDEX_NAMES),
     )

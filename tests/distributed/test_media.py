@@ -27,7 +27,7 @@ from harness.parity.made_data import _image, _rules_of, _sound
 from harness.parity.reference import make_model
 from harness.plan import ModelConfig, ParallelConfig
 from harness.plan.encoders import MEDIA_MODELS, read_encoder
-from harness.plan.hf_config import read_hf_config, to_hf_config
+from harness.plan.hf_config import HfModel, complete_model, read_hf_config, to_hf_config
 from harness.prep.media import measure
 from harness.records import Medium, SequenceView
 from harness.thd import build_thd_batch
@@ -192,3 +192,14 @@ def test_the_features_of_a_medium_do_not_depend_on_the_others_of_its_row(folders
 
 def tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def test_a_preset_names_the_sizes_of_an_encoder_and_the_weights_have_all_values() -> None:
+    stored = HfModel(
+        {"encoder": '{"a": 1, "b": {"c": 2, "d": 3}}', "num_attention_heads": 2, "hidden_size": 8}, 300, 64
+    )
+    values = {"encoder": '{"b": {"c": 2}}', "num_attention_heads": None, "hidden_size": None}
+    set_by = {"encoder": "model=preset"}
+    assert complete_model(values, stored, set_by, where="X")["encoder"] == stored.settings["encoder"]
+    with pytest.raises(ConfigError, match="do not match its weights"):
+        complete_model({**values, "encoder": '{"b": {"c": 4}}'}, stored, set_by, where="X")

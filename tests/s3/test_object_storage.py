@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import pytest
 from small_packs import write_packs
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import convert_dataset, open_dataset, open_writer, verify_dataset
+from harness.formats import FORMATS, convert_dataset, open_dataset, open_writer, verify_dataset
 from harness.formats.inspect import find_datasets, inspect_dataset
 from harness.loader import DataConfig, open_datasets
-from harness.records import Pack
+from harness.prep.pipeline import repack_store
+from harness.records import Medium, Pack
 from harness.storage import ObjectPath
 from harness.storage.inputs import list_objects
 
@@ -338,6 +340,39 @@ def test_a_killed_write_continues_after_its_last_whole_shard_from_another_machin
     after = stored(bucket, place)
     assert any(name.endswith(".part") for name in before)
     assert not any(name.endswith(".part") or "writing" in name for name in after)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_media_are_read_by_ranges_or_from_the_local_copies_of_their_shards(
+    proxy: Any, bucket: Any, place: str, tmp_path: Path, format: str
+) -> None:
+    rng = np.random.default_rng(0)
+    media = [Medium("image", 0, 2, rng.bytes(300_000)), Medium("audio", 3, 1, rng.bytes(5))]
+    packs = [
+        Pack([9, 9, 4, 9], [0, 0, 0, 0], [0, 2], (replace(media[0], data=bytes([number]) * 300_000), media[1]))
+        for number in range(5)
+    ]
+    packs[2:4] = [Pack([1, 2], [0, 0], [0])] * 2
+    options = {"format": format, "pack_size": 4, "packs_per_shard": 2, "resume_key": "a"}
+    write_packs(place, packs, **options)
+    write_packs(tmp_path / "local", packs, **options)
+    remote = open_dataset(place)
+    assert remote.manifest.fingerprint == open_dataset(tmp_path / "local").fingerprint
+    assert verify_dataset(place) == []
+    assert list(pickle.loads(pickle.dumps(remote))) == packs
+    assert set(stored(bucket, place)) == {
+        path.relative_to(tmp_path / "local").as_posix() for path in (tmp_path / "local").rglob("*.*")
+    }
+    proxy.clear()
+    sound = (replace(media[1], start=1),)
+    assert open_dataset(place).read_media([1, 0, 1]) == [sound, packs[0].media[:1], sound]
+    gets = [one for one in proxy.requests if one.method == "GET" and ".media" in one.path]
+    assert len(gets) == (1 if format == "parquet" else 0)
+    if format == "virtual":
+        repack_store(place, f"{place}-plan", pack_size=4, seed=1)
+        assert sum(len(pack.media) for pack in open_dataset(f"{place}-plan")) == 6
+        repack_store(place, tmp_path / "plan", pack_size=4, seed=1)
+        assert list(open_dataset(tmp_path / "plan")) == list(open_dataset(f"{place}-plan"))
 
 
 def test_an_interrupted_write_of_something_else_is_replaced(proxy: Any, bucket: Any, place: str) -> None:

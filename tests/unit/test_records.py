@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.errors import FormatError, ScheduleError
-from harness.records import Pack, Schedule
+from harness.records import Medium, Pack, Schedule
 
 
 def pack(**changes) -> Pack:
@@ -88,3 +88,17 @@ def test_a_schedule_gives_rows_by_microbatch_and_rank():
 def test_rows_that_do_not_divide_by_the_ranks_are_refused():
     with pytest.raises(ScheduleError, match="3 rows cannot be dealt to 2"):
         Schedule(2, np.array([0]), np.array([0, 1, 1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("mask", "start", "tokens", "problem"),
+    [
+        ([1, 1, 0, 0, 0], 3, 2, None),  # the mask before a sequence is of the sequence before it
+        ([0, 1, 0, 0, 0], 2, 1, "trains placeholder tokens of medium 0 in tokens 2 to 3"),
+        ([0, 0, 0, 1, 0], 3, 2, "trains placeholder tokens of medium 0 in tokens 3 to 5"),
+        ([0, 0, 0, 0, 0], 2, 2, "has medium 0 in tokens 2 to 4, not after the one before, inside one sequence"),
+        ([0, 0, 0, 0, 0], 4, 0, "has medium 0 of kind 'image' and 0 tokens"),
+    ],
+)
+def test_media_are_untrained_placeholders_inside_one_sequence(mask, start, tokens, problem) -> None:
+    assert Pack([1, 2, 3, 4, 5], mask, [0, 3], (Medium("image", start, tokens, b""),)).problem() == problem

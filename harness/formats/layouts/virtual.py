@@ -32,9 +32,9 @@ from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, find_folders, make_pack
 from harness.formats.digest import sequence_digest
 from harness.formats.incomplete import find_traces, incomplete_error
-from harness.formats.index import INDEX_NAMES, MEDIA, load_index, write_npy
+from harness.formats.index import INDEX_NAMES, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
-from harness.formats.media import MEDIA_DTYPE
+from harness.formats.media import INDEX, MEDIA_DTYPE
 from harness.formats.reader import HandleCache
 from harness.formats.writer import FolderClaim
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
@@ -265,9 +265,11 @@ class PlanShard(ShardReader):
         return make_pack(np.concatenate(ids), np.concatenate(masks), starts)
 
     def media_place(self, place: Place, shard: int) -> Place:
-        name = self._shards[shard][0] if shard < len(self._shards) else ""
+        if shard >= len(self._shards):
+            what = f"the plan refers to media of shard {shard:,} of {len(self._shards):,}"
+            raise FormatError(what, where=str(place), fix=_PLAN_AGAIN)
         store = self._open.get(shard, self._open_shard)
-        return store.media_place(self._store.place / name, shard)
+        return store.media_place(self._store.place / self._shards[shard][0], shard)
 
     def contents(self) -> ShardContents:
         raise FormatError("a plan cannot be opened without its manifest", where=str(self._path), fix=_PLAN_AGAIN)
@@ -370,8 +372,8 @@ def _write(folder: Folder, store: SequenceStore, pack_offsets: Int64Array, seque
         rows = index.media.copy()
         rows["sequence"] = np.argsort(sequence_ids)[rows["sequence"]]
         rows = rows[np.argsort(rows["sequence"], kind="stable")]
-        write_npy(folder, MEDIA, MEDIA_DTYPE, len(rows), [rows])
-        index_names.append(MEDIA)
+        write_npy(folder, INDEX, MEDIA_DTYPE, len(rows), [rows])
+        index_names.append(INDEX)
     plan = {
         "store": relative_path(store.folder.place, folder.place),
         "manifest_xxh3": store.folder.digest(MANIFEST_NAME),

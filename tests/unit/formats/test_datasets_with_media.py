@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
-from contextlib import suppress
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from small_packs import PACKS, write_packs
 
 from harness import LoaderConfig, Pack, open_dataset
+from harness.config import compose_config
 from harness.errors import ConfigError, FormatError, HarnessError
 from harness.formats import (
     FORMATS,
@@ -30,14 +31,16 @@ from harness.formats.foreign.exporting import export_to_bridge
 from harness.formats.foreign.swift import export_to_swift
 from harness.formats.inspect import inspect_dataset, render_summary
 from harness.formats.layouts.virtual import open_store
-from harness.formats.media import MEDIA_DTYPE, check_rows
+from harness.formats.media import MEDIA_DTYPE, check_rows, read_data
 from harness.integrations import RankStream
 from harness.integrations.packed_sft import create_sft_dataset
 from harness.integrations.torch import StoredRows
 from harness.loader import DataConfig, JoinedReader, open_datasets
 from harness.loader.live.produce import read_packs
+from harness.plan import PretrainConfig
 from harness.prep.pipeline import repack_store
 from harness.records import MEDIA_KINDS, Medium
+from harness.storage.inputs import open_source
 
 SAME = b"the same logo in many conversations"
 SOUND = Medium("audio", 1, 2, b"RIFF a sound")
@@ -78,13 +81,17 @@ def write(path: Path, packs: list[Pack], format: str = "parquet", **settings: An
 
 
 def interrupt(path: Path, packs: list[Pack], **settings: Any) -> None:
-    def packs_until_it_stops() -> Iterator[Pack]:
-        yield from packs[writer.num_packs :]
-        raise KeyboardInterrupt
-
-    with suppress(KeyboardInterrupt), open_writer(path, **settings) as writer:
-        for pack in packs_until_it_stops():
-            writer.append(pack)
+    """Kill a process that has written up to the last of these packs."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with open_writer(path, **settings) as writer:
+                for pack in packs[writer.num_packs :]:
+                    writer.append(pack)
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
 def without_media(pack: Pack) -> Pack:
@@ -171,6 +178,13 @@ def test_other_media_are_another_dataset_and_their_difference_is_found(tmp_path:
     assert difference.field.startswith("media.")
 
 
+def test_a_medium_in_another_sequence_is_another_dataset(tmp_path: Path) -> None:
+    packs = [Pack([9, 1, 9, 1], [0] * 4, [0, 2], (Medium("image", start, 1, SAME),)) for start in (0, 2)]
+    a, b = (write(tmp_path / str(number), [pack]) for number, pack in enumerate(packs))
+    assert open_dataset(a).fingerprint != open_dataset(b).fingerprint
+    assert str(diff_datasets(a, b)) == "pack 0, media.sequence[0]: 0 and 1"
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_flipped_byte_is_found_when_it_is_read_and_by_verify(tmp_path: Path, format: str) -> None:
     packs = [FIRST, PACKS[0], FIRST]
@@ -224,11 +238,11 @@ def test_an_interrupted_write_continues_with_the_media_of_its_whole_shards(tmp_p
     settings = {"format": format, "pack_size": 100, "packs_per_shard": 3, "resume_key": "k"}
     for stop in (2, 5, 7):
         interrupt(tmp_path / "data", packs[:stop], **settings)
-        assert not [*(tmp_path / "data").glob("*.tmp*")]
     with open_writer(tmp_path / "data", **settings) as writer:
         assert writer.num_packs == 6
         for pack in packs[6:]:
             writer.append(pack)
+    assert not [*(tmp_path / "data").rglob("*.tmp")]
     assert [*open_dataset(tmp_path / "data")] == packs
     assert open_dataset(tmp_path / "data").fingerprint == open_dataset(write(tmp_path / "one", packs)).fingerprint
     assert verify_dataset(tmp_path / "data") == []
@@ -298,18 +312,25 @@ def test_datasets_whose_media_were_made_by_other_rules_are_not_joined(tmp_path: 
         open_datasets(DataConfig(path=str(one), validation_path=str(other)))
 
 
-def test_rows_that_are_not_of_the_dataset_are_refused() -> None:
+def test_rows_that_are_not_of_the_dataset_are_refused(tmp_path: Path) -> None:
     rows = np.array([(0, 1, 2, 0, 0, 0, 12, 5), (1, 0, 1, 1, 0, 12, 35, 5)], MEDIA_DTYPE)
     lengths = np.array([4, 2], np.int32)
-    check_rows(rows, lengths, [47], where="index")
-    wrong = {"sequence": 2, "start": 2, "tokens": 3, "kind": 2, "shard": 1, "offset": 13, "num_bytes": -1}
+    check_rows(rows, lengths, 1, where="index")
+    wrong = {"sequence": 2, "start": 2, "tokens": 3, "kind": 2, "shard": 1, "offset": -1, "num_bytes": -1}
     for name, value in wrong.items():
         changed = rows.copy()
         changed[name][1] = value
         with pytest.raises(FormatError, match="medium 1 of 2 is not part"):
-            check_rows(changed, lengths, [47], where="index")
+            check_rows(changed, lengths, 1, where="index")
     with pytest.raises(FormatError, match="medium 1 of 2 is not part"):
-        check_rows(rows[::-1].copy(), lengths, [47], where="index")
+        check_rows(rows[::-1].copy(), lengths, 1, where="index")
+
+    def open_media(_: int) -> Any:
+        return open_source(tmp_path / "short"), tmp_path / "short"
+
+    (tmp_path / "short").write_bytes(b"46 bytes")
+    with pytest.raises(FormatError, match="the file has 8 bytes, but a medium ends at byte 47"):
+        read_data(rows, [0, 1], open_media)
 
 
 def test_a_reader_maps_the_index_and_reads_no_more_of_a_file_than_its_sequences(tmp_path: Path, monkeypatch) -> None:
@@ -330,6 +351,12 @@ def test_a_reader_maps_the_index_and_reads_no_more_of_a_file_than_its_sequences(
     assert sum(read) < 1000
 
 
+def pretrain(path: Path) -> None:
+    from harness.megatron.data.corpus import find_packs  # imports Megatron-Core
+
+    find_packs(compose_config("pretrain", PretrainConfig, [f"data.path={path}"]).data)
+
+
 USERS = {
     "single npy file": lambda path: convert_dataset(path, path.with_name("out.npy"), format="npy"),
     "single parquet file": lambda path: convert_dataset(path, path.with_name("out.parquet"), format="parquet"),
@@ -341,6 +368,7 @@ USERS = {
     ),
     "rows": lambda path: StoredRows(path, dialect="megatron"),
     "packed_sft": create_sft_dataset,
+    "pretraining": pretrain,
     "live": lambda path: list(read_packs(str(path))),
     "one shard": lambda path: open_dataset(path / "shard_000000.parquet"),
     "a glob": lambda path: open_dataset(f"{path}/*.parquet"),

@@ -21,6 +21,7 @@ NAMES = sorted(file.stem for file in (CONFIGS / "experiment").glob("*node*.yaml"
 DISPATCH_GIB = {
     "qwen3_30b_a3b_1node": (0.38, 0.40, 0.39),
     "qwen3_30b_a3b_4nodes": (1.12, 1.22, 0.84),
+    "qwen3_omni_30b_a3b_1node": (0.38, 0.40, 0.39),
     "nemotron3_nano_1node": (0.62, 0.84, 0.58),
     "nemotron3_nano_4nodes": (1.11, 1.55, 0.89),
     "qwen3_5_35b_a3b_1node": (0.62, 0.69, 0.54),
