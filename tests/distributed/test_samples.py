@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chat_models import VOCAB, save_chat_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.errors import ConfigError
 from harness.formats import Provenance, open_writer
-from harness.megatron.chat import Chat
 from harness.megatron.export.folder import export_checkpoint
 from harness.plan.settings import SftConfig
 from harness.prep import tokenizer_hash
@@ -54,13 +54,11 @@ def samples(run: Path) -> list[dict[str, object]]:
 
 
 def of_transformers(folder: Path, prompt: str) -> list[int]:
-    chat = Chat(folder, max_tokens=TOKENS)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     turns = [{"role": "user", "content": prompt}]
-    asked = chat._tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
-    ends = end_tokens(chat._tokenizer)
-    made = chat._model.generate(**asked, do_sample=False, max_new_tokens=TOKENS, eos_token_id=ends, pad_token_id=0)
+    asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    ends = end_tokens(tokenizer)
+    made = model.generate(**asked, do_sample=False, max_new_tokens=TOKENS, eos_token_id=ends, pad_token_id=0)
     answer = made[0, asked["input_ids"].shape[1] :].tolist()
     return answer[: next((at for at, token in enumerate(answer) if token in ends), len(answer))]
 
