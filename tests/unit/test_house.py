@@ -46,21 +46,21 @@ LINES = {
     "harness/integrations": 2_940,
     "harness/launch": 2_385,
     "harness/loader": 4_633,
-    "harness/megatron": 11_116,
+    "harness/megatron": 10_929,
     "harness/parity": 2_790,
-    "harness/plan": 4_915,
+    "harness/plan": 4_906,
     "harness/prep": 9_900,
     "harness/recipes": 10,
     "harness/schedule": 954,
     "harness/storage": 2_697,
-    "harness/train": 2_989,
+    "harness/train": 2_973,
     "recipes": 507,
-    "tests": 57_363,
+    "tests": 57_136,
     "tests/benchmarks": 2_861,
 }
 SHAPE = {
-    "core ring, lines": 19_550,
-    "from packs to the optimizer's step, lines": 3_921,
+    "core ring, lines": 19_532,
+    "from packs to the optimizer's step, lines": 3_912,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -70,7 +70,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_025
+MOST_LINES_IN_ALL = 61_813
 
 
 def tree(path: Path) -> ast.Module:
