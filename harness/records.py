@@ -188,10 +188,13 @@ class Pack:
                 return f"has medium {number} of kind {one.kind!r} and {one.tokens:,} tokens"
             end = one.start + one.tokens
             owner = int(np.searchsorted(self.seq_start_id, one.start, side="right")) - 1
+            place = f"medium {number} in tokens {one.start:,} to {end:,}"
             if one.start < last or end > ends[owner]:
-                return f"has medium {number} in tokens {one.start:,} to {end:,}, not after the last, inside one sequence"
-            if self.loss_mask[max(one.start - 1, 0) : end - 1].any() and one.start > self.seq_start_id[owner]:
-                return f"trains placeholder tokens of medium {number}, in tokens {one.start:,} to {end:,}"
+                return f"has {place}, not after the one before, inside one sequence"
+            # Entry j trains token j + 1; the entry before a sequence is of the one before it.
+            first = max(one.start - 1, int(self.seq_start_id[owner]))
+            if self.loss_mask[first : end - 1].any():
+                return f"trains placeholder tokens of {place}"
             last = end
         return None
 

@@ -11,13 +11,36 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import ScheduleError
-from harness.records import Int32Array, Int64Array, SequenceView, UInt8Array
+from harness.records import Int32Array, Int64Array, SequenceView, UInt8Array, UInt64Array
 
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
 
 # Units that a loss is the mean over.
 LOSS_AVERAGES = ("token", "conversation")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RowMedia:
+    """The images or sounds of a row, in the order of their places.
+
+    Attributes:
+        sequences: int64 [media], the sequence of the row that each is in.
+        starts, tokens: int64 [media], its first placeholder token, counted in the sequence, and how many it has.
+        digests: uint64 [media], of their files.
+        arrays: [media, ...], what the model's encoder takes, by name.
+    """
+
+    sequences: Int64Array
+    starts: Int64Array
+    tokens: Int64Array
+    digests: UInt64Array
+    arrays: dict[str, npt.NDArray[Any]]
+
+    def places(self, cu_seqlens_padded: Int32Array) -> Int64Array:
+        """Return the places of all placeholder tokens in a row with these bounds, int64 [sum of tokens]."""
+        firsts = cu_seqlens_padded[self.sequences] + self.starts
+        return np.repeat(firsts - (np.cumsum(self.tokens) - self.tokens), self.tokens) + np.arange(self.tokens.sum())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,6 +61,7 @@ class ThdBatch:
         sources: int64 [S at most], number of the dataset that each of the first sequences is from, 0 for the others;
             None where no layer uses it.
         shared_by: data-parallel ranks that train the row together, each a context-parallel slice of it.
+        media: None where there are none, or no encoder on this rank.
     """
 
     tokens: Int64Array
@@ -50,6 +74,7 @@ class ThdBatch:
     padding_mask: BoolArray
     sources: Int64Array | None = None
     shared_by: int = 1
+    media: RowMedia | None = None
 
     def __len__(self) -> int:
         """T, padding included."""

@@ -14,8 +14,9 @@ import numpy as np
 
 from harness.errors import ConfigError
 from harness.formats.manifest import Manifest
+from harness.formats.media import media_name
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array, UInt64Array
-from harness.storage import Folder, natural_key
+from harness.storage import Folder, Place, natural_key
 from harness.storage.arrays import NpyStream
 from harness.storage.cache import Entry
 from harness.storage.files import OutputFile
@@ -78,6 +79,11 @@ class ShardReader(ABC):
     @abstractmethod
     def where(self, row: int) -> str:
         """Return file and position of a row, for error messages."""
+
+    def media_place(self, place: Place, _shard: int) -> Place:
+        """Return the file with the media of the shard at `place`; a plan returns that of a shard of its store."""
+        place = place if self.entry is None else self.entry.folder / place.name
+        return place.parent / media_name(place.name)
 
     def close(self) -> None:  # noqa: B027
         """Close the files; maps need nothing, because they end with the reader's arrays."""
@@ -207,4 +213,5 @@ def make_pack(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32A
     object.__setattr__(pack, "input_ids", input_ids)
     object.__setattr__(pack, "loss_mask", loss_mask)
     object.__setattr__(pack, "seq_start_id", seq_start_id)
+    object.__setattr__(pack, "media", ())
     return pack

@@ -74,7 +74,7 @@ def convert_dataset(
             resume_key=_identity(reader),
         ) as writer:
             for start in range(writer.num_packs, len(reader), _CHUNK):
-                for pack in reader.read(range(start, min(start + _CHUNK, len(reader)))):
+                for pack in reader.iterate(start, min(start + _CHUNK, len(reader))):
                     writer.append(pack)
                 if progress is not None:
                     progress("convert", writer.num_packs, len(reader))

@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from harness.formats.manifest import Manifest
+from harness.formats.media import fold_media, media_rows
 from harness.records import Int32Array, Pack, UInt8Array, UInt64Array
 from harness.storage import BucketFolder, Folder, LocalCache, write_atomically
 
@@ -38,8 +39,9 @@ def sequence_digest(input_ids: Int32Array, loss_mask: UInt8Array) -> int:
 
 
 def pack_digest(pack: Pack) -> int:
-    """`content_digest` of a pack whose arrays may be strided views."""
-    return content_digest(*map(np.ascontiguousarray, (pack.input_ids, pack.loss_mask, pack.seq_start_id)))
+    """`content_digest` of a pack whose arrays may be strided views, and of its media."""
+    digest = content_digest(*map(np.ascontiguousarray, (pack.input_ids, pack.loss_mask, pack.seq_start_id)))
+    return fold_media(digest, media_rows(pack), pack.seq_start_id) if pack.media else digest
 
 
 def dataset_fingerprint(digests: Iterable[UInt64Array]) -> str:

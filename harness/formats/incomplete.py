@@ -18,8 +18,17 @@ import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FORMATS, Format, load_format
-from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, PACK_CHECKSUMS, IndexBuilder, IndexPart, write_index
+from harness.formats.index import (
+    INDEX_FOLDER,
+    INDEX_NAMES,
+    MEDIA,
+    PACK_CHECKSUMS,
+    IndexBuilder,
+    IndexPart,
+    write_index,
+)
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, restore_hint, undo_flipped_bit
+from harness.formats.media import SHARDS
 from harness.printing import count_of
 from harness.records import HUNDREDTHS
 from harness.storage import BucketFolder, Folder, LocalFolder, Marker, natural_key, open_folder
@@ -54,7 +63,7 @@ def find_traces(folder: Folder) -> Traces:
     names = folder.names()
     traces = Traces()
     if INDEX_FOLDER in names:
-        traces.index = [name for name in INDEX_NAMES if folder.exists(name)]
+        traces.index = [name for name in (*INDEX_NAMES, MEDIA) if folder.exists(name)]
         if isinstance(folder, LocalFolder) and (folder.place / INDEX_FOLDER).is_dir():
             traces.index += [f"{INDEX_FOLDER}/{one.name}" for one in (folder.place / INDEX_FOLDER).glob("*.part")]
     traces.shards = find_own_shards(folder, names)
@@ -133,6 +142,10 @@ def survey_folder(folder: LocalFolder, progress: Callable[[int, int], None] | No
         survey.problems.append(Problem("a write is in progress or was interrupted", folder.where(MARKER_NAME)))
     unfinished = [name for name in [*names, *traces.index] if name.endswith((TEMPORARY_SUFFIX, ".part"))]
     survey.problems += [Problem("a file left by an interrupted write", folder.where(name)) for name in unfinished]
+    if media := [name for name in [*names, *traces.index] if name == MEDIA or re.fullmatch(SHARDS, name)]:
+        what = "the dataset has media, whose manifest and index cannot be made again"
+        survey.problems.append(Problem(what, folder.where(media[0]), "copy the dataset again, or prepare it again"))
+        return survey
     if len(traces.shards) != 1:
         what = f"shards of {len(traces.shards)} formats were found ({', '.join(traces.shards)})"
         survey.problems.append(Problem(what if traces.shards else "no shards were found", folder.where()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from harness.errors import FormatError, os_errors_as
 from harness.formats.digest import content_digest, dataset_fingerprint
 from harness.formats.manifest import Manifest, Totals
+from harness.formats.media import MEDIA_DTYPE, MediaRows, check_rows, fold_media, media_name, no_rows
 from harness.records import Int32Array, Int64Array, Pack, UInt64Array
 from harness.storage import Folder, file_digest
 from harness.storage.arrays import map_npy, npy_header
@@ -21,6 +22,7 @@ PACK_OFFSETS = f"{INDEX_FOLDER}/pack_offsets.npy"
 SEQUENCE_LENGTHS = f"{INDEX_FOLDER}/sequence_lengths.npy"
 PACK_CHECKSUMS = f"{INDEX_FOLDER}/pack_checksums.npy"
 INDEX_NAMES = (PACK_OFFSETS, SEQUENCE_LENGTHS, PACK_CHECKSUMS)
+MEDIA = f"{INDEX_FOLDER}/media.npy"  # of datasets with media
 
 # Entries handled at a time when an index is written: bounds memory at any number of sequences.
 _BLOCK = 1 << 18
@@ -33,12 +35,14 @@ class PackIndex:
     Attributes:
         pack_offsets: int64 [packs + 1]; pack p holds sequences pack_offsets[p] to pack_offsets[p + 1].
         sequence_lengths: int32 [sequences], stored tokens.
-        checksums: uint64 [packs], `content_digest` of each pack; None for files without a manifest, and for plans.
+        checksums: uint64 [packs], `pack_digest` of each pack; None for files without a manifest, and for plans.
+        media: MEDIA_DTYPE [media]; None for datasets without.
     """
 
     pack_offsets: Int64Array
     sequence_lengths: Int32Array
     checksums: UInt64Array | None
+    media: MediaRows | None = None
 
 
 def lengths_from_starts(
@@ -96,7 +100,8 @@ def _check_zeros(starts: npt.NDArray[Any], num_packs: int, where: str) -> None:
 
 def index_names(manifest: Manifest) -> tuple[str, ...]:
     """Return the files of a dataset's index. A plan has no checksums of packs: it is written without reading them."""
-    return INDEX_NAMES if manifest.fingerprint else (PACK_OFFSETS, SEQUENCE_LENGTHS)
+    names = INDEX_NAMES if manifest.fingerprint else (PACK_OFFSETS, SEQUENCE_LENGTHS)
+    return (*names, MEDIA) if manifest.num_media else names
 
 
 def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
@@ -124,31 +129,45 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
     if offsets[0] != 0 or offsets[-1] != manifest.num_sequences:
         what = f"the index covers sequences {offsets[0]:,} to {offsets[-1]:,} of {manifest.num_sequences:,}"
         raise FormatError(what, where=str(root / PACK_OFFSETS))
-    return PackIndex(offsets, lengths, checksums)
+    media = None
+    if manifest.num_media:
+        media = map_npy(root / MEDIA, MEDIA_DTYPE, (manifest.num_media,))
+        sizes = None
+        if manifest.fingerprint:
+            files = {file.path: file.num_bytes for shard in manifest.shards for file in shard.files}
+            sizes = [files.get(media_name(shard.path), -1) for shard in manifest.shards]
+        check_rows(media, lengths, sizes, where=str(root / MEDIA))
+    return PackIndex(offsets, lengths, checksums, media)
 
 
 @dataclass(frozen=True, eq=False)
 class IndexPart:
-    """The index entries of one shard: sequences per pack int32, sequence lengths int32, checksums uint64."""
+    """The index entries of one shard: sequences per pack int32, sequence lengths int32, checksums uint64, media.
+
+    Its media are numbered as those of the first sequences of the first shard.
+    """
 
     sequence_counts: Int32Array
     sequence_lengths: Int32Array
     checksums: UInt64Array
+    media: MediaRows = field(default_factory=no_rows)
 
     def to_bytes(self) -> bytes:
-        """Serialize the three arrays end to end."""
-        return self.sequence_counts.tobytes() + self.sequence_lengths.tobytes() + self.checksums.tobytes()
+        """Serialize the arrays end to end."""
+        arrays = (self.sequence_counts, self.sequence_lengths, self.checksums, self.media)
+        return b"".join(array.tobytes() for array in arrays)
 
     @classmethod
-    def from_bytes(cls, data: bytes, num_packs: int, num_sequences: int) -> IndexPart:
+    def from_bytes(cls, data: bytes, num_packs: int, num_sequences: int, num_media: int = 0) -> IndexPart:
         """Parse `to_bytes`; raises ValueError for another number of bytes."""
-        ends = np.cumsum([4 * num_packs, 4 * num_sequences, 8 * num_packs])
-        if min(num_packs, num_sequences) < 0 or ends[-1] != len(data):
+        ends = np.cumsum([4 * num_packs, 4 * num_sequences, 8 * num_packs, MEDIA_DTYPE.itemsize * num_media])
+        if min(num_packs, num_sequences, num_media) < 0 or ends[-1] != len(data):
             raise ValueError(f"{len(data)} bytes for {num_packs} packs of {num_sequences} sequences")
         return cls(
             np.frombuffer(data[: ends[0]], np.int32),
             np.frombuffer(data[ends[0] : ends[1]], np.int32),
-            np.frombuffer(data[ends[1] :], np.uint64),
+            np.frombuffer(data[ends[1] : ends[2]], np.uint64),
+            np.frombuffer(data[ends[2] :], MEDIA_DTYPE),
         )
 
 
@@ -159,9 +178,11 @@ class IndexBuilder:
         self._counts: list[int] = []
         self._lengths: list[Int32Array] = []
         self._digests: list[int] = []
-        self._num_sequences = self._num_tokens = self._num_trained = 0
+        self._media: list[MediaRows] = []
+        self._num_sequences = self._num_tokens = self._num_trained = self._num_media = 0
 
-    def append(self, pack: Pack) -> None:
+    def append(self, pack: Pack, media: MediaRows | None = None) -> None:
+        """Add a pack, and the rows of its media as `MediaWriter` returns them."""
         starts = np.ascontiguousarray(pack.seq_start_id)
         # A fifth of what np.diff with `append` takes, once a pack.
         lengths = np.empty_like(starts)
@@ -170,7 +191,13 @@ class IndexBuilder:
         self._counts.append(lengths.shape[0])
         self._lengths.append(lengths)
         ids, mask = np.ascontiguousarray(pack.input_ids), np.ascontiguousarray(pack.loss_mask)
-        self._digests.append(content_digest(ids, mask, starts))
+        digest = content_digest(ids, mask, starts)
+        if media is not None:
+            digest = fold_media(digest, media, starts)
+            media["sequence"] += self._num_sequences
+            self._media.append(media)
+            self._num_media += media.shape[0]
+        self._digests.append(digest)
         self._num_sequences += lengths.shape[0]
         self._num_tokens += len(pack)
         self._num_trained += int(np.count_nonzero(pack.loss_mask))
@@ -179,20 +206,26 @@ class IndexBuilder:
         return len(self._counts)
 
     def totals(self) -> Totals:
-        return Totals(len(self._counts), self._num_sequences, self._num_tokens, self._num_trained)
+        return Totals(len(self._counts), self._num_sequences, self._num_tokens, self._num_trained, self._num_media)
 
     def build(self) -> IndexPart:
         return IndexPart(
             np.array(self._counts, np.int32),
             np.concatenate(self._lengths).astype(np.int32, copy=False),
             np.array(self._digests, np.uint64),
+            np.concatenate([no_rows(), *self._media]),
         )
 
 
 def write_index(
-    folder: Folder, load_parts: Callable[[], Iterator[IndexPart]], *, num_packs: int, num_sequences: int
+    folder: Folder,
+    load_parts: Callable[[], Iterator[IndexPart]],
+    *,
+    num_packs: int,
+    num_sequences: int,
+    num_media: int = 0,
 ) -> str:
-    """Write the three index files from parts, which are read four times and held one at a time.
+    """Write the index files from parts, which are read once for each, and held one at a time.
 
     Returns:
         the dataset's fingerprint.
@@ -206,7 +239,18 @@ def write_index(
             last = int(ends[-1])
             yield ends
 
+    def media() -> Iterator[MediaRows]:
+        first = 0
+        for shard, part in enumerate(load_parts()):
+            rows = part.media.copy()
+            rows["sequence"] += first
+            rows["shard"] = shard
+            first += part.sequence_lengths.shape[0]
+            yield rows
+
     write_npy(folder, PACK_OFFSETS, np.dtype("<i8"), num_packs + 1, offsets())
+    if num_media:
+        write_npy(folder, MEDIA, MEDIA_DTYPE, num_media, media())
     write_npy(
         folder, SEQUENCE_LENGTHS, np.dtype("<i4"), num_sequences, (part.sequence_lengths for part in load_parts())
     )
@@ -215,15 +259,15 @@ def write_index(
 
 
 def write_npy(folder: Folder, name: str, dtype: np.dtype[Any], count: int, pieces: Iterable[npt.NDArray[Any]]) -> None:
-    """Write arrays of `count` numbers in total as one `.npy` file, a block at a time."""
+    """Write arrays of `count` numbers or rows in total as one `.npy` file, a block at a time."""
 
     def blocks() -> Iterator[bytes | memoryview]:
         written = 0
-        yield npy_header(dtype.str, (count,))
+        yield npy_header(dtype.descr if dtype.names else dtype.str, (count,))
         for piece in pieces:
             written += piece.shape[0]
             for start in range(0, piece.shape[0], _BLOCK):
-                yield np.ascontiguousarray(piece[start : start + _BLOCK], dtype).data
+                yield np.ascontiguousarray(piece[start : start + _BLOCK], dtype).view(np.uint8).data
         assert written == count
 
     folder.write(name, blocks())

@@ -41,6 +41,7 @@ class DatasetSummary:
         histogram: (first length, last length, sequences) for each power of two.
         fingerprint: digest of the ordered content; empty without a manifest.
         provenance: origin of the dataset, from the manifest.
+        media: number of media by kind.
     """
 
     path: str
@@ -58,6 +59,7 @@ class DatasetSummary:
     histogram: list[tuple[int, int, int]]
     fingerprint: str = ""
     provenance: dict[str, Any] = field(default_factory=dict)
+    media: dict[str, int] = field(default_factory=dict)
 
 
 def find_datasets(path: str) -> list[str]:
@@ -96,6 +98,7 @@ def inspect_dataset(path: str) -> DatasetSummary:
         histogram=length_histogram(lengths),
         fingerprint=manifest.fingerprint if manifest else "",
         provenance=asdict(manifest.provenance) if manifest else {},
+        media=reader.count_media(),
     )
 
 
@@ -119,6 +122,8 @@ def render_summary(summary: DatasetSummary) -> RenderableType:
         "sequence length": f"{summary.shortest:,} to {summary.longest:,}, median {summary.median:,.0f}, "
         f"mean {summary.mean:,.1f}",
     }
+    if summary.media:
+        rows["media"] = ", ".join(f"{count:,} {kind}" for kind, count in summary.media.items())
     known = {key: value for key, value in summary.provenance.items() if key != "counts" and value not in ("", None)}
     rows |= {key.replace("_", " "): str(value) for key, value in known.items()}
     rows |= {"fingerprint": summary.fingerprint} if summary.fingerprint else {}

@@ -19,12 +19,14 @@ from harness.storage import Folder, LocalFolder, StoredFile
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 2
+# Of datasets with media: programs that do not know of these must not read the tokens alone.
+MEDIA_VERSION = 3
 # A hundred thousand shards fit; parsed, a hostile file takes up to 25 times its size.
 MAX_MANIFEST_BYTES = 64 << 20
 # 65,000 bits, each tried in a tenth of a millisecond.
 _MAX_SEARCHED_BYTES = 1 << 13
 
-_COUNTS = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens")
+_COUNTS = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens", "num_media")
 _HEX64 = re.compile(r"[0-9a-f]{16}")
 _HEX128 = re.compile(r"[0-9a-f]{32}")
 _REQUIRED = {"format", "version", "fingerprint", "shards"}
@@ -79,6 +81,7 @@ class Manifest:
     Attributes:
         fingerprint: digest of the ordered content, equal across formats; empty for a plan over a sequence store,
             which is written without reading the packs.
+        num_media: images and sounds; stored only where there are any.
         checksum: digest of all other fields, in a stored manifest; empty in those of earlier versions.
     """
 
@@ -93,15 +96,25 @@ class Manifest:
     index: tuple[StoredFile, ...]
     provenance: Provenance = Provenance()
     version: int = MANIFEST_VERSION
+    num_media: int = 0
     checksum: str = field(default="", compare=False)
 
     def to_json(self) -> str:
         """Serialize with the checksum of what is serialized."""
-        return json.dumps(asdict(self.sealed()), indent=1) + "\n"
+        return json.dumps(self.sealed().to_plain(), indent=1) + "\n"
 
     def sealed(self) -> Manifest:
         """Return this manifest with its own checksum."""
-        return replace(self, checksum=content_checksum(asdict(self)))
+        version = MEDIA_VERSION if self.num_media else MANIFEST_VERSION
+        versioned = replace(self, version=version)
+        return replace(versioned, checksum=content_checksum(versioned.to_plain()))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what is stored, as plain values."""
+        values = asdict(self)
+        if not self.num_media:
+            del values["num_media"]
+        return values
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "") -> Manifest:
@@ -126,6 +139,7 @@ class Totals:
     num_sequences: int = 0
     num_tokens: int = 0
     num_trained_tokens: int = 0
+    num_media: int = 0
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(getattr(self, name) + getattr(other, name) for name in _COUNTS))
@@ -214,8 +228,9 @@ def _parse(values: Any, problem: str, where: str) -> Manifest:
     manifest = None
     if not problem and not (isinstance(values, dict) and values.keys() >= _REQUIRED):
         problem = "lacks format, version, fingerprint or shards"
-    if not problem and isinstance(values["version"], int) and values["version"] != MANIFEST_VERSION:
-        what = f"the manifest has version {values['version']}; this program reads version {MANIFEST_VERSION}"
+    known = (MANIFEST_VERSION, MEDIA_VERSION)
+    if not problem and isinstance(values["version"], int) and values["version"] not in known:
+        what = f"the manifest has version {values['version']}; this program reads version {known[0]} and {known[1]}"
         fix = "use the version of the program that wrote it, or write the dataset again"
         raise FormatError(what, where=where, fix=fix)
     if not problem:
@@ -258,6 +273,8 @@ def _count_problem(manifest: Manifest) -> str | None:
     if not 0 < packs <= manifest.num_sequences <= tokens <= room:
         what = f"counts {manifest.num_sequences:,} sequences of {tokens:,} tokens in {packs:,} packs"
         return f"{what} of at most {manifest.pack_size:,}, which contain a sequence each, and these a token"
+    if manifest.num_media > tokens or (manifest.num_media > 0) != (manifest.version == MEDIA_VERSION):
+        return f"of version {manifest.version} counts {manifest.num_media:,} media in {tokens:,} tokens"
     if manifest.num_trained_tokens > manifest.num_tokens:
         return f"counts {manifest.num_trained_tokens:,} trained of {manifest.num_tokens:,} tokens"
     return None

@@ -20,6 +20,7 @@ from harness.formats.digest import KeptFingerprint
 from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces, incomplete_error
 from harness.formats.index import PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
+from harness.formats.media import SHARDS
 from harness.formats.reader import PackReader, stamp_shard
 from harness.paths import explain_path, is_run
 from harness.storage import BucketFolder, Folder, LocalFolder, ObjectPath, Place, StoredFile, natural_key, open_folder
@@ -123,6 +124,9 @@ def _refuse_lost_shards(places: Sequence[Place], *, whole: bool = False) -> None
             manifest = load_manifest(folder)
             if manifest is None:
                 _refuse_parts(folder)
+            elif manifest.num_media:
+                what = "a shard of a dataset with media cannot be opened alone: only the dataset names its media"
+                raise FormatError(what, where=str(places[0]), fix=f"open the dataset, {folder.where()}")
             elif whole:
                 _check_files(folder, manifest)
 
@@ -231,7 +235,7 @@ def list_file_problems(folder: Folder, manifest: Manifest) -> Iterator[FormatErr
     extra = [
         name
         for name in folder.names()
-        if name not in listed and not name.startswith(".") and re.fullmatch(format.shard_pattern, name)
+        if name not in listed and not name.startswith(".") and re.fullmatch(f"{format.shard_pattern}|{SHARDS}", name)
     ]
     if extra:
         yield FormatError(

@@ -6,9 +6,10 @@ import bisect
 import operator
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,15 +18,21 @@ from harness.formats.base import Format, ShardReader
 from harness.formats.digest import KeptFingerprint, content_digest, dataset_fingerprint, pack_digest
 from harness.formats.index import PackIndex
 from harness.formats.manifest import Manifest
-from harness.records import Int32Array, Int64Array, Pack
+from harness.formats.media import find_rows, fold_media, read_data
+from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, moved
 from harness.storage import Place, stamp_of
+from harness.storage.inputs import ByteSource, open_source
 
 MAX_OPEN_FILES = 64
 # Packs that iteration reads at a time.
 _CHUNK = 64
 
 
-T = TypeVar("T", bound=ShardReader)
+class _Handle(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Handle)
 # Name, identity, size and time of each file of a shard.
 ShardStamp = tuple[tuple[object, ...], ...]
 
@@ -110,6 +117,7 @@ class PackReader:
         self._kept_fingerprint = kept_fingerprint
         self._stamps = stamps
         self._handles: HandleCache[ShardReader] = HandleCache(MAX_OPEN_FILES // format.files_per_shard)
+        self._media_files: HandleCache[ByteSource] = HandleCache(MAX_OPEN_FILES)
 
     def __len__(self) -> int:
         return self._num_packs
@@ -123,6 +131,18 @@ class PackReader:
     def sequence_lengths(self) -> Int32Array:
         """int32 [sequences]: stored tokens of each sequence, in dataset order. Read-only."""
         return self._index.sequence_lengths
+
+    @property
+    def has_media(self) -> bool:
+        """Whether packs have images or sounds."""
+        return self._index.media is not None
+
+    def count_media(self) -> dict[str, int]:
+        """Return the number of media of each kind that there is."""
+        if self._index.media is None:
+            return {}
+        counts = np.bincount(self._index.media["kind"]).tolist()
+        return {kind: count for kind, count in zip(MEDIA_KINDS, counts, strict=False) if count}
 
     @property
     def fingerprint(self) -> str:
@@ -159,6 +179,13 @@ class PackReader:
 
         Raises: as `reader[i]`.
         """
+        packs = self.read_tokens(ids)
+        if self._index.media is None:
+            return packs
+        return [self._with_media(pack, int(index)) for pack, index in zip(packs, ids, strict=True)]
+
+    def read_tokens(self, ids: Sequence[int] | Int64Array) -> list[Pack]:
+        """Read packs as `read` does, without their media."""
         pack_ids = [operator.index(index) for index in ids]
         by_shard: dict[int, list[int]] = {}
         for position, index in enumerate(pack_ids):
@@ -181,9 +208,37 @@ class PackReader:
                 packs[position] = pack
         return [packs[position] for position in range(len(pack_ids))]
 
+    def read_media(self, sequence_ids: Iterable[int] | Int64Array) -> list[tuple[Medium, ...]]:
+        """Read the media of sequences, by their numbers in the dataset, with places counted in the sequence.
+
+        Raises:
+            IndexError: past either end.
+            FormatError: the bytes of a medium differ from what was written, or cannot be read.
+        """
+        numbers, rows = [operator.index(number) for number in sequence_ids], self._index.media
+        for number in numbers:
+            if not 0 <= number < self.sequence_lengths.shape[0]:
+                raise IndexError(f"sequence {number} of {self.sequence_lengths.shape[0]} in {self.path}")
+        if rows is None:
+            return [()] * len(numbers)
+        places = [find_rows(rows, number, number + 1) for number in numbers]
+        wanted = [range(place.start, place.stop) for place in places]
+        data = read_data(rows, (row for some in wanted for row in some), self._open_media)
+
+        def medium(number: int) -> Medium:
+            row = rows[number]
+            return Medium(MEDIA_KINDS[row["kind"]], int(row["start"]), int(row["tokens"]), data[number])
+
+        return [tuple(map(medium, some)) for some in wanted]
+
+    def iterate(self, start: int, stop: int) -> Iterator[Pack]:
+        """Yield packs from `start` to `stop`, which are read together, and the media of one pack at a time."""
+        for index, pack in enumerate(self.read_tokens(range(start, stop)), start):
+            yield self._with_media(pack, index)
+
     def __iter__(self) -> Iterator[Pack]:
         for start in range(0, self._num_packs, _CHUNK):
-            yield from self.read(range(start, min(start + _CHUNK, self._num_packs)))
+            yield from self.iterate(start, min(start + _CHUNK, self._num_packs))
 
     def where(self, pack_id: int) -> str:
         """Return file and position of a pack, for error messages."""
@@ -199,6 +254,7 @@ class PackReader:
     def close(self) -> None:
         """Close all files; reading opens them again."""
         self._handles.close()
+        self._media_files.close()
 
     def adopt(self, shard: int, handle: ShardReader) -> None:
         """Use a shard that is already open in this process, if its files are still those that were stamped."""
@@ -230,6 +286,20 @@ class PackReader:
         self._check_stamp(shard)
         return handle
 
+    def _with_media(self, pack: Pack, pack_id: int) -> Pack:
+        """Return a pack, which may be counted from the end, with its media."""
+        if self._index.media is None:
+            return pack
+        first, last = self.pack_offsets[pack_id % self._num_packs :][:2].tolist()
+        of_each = zip(self.read_media(range(first, last)), pack.seq_start_id.tolist(), strict=True)
+        return replace(pack, media=tuple(one for media, start in of_each for one in moved(media, start)))
+
+    def _open_media(self, shard: int) -> tuple[ByteSource, Place]:
+        """Return the open file of the media of a shard, in a plan of a shard of its store, and its place."""
+        own = 0 if self._index.checksums is None else shard
+        place = self._handles.get(own, self._open).media_place(self._places[own], shard)
+        return self._media_files.get(shard, lambda _: open_source(place)), place
+
     def _check_stamp(self, shard: int) -> None:
         """Raise FormatError if the files of an open shard may not be those of when the dataset was opened."""
         if self._stamps is not None and stamp_shard(self._format, self._places[shard]) != self._stamps[shard]:
@@ -246,15 +316,34 @@ class PackReader:
                 if np.array_equal(self.sequence_lengths[first:last], pack.sequence_lengths):
                     return
                 problem = "contains sequences of other lengths than when the file was opened"
-        elif content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id) == checksums[pack_id]:
-            return
         else:
+            digest = content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id)
+            if self._index.media is not None:
+                digest = self._fold_media(digest, pack_id)
+            if digest == checksums[pack_id]:
+                return
             problem = "does not match its checksum"
         raise FormatError(f"pack {pack_id:,} {problem}", where=self.where(pack_id))
 
+    def _fold_media(self, digest: int, pack_id: int) -> int:
+        first, last = self.pack_offsets[pack_id : pack_id + 2].tolist()
+        assert self._index.media is not None
+        rows = self._index.media[find_rows(self._index.media, first, last)].copy()
+        rows["sequence"] -= first
+        lengths = self.sequence_lengths[first:last]
+        return fold_media(digest, rows, np.cumsum(lengths, dtype=np.int32) - lengths)
 
-def refuse_weights(data: Any, reader_of_packs: str) -> None:
-    """Raise ConfigError for an open dataset with weights of tokens, which `reader_of_packs` would take for a mask."""
+
+def refuse_media(data: Any, reader_of_packs: str) -> None:
+    """Raise ConfigError for an open dataset with media, of which `reader_of_packs` would train only placeholders."""
+    if data.has_media:
+        what = f"the dataset has images or sounds, which {reader_of_packs} does not read"
+        raise ConfigError(what, where=data.path, fix="train it with `harness train`, or prepare its text alone")
+
+
+def require_plain(data: Any, reader_of_packs: str) -> None:
+    """Raise ConfigError for an open dataset with media, or with weights, which `reader_of_packs` takes for a mask."""
+    refuse_media(data, reader_of_packs)
     if data.max_weight > 1:
         what = f"the dataset has weights of tokens, which {reader_of_packs} does not read"
         raise ConfigError(what, where=data.path, fix="prepare it again without tokenizer.train_on=weighted")

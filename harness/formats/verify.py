@@ -6,16 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from os import PathLike
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FIELDS
 from harness.formats.digest import KeptFingerprint, dataset_fingerprint, pack_digest
 from harness.formats.incomplete import find_traces, survey_folder
 from harness.formats.manifest import Manifest, Totals, load_manifest
+from harness.formats.media import media_rows
 from harness.formats.opening import list_file_problems, open_dataset, open_unchecked
 from harness.formats.reader import PackReader
+from harness.records import Pack
 from harness.storage import Folder, LocalFolder, open_folder
 
 
@@ -25,8 +29,8 @@ class PackDifference:
 
     Attributes:
         pack: its number; None if the datasets differ in their number of packs.
-        field: `num_packs`, `input_ids`, `loss_mask` or `seq_start_id`; with `.length` after it for arrays of unequal
-            length that agree as far as the shorter one goes.
+        field: `num_packs`, `input_ids`, `loss_mask`, `seq_start_id` or `media.` and a column of the index of media;
+            with `.length` after it for arrays of unequal length that agree as far as the shorter one goes.
         position: in that array; None for lengths.
     """
 
@@ -140,7 +144,8 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
         if not np.array_equal(reader.sequence_lengths[first:last], pack.sequence_lengths):
             yield Problem(f"pack {pack_id:,} contains sequences of other lengths than the index", reader.where(pack_id))
         digests[pack_id] = pack_digest(pack)
-        totals += Totals(1, pack.num_sequences, len(pack), int(np.count_nonzero(pack.loss_mask)))
+        trained = int(np.count_nonzero(pack.loss_mask))
+        totals += Totals(1, pack.num_sequences, len(pack), trained, len(pack.media))
         if progress is not None:
             progress(pack_id + 1, len(reader))
     manifest = reader.manifest
@@ -167,11 +172,18 @@ def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> PackDiffere
         return diff_readers(first, second)
 
 
+def _fields(pack: Pack) -> dict[str, npt.NDArray[Any]]:
+    rows = media_rows(pack)
+    columns = {f"media.{name}": rows[name] for name in ("sequence", "start", "tokens", "kind", "xxh3")}
+    return {name: getattr(pack, name) for name in FIELDS} | columns
+
+
 def diff_readers(a: PackReader, b: PackReader) -> PackDifference | None:
     """Return the first difference between open datasets, or None."""
     for pack_id, packs in enumerate(zip(a, b, strict=False)):
-        for field in FIELDS:
-            one, other = (getattr(pack, field) for pack in packs)
+        first, second = map(_fields, packs)
+        for field, one in first.items():
+            other = second[field]
             count = min(one.shape[0], other.shape[0])
             differs = one[:count] != other[:count]
             if differs.any():

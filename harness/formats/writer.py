@@ -18,8 +18,9 @@ from harness.errors import ConfigError, FormatError
 from harness.formats.base import FORMATS, Format, ShardWriter, load_format
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.incomplete import MARKER_NAME, find_traces
-from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, IndexBuilder, IndexPart, write_index
+from harness.formats.index import INDEX_FOLDER, IndexBuilder, IndexPart, index_names, write_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
+from harness.formats.media import MediaRows, MediaWriter
 from harness.records import Pack
 from harness.settings import from_plain
 from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_path, write_atomically
@@ -116,6 +117,7 @@ class PackWriter:
         self._finished: list[Shard] = []
         self._finished_totals = Totals()
         self._shard: ShardWriter[Any] | None = None
+        self._media: MediaWriter | None = None
         self._builder = IndexBuilder()
         self._open = False
         self._claim: FolderClaim | _FileClaim
@@ -166,6 +168,9 @@ class PackWriter:
         if problem is not None:
             raise FormatError(f"pack {self.num_packs:,} {problem}", where=self.where, fix="fix the producer of packs")
         with explain_os_errors(self.where):
+            if pack.media and self._file:
+                what = f"pack {self.num_packs:,} has media, which a single file cannot hold"
+                raise FormatError(what, where=self.where, fix="write a folder: omit the suffix of the destination")
             if self._shard is None:
                 name = self._file or self._format.shard_name(len(self._finished))
                 self._shard = self._format.write_shard(self._folder, name, self.pack_size, self._rows_per_group)
@@ -173,9 +178,14 @@ class PackWriter:
                 self._shard.append(pack)
             except FormatError as error:
                 raise FormatError(f"pack {self.num_packs:,} {error.what}", where=self.where, fix=error.fix) from None
-            self._builder.append(pack)
+            self._builder.append(pack, self._write_media(pack) if pack.media else None)
             if len(self._builder) == self._packs_per_shard and not self._file:
                 self._finish_shard(self._shard)
+
+    def _write_media(self, pack: Pack) -> MediaRows:
+        if self._media is None:
+            self._media = MediaWriter(self._folder, self._format.shard_name(len(self._finished)))
+        return self._media.append(pack)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._open:
@@ -186,15 +196,16 @@ class PackWriter:
                 with explain_os_errors(self.where):
                     self._finish()
         finally:
-            if self.manifest is None and self._shard is not None:
+            for unfinished in (self._shard, self._media):
                 # Users must see the first error, not one of the cleanup.
                 with contextlib.suppress(OSError, FormatError):
-                    self._shard.abort()
+                    if self.manifest is None and unfinished is not None:
+                        unfinished.abort()
             self._claim.finish(whole=self.manifest is not None)
 
     def _finish_shard(self, shard: ShardWriter[Any]) -> None:
         """Finish the files of a full shard, and store its index entries."""
-        names = shard.finish({})
+        names = shard.finish({}) + ([] if self._media is None else self._media.finish())
         self._folder.sync(names)
         number = len(self._finished)
         stored = Shard(self._format.shard_name(number), len(self._builder), self._folder.describe(names))
@@ -204,7 +215,7 @@ class PackWriter:
         _save_part(path, stored, totals, self._builder.build())
         if self._resumes and isinstance(self._folder, BucketFolder):
             self._folder.write(_part_name(number), [path.read_bytes()])
-        self._shard = None
+        self._shard = self._media = None
         self._add_finished(stored, totals)
         self._builder = IndexBuilder()
 
@@ -235,19 +246,19 @@ class PackWriter:
                 self._finish_shard(self._shard)
             totals = self.totals
             fingerprint = write_index(
-                self._folder, self._load_parts, num_packs=totals.num_packs, num_sequences=totals.num_sequences
+                self._folder,
+                self._load_parts,
+                num_packs=totals.num_packs,
+                num_sequences=totals.num_sequences,
+                num_media=totals.num_media,
             )
             for number in range(len(self._finished)):
                 self._part_path(number).unlink()
                 if self._resumes and isinstance(self._folder, BucketFolder):
                     self._folder.remove(_part_name(number))
             sync_path(self._part_path(0).parent)
-            manifest = replace(
-                manifest,
-                fingerprint=fingerprint,
-                shards=tuple(self._finished),
-                index=self._folder.describe(INDEX_NAMES),
-            ).sealed()
+            manifest = replace(manifest, fingerprint=fingerprint, shards=tuple(self._finished))
+            manifest = replace(manifest, index=self._folder.describe(index_names(manifest))).sealed()
             manifest.save(self._folder)
         self.manifest = manifest
 
@@ -449,6 +460,6 @@ def _load_part(path: Path) -> tuple[Shard, Totals, IndexPart] | None:
         if xxhash.xxh3_64_hexdigest(body) != head["body_xxh3"]:
             return None
         totals, shard = from_plain(Totals, head["totals"]), from_plain(Shard, head["shard"])
-        return shard, totals, IndexPart.from_bytes(body, totals.num_packs, totals.num_sequences)
+        return shard, totals, IndexPart.from_bytes(body, totals.num_packs, totals.num_sequences, totals.num_media)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -20,7 +20,7 @@ import numpy as np
 from harness.checks import require_choice
 from harness.errors import ConfigError
 from harness.formats import PackReader, open_dataset, open_writer
-from harness.formats.reader import refuse_weights
+from harness.formats.reader import require_plain
 from harness.formats.writer import PackWriter
 
 # The RFC's names of storages, and our formats.
@@ -54,7 +54,7 @@ class GPTSFTDataset:
     ) -> None:
         reader = path if isinstance(path, PackReader) else open_dataset(path)
         name, where = type(self).__name__, str(reader.path)
-        refuse_weights(reader, name)
+        require_plain(reader, name)
         if self.format not in ("", reader.format):
             other = _CLASSES.get(reader.format, GPTSFTDataset).__name__
             what = f"the dataset's format is {reader.format}, but {name} reads {self.format}"

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from harness.errors import LoaderError
 from harness.formats import PackReader, open_dataset
-from harness.formats.reader import refuse_weights
+from harness.formats.reader import require_plain
 from harness.loader import Blend, JoinedReader, Loader, LoaderConfig, LoaderState, RankBatch, RankLayout, RunData
 from harness.printing import count_of
 from harness.schedule import ScheduleConfig, SequenceCost
@@ -59,7 +59,7 @@ class RankStream:
             reader = open_dataset(data) if isinstance(data, str | os.PathLike) else data
             if isinstance(reader, PackReader) and reader.manifest is not None:
                 tokenizer = reader.manifest.provenance.tokenizer_hash
-        refuse_weights(reader, "the loop of another trainer")
+        require_plain(reader, "the loop of another trainer")
         self.config = config
         self._settings: dict[str, Any] = {
             "reader": reader,

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from harness.errors import ConfigError, LoaderError
 from harness.formats import PackReader, open_dataset
-from harness.formats.reader import refuse_weights
+from harness.formats.reader import require_plain
 from harness.integrations.dialects import Row, require_dialect
 from harness.integrations.stream import RankStream
 from harness.loader import LoaderState, RankBatch
@@ -186,7 +186,7 @@ class StoredRows(Dataset[Row]):
 
     def __init__(self, data: PackReader | str | os.PathLike[str], *, dialect: str) -> None:
         self._reader = open_dataset(data) if isinstance(data, str | os.PathLike) else data
-        refuse_weights(self._reader, "the loop of another trainer")
+        require_plain(self._reader, "the loop of another trainer")
         self._kind = require_dialect(dialect)
 
     def __len__(self) -> int:

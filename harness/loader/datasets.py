@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from harness.loader.blend import Blend, check_sources
 from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
 from harness.prep.tokenize.config import refuse_weighted
 from harness.printing import count_of
-from harness.records import Int32Array, Int64Array, Pack
+from harness.records import Int32Array, Int64Array, Medium, Pack
 from harness.storage import is_uri, join_path
 from harness.storage.local_copies import local_copy
 
@@ -162,6 +162,7 @@ class JoinedReader:
         pack_size: the largest.
         readers: of the datasets, in order.
         max_weight: the largest of the datasets; masks of 0 and 1 are scaled to it.
+        has_media: whether packs of any dataset have images or sounds.
         pack_offsets: int64 [packs + 1], as of `PackReader`.
         sequence_lengths: int32 [sequences], as of `PackReader`.
 
@@ -175,6 +176,7 @@ class JoinedReader:
         self.path = ", ".join(reader.path for reader in readers)
         self.pack_size = max(reader.pack_size for reader in readers)
         self.max_weight = max(reader.max_weight for reader in readers)
+        self.has_media = any(reader.has_media for reader in readers)
         self._starts = [0, *np.cumsum([len(reader) for reader in readers]).tolist()]
         self.sequence_lengths: Int32Array = np.concatenate([reader.sequence_lengths for reader in readers])
         counts = np.concatenate([np.diff(reader.pack_offsets) for reader in readers])
@@ -203,12 +205,34 @@ class JoinedReader:
             IndexError: past the end.
             FormatError: as the reader of the dataset does.
         """
+        return self._read(indices, [reader.read for reader in self.readers])
+
+    def read_tokens(self, indices: list[int]) -> list[Pack]:
+        """Return packs as `read` does, without their media."""
+        return self._read(indices, [reader.read_tokens for reader in self.readers])
+
+    def read_media(self, sequence_ids: Int64Array) -> list[tuple[Medium, ...]]:
+        """Return the media of sequences, by their numbers among those of all datasets, as of `PackReader`."""
+        ids = np.asarray(sequence_ids, np.int64)
+        found: dict[int, tuple[Medium, ...]] = {}
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.sequence_lengths.shape[0]:
+            raise IndexError(f"sequences {ids.min()} to {ids.max()} of {self.sequence_lengths.shape[0]} in {self.path}")
+        first = 0
+        for reader in self.readers:
+            last = first + reader.sequence_lengths.shape[0]
+            inside = ids[(ids >= first) & (ids < last)]
+            found.update(zip(inside.tolist(), reader.read_media(inside - first), strict=True))
+            first = last
+        return [found[number] for number in ids.tolist()]
+
+    def _read(self, indices: list[int], readers: Sequence[Callable[[list[int]], list[Pack]]]) -> list[Pack]:
         if outside := [index for index in indices if not 0 <= index < len(self)]:
             raise IndexError(f"pack {outside[0]} of {len(self)} in {self.path}")
         packs: dict[int, Pack] = {}
-        for reader, (start, stop) in zip(self.readers, itertools.pairwise(self._starts), strict=True):
+        bounds = itertools.pairwise(self._starts)
+        for reader, read_packs, (start, stop) in zip(self.readers, readers, bounds, strict=True):
             if inside := [index for index in indices if start <= index < stop]:
-                read, scale = reader.read([index - start for index in inside]), self.max_weight // reader.max_weight
+                read, scale = read_packs([index - start for index in inside]), self.max_weight // reader.max_weight
                 if scale > 1:
                     read = [replace(pack, loss_mask=pack.loss_mask * np.uint8(scale)) for pack in read]
                 packs.update(zip(inside, read, strict=True))
@@ -359,6 +383,10 @@ def open_datasets(config: DataConfig) -> RunData:
             what += f"{other_name} ({other})"
             fix = "prepare both with the same tokenizer"
             raise ConfigError(what, where=f"{reader.path} and {validation.path}", fix=fix)
+        if (rules := _media_rules(reader)) and (others := _media_rules(validation)) and rules != others:
+            what = f"the media of the training set were made with {rules}, those of the validation set with {others}"
+            fix = "prepare both for the same model"
+            raise ConfigError(what, where=f"{reader.path} and {validation.path}", fix=fix)
     if config.tokenizer:
         for reader in trains:
             _check_tokenizer(reader, config.tokenizer)
@@ -419,6 +447,10 @@ def _tokenizer_of(reader: PackReader) -> tuple[str, str]:
     return provenance.tokenizer_hash, provenance.tokenizer
 
 
+def _media_rules(reader: PackReader) -> str:
+    return "" if reader.manifest is None else reader.manifest.provenance.mask.get("media", "")
+
+
 def _check_tokenizer(train: PackReader, name: str) -> None:
     stored, stored_name = _tokenizer_of(train)
     if not stored:
@@ -438,7 +470,9 @@ def _check_alike(readers: Sequence[PackReader]) -> None:
     for reader in readers:
         if reader.manifest is None:  # bare files have no provenance
             continue
-        for name, value in (("data.pack_size", str(reader.pack_size)), ("tokenizer", _tokenizer_of(reader)[0])):
+        tokenizer, media = _tokenizer_of(reader)[0], _media_rules(reader)
+        facts = {"data.pack_size": str(reader.pack_size), "tokenizer": tokenizer, "rules of media": media}
+        for name, value in facts.items():
             before, owner = first.setdefault(name, (value, reader)) if value else (value, reader)
             if before != value:
                 what = name.removeprefix("data.")

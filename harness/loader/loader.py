@@ -10,7 +10,7 @@ from harness.errors import LoaderError
 from harness.loader.blend import Blend
 from harness.loader.config import LoaderConfig, RankLayout, rank_layout
 from harness.loader.order import BatchRange, steps_per_epoch
-from harness.loader.plan import BatchReader, PackSource, RankBatch, RawBatch, build_batch
+from harness.loader.plan import BatchReader, Features, PackSource, RankBatch, RawBatch, build_batch
 from harness.loader.state import LoaderState
 from harness.loader.workers import BatchStream
 from harness.schedule import ScheduleConfig, SequenceCost
@@ -32,6 +32,8 @@ class Loader(BatchStream[RawBatch]):
         cost: of training a sequence, for `cost_balanced` and the imbalance of every step.
         tokenizer: hash of the tokenizer that made the dataset, compared on resume; empty to compare nothing.
         blend: rule by which packs of several datasets, which `reader` joins, are drawn; None shuffles all of them.
+        features: decodes audio and images for the model's encoder, as `harness.prep.media.MediaRules.features`; a
+            dataset with media is refused without it.
         state: position to resume from; None begins with epoch 0.
         num_steps: batches to yield; None for no limit.
         num_epochs: end before this epoch number (from 0); None for no limit.
@@ -56,6 +58,7 @@ class Loader(BatchStream[RawBatch]):
         cost: SequenceCost | None = None,
         tokenizer: str = "",
         blend: Blend | None = None,
+        features: Features | None = None,
         state: LoaderState | None = None,
         num_steps: int | None = None,
         num_epochs: int | None = None,
@@ -73,7 +76,13 @@ class Loader(BatchStream[RawBatch]):
         if state is not None:
             self.state = state.resumed(self.state, num_packs=self._num_packs, allow_other_data=config.allow_other_data)
         batches = BatchReader(
-            reader, config, schedule=schedule or ScheduleConfig(), layout=self.layout, cost=cost, blend=self._blend
+            reader,
+            config,
+            schedule=schedule or ScheduleConfig(),
+            layout=self.layout,
+            cost=cost,
+            blend=self._blend,
+            features=features,
         )
         batches.check()
         self._plan = batches.plan

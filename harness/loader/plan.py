@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,11 +16,13 @@ from harness.loader.blend import Blend, BlendOrder
 from harness.loader.config import LoaderConfig, RankLayout
 from harness.loader.order import BatchRange
 from harness.loader.state import LoaderState
-from harness.records import Int32Array, Int64Array, Pack, Schedule, UInt8Array
+from harness.records import Int32Array, Int64Array, Medium, Pack, Schedule, UInt8Array
 from harness.schedule import DYNAMIC, Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import check_lengths
-from harness.thd import ThdBatch, padded_lengths, rows_from_arrays, rows_from_model_tokens, shared_multiple
+from harness.thd import RowMedia, ThdBatch, padded_lengths, rows_from_arrays, rows_from_model_tokens, shared_multiple
 
+# Returns what the encoder of a model takes of media, arrays [media, ...] by name.
+Features = Callable[[Sequence[Medium]], dict[str, npt.NDArray[Any]]]
 # Of rows that are laid out together: twice the speed of one row of 4,096 alone, while all of a step leave the cache.
 _TOKENS_AT_ONCE = 32_768
 
@@ -80,6 +82,9 @@ class RankBatch:
             arrays = (row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens, row.cu_seqlens_padded)
             for array in arrays:
                 digest.update(np.ascontiguousarray(array).tobytes())
+            if (media := row.media) is not None:
+                for values in (media.sequences, media.starts, media.tokens, media.digests):
+                    digest.update(values.tobytes())
         return str(digest.hexdigest())
 
 
@@ -92,6 +97,7 @@ class RawBatch:
             `tokens`, `labels`, `loss_mask` and `position_ids` of the model (13 bytes).
         row_lengths: int64, one array per microbatch: tokens of each sequence; empty for a row of zero loss.
         shared_by: data-parallel ranks that share each row, one number per microbatch; empty where none is shared.
+        media: of each row; empty where no row has any.
         step, pack_ids, sequence_ids, num_sequences, num_tokens, imbalance: as in RankBatch.
     """
 
@@ -104,10 +110,15 @@ class RawBatch:
     num_tokens: int
     imbalance: Imbalance
     shared_by: tuple[int, ...] = ()
+    media: tuple[RowMedia | None, ...] = ()
 
 
 class BatchReader:
-    """Plans a step for all ranks and reads the part of one. Sent to every worker; holds no batch."""
+    """Plans a step for all ranks and reads the part of one. Sent to every worker; holds no batch.
+
+    Args:
+        features: as of `Loader`.
+    """
 
     def __init__(
         self,
@@ -118,8 +129,15 @@ class BatchReader:
         layout: RankLayout,
         cost: SequenceCost | None = None,
         blend: Blend | None = None,
+        features: Features | None = None,
     ) -> None:
-        self._source = source
+        self._source, self._features = source, features
+        # Of a reader of one's own, or of the lengths alone.
+        self._has_media = bool(getattr(source, "has_media", False))
+        if self._has_media and features is None:
+            what = "the dataset has audio or images, and this trainer or model has no encoder for them"
+            fix = "train a model that reads them, or prepare the text alone with source.drop_media=true"
+            raise ConfigError(what, where=str(getattr(source, "path", "the dataset")), fix=fix)
         self._schedule = schedule
         self._layout = layout
         self._cost = cost or SequenceCost()
@@ -190,7 +208,14 @@ class BatchReader:
             shared_by=tuple(
                 placed.ranks_of_row(microbatch, rank) for microbatch in numbers if placed.shared_by is not None
             ),
+            media=self._media(rows) if self._has_media and self._layout.is_first_stage else (),
         )
+
+    def _media(self, rows: list[Int64Array]) -> tuple[RowMedia | None, ...]:
+        """Read and decode the media of rows, given the sequences of each."""
+        assert self._features is not None
+        source: Any = self._source
+        return tuple(row_media(source.read_media(row), self._features) if len(row) else None for row in rows)
 
     def _parts(self, sequences: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
         """Yield tokens and masks of runs of `sequences`: neighbors in one pack are one slice."""
@@ -199,7 +224,8 @@ class BatchReader:
         offsets = self._source.pack_offsets
         pack_of = np.searchsorted(offsets, sequences, side="right") - 1
         needed = np.unique(pack_of)
-        packs = dict(zip(needed.tolist(), self._source.read(needed.tolist()), strict=True))
+        read = self._source.read_tokens if self._has_media else self._source.read  # type: ignore[attr-defined]
+        packs = dict(zip(needed.tolist(), read(needed.tolist()), strict=True))
         for index, pack in packs.items():
             expected = self._source.sequence_lengths[int(offsets[index]) : int(offsets[index + 1])]
             if not np.array_equal(pack.sequence_lengths, expected):
@@ -218,6 +244,17 @@ class BatchReader:
             after = inside + stop - first
             end = int(pack.seq_start_id[after]) if after < pack.num_sequences else len(pack)
             yield pack.input_ids[start:end], pack.loss_mask[start:end]
+
+
+def row_media(of_sequences: Sequence[tuple[Medium, ...]], features: Features) -> RowMedia | None:
+    """Return the media of a row, given those of its sequences with places counted in these; None for none."""
+    found = [(number, one) for number, media in enumerate(of_sequences) for one in media]
+    if not found:
+        return None
+    numbers = [(number, one.start, one.tokens) for number, one in found]
+    sequences, starts, tokens = (np.asarray(values, np.int64) for values in zip(*numbers, strict=True))
+    digests = np.asarray([xxhash.xxh3_64_intdigest(one.data) for _, one in found], np.uint64)
+    return RowMedia(sequences, starts, tokens, digests, features([one for _, one in found]))
 
 
 def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_packs: int | None) -> RankBatch:
@@ -240,6 +277,8 @@ def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_p
         multiple = shared_multiple(layout.pad_to_multiple, ranks)
         made = build(**tokens, row_lengths=raw.row_lengths[first:last], pad_to_multiple=multiple)
         rows += made if ranks == 1 else [replace(row, shared_by=ranks) for row in made]
+    if any(raw.media):
+        rows = [replace(row, media=media) for row, media in zip(rows, raw.media, strict=True)]
     position = replace(before, epoch=raw.step.epoch, packs_consumed=raw.step.start)
     return RankBatch(
         epoch=raw.step.epoch,

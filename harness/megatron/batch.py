@@ -14,7 +14,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from harness.megatron.compat import packed_seq_params
-from harness.thd import ThdBatch, context_parallel_indices, loss_weights, tokens_ahead
+from harness.megatron.model.media import MediaTensors
+from harness.thd import RowMedia, ThdBatch, context_parallel_indices, loss_weights, tokens_ahead
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class RowTensors(TokenTensors):
     def all(self) -> list[torch.Tensor]:
         """Return every tensor, those of the boundaries included."""
         ahead = [value for fields in self.packed_seq_params.ahead for value in vars(fields).values()]
-        values = [*vars(self).values(), *vars(self.packed_seq_params).values(), *ahead]
+        media = self.packed_seq_params.media
+        seen = [] if media is None else [media.places, media.features, *media.arrays.values()]
+        values = [*vars(self).values(), *vars(self.packed_seq_params).values(), *ahead, *seen]
         return [value for value in values if isinstance(value, torch.Tensor)]
 
     def fill(self, other: RowTensors) -> None:
@@ -152,8 +155,29 @@ def to_device(
             padding_mask=own.padding_mask,
             ahead=tuple(ahead),
             is_static=is_static,
+            media=None if row.media is None else _place_media(row.media, row, keep, device),
         ),
         sources=sources,
+    )
+
+
+def _place_media(media: RowMedia, row: ThdBatch, keep: Any, device: torch.device) -> MediaTensors | None:
+    """Return what a slice of a row shows of its media, without those that it has no token of; None for none."""
+    places, owners = media.places(row.cu_seqlens_padded), np.repeat(np.arange(len(media.tokens)), media.tokens)
+    if isinstance(keep, np.ndarray):
+        held = np.full(len(row), -1, np.int64)
+        held[keep] = np.arange(len(keep))
+        places = held[places]
+    is_held = places >= 0
+    used = np.unique(owners[is_held])
+    if not len(used):
+        return None
+    # The features of the used ones are numbered end to end.
+    numbers = np.cumsum(np.isin(owners, used)) - 1
+    return MediaTensors(
+        {name: _copied(np.ascontiguousarray(array[used]), device) for name, array in media.arrays.items()},
+        places=_copied(places[is_held], device),
+        features=_copied(numbers[is_held], device),
     )
 
 

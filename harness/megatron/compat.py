@@ -61,6 +61,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
         padding_mask: bool [1, T / cp], True at padding.
         is_static: rows differ in the values of tensors alone; what is computed reads no value on the host.
         ahead: by the number of tokens ahead, from 1 on, what layers that predict further tokens read.
+        media: `harness.megatron.model.media.MediaTensors` of this rank's tokens; None for none.
     """
 
     positions: torch.Tensor | None = None
@@ -68,6 +69,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
     padding_mask: torch.Tensor | None = None
     ahead: tuple[Any, ...] = ()
     is_static: bool = False
+    media: Any = None
     _angles: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, repr=False)
     _scanned: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = dataclasses.field(
         default=None, repr=False

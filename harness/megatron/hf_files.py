@@ -64,9 +64,8 @@ class HfWeights(ExitStack):
                 names = sorted(path.name for path in folder.glob("*.safetensors"))
             for name in names:
                 file = self.enter_context(safe_open(folder / name, framework="pt"))
-                # Of a model that also encodes images, the names are those in its text model.
                 for own in file.keys():  # noqa: SIM118
-                    self._files[own.replace("model.language_model.", "model.", 1)] = _Stored(file, own)
+                    self._files[_name_of_part(own)] = _Stored(file, own)
             self._divide_experts()
             for name in [name.removesuffix(_BLOCKS) for name in self._files if name.endswith(_BLOCKS)]:
                 if name + _SCALES in self._files:
@@ -120,6 +119,14 @@ class HfWeights(ExitStack):
 
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._files[self.stored_name(name)].read(0, None, slice(start, stop))
+
+
+def _name_of_part(name: str) -> str:
+    """Return the name that a tensor of a model that also encodes media has in its text model, or in its encoder."""
+    name = name.removeprefix("thinker.").replace("vision_tower.vision_model.", "vision_tower.", 1)
+    if name.startswith(("model.vision_tower.", "model.multi_modal_projector.")):
+        return name.removeprefix("model.")
+    return name.replace("model.language_model.", "model.", 1).removeprefix("language_model.")
 
 
 def _indexed_files(folder: Path) -> list[str]:

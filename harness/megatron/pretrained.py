@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from harness.errors import ConfigError
 from harness.loader import RankLayout
 from harness.megatron.hf_files import HfWeights
+from harness.megatron.model.media import encoder_shapes
 from harness.megatron.weights import TensorShard, check_weights, fill_model
 from harness.plan import ModelConfig, read_hf_config
 from harness.plan.hf_config import check_model, find_weights
@@ -37,7 +38,7 @@ class Pretrained:
     @property
     def warnings(self) -> list[str]:
         """Sentences about what of the weights is not used."""
-        if prefixes := self.model.traits.left_out:
+        if prefixes := self.model.left_out:
             with HfWeights(self.folder) as weights:
                 counts = {start: sum(name.startswith(start) for name in weights.names) for start in prefixes}
             found = ", ".join(f"{start}* ({count:,} tensors)" for start, count in counts.items() if count)
@@ -73,7 +74,7 @@ class Pretrained:
 
         def fill(chunks: list[GPTModel]) -> None:
             with HfWeights(self.folder) as weights:
-                check_weights(weights, self.model, self.vocab_size, self.mtp_layers)
+                check_weights(weights, self.model, self.vocab_size, self.mtp_layers, encoder_shapes(self.model))
                 experts = parallel_state.get_expert_tensor_parallel_rank(), chunks[0].config.expert_tensor_parallel_size
                 fill_model(chunks, weights, self.model, TensorShard(layout.tp_rank, layout.tp_size, *experts))
 

@@ -7,9 +7,10 @@ queries, keys and values of a group together, and the two halves of the gated la
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
+from types import MappingProxyType
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -22,6 +23,8 @@ from harness.plan.families.base import SCANS, ExpertNames
 
 # Part of the names of parameters that `harness.megatron.model.lora` adds to the model's own.
 ADAPTER = "_adapter."
+# Beginning of those of `harness.megatron.model.media`.
+ENCODER = "encoder."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _FURTHER_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -237,16 +240,23 @@ def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_weights(weights: HfWeights, model: ModelConfig, vocab_size: int, mtp_layers: int = 0) -> None:
+def check_weights(
+    weights: HfWeights,
+    model: ModelConfig,
+    vocab_size: int,
+    mtp_layers: int = 0,
+    encoder: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> None:
     """Raise FormatError if the weights lack a tensor, have an unknown one, or one of another shape.
 
     Args:
         mtp_layers: layers after the model's own that predict further tokens and are left out.
+        encoder: shapes of the tensors of the model's encoder.
     """
-    expected = expected_shapes(model, vocab_size)
+    expected = expected_shapes(model, vocab_size) | dict(encoder)
     expected |= {copy: expected[own] for copy, own in copied_names(model).items() if copy in weights.names}
     left_out = tuple(f"model.layers.{model.num_layers + number}." for number in range(mtp_layers))
-    left_out += model.traits.left_out
+    left_out += model.left_out
     names = {name for name in weights.names if not name.startswith(left_out)}
     names -= {_OUTPUT} if model.tie_embeddings else set()  # some store a tied matrix twice
     wrong = {name: weights.shape(name) for name in expected if name in names and weights.shape(name) != expected[name]}
@@ -321,6 +331,9 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
     """Fill one parameter of this rank, piece by piece: no more memory is needed than for one piece."""
     match = _LAYER.fullmatch(name)
     if match is None:
+        if name.startswith(ENCODER):
+            target.copy_(weights.rows(name.removeprefix(ENCODER)))
+            return
         if name == "decoder.final_layernorm.weight":
             target.copy_(weights.rows(_FINAL_NORM))
             return
@@ -442,7 +455,9 @@ def hf_tensors(chunk: GPTModel, model: ModelConfig, vocab_size: int) -> Iterator
 def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:
     """Return one whole parameter (tensor parallelism of 1) as Hugging Face tensors by name, or as a part of a stack."""
     stored = model.traits.stored_name
-    return {stored(own): part for own, part in _to_hf(name, tensor, model, vocab_size).items()}
+    if name.startswith(ENCODER):
+        return {name.removeprefix(ENCODER): tensor}
+    return {model.text_prefix + stored(own): part for own, part in _to_hf(name, tensor, model, vocab_size).items()}
 
 
 def _to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:

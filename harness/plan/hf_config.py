@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
+from harness.plan.encoders import encoder_text, text_of, with_encoder
 from harness.plan.families import FAMILIES, MISSING
 from harness.plan.families.base import Family, Refuse
 from harness.plan.model import ModelConfig
@@ -69,7 +70,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         fix = f"use a model of one of these families: {', '.join(FAMILIES)}"
         return ConfigError(what, where=str(path), fix=fix)
 
-    values = text_config(values)
+    encoder, values = encoder_text(values), text_config(values)
     name = values.get("model_type")
     if name not in FAMILIES:
         missing = f": they need {MISSING[name]}" if name in MISSING else ""
@@ -95,6 +96,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
             **(_read_yarn(rope, family, refuse) if kind == "yarn" else {}),
             "norm_epsilon": float(values.get("rms_norm_eps", family.norm_epsilon) or values["rms_norm_eps"]),
             "num_experts": 0,
+            **({} if encoder is None else {"encoder": encoder}),
             **family.read(values, refuse),
         },
         vocab_size=int(values["vocab_size"]),
@@ -105,6 +107,8 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
 
 def text_config(values: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model alone, of a model that also encodes images."""
+    if encoder_text(values) is not None:
+        return text_of(values)
     if values.get("model_type") not in _WITH_IMAGES:
         return values
     kept = ("tie_word_embeddings", "quantization_config")
@@ -251,7 +255,7 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
             scaling |= {"original_max_position_embeddings": model.rope_original_positions, **_yarn_constants(family)}
             if model.rope_mscale_all_dim:
                 scaling |= {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
-    return config
+    return config if model.encoder is None else with_encoder(config, model.encoder)
 
 
 def find_config(init_from: str) -> Path:

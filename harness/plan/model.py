@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from harness.checks import CheckedSettings, bounded, one_of
+from harness.plan.encoders import MediaModel, read_encoder
 from harness.plan.families import FAMILIES
 from harness.plan.families.base import SCANS, Family, has_scan
 from harness.plan.layout import DTYPE_BYTES, FP8_BLOCKS, LORA_TARGETS, ParallelConfig
@@ -28,6 +29,10 @@ class ModelConfig(CheckedSettings, section="model"):
             qwen3_next, qwen3_5_text and qwen3_5_moe_text (gated delta rule).
         init_from: folder of Hugging Face weights (safetensors), or a model on the hub; null initializes random weights.
             Family, sizes, vocabulary and max_sequence_length default to its config.json; other values are refused.
+        encoder: audio or image encoder in front of the text model, as JSON: `model_type`, the id of the placeholder
+            token, and the encoder's part of config.json (qwen2_audio, qwen3_omni_moe_thinker, llava). Null for a text
+            model; set by init_from.
+        train_encoder: train the encoder and its projector too; otherwise they stay as they are.
         num_layers: number of layers.
         layer_pattern: a letter per layer of a hybrid model; null for other families. With nemotron_h a layer has that
             part alone: `M` (Mamba-2), `*` (attention), `-` (MLP) or `E` (experts). With the gated delta rule it is `D`
@@ -112,6 +117,8 @@ class ModelConfig(CheckedSettings, section="model"):
 
     family: str = one_of("llama", FAMILIES)
     init_from: str | None = None
+    encoder: str | None = None
+    train_encoder: bool = False
     num_layers: int = bounded(4, lowest=1, highest=10_000)
     layer_pattern: str | None = None
     scan_num_heads: int = bounded(0, lowest=0, highest=1_000_000)
@@ -215,6 +222,21 @@ class ModelConfig(CheckedSettings, section="model"):
     def traits(self) -> Family:
         """Differences from the shape of Llama that all models of the family have."""
         return FAMILIES[self.family]
+
+    @property
+    def media(self) -> MediaModel | None:
+        """The kind of models that read audio or images which this is; None for a text model."""
+        return None if self.encoder is None else read_encoder(self.encoder)[0]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Beginnings of the names of tensors in published weights that are not trained."""
+        return self.traits.left_out if self.media is None else self.media.left_out
+
+    @property
+    def text_prefix(self) -> str:
+        """Beginning of the names of the text model's tensors in published weights."""
+        return "" if self.media is None else self.media.prefix
 
     @property
     def has_head_norms(self) -> bool:

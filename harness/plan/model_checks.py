@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from harness.checks import NOT_SET, SET, Rule, check_rules, other_than, show_value
 from harness.errors import ConfigError
+from harness.plan.encoders import read_encoder
 from harness.plan.layout import FP8_BLOCKS, LORA_TARGETS, ON_EVERY_RANK, VOCAB_MULTIPLE, ParallelConfig, sizes_on_rank
 from harness.plan.stages import balance_stages, read_stages
 
@@ -19,6 +20,7 @@ _TP = "parallel.tensor_parallel_size"
 # Beginnings of the names of settings that only models with experts use.
 _OF_EXPERTS = ("expert", "shared_", "dense_layers", "router_", "aux_loss", "z_loss", "freeze_router", "grouped_gemm")
 _MTP, _HYBRID = {"model.mtp_layers": SET}, {"model.layer_pattern": SET}
+_MEDIA = {"model.encoder": SET}
 _OF_SCANS = {"scan_num_heads": 0, "scan_head_dim": 0, "scan_state_dim": 128, "scan_num_groups": 8}
 RULES = (
     Rule(
@@ -55,6 +57,15 @@ RULES = (
         },
         "the weight of a single expert would always be 1, so the router would not be trained",
         "model.router_normalize=false",
+    ),
+    Rule({**_MEDIA, **_MTP}, "MTP layers do not read media", "model.mtp_layers=0"),
+    Rule({**_MEDIA, **_HYBRID}, "hybrid models are trained on text alone", "model.encoder=null"),
+    Rule({**_MEDIA, "model.fp8": other_than("off")}, "FP8 is not supported with an encoder", "model.fp8=off"),
+    Rule({"model.encoder": NOT_SET, "model.train_encoder": True}, "the model has none", "model.train_encoder=false"),
+    Rule(
+        {"model.train_encoder": True, "model.lora_rank": SET},
+        "LoRA trains adapters of the text model alone",
+        "model.train_encoder=false, or model.lora_rank=0",
     ),
     Rule({**_MTP, "model.lora_rank": SET}, "LoRA does not support MTP layers", "model.mtp_layers=0"),
     Rule({**_MTP, "model.fp8": other_than("off")}, "FP8 is not supported with MTP layers", "model.mtp_layers=0"),
@@ -105,6 +116,8 @@ LAYOUT_RULES = (
         "adapters of shared experts exchange tokens themselves",
         "parallel.overlap_shared_experts=false",
     ),
+    Rule({**_GRAPHS, **_MEDIA}, "CUDA graphs do not support an encoder", "parallel.cuda_graphs=false"),
+    Rule({**_OVERLAP, **_MEDIA}, "it is not supported with an encoder", "parallel.overlap_tensor_parallel=false"),
     Rule({**_GRAPHS, **_HYBRID}, "CUDA graphs do not support hybrid models", "parallel.cuda_graphs=false"),
     *(
         Rule({**_OVERLAP, f"model.{name}": refused}, why, "parallel.overlap_tensor_parallel=false")
@@ -123,6 +136,7 @@ LAYOUT_RULES = (
 def check_fields(model: ModelConfig) -> None:
     """Raise ConfigError for values that no layout could train."""
     _check_family(model)
+    _check_encoder(model)
     _check_pattern(model)
     _check_heads(model)
     if not model.lora_targets or not set(model.lora_targets) <= set(LORA_TARGETS):
@@ -184,6 +198,19 @@ def _check_family(model: ModelConfig) -> None:
     if not model.num_experts and family.experts is not None and "-" not in family.pattern_letters:
         what = f"{of} have experts, but num_experts is 0"
         raise ConfigError(what, where="model.num_experts", fix="set it, or choose a dense family")
+
+
+def _check_encoder(model: ModelConfig) -> None:
+    if model.encoder is None:
+        return
+    where, fix = "model.encoder", "omit it: model.init_from sets it to that of the weights"
+    try:
+        media, _ = read_encoder(model.encoder)
+    except ValueError as error:
+        raise ConfigError(f"it is {error}", where=where, fix=fix) from None
+    if model.family not in media.text_types.values():
+        what = f"text models of {media.name} are of the family {', '.join(media.text_types.values())}"
+        raise ConfigError(f"{what}, and family is {model.family}", where=f"{where}, model.family", fix=fix)
 
 
 _LETTERS = {"M": "M (Mamba-2)", "D": "D (delta rule)", "*": "* (attention)", "-": "- (MLP)", "E": "E (experts)"}

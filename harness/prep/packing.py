@@ -19,7 +19,7 @@ import numpy.typing as npt
 from harness.checks import NOT_SET, CheckedSettings, Rule, bounded, one_of, require_at_least, require_choice
 from harness.errors import ConfigError, PrepError
 from harness.prep.placement import best_fit_decreasing, first_fit, next_fit
-from harness.records import Int64Array, Pack, SequenceView
+from harness.records import Int64Array, Pack, SequenceView, moved
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -274,8 +274,14 @@ class StreamPacker(Generic[Key]):
 def pack_of(members: Sequence[Member[Key]]) -> Pack:
     """Join the members end to end."""
     lengths = np.array([len(member.sequence) for member in members], np.int64)
+    starts = np.cumsum(lengths) - lengths
     return Pack(
         np.concatenate([member.sequence.input_ids for member in members]),
         np.concatenate([member.sequence.loss_mask for member in members]),
-        np.cumsum(lengths) - lengths,
+        starts,
+        tuple(
+            one
+            for member, start in zip(members, starts.tolist(), strict=True)
+            for one in moved(member.sequence.media, start)
+        ),
     )

@@ -51,7 +51,13 @@ def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = No
     """
     try:
         with path.open("rb") as file:
-            stored_shape, fortran, stored = read_npy_header(path, file)
+            if dtype.names and shape is not None:
+                header = npy_header(dtype.descr, shape)
+                if file.read(len(header)) != header:
+                    raise FormatError(f"is not an array of {list(shape)} {', '.join(dtype.names)}", where=str(path))
+                stored_shape, fortran, stored = shape, False, dtype
+            else:
+                stored_shape, fortran, stored = read_npy_header(path, file)
             if shape is None and len(stored_shape) != 1:
                 raise FormatError(f"contains an array of {len(stored_shape)} dimensions, expected 1", where=str(path))
             shape = stored_shape if shape is None else shape
@@ -71,12 +77,11 @@ def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = No
     return np.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape)
 
 
-def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
-    """Build the header of a `.npy` file, of 128 bytes for any shape."""
-    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
-    return (
-        b"\x93NUMPY\x01\x00" + struct.pack("<H", _HEADER_BYTES - 10) + text.ljust(_HEADER_BYTES - 11).encode() + b"\n"
-    )
+def npy_header(descr: str | list[Any], shape: tuple[int, ...]) -> bytes:
+    """Build the header of a `.npy` file, of 128 bytes for any shape of numbers; with several fields, of a multiple."""
+    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}"
+    num_bytes = -(-(len(text) + 11) // _HEADER_BYTES) * _HEADER_BYTES
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", num_bytes - 10) + text.ljust(num_bytes - 11).encode() + b"\n"
 
 
 class NpyStream:

@@ -23,7 +23,7 @@ from harness.formats.convert import convert_dataset
 from harness.formats.inspect import find_tokenizer_folder
 from harness.formats.manifest import Manifest
 from harness.formats.opening import open_dataset
-from harness.formats.reader import PackReader, refuse_weights
+from harness.formats.reader import PackReader, require_plain
 from harness.settings import load
 from harness.storage import is_uri, write_atomically
 from harness.storage.files import explain_os_errors
@@ -91,7 +91,7 @@ def export_to_bridge(
         what = "the files for Megatron-Bridge cannot be written to object storage"
         raise ConfigError(what, where=str(root), fix="write them to a local folder, then upload it")
     with closing(open_dataset(source)) as reader:
-        refuse_weights(reader, "Megatron-Bridge's loss")
+        require_plain(reader, "Megatron-Bridge's loss")
         size = reader.pack_size if pack_size is None else pack_size
         folder = Path(root) / "packed"
         path = folder / f"{files.split}_{size}{_SUFFIXES[files.file_format]}"

@@ -24,7 +24,7 @@ import pyarrow as pa
 from harness.errors import ConfigError, FormatError
 from harness.formats.layouts.jsonl import IGNORED_LABEL, labels_of_pack
 from harness.formats.opening import open_dataset
-from harness.formats.reader import PackReader, refuse_weights
+from harness.formats.reader import PackReader, require_plain
 from harness.records import Pack
 from harness.storage import is_uri, write_atomically
 from harness.storage.files import explain_os_errors
@@ -81,7 +81,7 @@ def export_to_swift(
         raise ConfigError(what, where=str(folder), fix="write it to a local folder, then upload it")
     root = Path(folder)
     with closing(open_dataset(source)) as reader, explain_os_errors(str(root)):
-        refuse_weights(reader, "ms-swift's loss")
+        require_plain(reader, "ms-swift's loss")
         root.mkdir(parents=True, exist_ok=True)
         if any(root.iterdir()) and not (overwrite and (root / _DATA).exists()):
             fix = "specify an empty folder" + (", or set --overwrite" if (root / _DATA).exists() else "")

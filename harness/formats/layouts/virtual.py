@@ -32,13 +32,14 @@ from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, find_folders, make_pack
 from harness.formats.digest import sequence_digest
 from harness.formats.incomplete import find_traces, incomplete_error
-from harness.formats.index import INDEX_NAMES, load_index, write_npy
+from harness.formats.index import INDEX_NAMES, MEDIA, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
+from harness.formats.media import MEDIA_DTYPE
 from harness.formats.reader import HandleCache
 from harness.formats.writer import FolderClaim
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.settings import load
-from harness.storage import Folder, LocalFolder, StoredFile, file_digest, open_folder
+from harness.storage import Folder, LocalFolder, Place, StoredFile, file_digest, open_folder
 from harness.storage.arrays import NpyStream, map_npy
 from harness.storage.files import explain_os_errors
 from harness.storage.uris import relative_path, resolve_path
@@ -263,6 +264,11 @@ class PlanShard(ShardReader):
         starts = np.cumsum(lengths, dtype=np.int32) - lengths
         return make_pack(np.concatenate(ids), np.concatenate(masks), starts)
 
+    def media_place(self, place: Place, shard: int) -> Place:
+        name = self._shards[shard][0] if shard < len(self._shards) else ""
+        store = self._open.get(shard, self._open_shard)
+        return store.media_place(self._store.place / name, shard)
+
     def contents(self) -> ShardContents:
         raise FormatError("a plan cannot be opened without its manifest", where=str(self._path), fix=_PLAN_AGAIN)
 
@@ -357,7 +363,15 @@ def _write(folder: Folder, store: SequenceStore, pack_offsets: Int64Array, seque
     write_npy(folder, INDEX_NAMES[1], np.dtype("<i4"), len(sequence_ids), [store.lengths[sequence_ids]])
     stored = store.manifest.shards
     ends = np.cumsum([0, *(one.num_packs for one in stored)])
-    counts = np.diff(load_index(store.folder, store.manifest).pack_offsets[ends]).tolist()
+    index = load_index(store.folder, store.manifest)
+    counts = np.diff(index.pack_offsets[ends]).tolist()
+    index_names = [*INDEX_NAMES[:2]]
+    if index.media is not None:
+        rows = index.media.copy()
+        rows["sequence"] = np.argsort(sequence_ids)[rows["sequence"]]
+        rows = rows[np.argsort(rows["sequence"], kind="stable")]
+        write_npy(folder, MEDIA, MEDIA_DTYPE, len(rows), [rows])
+        index_names.append(MEDIA)
     plan = {
         "store": relative_path(store.folder.place, folder.place),
         "manifest_xxh3": store.folder.digest(MANIFEST_NAME),
@@ -370,7 +384,7 @@ def _write(folder: Folder, store: SequenceStore, pack_offsets: Int64Array, seque
         num_packs=len(pack_offsets) - 1,
         fingerprint="",
         shards=(Shard(shard, len(pack_offsets) - 1, folder.describe(names)),),
-        index=folder.describe(INDEX_NAMES[:2]),
+        index=folder.describe(index_names),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from harness.errors import CheckpointError, ConfigError, ScheduleError
 from harness.formats import PackReader, open_dataset
-from harness.formats.reader import refuse_weights
+from harness.formats.reader import require_plain
 from harness.integrations import FixedRows, MegatronRow, RankStream, require
 from harness.integrations.fixed_rows import saved_position
 from harness.loader import LoaderConfig, RankLayout
@@ -154,7 +154,7 @@ def _check(args: Any) -> None:
 
 def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args: Any) -> ExternalLoader:
     reader = open_dataset(data) if isinstance(data, str) else data
-    refuse_weights(reader, "Megatron-LM's loss")
+    require_plain(reader, "Megatron-LM's loss")
     if args.padded_vocab_size and reader.manifest is not None:
         stored = reader.manifest.provenance.counts.get("vocab_size", 0)
         if stored > args.padded_vocab_size:

@@ -298,7 +298,9 @@ class LiveLoader:
             rows=[
                 zero_loss_row(layout.pad_to_multiple)
                 if live is None
-                else build_thd_batch(live.pack.sequences(), pad_to_multiple=layout.pad_to_multiple)
+                else replace(
+                    build_thd_batch(live.pack.sequences(), pad_to_multiple=layout.pad_to_multiple), media=live.media
+                )
                 for live in rows
             ],
             sequence_ids=[np.zeros(0, np.int64) if live is None else live.sequence_ids for live in rows],

@@ -17,6 +17,7 @@ from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset
 from harness.formats.digest import pack_digest
 from harness.formats.layouts.jsonl import pack_of_line
+from harness.formats.reader import require_plain
 from harness.loader.live.producer import LiveProducer
 from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.prep.chat import NUM_DETECTION_RECORDS, BadRecord, Conversation, RecordReader, record_of_row
@@ -121,6 +122,7 @@ def read_packs(source: str) -> Iterator[Item]:
                 ) from None
         return
     with closing(open_dataset(source)) as reader:
+        require_plain(reader, "a stream of packs")
         for index in range(len(reader)):
             pack = reader[index]
             yield Item(b"%016x" % pack_digest(pack), f"{source}, pack {index}", pack)

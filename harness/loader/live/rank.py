@@ -17,6 +17,7 @@ from harness.loader.config import RankLayout
 from harness.loader.datasets import LiveConfig
 from harness.loader.live.folder import CHAT, PACKS, SUFFIXES, LiveChunk, LiveFolder, chunk_name, open_chunk
 from harness.loader.live.position import LivePosition, Place
+from harness.loader.plan import Features, row_media
 from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.prep.chat import BadReason
 from harness.prep.chat.records import BadRecord, Conversation
@@ -25,7 +26,7 @@ from harness.prep.tokenize import Encoded
 from harness.printing import count_of
 from harness.records import Int64Array, Pack
 from harness.schedule import SequenceCost
-from harness.thd import padded_lengths
+from harness.thd import RowMedia, padded_lengths
 
 # Conversations that are tokenized together.
 _BLOCK_ROWS = 64
@@ -69,11 +70,12 @@ class BatchPlan:
 @dataclass(frozen=True, eq=False, slots=True)
 class LivePack:
     """A pack to train on, or a sequence of a window; `sequence_ids`, int64 [sequences], are the same whichever rank
-    reads them.
+    reads them. `media` are decoded, where the pack is a row.
     """
 
     pack: Pack
     sequence_ids: Int64Array
+    media: RowMedia | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ class FolderReader:
         tokenizer: for chunks of conversations.
         position: position to resume from; open chunks go to the ranks of now, whichever ranks read them before.
         stream: name of the stream that the position belongs to; empty to accept any.
+        features: as of `harness.loader.Loader`.
     """
 
     def __init__(
@@ -141,7 +144,9 @@ class FolderReader:
         tokenizer: ChatTokenizer | None = None,
         position: LivePosition | None = None,
         stream: str = "",
+        features: Features | None = None,
     ) -> None:
+        self._features = features
         self._config = config
         self._source, self._num_sources = source, len(config.folders)
         self._folder = LiveFolder(config.folders[source])
@@ -427,7 +432,16 @@ class FolderReader:
         return f"{self._folder.where} is empty: check its name, and that its producer is running"
 
     def _live_pack(self, members: list[Member[Place]]) -> LivePack:
-        return LivePack(pack_of(members), np.array([self._id(*member.key) for member in members], np.int64))
+        ids = np.array([self._id(*member.key) for member in members], np.int64)
+        of_sequences = [member.sequence.media for member in members]
+        if any(of_sequences) and (self._features is None or self._plan.is_balanced):
+            raise ConfigError(
+                "the chunk has audio or images, which a model with an encoder trains on the rank that reads them",
+                where=self._folder.where,
+                fix="schedule=as_packed and a model.init_from that reads them, or chunks of text alone "
+                "(`harness live produce` with source.drop_media=true)",
+            )
+        return LivePack(pack_of(members), ids, self._features and row_media(of_sequences, self._features))
 
     def _id(self, chunk: int, row: int, sequence: int) -> int:
         # Chunks of several folders take turns.

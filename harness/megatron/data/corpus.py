@@ -35,6 +35,7 @@ from megatron.core.datasets.utils import Split
 
 from harness.errors import ConfigError, FormatError, HarnessError, os_errors_as
 from harness.formats import PackReader, holds_manifest
+from harness.formats.reader import refuse_media
 from harness.indexed.index import BIN, HEADER, IDX, MappedIndex, with_suffix
 from harness.indexed.verify import verify_indexed
 from harness.loader import CorpusConfig
@@ -348,6 +349,7 @@ def find_packs(config: CorpusConfig) -> dict[str, PackReader]:
         if source.path in packs or not _is_packed(source.path):
             continue
         packs[source.path] = reader = open_train(source.path)[0]
+        refuse_media(reader, "pretraining")
         if reader.pack_size - 1 > config.sequence_length:
             raise ConfigError(
                 f"packs of up to {reader.pack_size:,} tokens are longer than a sample of {config.sequence_length:,}",

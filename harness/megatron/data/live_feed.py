@@ -26,6 +26,7 @@ from harness.loader.live.consumer import ORDER, LiveLoader, join_streams, split_
 from harness.loader.live.folder import CONSUMER_FILE, LiveFolder, chunk_name
 from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
 from harness.loader.live.rank import BatchPlan, FolderReader, Offer
+from harness.loader.plan import Features
 from harness.megatron.data.feed import Feed
 from harness.megatron.job import runtime
 from harness.prep import ChatTokenizer
@@ -55,6 +56,7 @@ class LiveFeed(Feed):
         plan: BatchPlan,
         *,
         tokenizer: ChatTokenizer | None,
+        features: Features | None = None,
         state: LoaderState | None,
         seed: int = 0,
         allow_other_data: bool = False,
@@ -89,7 +91,15 @@ class LiveFeed(Feed):
         def loader() -> LiveLoader:
             return LiveLoader(
                 [
-                    FolderReader(config, plan, source=source, tokenizer=tokenizer, position=position, stream=stream)
+                    FolderReader(
+                        config,
+                        plan,
+                        source=source,
+                        tokenizer=tokenizer,
+                        position=position,
+                        stream=stream,
+                        features=features,
+                    )
                     for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
                 ],
                 plan,

@@ -29,6 +29,8 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "*.model",
     "*.tiktoken",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 _TEMPLATES = "additional_chat_templates"
 

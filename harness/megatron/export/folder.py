@@ -29,6 +29,7 @@ from harness.megatron.state.loading import load_tree, put_weights, reason_of, sh
 from harness.megatron.weights import expert_names, hf_tensors
 from harness.paths import explain_path
 from harness.plan import ModelConfig, ParallelConfig, read_hf_config
+from harness.plan.encoders import of_whole
 from harness.plan.hf_config import MTP_SETTINGS, find_weights, text_config, to_hf_config
 from harness.printing import print_text
 from harness.storage import Marker, make_folder, sync_path
@@ -84,7 +85,7 @@ def export_checkpoint(
     # PyTorch's layers have the weights of all others, and a CPU runs them.
     model = ModelConfig(**{**settings["model"], "attention": "torch", "fp8": "off"})
     vocab_size = _check_choices(model, path, adapters_only=adapters_only, keep_mtp=keep_mtp)
-    base_layers = _mtp_layers(model, path) if keep_mtp else iter(())
+    base_layers = _mtp_layers(model, path) if keep_mtp else _copied_tensors(model)
     with _claim(out) as writing, runtime.start("cpu"):
         chunk = _load(model, path, vocab_size)
         if adapters_only:
@@ -127,6 +128,9 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
     if adapters_only and odd:
         what = f"PEFT does not load all adapters of {', '.join(odd)} into models of the family {model.family}"
         raise ConfigError(what, where=str(path), fix="export the full model with merged adapters: omit --adapter")
+    if adapters_only and model.encoder is not None:
+        what = "PEFT has other names for the layers of a model with an encoder"
+        raise ConfigError(what, where="--adapter", fix="export the full model with merged adapters: omit --adapter")
     if adapters_only and keep_mtp:
         raise ConfigError("adapters have no MTP layers", where="--adapter and --mtp", fix="omit one of them")
     if model.mtp_layers and keep_mtp:
@@ -156,9 +160,9 @@ def _settings_of(
     """Return config.json and generation_config.json; add to `data.missing` if the data names no end tokens."""
     base = _base_settings(model)
     of_base = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
-    config = text_config(of_base)
-    if config is not of_base:  # of a model that also encodes images
-        config["architectures"] = [model.traits.architecture]
+    config = text_config(of_base) if model.media is None else dict(of_whole(of_base))
+    if config is not of_base:  # of a model that also encodes images, or of one part of another
+        config["architectures"] = [model.traits.architecture if model.media is None else model.media.architecture]
     ends = sorted({*(tokens.ends if tokens is not None else ()), *([] if data.eod is None else [data.eod])})
     begin, pad = (tokens.begin, tokens.pad) if tokens is not None else (None, None)
     every = {"bos_token_id": begin, "eos_token_id": ends or None, "pad_token_id": pad}
@@ -167,7 +171,7 @@ def _settings_of(
         end = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
         instead = f"{end} of {model.init_from} instead" if end else "generation only ends at its length limit"
         data.missing.append(f"end tokens of the data: {instead}")
-    generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": config["max_position_embeddings"]}
+    generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": text_config(config)["max_position_embeddings"]}
     generation.pop("_from_model_config", None)
     if not has_mtp:
         config |= {name: 0 for name in (*MTP_SETTINGS, "mtp_num_hidden_layers") if config.get(name)}
@@ -313,6 +317,15 @@ def _mtp_layers(model: ModelConfig, where: Path) -> Iterator[tuple[str, torch.Te
         what = f"the initial weights ({model.init_from or 'random ones'}) have no MTP layers"
         raise ConfigError(what, where=str(where), fix="omit --mtp")
     return read(folder)
+
+
+def _copied_tensors(model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of parts that an export has as the initial weights have them, by name."""
+    if model.media is None or not model.media.copied or model.init_from is None:
+        return
+    with HfWeights(find_weights(model.init_from)) as weights:
+        for name in sorted(name for name in weights.names if name.startswith(model.media.copied)):
+            yield name, weights.rows(name)
 
 
 def _write_adapters(chunk: GPTModel, model: ModelConfig, folder: Path) -> tuple[int, int]:

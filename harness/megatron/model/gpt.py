@@ -33,6 +33,7 @@ from harness.megatron import compat
 from harness.megatron.model.attention import JointKeyNorm, JointQueryNorm, LatentNorm, RMSNorm, VarlenAttention
 from harness.megatron.model.fusions import choose_fusions
 from harness.megatron.model.lora import add_adapters
+from harness.megatron.model.media import add_encoder
 from harness.megatron.model.mtp import PredictingModel, decoder_layers, predicting_layers
 from harness.megatron.model.rotary import RowLatentAttention, RowSelfAttention
 from harness.megatron.model.router import Router, finalize_with_experts, prepare_experts, routers
@@ -415,6 +416,9 @@ def build_chunks(
     ]
     shard = TensorShard(parallel_state.get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
     for chunk in chunks:
+        if model.encoder is not None and chunk.pre_process:
+            add_encoder(chunk, model)
+            chunk.encoder.to(device)
         if model.num_experts:
             prepare_experts(chunk, model, device)
         if model.kv_lora_rank:
@@ -451,6 +455,8 @@ def _build_chunk(
         max_sequence_length=model.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        # Features of media take the places of placeholders before the tokens are divided.
+        scatter_embedding_sequence_parallel=model.encoder is None,
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type=("yarn" if hasattr(config, "yarn_mscale") else "rope")
         if model.rotated_size
@@ -533,6 +539,8 @@ def build_model(
     config = chunks[0].config
     # A replayed graph calls none of the functions that begin an exchange.
     overlaps = _runs_behind(device) and parallel.overlap_gradients and not parallel.cuda_graphs
+    # A step whose rows have no media gives the encoder no gradient, for which an exchange would wait.
+    overlaps = overlaps and not model.train_encoder
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=parallel.gradient_dtype == "float32",
         use_distributed_optimizer=parallel.distributed_optimizer,

@@ -1,0 +1,184 @@
+"""The images and sounds of a dataset, in every format: files beside its shards, and an index of them.
+
+shard_000003.media    the media of the shard shard_000003, end to end; the same bytes are stored once
+index/media.npy       a row of MEDIA_DTYPE for each medium, in the order of sequences and of places in them
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from harness.errors import FormatError
+from harness.records import MEDIA_KINDS, Int32Array, Pack
+from harness.storage import Folder, Place
+from harness.storage.inputs import ByteSource, read_ranges
+
+SUFFIX = ".media"
+SHARDS = rf"(shard|chunk)_\d+\{SUFFIX}"  # names of files
+# Numbers of sequences are those of the dataset, starts are counted in the sequence; the kind is a place in MEDIA_KINDS.
+MEDIA_DTYPE = np.dtype(
+    [
+        ("sequence", "<i8"),
+        ("start", "<i4"),
+        ("tokens", "<i4"),
+        ("kind", "|u1"),
+        ("shard", "<i4"),
+        ("offset", "<i8"),
+        ("num_bytes", "<i8"),
+        ("xxh3", "<u8"),
+    ]
+)
+_CONTENT = np.dtype([("start", "<i4"), ("tokens", "<i4"), ("kind", "|u1"), ("xxh3", "<u8")])
+MediaRows = npt.NDArray[np.void]
+
+
+def media_name(shard: str) -> str:
+    """Return the name of the file with the media of a shard."""
+    return str(PurePosixPath(shard).with_suffix(SUFFIX))
+
+
+def no_rows() -> MediaRows:
+    return np.zeros(0, MEDIA_DTYPE)
+
+
+def media_rows(pack: Pack) -> MediaRows:
+    """Return the rows of a pack's media, numbered as its only sequences, without their places in a file."""
+    rows = np.zeros(len(pack.media), MEDIA_DTYPE)
+    starts = np.array([one.start for one in pack.media], np.int64)
+    rows["sequence"] = np.searchsorted(pack.seq_start_id, starts, side="right") - 1
+    rows["start"] = starts - pack.seq_start_id[rows["sequence"]]
+    rows["tokens"] = [one.tokens for one in pack.media]
+    rows["kind"] = [MEDIA_KINDS.index(one.kind) for one in pack.media]
+    rows["num_bytes"] = [len(one.data) for one in pack.media]
+    rows["xxh3"] = [xxhash.xxh3_64_intdigest(one.data) for one in pack.media]
+    return rows
+
+
+def fold_media(digest: int, rows: MediaRows, starts: Int32Array) -> int:
+    """Return the digest of a pack with media: xxh3_64 of their starts in it, tokens, kinds and hashes.
+
+    Args:
+        digest: of the pack without them, which is the seed; unchanged where there are none.
+        rows: of the pack's media, numbered as its only sequences.
+        starts: int32 [sequences], the first position of each.
+    """
+    if not rows.shape[0]:
+        return digest
+    content = np.empty(rows.shape[0], _CONTENT)
+    for name in ("start", "tokens", "kind", "xxh3"):
+        content[name] = rows[name]
+    content["start"] += starts[rows["sequence"]]
+    return xxhash.xxh3_64_intdigest(content.tobytes(), digest)
+
+
+class MediaWriter:
+    """Writes the media of one shard as its packs are appended."""
+
+    def __init__(self, folder: Folder, shard: str) -> None:
+        self.name = media_name(shard)
+        self._file = folder.create_file(self.name)
+        self._offsets: dict[bytes, int] = {}
+        self._num_bytes = 0
+
+    def append(self, pack: Pack) -> MediaRows:
+        """Write the media of a pack that keeps the invariants; returns their rows."""
+        rows = media_rows(pack)
+        for row, one in zip(rows, pack.media, strict=True):
+            digest = xxhash.xxh3_128_digest(one.data)
+            if digest not in self._offsets:
+                self._offsets[digest] = self._num_bytes
+                self._file.write(one.data)
+                self._num_bytes += len(one.data)
+            row["offset"] = self._offsets[digest]
+        return rows
+
+    def finish(self) -> list[str]:
+        """Finish the file; returns its name."""
+        self._file.finish()
+        return [self.name]
+
+    def abort(self) -> None:
+        """Drop the file."""
+        self._file.abort()
+
+
+def find_rows(rows: MediaRows, first: int, last: int) -> slice:
+    """Return the place of the rows of sequences `first` to `last`, without the last."""
+    numbers = rows["sequence"]
+    # Not np.searchsorted, which would copy the whole column.
+    return slice(bisect_left(numbers, first), bisect_left(numbers, last))
+
+
+def read_data(
+    rows: MediaRows, numbers: Iterable[int], open_media: Callable[[int], tuple[ByteSource, Place]]
+) -> dict[int, bytes]:
+    """Read the files of media, by the numbers of their rows; the same bytes once, and neighbors with one request.
+
+    Args:
+        open_media: returns the open file of the media of a shard, and its place.
+
+    Raises:
+        FormatError: a file cannot be read or ends before, or the bytes of a medium differ from what was written.
+    """
+    by_shard: dict[int, list[int]] = {}
+    for number in dict.fromkeys(numbers):
+        by_shard.setdefault(int(rows["shard"][number]), []).append(number)
+    found: dict[int, bytes] = {}
+    for shard, inside in sorted(by_shard.items()):
+        spans = [(int(row["offset"]), int(row["offset"] + row["num_bytes"])) for row in rows[inside]]
+        unique, place = list(dict.fromkeys(spans)), None
+        try:
+            source, place = open_media(shard)
+            pieces = dict(zip(unique, read_ranges(source, unique), strict=True))
+        except FormatError as error:
+            raise FormatError(error.what, where=error.where or str(place), fix=error.fix or _FIX) from None
+        except OSError as error:
+            what = f"media cannot be read: {error.strerror or error}"
+            raise FormatError(what, where=str(error.filename or place), fix=_FIX) from error
+        for number, span in zip(inside, spans, strict=True):
+            found[number] = bytes(pieces[span])
+            if xxhash.xxh3_64_intdigest(found[number]) != rows["xxh3"][number]:
+                raise _damaged(rows, number, place)
+    return found
+
+
+_FIX = "copy the file again; `harness verify` lists all damage"
+
+
+def _damaged(rows: MediaRows, number: int, place: Place) -> FormatError:
+    row = rows[number]
+    sequence, offset, num_bytes = (int(row[name]) for name in ("sequence", "offset", "num_bytes"))
+    inside = number - find_rows(rows, sequence, sequence + 1).start
+    what = f"medium {inside} of sequence {sequence:,}, {MEDIA_KINDS[row['kind']]}, does not match its checksum"
+    return FormatError(what, where=f"{place}, bytes {offset:,} to {offset + num_bytes:,}", fix=_FIX)
+
+
+def check_rows(rows: MediaRows, lengths: Int32Array, sizes: Sequence[int] | None, *, where: str) -> None:
+    """Raise FormatError unless each row is of a place in a sequence, after the row before, and of bytes of a file.
+
+    Args:
+        sizes: bytes of the file of each shard; None where they are not known, as for a plan's store.
+    """
+    columns: dict[str, npt.NDArray[Any]] = {name: rows[name].astype(np.int64) for name in rows.dtype.names or ()}
+    sequence, start, tokens = (columns[name] for name in ("sequence", "start", "tokens"))
+    is_bad = (sequence < 0) | (sequence >= lengths.shape[0]) | (start < 0) | (tokens < 1)
+    is_bad |= start + tokens > lengths[np.clip(sequence, 0, lengths.shape[0] - 1)]
+    is_bad |= (columns["kind"] >= len(MEDIA_KINDS)) | (columns["shard"] < 0)
+    is_bad |= (columns["offset"] < 0) | (columns["num_bytes"] < 0)
+    same = sequence[1:] == sequence[:-1]
+    is_bad[1:] |= (sequence[1:] < sequence[:-1]) | (same & (start[1:] < (start + tokens)[:-1]))
+    if sizes is not None:
+        shard = columns["shard"]
+        is_bad |= shard >= len(sizes)
+        left = np.array(sizes)[np.clip(shard, 0, len(sizes) - 1)] - columns["offset"]
+        is_bad |= columns["num_bytes"] > left
+    if is_bad.any():
+        what = f"medium {int(np.argmax(is_bad)):,} of {rows.shape[0]:,} is not part of the sequences and files"
+        raise FormatError(what, where=where, fix="copy the dataset again")

@@ -1,0 +1,181 @@
+"""The encoder of audio or images in front of a text model, whose features take the places of placeholder tokens.
+
+The modules are those of transformers. Every rank of a tensor-parallel group has the whole encoder and runs it on the
+media of its row; context-parallel ranks run it on the media of their slice. So its gradients are equal on
+tensor-parallel ranks, and summed over all others as those of any weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from torch import nn
+
+from harness.errors import ConfigError
+from harness.plan import ModelConfig
+from harness.plan.encoders import read_encoder
+
+
+@dataclass(frozen=True)
+class MediaTensors:
+    """The media of a rank's slice of a row, on the device.
+
+    Attributes:
+        arrays: what the encoder takes, by name, [media, ...], as `harness.prep.media.MediaRules.features` returns it.
+        places: int64 [features of the slice], the tokens of the slice that they replace.
+        features: int64 [features of the slice], which of the features of these media they are, end to end.
+    """
+
+    arrays: dict[str, torch.Tensor]
+    places: torch.Tensor
+    features: torch.Tensor
+
+
+class MediaEncoder(nn.Module):
+    """Turns the media of a row into one feature for each placeholder token; never in training mode.
+
+    Raises:
+        ConfigError: transformers is missing, or cannot build it from `model.encoder`.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        assert model.encoder is not None
+        self.media, self._values = read_encoder(model.encoder)
+        self.is_trained = model.train_encoder
+        self.row: MediaTensors | None = None
+        try:
+            parts = _build(self.media.name, self._values, model.hidden_size)
+        except ImportError as error:
+            fix = "pip install 'harness[tokenize]'"
+            raise ConfigError(f"encoders need transformers: {error}", where="model.encoder", fix=fix) from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            what = f"transformers cannot build the encoder: {type(error).__name__}: {error}"
+            raise ConfigError(what, where="model.encoder", fix="use the config.json of the published model") from None
+        for name, module in parts.items():
+            self.add_module(name, module)
+        if not self.is_trained:
+            self.requires_grad_(False)
+        self.eval()
+
+    def train(self, mode: bool = True) -> MediaEncoder:
+        """Leave the modules as they are: dropout would depend on the layout."""
+        return self
+
+    def forward(self, **arrays: torch.Tensor) -> torch.Tensor:
+        """Return the features of media, [features, hidden_size], end to end."""
+        with torch.set_grad_enabled(self.is_trained and torch.is_grad_enabled()):
+            features: torch.Tensor = _ENCODE[self.media.name](self, self._values, **arrays)
+            return features
+
+    def merge(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Return [T / cp, 1, hidden_size] with features in the places of the row's media."""
+        if self.row is None:
+            return embedded
+        features = self(**self.row.arrays).to(embedded.dtype)
+        count = int(self.row.features.shape[0])
+        chosen = features if count == features.shape[0] else features.index_select(0, self.row.features)
+        places = self.row.places.view(-1, 1, 1).expand(-1, 1, embedded.shape[-1])
+        return embedded.scatter(0, places, chosen.unsqueeze(1))
+
+
+def _build(name: str, values: dict[str, Any], hidden_size: int) -> dict[str, nn.Module]:
+    from transformers import AutoModel
+
+    if name == "llava":
+        from transformers import LlavaConfig
+        from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+
+        config = LlavaConfig(**values, text_config={"model_type": "llama", "hidden_size": hidden_size})
+        return {
+            "vision_tower": AutoModel.from_config(config.vision_config),
+            "multi_modal_projector": LlavaMultiModalProjector(config),
+        }
+    if name == "qwen2_audio":
+        from transformers import Qwen2AudioConfig
+        from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioMultiModalProjector
+
+        config = Qwen2AudioConfig(**values, text_config={"model_type": "qwen2", "hidden_size": hidden_size})
+        return {
+            "audio_tower": AutoModel.from_config(config.audio_config),
+            "multi_modal_projector": Qwen2AudioMultiModalProjector(config),
+        }
+    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
+
+    audio = Qwen3OmniMoeAudioEncoderConfig(**values["audio_config"])
+    if audio.output_dim != hidden_size:
+        raise ValueError(f"output_dim is {audio.output_dim}, and hidden_size of the text model {hidden_size}")
+    return {"audio_tower": Qwen3OmniMoeAudioEncoder(audio)}
+
+
+def _encode_whisper(
+    encoder: Any, values: dict[str, Any], *, input_features: torch.Tensor, feature_attention_mask: torch.Tensor
+) -> torch.Tensor:
+    tower = encoder.audio_tower
+    frames, lengths = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
+    size = (input_features.shape[-1] - 2) // 2 + 1
+    heard = torch.arange(size, device=frames.device) < frames.unsqueeze(1)
+    mask = torch.zeros(heard.shape, dtype=tower.conv1.weight.dtype, device=frames.device)
+    mask = mask.masked_fill(~heard, -torch.inf)[:, None, None, :].expand(-1, 1, size, size)
+    hidden = tower(input_features, attention_mask=mask).last_hidden_state
+    features: torch.Tensor = encoder.multi_modal_projector(hidden)
+    kept = torch.arange(features.shape[1], device=lengths.device) < lengths.unsqueeze(1)
+    return features[kept]
+
+
+def _encode_omni(
+    encoder: Any, values: dict[str, Any], *, input_features: torch.Tensor, feature_attention_mask: torch.Tensor
+) -> torch.Tensor:
+    heard = input_features.permute(0, 2, 1)[feature_attention_mask.bool()].permute(1, 0)
+    made = encoder.audio_tower(heard, feature_lens=feature_attention_mask.sum(-1))
+    features: torch.Tensor = made.last_hidden_state
+    return features
+
+
+def _encode_image(encoder: Any, values: dict[str, Any], *, pixel_values: torch.Tensor) -> torch.Tensor:
+    layers = values.get("vision_feature_layer", -2)
+    weight = encoder.multi_modal_projector.linear_1.weight
+    seen = encoder.vision_tower(pixel_values.to(weight.dtype), output_hidden_states=True).hidden_states
+    chosen = [seen[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
+    if values.get("vision_feature_select_strategy", "default") == "default":
+        chosen = [one[:, 1:] for one in chosen]  # without the token of the class
+    features: torch.Tensor = encoder.multi_modal_projector(torch.cat(chosen, dim=-1))
+    return features.flatten(0, 1)
+
+
+_ENCODE: dict[str, Any] = {
+    "qwen2_audio": _encode_whisper,
+    "qwen3_omni_moe_thinker": _encode_omni,
+    "llava": _encode_image,
+}
+
+
+def add_encoder(chunk: GPTModel, model: ModelConfig) -> None:
+    """Give the first stage of a model its encoder; its embedding then has the features of each row's media."""
+    encoder = chunk.encoder = MediaEncoder(model)
+
+    def take(module: nn.Module, args: Any, options: dict[str, Any]) -> None:
+        encoder.row = options["packed_seq_params"].media
+
+    def merge(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+        embedded = encoder.merge(embedded)
+        # Each tensor-parallel rank then has the gradient of all tokens, and so the same one of the encoder.
+        if chunk.config.sequence_parallel:
+            return tensor_parallel.scatter_to_sequence_parallel_region(embedded)  # type: ignore[no-any-return]
+        return embedded
+
+    chunk.register_forward_pre_hook(take, with_kwargs=True)
+    chunk.embedding.register_forward_hook(merge)
+
+
+def encoder_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of the encoder's weights by its Hugging Face name; none for a text model."""
+    if model.encoder is None:
+        return {}
+    with torch.device("meta"):
+        return {name: tuple(value.shape) for name, value in MediaEncoder(model).state_dict().items()}

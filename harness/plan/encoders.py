@@ -1,0 +1,179 @@
+"""Models that also read audio or images: what their config.json and weights have beside those of the text model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Values of a text model that a nested config.json leaves out, because they are the defaults of its class.
+_DEFAULTS = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 11008,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@dataclass(frozen=True)
+class MediaModel:
+    """A kind of published models that encode audio or images in front of a text model.
+
+    Attributes:
+        name: `model_type` of its config.json.
+        architecture: its class in transformers.
+        kind: of its media, see `harness.records.MEDIA_KINDS`.
+        token: value of config.json with the id of its placeholder token.
+        kept: values of config.json that describe the encoder.
+        parts: modules of the encoder, by which the names of its weights begin.
+        text_types: `model_type` of its text model, and the family that this is.
+        prefix: beginning of the names of the text model's weights.
+        left_out: beginnings of the names of weights that are neither trained nor run.
+        copied: those of them that an export contains, as the initial weights have them.
+        count: returns the number of weights of an encoder with these values, for a text model of this hidden size.
+    """
+
+    name: str
+    architecture: str
+    kind: str
+    token: str
+    kept: tuple[str, ...]
+    parts: tuple[str, ...]
+    text_types: Mapping[str, str]
+    count: Callable[[Mapping[str, Any], int], int]
+    prefix: str = ""
+    left_out: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+
+
+def _count_layers(layers: int, size: int, inner: int, biases: int) -> int:
+    """Return the weights of transformer layers with two norms, and of the norm after them."""
+    return layers * (4 * size * size + 2 * size * inner + inner + (biases + 5) * size) + 2 * size
+
+
+def _count_whisper(values: Mapping[str, Any], hidden: int) -> int:
+    audio = values["audio_config"]
+    size, mels, places = (int(audio[name]) for name in ("d_model", "num_mel_bins", "max_source_positions"))
+    layers = _count_layers(int(audio["encoder_layers"]), size, int(audio["encoder_ffn_dim"]), 3)
+    return layers + 3 * size * (mels + size) + 2 * size + places * size + (size + 1) * hidden
+
+
+def _count_omni(values: Mapping[str, Any], hidden: int) -> int:
+    audio = values["audio_config"]
+    size, mels, inner = (int(audio[name]) for name in ("d_model", "num_mel_bins", "downsample_hidden_size"))
+    layers = _count_layers(int(audio["encoder_layers"]), size, int(audio["encoder_ffn_dim"]), 4)
+    halved = -(-mels // 8)
+    joined = 9 * inner * (1 + 2 * inner) + 3 * inner + inner * halved * size
+    return layers + joined + (size + 1) * (size + hidden)
+
+
+def _count_llava(values: Mapping[str, Any], hidden: int) -> int:
+    vision = values["vision_config"]
+    size, inner = int(vision["hidden_size"]), int(vision["intermediate_size"])
+    patch, image = int(vision["patch_size"]), int(vision["image_size"])
+    places = (image // patch) ** 2
+    has_bias = bool(values.get("multimodal_projector_bias", True))
+    projector = (size + hidden + 2 * has_bias) * hidden
+    layers = _count_layers(int(vision["num_hidden_layers"]), size, inner, 4)
+    # CLIP has a token of its own, and a norm before its layers.
+    return layers + 3 * patch * patch * size + (places + 1) * size + 3 * size + projector
+
+
+_OMNI = MediaModel(
+    "qwen3_omni_moe_thinker",
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "audio",
+    "audio_token_id",
+    ("audio_config",),
+    ("audio_tower",),
+    {"qwen3_omni_moe_text": "qwen3_moe"},
+    _count_omni,
+    left_out=("visual.", "talker.", "code2wav."),
+    copied=("visual.",),
+)
+MEDIA_MODELS = {
+    model.name: model
+    for model in (
+        MediaModel(
+            "qwen2_audio",
+            "Qwen2AudioForConditionalGeneration",
+            "audio",
+            "audio_token_index",
+            ("audio_config",),
+            ("audio_tower", "multi_modal_projector"),
+            {"qwen2": "qwen2"},
+            _count_whisper,
+            prefix="language_model.",
+        ),
+        _OMNI,
+        MediaModel(
+            "llava",
+            "LlavaForConditionalGeneration",
+            "image",
+            "image_token_index",
+            (
+                "vision_config",
+                "projector_hidden_act",
+                "vision_feature_layer",
+                "vision_feature_select_strategy",
+                "multimodal_projector_bias",
+            ),
+            ("vision_tower", "multi_modal_projector"),
+            {name: name for name in ("llama", "mistral", "qwen2")},
+            _count_llava,
+            prefix="language_model.",
+        ),
+    )
+}
+
+
+def of_whole(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the part that reads and writes text, of a model that also speaks."""
+    if values.get("model_type") != "qwen3_omni_moe":
+        return values
+    return {**values["thinker_config"], "model_type": _OMNI.name}
+
+
+def encoder_text(values: Mapping[str, Any]) -> str | None:
+    """Return `model.encoder` for a config.json, or None for one of a text model; raise KeyError for a missing value."""
+    values = of_whole(values)
+    model = MEDIA_MODELS.get(str(values.get("model_type")))
+    if model is None:
+        return None
+    kept = {name: values[name] for name in model.kept if name in values}
+    return json.dumps({"model_type": model.name, model.token: int(values[model.token]), **kept}, sort_keys=True)
+
+
+def text_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model alone, as one of its family, of a model that also reads media."""
+    values = of_whole(values)
+    model = MEDIA_MODELS[values["model_type"]]
+    text = {**_DEFAULTS, **values["text_config"]}
+    text["model_type"] = model.text_types.get(text["model_type"], text["model_type"])
+    return text
+
+
+def read_encoder(text: str) -> tuple[MediaModel, dict[str, Any]]:
+    """Return the kind of model that `model.encoder` is of, and its values; raise ValueError if it is of none."""
+    try:
+        values = json.loads(text)
+        model = MEDIA_MODELS[values["model_type"]]
+        int(values[model.token])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        known = ", ".join(MEDIA_MODELS)
+        raise ValueError(f"not the config.json of an encoder (model_type {known}): {error}") from None
+    return model, values
+
+
+def with_encoder(text: dict[str, Any], encoder: str) -> dict[str, Any]:
+    """Return the config.json of a model that reads media, from that of its text model and `model.encoder`."""
+    model, values = read_encoder(encoder)
+    types = {family: name for name, family in model.text_types.items()}
+    nested = {**text, "model_type": types[text["model_type"]]}
+    nested.pop("architectures", None)
+    return {"architectures": [model.architecture], **values, "text_config": nested}
