@@ -167,10 +167,6 @@ class ChatTokenizer:
         """Write a Hugging Face tokenizer folder that includes the template in use."""
         self.hf.save_pretrained(str(folder))
 
-    def prompt(self, *turns: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of a conversation of these turns, up to where the answer begins."""
-        return list(self._backend.encode(self._renderer.prompt(turns), add_special_tokens=False).ids)
-
     @property
     def ends(self) -> list[int]:
         """Ids of the tokens that end an answer."""
