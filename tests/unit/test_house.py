@@ -47,7 +47,7 @@ LINES = {
     "harness/launch": 2_379,
     "harness/loader": 4_633,
     "harness/megatron": 10_929,
-    "harness/parity": 2_790,
+    "harness/parity": 2_621,
     "harness/plan": 4_906,
     "harness/prep": 9_900,
     "harness/recipes": 10,
