@@ -38,7 +38,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
     "harness": 2_680,
-    "harness/bench": 2_305,
+    "harness/bench": 2_056,
     "harness/cli": 2_666,
     "harness/conformance": 1_630,
     "harness/formats": 5_597,
