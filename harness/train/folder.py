@@ -98,10 +98,6 @@ def check_settings(values: Any) -> dict[str, Any]:
         raise ValueError(f"have no {', '.join(missing)}")
     data = values["data"]
     schema = PretrainConfig if isinstance(data, dict) and "sequence_length" in data else SftConfig
-    match values["optimizer"]:
-        case {"lr": float(largest), "min_lr": float() | int() as final, **others} if largest > 0:
-            # Version 0.1 had the final learning rate itself.
-            values = {**values, "optimizer": {**others, "lr": largest, "min_lr_ratio": final / largest}}
     if odd := find_odd(values, schema):
         raise ValueError(f"are damaged, or of another version: {odd}")
     return _completed(values, to_plain(schema()))

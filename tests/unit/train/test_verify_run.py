@@ -13,15 +13,13 @@ from step_metrics import metrics
 from typer.testing import CliRunner
 
 from harness.cli.app import app
-from harness.errors import ConfigError
 from harness.loader import LoaderState
 from harness.plan import SftConfig
 from harness.settings import to_plain, to_yaml
 from harness.storage.checksums import digest_files, write_checksums
 from harness.train import Progress
-from harness.train.checkpoints import add_checksums, write_run_file
+from harness.train.checkpoints import write_run_file
 from harness.train.digests import RowDigests, StepDigests, to_json
-from harness.train.folder import read_settings
 from harness.train.local import LocalRecord, begin_attempt, write_local_record
 from harness.train.verify import find_run_check, verify_checkpoint, verify_run
 
@@ -55,25 +53,10 @@ def found(run: Path) -> list[str]:
     return [problem.what for problem in verify_run(run)]
 
 
-def test_checksums_that_are_lost_or_never_were_are_named_until_the_files_are_accepted_as_they_are(run: Path) -> None:
-    older, newer = sorted((run / "checkpoints").iterdir())
-    for checkpoint in (older, newer):
+def test_checksums_that_are_lost_are_named(run: Path) -> None:
+    for checkpoint in (run / "checkpoints").iterdir():
         (checkpoint / "checksums.json").unlink()
-    document = json.loads((older / "run.json").read_text())
-    del document["checksums"]
-    (older / "run.json").write_text(json.dumps(document))
-    assert found(run) == [
-        "the checkpoint has no checksums.json, so its files cannot be checked (early versions wrote none)",
-        "the checkpoint's checksums.json is missing",
-    ]
-    accepted = CliRunner().invoke(app, ["verify", str(older), "--write-checksums"])
-    assert (accepted.exit_code, accepted.output.splitlines()) == (
-        0,
-        [f"note: {older}: its files were accepted as they are", f"{older}: nothing wrong"],
-    )
-    assert found(run) == ["the checkpoint's checksums.json is missing"]
-    with pytest.raises(ConfigError, match="this is not a checkpoint without checksums"):
-        add_checksums(older)
+    assert found(run) == ["the checkpoint's checksums.json is missing"] * 2
 
 
 def test_a_whole_run_has_no_problems(run: Path) -> None:
@@ -149,14 +132,6 @@ def test_a_checkpoint_may_be_of_settings_before_the_newest_or_of_a_version_with_
     (run / "config.before-1.yaml").write_text(YAML)
     (run / "config.yaml").write_text(YAML.replace("lr: 0.002", "lr: 0.001").replace("  num_workers: 2\n", ""))
     assert found(run) == []
-
-
-def test_settings_of_a_version_with_a_final_learning_rate_have_its_share(run: Path) -> None:
-    (run / "config.yaml").write_text(
-        YAML.replace("lr: null", "lr: 0.5").replace("  min_lr_ratio: 0.1\n", "  min_lr: 0.125\n")
-    )
-    optimizer = read_settings(run / "config.yaml")["optimizer"]
-    assert (optimizer["lr"], optimizer["min_lr_ratio"], "min_lr" in optimizer) == (0.5, 0.25, False)
 
 
 def digests(step: int, *, tokens: int = 3, **changes: Any) -> str:
