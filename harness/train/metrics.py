@@ -153,7 +153,7 @@ class MetricsWriter(LineFile):
         self._trackers: list[Tracker] = []
         for name in filter(SERVICES.__contains__, trackers):
             with self._may_fail(name):
-                self._trackers.append(Tracker(name, path))
+                self._trackers.append(Tracker(name, folder))
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step; raises HarnessError if the disk refuses."""
@@ -161,10 +161,13 @@ class MetricsWriter(LineFile):
         # JSON has no NaN; parsers of other languages refuse Python's.
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self.append(json.dumps(line) + "\n")
+        steps = curves_of(values)
         with self._may_fail("tensorboard"):
             if self._events is not None:
-                for step, curves in curves_of(values):
+                for step, curves in steps:
                     self._events.add(curves, step)
+        for tracker in self._trackers:
+            tracker.send(steps)
         self._report(tracker.problem() for tracker in self._trackers)
 
     def close(self, status: str = "finished") -> None:
