@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,6 +48,8 @@ SAMPLES = "samples.jsonl"
 _PROGRESS = "progress"
 _FILES = (SEQUENCES, INPUT_IDS, LOSS_MASK, BAD_RECORDS, TO_REPAIR, SAMPLES)
 _SHOWN_BAD = 10
+# Records are tokenized together in batches of about this time.
+_BATCH_S = 0.25
 # Conversations whose text a shard keeps for the report's page.
 _MAX_SAMPLES = 2
 
@@ -207,9 +211,9 @@ def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatToken
         writer = _ShardWriter(job, opened, receipt)
         done = 0
         for chunk in read_shard(shard):
-            writer.add(chunk, tokenizer)
+            for share in writer.add(chunk, tokenizer):
+                (folder / _PROGRESS).write_text(str(done + int(share * chunk.num_bytes)))
             done += chunk.num_bytes
-            (folder / _PROGRESS).write_text(str(done))
         for file in writer.files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -224,20 +228,29 @@ class _ShardWriter:
     files: Mapping[str, BinaryIO]
     receipt: Receipt
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    batch: int = 8
 
-    def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> None:
-        """Tokenize and write the records of a chunk; raise PrepError if some are bad, and these are refused."""
-        parsed = list(chunk.parse())
-        refused = []
-        raws = (raw for raw in chunk.records if not is_blank(raw))
-        for raw, item, result in zip(raws, parsed, tokenizer.encode_each(parsed), strict=True):
-            if isinstance(result, BadRecord):
-                refused.append((raw, result))
-            elif isinstance(item, Conversation):
-                self._store(item, result, tokenizer)
+    def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> Iterator[float]:
+        """Tokenize and write the records of a chunk, and yield the share that is done several times a second.
+
+        Raises:
+            PrepError: some records are bad, and these are refused.
+        """
+        refused, num_before = [], self.receipt.counts.records
+        records = zip((raw for raw in chunk.records if not is_blank(raw)), chunk.parse(), strict=True)
+        while some := list(islice(records, self.batch)):
+            began = time.monotonic()
+            for (raw, item), result in zip(some, tokenizer.encode_each([item for _, item in some]), strict=True):
+                if isinstance(result, BadRecord):
+                    refused.append((raw, result))
+                elif isinstance(item, Conversation):
+                    self._store(item, result, tokenizer)
+            fitting = int(len(some) * _BATCH_S / max(time.monotonic() - began, 1e-6))
+            self.batch = max(1, min(fitting, 2 * self.batch, 1024))
+            self.receipt.counts.records += len(some)
+            yield (self.receipt.counts.records - num_before) / len(chunk.records)
         self.files[SEQUENCES].write(np.array(self.rows, SEQUENCE).tobytes())
         self.rows.clear()
-        self.receipt.counts.records += len(parsed)
         if self.job.on_bad == "refuse":
             refuse([record for _, record in refused])
         for raw, record in refused:
