@@ -189,9 +189,7 @@ class Pack:
             end = one.start + one.tokens
             owner = int(np.searchsorted(self.seq_start_id, one.start, side="right")) - 1
             if one.start < last or end > ends[owner]:
-                return (
-                    f"has medium {number} in tokens {one.start:,} to {end:,}, not after the last, inside one sequence"
-                )
+                return f"has medium {number} in tokens {one.start:,} to {end:,}, not after the last, inside one sequence"
             if self.loss_mask[max(one.start - 1, 0) : end - 1].any() and one.start > self.seq_start_id[owner]:
                 return f"trains placeholder tokens of medium {number}, in tokens {one.start:,} to {end:,}"
             last = end
