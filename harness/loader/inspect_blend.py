@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
+from harness.loader.blend import Blend
 from harness.loader.datasets import BlendSource, DataConfig, JoinedReader, open_datasets
 from harness.printing import count_of
 from harness.settings import from_plain
@@ -45,7 +46,7 @@ class BlendSummary:
 
     Attributes:
         path: of the settings.
-        packs: of the run, at most of its first epoch; without one, of an epoch, or with weights as many as all hold.
+        packs: of the run; without one, of an epoch, or with weights as many as all sources have.
         of_run: True where the steps of the settings train these packs.
         ends_after: packs after which a source's epochs are used up; None where none are limited.
         sources: in order.
@@ -83,12 +84,7 @@ def summarize_blend(path: str) -> BlendSummary:
     blend, train = opened.blend, opened.train
     assert blend is not None
     assert isinstance(train, JoinedReader)
-    try:
-        packs = max(0, int(settings["trainer"]["steps"]) * int(settings["loader"]["global_batch_size"]))
-    except (KeyError, TypeError, ValueError):
-        packs = 0
-    packs = min(packs, blend.num_packs or packs)  # the epochs of a blend without weights are alike
-    counts = blend.counts_after(packs or blend.num_packs or len(train))
+    packs, counts = _count_run(settings, blend) or (0, blend.counts_after(blend.num_packs or len(train)))
     tokens = [int(reader.sequence_lengths.sum(dtype="int64")) for reader in train.readers]
     drawn_tokens = [share * total / size for share, total, size in zip(blend.shares, tokens, blend.sizes, strict=True)]
     summaries = [
@@ -105,7 +101,26 @@ def summarize_blend(path: str) -> BlendSummary:
         )
         for number, reader in enumerate(train.readers)
     ]
-    return BlendSummary(path, packs or sum(counts), bool(packs), blend.ends_after(), summaries)
+    return BlendSummary(path, packs or sum(counts), packs > 0, blend.ends_after(), summaries)
+
+
+def _count_run(settings: dict[str, Any], blend: Blend) -> tuple[int, list[int]] | None:
+    """Return the packs that the steps of a run train, and those of each source; None without steps."""
+    try:
+        steps, size = int(settings["trainer"]["steps"]), int(settings["loader"]["global_batch_size"])
+        drop_last = bool(settings["loader"].get("drop_last"))
+    except (KeyError, TypeError, ValueError):
+        return None
+    if min(steps, size) < 1:
+        return None
+    if blend.num_packs is None:
+        return steps * size, blend.counts_after(steps * size)
+    # Epochs of a blend without weights are alike, and end with a batch of the packs that are left.
+    in_epoch = blend.num_packs - (blend.num_packs % size if drop_last else 0)
+    epochs, rest = divmod(steps, max(1, -(-in_epoch // size)))
+    whole, part = blend.counts_after(in_epoch), blend.counts_after(rest * size)
+    counts = [epochs * of_epoch + more for of_epoch, more in zip(whole, part, strict=True)]
+    return sum(counts), counts
 
 
 def render_blend(summary: BlendSummary) -> Any:

@@ -60,10 +60,15 @@ def test_without_weights_an_epoch_is_shown(monkeypatch, capsys, tmp_path, source
     summary = json.loads(out)
     assert (summary["packs"], summary["ends_after"]) == (14, None)
     assert [source["drawn"] for source in summary["sources"]] == [8, 6]
-    # Of a run of several epochs, the first.
+    # Two epochs of four batches, of which the last has two packs, and one batch.
     settings |= {"trainer": {"steps": 9}, "loader": {"global_batch_size": 4}}
     _, out, _ = inspect(monkeypatch, capsys, tmp_path, settings)
-    assert "in the first 14 packs trained by the run" in out
+    assert "in the first 32 packs trained by the run" in out
+    _, out, _ = inspect(monkeypatch, capsys, tmp_path, settings, "--json")
+    assert [source["drawn"] for source in json.loads(out)["sources"]] == [18, 14]
+    settings["loader"]["drop_last"] = True
+    _, out, _ = inspect(monkeypatch, capsys, tmp_path, settings, "--json")
+    assert json.loads(out)["packs"] == 36
 
 
 @pytest.mark.parametrize(
