@@ -273,7 +273,7 @@ def find_weights(init_from: str) -> Path:
         from huggingface_hub import snapshot_download
 
         # Ranks of a node that call this at the same time wait for one download.
-        return snapshot_download(init_from, allow_patterns=["*.json", "*.safetensors"], **settings)
+        return str(snapshot_download(init_from, allow_patterns=["*.json", "*.safetensors"], **settings))
 
     return _find(init_from, download)
 

@@ -416,9 +416,10 @@ class Stages:
                 self.progress(name, done, total)
             now = time.perf_counter()
             # In a log: every second at first, then after a twentieth of the time so far.
-            if hidden and 0 < done < total and now - written >= max(_LOG_S, (now - began) / 20):
-                written, left = now, (now - began) * (total - done) / done
-                self.show(f"{name:<10}{now - began:7.1f} s  {done / total:.1%}, about {duration(left)} left")
+            if hidden and done < total and now - written >= max(_LOG_S, (now - began) / 20):
+                written, left = now, bar.tasks[0].time_remaining
+                more = "" if left is None else f", about {duration(left)} left"
+                self.show(f"{name:<10}{now - began:7.1f} s  {done / total:.1%}{more}")
 
         with Progress(*columns, console=self.console, transient=True, disable=hidden) as bar:
             stage = Stage(bar, doing, total, report)

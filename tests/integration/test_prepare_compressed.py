@@ -187,7 +187,7 @@ def test_a_log_has_the_progress_and_the_time_left(tmp_path, monkeypatch):
         )
         prepare(config, console=Console(file=log))
     lines = (tmp_path / "log").read_text().splitlines()
-    moves = [line for line in lines if line.startswith("tokens") and line.endswith(" left")]
-    assert len(moves) > 4
-    assert re.fullmatch(r"tokens +[\d.]+ s  [\d.]+%, about [\d a-z]+ left", moves[0])
+    moves = [line for line in lines if re.fullmatch(r"tokens +[\d.]+ s  [\d.]+%(, about [\d a-z]+ left)?", line)]
+    assert len({line.partition("%")[0].rpartition(" ")[2] for line in moves}) > 4
+    assert moves[-1].endswith(" left")
     assert lines.index(moves[-1]) < next(n for n, line in enumerate(lines) if "tokens of" in line)
