@@ -1,7 +1,6 @@
 """Fine-tune a model on packed datasets.
 
     harness train sft data.path=data/chats model.init_from=Qwen/Qwen3-0.6B resume=auto
-    harness train sft experiment=qwen3_8b_1node data.path=data/chats parallel.ranks=8
     torchrun --nproc-per-node 2 -m harness.recipes.sft trainer.steps=60 resume=auto
 
 The settings that most runs change:
@@ -13,8 +12,7 @@ The settings that most runs change:
   loader.global_batch_size=64     packs per step, over all ranks
   parallel.ranks=8                processes on this machine
   parallel.tensor_parallel_size=2 ranks that share each layer; `harness plan auto` finds a layout
-  run_dir=runs/mine               folder of the run
-  resume=auto                     continue the run if it exists
+  run_dir=runs/mine resume=auto   folder of the run; continue it if it exists
 
 The run's folder receives config.yaml, metrics.jsonl, TensorBoard events, checkpoints, loss.png and report.md.
 """

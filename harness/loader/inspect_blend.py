@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.loader.blend import Blend
 from harness.loader.datasets import BlendSource, DataConfig, JoinedReader, open_datasets
 from harness.printing import count_of
 from harness.settings import from_plain
@@ -84,7 +83,18 @@ def summarize_blend(path: str) -> BlendSummary:
     blend, train = opened.blend, opened.train
     assert blend is not None
     assert isinstance(train, JoinedReader)
-    packs, counts = _count_run(settings, blend) or (0, blend.counts_after(blend.num_packs or len(train)))
+    try:
+        steps, size = int(settings["trainer"]["steps"]), int(settings["loader"]["global_batch_size"])
+    except (KeyError, TypeError, ValueError):
+        steps, size = 0, 1
+    packs, epoch = max(0, steps * size), blend.num_packs
+    counts = blend.counts_after(packs or epoch or len(train))
+    if packs and epoch is not None:
+        # Epochs of a blend without weights are alike, and end with a batch of the packs that are left.
+        epochs, rest = divmod(steps, -(-epoch // size))
+        last = blend.counts_after(rest * size)
+        counts = [epochs * whole + part for whole, part in zip(blend.counts_after(epoch), last, strict=True)]
+        packs = sum(counts)
     tokens = [int(reader.sequence_lengths.sum(dtype="int64")) for reader in train.readers]
     drawn_tokens = [share * total / size for share, total, size in zip(blend.shares, tokens, blend.sizes, strict=True)]
     summaries = [
@@ -102,25 +112,6 @@ def summarize_blend(path: str) -> BlendSummary:
         for number, reader in enumerate(train.readers)
     ]
     return BlendSummary(path, packs or sum(counts), packs > 0, blend.ends_after(), summaries)
-
-
-def _count_run(settings: dict[str, Any], blend: Blend) -> tuple[int, list[int]] | None:
-    """Return the packs that the steps of a run train, and those of each source; None without steps."""
-    try:
-        steps, size = int(settings["trainer"]["steps"]), int(settings["loader"]["global_batch_size"])
-        drop_last = bool(settings["loader"].get("drop_last"))
-    except (KeyError, TypeError, ValueError):
-        return None
-    if min(steps, size) < 1:
-        return None
-    if blend.num_packs is None:
-        return steps * size, blend.counts_after(steps * size)
-    # Epochs of a blend without weights are alike, and end with a batch of the packs that are left.
-    in_epoch = blend.num_packs - (blend.num_packs % size if drop_last else 0)
-    epochs, rest = divmod(steps, max(1, -(-in_epoch // size)))
-    whole, part = blend.counts_after(in_epoch), blend.counts_after(rest * size)
-    counts = [epochs * of_epoch + more for of_epoch, more in zip(whole, part, strict=True)]
-    return sum(counts), counts
 
 
 def render_blend(summary: BlendSummary) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,28 +257,16 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
 
 def find_config(init_from: str) -> Path:
     """Return a folder with the config.json of `init_from`; of a model of the hub, nothing else is downloaded."""
-
-    def download(**settings: Any) -> str:
-        from huggingface_hub import hf_hub_download
-
-        return str(Path(hf_hub_download(init_from, "config.json", **settings)).parent)
-
-    return _find(init_from, download)
+    return _find(init_from, ["config.json"])
 
 
 def find_weights(init_from: str) -> Path:
     """Return the folder of `init_from`: itself or its copy on this node, or the hub's, downloaded if need be."""
-
-    def download(**settings: Any) -> str:
-        from huggingface_hub import snapshot_download
-
-        # Ranks of a node that call this at the same time wait for one download.
-        return str(snapshot_download(init_from, allow_patterns=["*.json", "*.safetensors"], **settings))
-
-    return _find(init_from, download)
+    # Ranks of a node that call this at the same time wait for one download.
+    return _find(init_from, ["*.json", "*.safetensors"])
 
 
-def _find(init_from: str, download: Callable[..., str]) -> Path:
+def _find(init_from: str, files: list[str]) -> Path:
     if Path(init_from).is_dir():
         return Path(local_copy(init_from))
     if Path(init_from).is_file():
@@ -286,14 +274,13 @@ def _find(init_from: str, download: Callable[..., str]) -> Path:
         raise ConfigError(f"{init_from} is a file, not a model's folder", where="model.init_from", fix=fix)
     problem = ""
     try:
-        from huggingface_hub.constants import HF_HUB_OFFLINE
+        from huggingface_hub import constants, snapshot_download
 
-        problem = "HF_HUB_OFFLINE disables the hub" if HF_HUB_OFFLINE else ask_hub(init_from)
-        return Path(download(local_files_only=bool(problem)))
+        problem = "HF_HUB_OFFLINE disables the hub" if constants.HF_HUB_OFFLINE else ask_hub(init_from)
+        return Path(snapshot_download(init_from, allow_patterns=files, local_files_only=bool(problem)))
     except Exception as error:  # the hub's client raises many kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        problem = problem or f"the hub's model cannot be loaded: {reason}"
         fix = "specify a folder with config.json and *.safetensors; for a model of the hub, run "
         fix += f"`hf download {init_from}` where there is a network, and use that folder"
-        what = f"there is no folder {init_from!r}, and {problem}"
+        what = f"there is no folder {init_from!r}, and {problem or f'the hub has no usable model: {reason}'}"
         raise ConfigError(what, where="model.init_from", fix=fix) from None

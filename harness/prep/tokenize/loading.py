@@ -46,7 +46,8 @@ def load_tokenizer(name: str) -> Any:
     except Exception as error:  # the library raises almost anything for a damaged folder
         if is_of_memory(error):
             raise MemoryError(f"the tokenizer {name} cannot be loaded") from error
-        raise ConfigError(f"the tokenizer cannot be loaded: {_reason(error)}", where=name, fix=_FIX) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"the tokenizer cannot be loaded: {reason}", where=name, fix=_FIX) from error
     if not getattr(tokenizer, "is_fast", False):
         what = "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text"
         raise ConfigError(what, where=name, fix="use a tokenizer with a tokenizer.json")
@@ -86,10 +87,6 @@ def _fix(folder: Path) -> str:
         names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     near = difflib.get_close_matches(folder.name, names, n=1)
     return f"check tokenizer.name: did you mean {folder.parent / near[0]}?" if near else f"check tokenizer.name: {_FIX}"
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 @contextlib.contextmanager

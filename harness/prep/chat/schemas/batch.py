@@ -38,7 +38,7 @@ def unwrapped(record: Mapping[str, Any]) -> Mapping[str, Any]:
         raise BadRecordError(BadReason.UNWANTED, f"the request failed with status {show(answer['status_code'])}")
     if name == "params" and answer.get("type") != "succeeded":
         raise BadRecordError(BadReason.UNWANTED, f"the request failed: its result is {show(answer.get('type'))}")
-    inner = "body" if answer.get("body") is not None else "message" if name == "params" else ""
+    inner = "message" if name == "params" else "body" if answer.get("body") is not None else ""
     return _with_answer(body, _object(answer.get(inner), f"the `{inner}` of `{field}`") if inner else answer, field)
 
 
