@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,18 +89,12 @@ class LiveFeed(Feed):
             state = replace(state, live=positions_to_json(positions))
         copy, readers = _groups(plan.layout.dp_rank, timeout_s)
 
+        open_folder = partial(FolderReader, config, plan, tokenizer=tokenizer, features=features)
+
         def loader() -> LiveLoader:
             return LiveLoader(
                 [
-                    FolderReader(
-                        config,
-                        plan,
-                        source=source,
-                        tokenizer=tokenizer,
-                        position=position,
-                        stream=stream,
-                        features=features,
-                    )
+                    open_folder(source=source, position=position, stream=stream)
                     for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
                 ],
                 plan,
