@@ -83,8 +83,7 @@ class LiveFeed(Feed):
         positions = positions_from_json(state.live if state is not None else "", count)
         if allow_other_data:
             positions = [replace(position, ended=False) for position in positions]
-        is_new = state is None
-        positions = runtime.on_rank_0(lambda: self._lock(positions, is_new=is_new))
+        positions = runtime.on_rank_0(lambda: self._lock(positions, is_new=state is None))
         if state is not None:
             state = replace(state, live=positions_to_json(positions))
         copy, readers = _groups(plan.layout.dp_rank, timeout_s)
