@@ -106,7 +106,6 @@ def test_a_parity_report_of_others_is_rendered_as_text(tmp_path: Path) -> None:
     console = open_console(width=200, file=io.StringIO())
     publish(hostile, console, tmp_path)
     check(console.file.getvalue())
-    check((tmp_path / "report.md").read_text())
 
 
 def test_status_prints_the_records_of_a_run_as_plain_lines(harness: Command, tmp_path: Path) -> None:
