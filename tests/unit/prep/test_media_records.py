@@ -321,6 +321,8 @@ def test_a_preparation_counts_media_and_records_its_rules(tmp_path, tokenizers):
     report = prepare(source, tokenizer.name, tmp_path / "data", **settings)
     assert (report.records, dict(report.bad), dict(report.media_by_kind)) == (4, {"media": 1}, {"audio": 4})
     assert "4 audio; 0.00 hours of audio; " in (tmp_path / "data" / "report.md").read_text()
+    # A sample shows one placeholder of each sound.
+    assert (tmp_path / "data" / "report.html").read_text().count("audio_pad") == 3
     line = json.loads((tmp_path / "data" / "bad_records.jsonl").read_text())
     assert line["detail"].startswith("`audios[0]` (turn 1) ")
     assert line["detail"].endswith("no.wav cannot be read: No such file or directory")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,14 @@ def test_a_thousand_durations_have_as_many_tokens_as_the_processor_writes(family
     finally:
         torch.set_num_threads(num_threads)
     assert [rules.count_tokens("audio", AudioSize(length, 16000)) for length in lengths] == expected
+
+
+def test_the_processor_of_qwen2_audio_is_read_as_transformers_saves_it(tmp_path: Path) -> None:
+    folder = save_media_model(tmp_path, "qwen2_audio")
+    audio_processor("qwen2_audio", folder).save_pretrained(tmp_path / "whole")
+    shutil.copy(folder / "config.json", tmp_path / "whole")
+    assert not (tmp_path / "whole" / "preprocessor_config.json").exists()
+    assert MediaRules.of(str(tmp_path / "whole")) == MediaRules.of(str(folder))
 
 
 @pytest.mark.parametrize("family", AUDIO)
@@ -122,6 +131,11 @@ def test_images_of_a_thousand_sizes_are_those_of_the_processor(siglip: bool, tmp
     processor = transformers.LlavaProcessor(
         images, tokenizer, patch_size=14, vision_feature_select_strategy=strategy, **extra
     )
+    # As transformers saves a whole processor, with those of its parts inside.
+    processor.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole" / "preprocessor_config.json").exists()
+    shutil.copy(folder / "config.json", tmp_path / "whole")
+    assert MediaRules.of(str(tmp_path / "whole")) == rules
     generator = np.random.default_rng(0)
     for width, height in generator.integers(1, 300, (1000, 2)).tolist():
         expected = processor._get_num_multimodal_tokens([(height, width)])["num_image_tokens"] if not siglip else [16]
