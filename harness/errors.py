@@ -86,7 +86,7 @@ _EXTRAS = {
     **dict.fromkeys(("typer", "rich", "yaml", "hydra", "omegaconf"), "cli"),
     **dict.fromkeys(("torch", "megatron", "psutil", "safetensors", "tensorboard", "matplotlib"), "train"),
     **dict.fromkeys(("tokenizers", "transformers"), "tokenize"),
-    **dict.fromkeys(("jinja2", "plotly"), "report"),
+    "jinja2": "report",
     "ray": "ray",
 }
 

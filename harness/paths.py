@@ -74,7 +74,7 @@ def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
     if (path / "manifest.json").is_file():
         return f"a dataset, not {expected}", f"`harness inspect {quoted}` shows it"
     if (path / "config.json").is_file():
-        return f"a model's folder, not {expected}", f"`harness chat {quoted}` or model.init_from={quoted} load it"
+        return f"a model's folder, not {expected}", f"model.init_from={quoted} trains it"
     if path.suffix.lower() in _CHATS:
         return f"a {path.suffix} file, not {expected}", f"{pack_command(path)} packs its conversations"
     return None

@@ -1,7 +1,7 @@
 """Benchmarks of `harness bench`: every figure is measured against something else in the same run.
 
 Read `figures` first (a `Case` has sides that take turns, a report holds what they give), then one bench, such as
-`loading`. A bench is a line of `BENCHES`: a function, and its sizes as two presets of `Sizes`. Modules are imported
+`step`. A bench is a line of `BENCHES`: a function, and its sizes as two presets of `Sizes`. Modules are imported
 when a bench runs, because each needs other packages. Only the command line imports this package. Benches for developers
 and against other packages are in `tests/benchmarks`, which adds its own to `BENCHES`.
 """
@@ -72,20 +72,6 @@ def load(place: str, *, uses_megatron: bool = False) -> Callable[..., Any]:
 
 
 BENCHES = {
-    "schedule": Bench(
-        "scheduling:bench_schedule",
-        "balance of the schedulers on a dataset or simulated lengths",
-        {"path": "", "parts": (), "ranks": 8, "cp_size": 1, "max_tokens_per_rank": 8192, "global_batch": 256}
-        | {"steps": 40},
-        {"steps": 5},
-    ),
-    "loader": Bench(
-        "loading:bench_loader",
-        "THD batches per second from each format",
-        {"parts": (), "packs": 20_000, "pack_size": 4096, "max_tokens_per_rank": 8192, "global_batch": 64}
-        | {"workers": (0, 2, 4), "steps": 120, "rounds": 5},
-        {"parts": ("memmap", "parquet"), "packs": 2000, "workers": (0, 2), "steps": 20, "rounds": 1},
-    ),
     "step": Bench(
         "step:bench_step",
         "the training loop against Megatron's bare step, and the wait for data",

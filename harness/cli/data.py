@@ -20,7 +20,6 @@ from harness.formats.foreign.importing import CONVENTIONS, import_dataset
 from harness.formats.foreign.swift import SWIFT, SwiftExport, export_to_swift
 from harness.formats.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
 from harness.formats.verify import describe_checks, diff_datasets
-from harness.loader.inspect_blend import BLEND_SUFFIXES, render_blend, summarize_blend
 from harness.prep import TokenizerConfig
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
@@ -108,7 +107,7 @@ def inspect(
     raw: Annotated[bool, typer.Option("--raw", help="PATH contains chats: show how they would be trained")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a dataset's counts, the text of one pack, the blend that a YAML file configures, or chats with --raw."""
+    """Show a dataset's counts, the text of one pack, or chats with --raw."""
     settings: InspectSettings = context.obj
     if raw:
         if as_json or pack is not None:
@@ -121,13 +120,6 @@ def inspect(
         what = "of these settings, only tokenizer.name applies to a dataset"
         raise ConfigError(what, where=path, fix="add --raw to show chats as `harness prepare` would train them")
     console = open_console()
-    if path.endswith(BLEND_SUFFIXES):
-        blend = summarize_blend(path)
-        if as_json:
-            print_json(asdict(blend))
-        else:
-            console.print(render_blend(blend))
-        return
     if pack is not None:
         reader = open_dataset(find_datasets(path)[0])
         if as_json:
@@ -151,12 +143,6 @@ def verify(
     repair: Annotated[
         bool, typer.Option("--repair-manifest", help="rebuild a lost or damaged manifest and index from intact shards")
     ] = False,
-    accept: Annotated[
-        bool,
-        typer.Option(
-            "--write-checksums", help="accept the files of a checkpoint without checksums, and write its checksums"
-        ),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check every byte and every invariant of a dataset or a run; exit code 1 if something is wrong.
@@ -168,7 +154,7 @@ def verify(
     """
     problems: list[Problem] = []
     notes: list[str] = []
-    checks = [] if is_uri(path) else _own_checks(path, notes, accept=accept)
+    checks = [] if is_uri(path) else _own_checks(path, notes)
     for one, check in checks:
         with progress_bar(f"verifying {one}", quiet=as_json) as advance:
             problems += check(one, progress=advance)
@@ -195,14 +181,10 @@ def verify(
     raise typer.Exit(1 if problems else 0)
 
 
-def _own_checks(path: str, notes: list[str], *, accept: bool) -> list[tuple[str, Callable[..., list[Problem]]]]:
+def _own_checks(path: str, notes: list[str]) -> list[tuple[str, Callable[..., list[Problem]]]]:
     """Return the checks of a run or of indexed datasets; none for what is verified as a packed dataset."""
-    from harness.train.checkpoints import add_checksums
     from harness.train.verify import find_run_check
 
-    if accept:
-        add_checksums(Path(path))
-        notes.append(f"{path}: its files were accepted as they are")
     run_check = find_run_check(path)
     checks = [(path, run_check)] if run_check is not None else find_checks(path)
     notes += describe_pair_checks(checks)

@@ -98,9 +98,9 @@ def sft(
         print_line(f"{exported} is exported already.")
     else:
         _run(commands[-1])
-    report = out / "report.md"
+    report, place = out / "report.md", shlex.quote(str(exported.resolve()))
     write_atomically(report, _report(stages, exported, commands).encode())
-    print_line(f"report {report}; to chat with the model: harness chat {shlex.quote(str(exported))}")
+    print_line(f"report {report}; to chat with the model: `transformers serve` and `transformers chat {place}`")
 
 
 def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -190,29 +189,11 @@ def end(folder: Folder) -> None:
 
 
 @live_app.command()
-def status(
-    folder: Folder,
-    watch: Annotated[bool, typer.Option("--watch", help="refresh until interrupted")] = False,
-    every_s: Annotated[float, typer.Option(min=0.1, help="with --watch, seconds between updates")] = 1.0,
-    as_json: AsJson = False,
-) -> None:
+def status(folder: Folder, as_json: AsJson = False) -> None:
     """Show the producer, the unread chunks, rates, and the reading ranks."""
-    from rich.console import Group
-    from rich.live import Live
-
     from harness.loader.live.status import live_status, render_status
 
-    console = open_console(width=120)
     if as_json:
         print_json(asdict(live_status(folder)))
-    elif not watch:
-        console.print(render_status(live_status(folder)))
     else:
-
-        def look() -> Group:
-            return Group(f"{folder} at {time.strftime('%H:%M:%S')}", render_status(live_status(folder, may_begin=True)))
-
-        with Live(look(), console=console, auto_refresh=False) as live:
-            while True:
-                time.sleep(every_s)
-                live.update(look(), refresh=True)
+        open_console(width=120).print(render_status(live_status(folder)))

@@ -1,4 +1,4 @@
-"""`harness compare`, and `harness parity`: the matrix of `recipes.parity`, baselines, and the nodes of a night."""
+"""`harness compare`, and `harness parity`: the matrix of `recipes.parity`, and baselines."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class _ParityGroup(TyperGroup):
 parity_app = typer.Typer(
     cls=_ParityGroup,
     help="Prove that other settings give the same losses: `harness parity check=layouts` runs the matrix, and "
-    "`harness parity --cfg` prints its settings. Further commands compare runs with baselines, follow a matrix over "
-    "the nights, and join the reports of many nodes.",
+    "`harness parity --cfg` prints its settings. Further commands compare runs with baselines.",
 )
 
 compare_app = typer.Typer()
@@ -75,17 +74,6 @@ class CompareSettings:
 
     baselines: str = _BASELINES
     out: str | None = None
-
-
-@dataclass
-class SummarizeSettings:
-    """Settings of `harness parity summarize`.
-
-    Attributes:
-        out: folder for the combined report.
-    """
-
-    out: str = "runs/summary"
 
 
 @parity_app.command(
@@ -128,19 +116,6 @@ def update(context: typer.Context, name: Name, run: Run) -> None:
         by = "" if check.largest is None else f" by up to {check.largest:.1e}"
         print_line(f"{check.name} changed{by}")
     print_line(f"baseline {name} was replaced with this run: {len(moved)} of {count_of(len(checks), 'check')} changed")
-
-
-@parity_app.command(cls=class_of(SummarizeSettings))
-def summarize(
-    context: typer.Context,
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="folders of the nodes' reports")],
-) -> None:
-    """Join the reports of many nodes into one; exit code 1 if a node found a difference or has no report."""
-    from harness import parity
-
-    report = parity.summarize(folders, command=parity.command_line())
-    _show(report, context.obj.out)
-    raise typer.Exit(0 if report.verdict == "same" else 1)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Commands on runs: prepare, train, export, chat, requeue."""
+"""Commands on runs: prepare, train, export, requeue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.checks import CheckedSettings, bounded, require_cores
 from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names, require_training
 from harness.errors import ConfigError
 from harness.paths import is_run, is_there, suggest_recipe
-from harness.printing import count_of, open_console, print_line
+from harness.printing import count_of, print_line
 
 runs_app = typer.Typer()
 
@@ -36,23 +36,6 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
 Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of the recipe", autocompletion=_complete)
 ]
-
-
-@dataclass
-class ChatSettings(CheckedSettings):
-    """Settings of `harness chat`.
-
-    Attributes:
-        prompt: prompt to answer before exiting; omit to chat in the terminal.
-        max_tokens: maximum number of tokens per answer.
-        temperature: sampling temperature; 0 selects the most likely token.
-        seed: seed of sampling.
-    """
-
-    prompt: str | None = None
-    max_tokens: int = bounded(128, lowest=1)
-    temperature: float = bounded(0.0, lowest=0, highest=1000)
-    seed: int = bounded(0)
 
 
 @dataclass
@@ -163,27 +146,6 @@ def export(
         print_line(f"  not written: {line}")
     if done.missing and not context.obj.data.paths:
         print_line("  if the data has been moved, set data.paths=[PATH]")
-
-
-@runs_app.command(cls=class_of(ChatSettings))
-def chat(
-    context: typer.Context,
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, a checkpoint, or an exported model")],
-) -> None:
-    """Chat with the model of a run."""
-    from harness.megatron import prepare_process
-
-    prepare_process()
-    from harness.megatron.chat import Chat, exported, talk
-
-    sampling = dict(vars(context.obj))
-    prompt = sampling.pop("prompt")
-    with exported(source) as folder:
-        conversation = Chat(folder, **sampling)
-        if prompt is None:
-            talk(conversation)
-        else:
-            open_console().print(conversation.answer(prompt), soft_wrap=True)
 
 
 @runs_app.command(cls=class_of(RequeueSettings))

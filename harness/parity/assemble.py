@@ -1,4 +1,4 @@
-"""From finished cells to the report: read each run, compare it with its reference, describe and join the results."""
+"""From finished cells to the report: read each run, compare it with its reference, and describe the results."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 
 import harness
-from harness.errors import ConfigError, FormatError
+from harness.errors import FormatError
 from harness.parity.cells import ISOLATION, REFERENCE, Cell
 from harness.parity.compare import compare_runs, on_device
 from harness.parity.locate import recorded_run
-from harness.parity.result import REPORT_FILE, CellResult, Check, Difference, ParityReport, Series, read_report
+from harness.parity.result import CellResult, Check, Difference, Series
 from harness.parity.running import Finished
 from harness.train import StepMetrics
 
@@ -136,63 +135,3 @@ def command_line() -> str:
     spec = getattr(main, "__spec__", None)
     program = ["python", "-m", spec.name] if spec is not None else [Path(sys.argv[0]).name]
     return shlex.join([*program, *sys.argv[1:]])
-
-
-def summarize(folders: Sequence[Path], *, command: str) -> ParityReport:
-    """Join the reports of many nodes; cells carry the node's name, and a node without a report is a failed cell.
-
-    Raises:
-        ConfigError: no folder is named.
-    """
-    if not folders:
-        raise ConfigError("there is nothing to summarize", where="DIR...", fix="list the folders of the nodes' reports")
-    cells: list[CellResult] = []
-    facts: dict[str, dict[str, str]] = {}
-    for folder in folders:
-        paths = sorted(folder.rglob(REPORT_FILE)) if folder.is_dir() else []
-        if not paths:
-            cells.append(_lost(_node(folder.name, facts), f"there is no {REPORT_FILE} in {folder} or below"))
-        for path in paths:
-            try:
-                report = read_report(path)
-            except FormatError as error:
-                cells.append(_lost(_node(folder.name, facts), f"{error.what} ({error.where})"))
-                continue
-            host = report.environment.get("machine", "").split(",")[0]
-            node = _node(host or path.parent.name, facts)
-            facts[node] = report.environment
-            cells += [
-                replace(
-                    cell,
-                    name=f"{node}: {cell.name}",
-                    reference=f"{node}: {cell.reference}" if cell.reference else None,
-                    axes={"node": node, **cell.axes},
-                )
-                for cell in report.cells
-            ]
-    common: dict[str, str] = {}
-    for key in dict.fromkeys(key for node_facts in facts.values() for key in node_facts):
-        values = {node: node_facts[key] for node, node_facts in facts.items() if key in node_facts}
-        shared = set(values.values())
-        each = "; ".join(f"{node}: {value}" for node, value in values.items())
-        common[key] = shared.pop() if len(shared) == 1 else each
-    return ParityReport(
-        title=f"{len(folders)} nodes",
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command,
-        environment=common,
-        cells=cells,
-    )
-
-
-def _node(name: str, taken: dict[str, dict[str, str]]) -> str:
-    """Return `name`, with a number where it is taken, so that names of cells stay unique."""
-    node, number = name, 2
-    while node in taken:
-        node, number = f"{name} ({number})", number + 1
-    taken[node] = {}
-    return node
-
-
-def _lost(node: str, reason: str) -> CellResult:
-    return CellResult(f"{node}: report", "report", {"node": node}, None, "failed", "", reason=reason)

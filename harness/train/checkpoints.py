@@ -85,8 +85,6 @@ def write_run_file(
         "step": progress.step,
         "loader": progress.loader.to_json(),
         **facts,
-        # A folder that lost this file must not pass for one from before there were checksums.
-        "checksums": CHECKSUMS_FILE,
         "hashed_while_written_bytes": sum(file.num_bytes for file in hashed),
         "hashed_after_bytes": sum(file.num_bytes for file in late),
     }
@@ -115,14 +113,8 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
     try:
         document = json.loads((path / RUN_FILE).read_text())
         files = read_checksums(path)
-        if files is None and "checksums" in document:
-            raise FormatError(f"{CHECKSUMS_FILE} is missing", fix=CHECKPOINT_FIX)
         if files is None:
-            raise CheckpointError(
-                f"the checkpoint has no {CHECKSUMS_FILE}, so its files cannot be checked (early versions wrote none)",
-                where=str(path),
-                fix=f"if you trust its files, accept them with harness verify --write-checksums {path}",
-            )
+            raise FormatError(f"{CHECKSUMS_FILE} is missing", fix=CHECKPOINT_FIX)
         own = [file for file in files if file.path == RUN_FILE]
         if not own:
             raise FormatError(f"{CHECKSUMS_FILE} does not list {RUN_FILE}", fix=CHECKPOINT_FIX)
@@ -139,16 +131,3 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
             raise unreadable(path, error) from error
         what = f"the checkpoint's {RUN_FILE} cannot be read: {getattr(error, 'what', error)}"
         raise CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX) from error
-
-
-def add_checksums(path: Path) -> None:
-    """Write the checksums of a checkpoint that has none, from its files as they are now.
-
-    Raises:
-        ConfigError: the folder is no checkpoint, or has checksums.
-    """
-    if not (path / RUN_FILE).is_file() or (path / CHECKSUMS_FILE).exists():
-        fix = f"specify a folder checkpoints/step-... without {CHECKSUMS_FILE}"
-        raise ConfigError("this is not a checkpoint without checksums", where=str(path), fix=fix)
-    files = (file for file in path.rglob("*") if file.is_file())
-    write_checksums(path, digest_files(path, [str(file.relative_to(path)) for file in files]))

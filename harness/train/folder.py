@@ -26,8 +26,6 @@ RESUME = ("false", "true", "auto")
 SETTINGS_FILE = "config.yaml"
 # A run of any recipe has these.
 _SECTIONS = ("model", "data", "loader", "optimizer", "parallel", "trainer")
-# Answers to `trainer.sample_prompts`.
-SAMPLES_FILE = "samples.jsonl"
 # Locked while a run writes to its folder; a killed run leaves it behind unlocked.
 _RUNNING = "_running"
 _ROOM = "free disk space, or select a folder on another disk with runs= or run_dir="
@@ -100,10 +98,6 @@ def check_settings(values: Any) -> dict[str, Any]:
         raise ValueError(f"have no {', '.join(missing)}")
     data = values["data"]
     schema = PretrainConfig if isinstance(data, dict) and "sequence_length" in data else SftConfig
-    match values["optimizer"]:
-        case {"lr": float(largest), "min_lr": float() | int() as final, **others} if largest > 0:
-            # Version 0.1 had the final learning rate itself.
-            values = {**values, "optimizer": {**others, "lr": largest, "min_lr_ratio": final / largest}}
     if odd := find_odd(values, schema):
         raise ValueError(f"are damaged, or of another version: {odd}")
     return _completed(values, to_plain(schema()))

@@ -153,7 +153,7 @@ class MetricsWriter(LineFile):
         self._trackers: list[Tracker] = []
         for name in filter(SERVICES.__contains__, trackers):
             with self._may_fail(name):
-                self._trackers.append(Tracker(name, path))
+                self._trackers.append(Tracker(name, folder))
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step; raises HarnessError if the disk refuses."""
@@ -161,10 +161,13 @@ class MetricsWriter(LineFile):
         # JSON has no NaN; parsers of other languages refuse Python's.
         line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self.append(json.dumps(line) + "\n")
+        steps = curves_of(values)
         with self._may_fail("tensorboard"):
             if self._events is not None:
-                for step, curves in curves_of(values):
+                for step, curves in steps:
                     self._events.add(curves, step)
+        for tracker in self._trackers:
+            tracker.send(steps)
         self._report(tracker.problem() for tracker in self._trackers)
 
     def close(self, status: str = "finished") -> None:
@@ -242,7 +245,7 @@ def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
 
 def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> bytes:
     """Draw the training and validation losses of several runs over the steps; return the PNG."""
-    figure, axes = _axes(title, "loss (nats per trained token)")
+    figure, axes = new_axes(title, "loss (nats per trained token)")
     for number, (run, steps) in enumerate(runs.items()):
         color = f"C{number}"
         axes.plot([s.step for s in steps], [s.loss for s in steps], label=run, color=color, linewidth=1.4)
@@ -251,12 +254,12 @@ def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> 
                 style = "o--" if name == "validation" else "o:"
                 label = f"{run}, {name}" if len(runs) > 1 else name
                 axes.plot([*losses], [*losses.values()], style, label=label, color=color, markersize=4)
-    return _png(figure, axes)
+    return as_png(figure, axes)
 
 
 def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
     """Draw the load of the busiest expert over the steps as a PNG, also of each source and validation set."""
-    figure, axes = _axes(title, "tokens of the busiest expert, relative to the mean")
+    figure, axes = new_axes(title, "tokens of the busiest expert, relative to the mean")
     trained = [s for s in steps if s.experts]
     for name, label, color in (("load", "training", "#1f6feb"), ("worst_load", "training, worst layer", "#9ec5fe")):
         axes.plot([s.step for s in trained], [s.experts[name] for s in trained], label=label, color=color)
@@ -266,10 +269,11 @@ def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> No
     for name in dict.fromkeys(name for s in steps for name in s.evaluation_expert_loads):
         loads = {s.step: s.evaluation_expert_loads[name] for s in steps if name in s.evaluation_expert_loads}
         axes.plot(list(loads), list(loads.values()), "o:", label=name, markersize=4)
-    _write(path, _png(figure, axes))
+    _write(path, as_png(figure, axes))
 
 
-def _axes(title: str, label: str) -> tuple[Any, Any]:
+def new_axes(title: str, label: str) -> tuple[Any, Any]:
+    """Return a figure and its axes: steps, and values of this label."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
@@ -283,8 +287,11 @@ def _axes(title: str, label: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _png(figure: Any, axes: Any) -> bytes:
-    axes.legend(frameon=False)
+def as_png(figure: Any, axes: Any) -> bytes:
+    """Return the PNG of a drawn figure, with a legend if a curve has a name."""
+    if axes.get_legend_handles_labels()[0]:
+        for name in axes.legend(frameon=False).get_texts():
+            name.set_parse_math(False)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
     return drawn.getvalue()

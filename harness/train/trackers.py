@@ -1,33 +1,39 @@
-"""Weights & Biases and MLflow beside TensorBoard, each fed by a process of its own.
+"""Weights & Biases and MLflow beside TensorBoard, each fed by a thread of its own.
 
-That process (`harness.train.tracker_process`) follows the run's `metrics.jsonl`. Training never waits for a service or
-fails by one, and a service that comes back gets what it missed. The services' own asynchronous modes offer neither: if
-the server is unreachable, `wandb.init` blocks for its whole timeout and raises, `mlflow.start_run` likewise, and steps
-whose retries MLflow has used up are dropped.
-
-The process learns from its end of a pipe how the run ended: one word, or nothing if the run was killed.
+Training never waits for a service or fails by one. A service that cannot be reached is reported once, and receives no
+more of this part of the run; `metrics.jsonl` has everything. A folder NAME in that of the run has `told.json`, the
+service's id of the run and the last step sent, so that a resumed run continues its curves and repeats no step.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
-import signal
+import queue
+import secrets
 import socket
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import yaml
 
 from harness.errors import ConfigError
+from harness.printing import redact
+from harness.settings import flatten
+from harness.storage import write_atomically
+from harness.train.local import read_identity
 from harness.train.loop import OWN_VALIDATION
 
 # The package and the extra of each have the same name.
 SERVICES = ("wandb", "mlflow")
+# For runs that no variable (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME) puts elsewhere.
+PROJECT = "megatron-sft-harness"
 # Wait at the end of a run for what is still on its way, by status; shorter if the run was asked to leave.
 PATIENCE_S = {"finished": 20.0, "stopped": 5.0}
 
@@ -123,44 +129,150 @@ class EventFile:
             rest = rest[self._file.write(rest) :]
 
 
-class Tracker:
-    """The process that feeds one service from a run's `metrics.jsonl` and its `config.yaml`.
+Steps = list[tuple[int, dict[str, float]]]
 
-    Raises:
-        OSError: from the constructor, the process cannot be started.
-    """
 
-    def __init__(self, name: str, metrics: Path) -> None:
-        self._name = name
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "harness.train.tracker_process", name, str(metrics.absolute())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Signals that end the run are not for this process; and at the end its children end with it.
-            start_new_session=True,
+class Service(Protocol):
+    def send(self, steps: Steps) -> None: ...
+
+    def finish(self, status: str) -> None: ...
+
+
+class SentState:
+    """The service's knowledge of the run, kept on disk."""
+
+    def __init__(self, home: Path) -> None:
+        self._path = home / "told.json"
+        values = json.loads(self._path.read_text()) if self._path.exists() else {}
+        identity = read_identity(home.parent)
+        self._identity = None if identity is None else identity.run
+        if values.get("identity", self._identity) != self._identity:
+            values = {}  # of a run of which this folder is a copy: its curves are not this run's
+        self.run: str | None = values.get("run")
+        self.step: int = values.get("step", -1)  # 0 is before the first
+
+    def update(self, *, run: str | None = None, step: int | None = None) -> None:
+        self.run = self.run if run is None else run
+        self.step = self.step if step is None else step
+        values = {"run": self.run, "step": self.step, "identity": self._identity}
+        write_atomically(self._path, json.dumps(values).encode())
+
+
+class Wandb:
+    """A run of Weights & Biases, configured by its own variables (WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, ...)."""
+
+    def __init__(self, folder: Path, sent: SentState, settings: dict[str, Any]) -> None:
+        import wandb
+
+        if sent.run is None:
+            sent.update(run=secrets.token_hex(4))
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=folder.name,
+            id=sent.run,
+            resume="allow",
+            dir=str(folder / "wandb"),
+            settings=wandb.Settings(console="off", silent=True),
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._status, self._output = self._process.stdin, self._process.stdout
-        os.set_blocking(self._output.fileno(), False)
+        self._run.config.update(settings, allow_val_change=True)
+
+    def send(self, steps: Steps) -> None:
+        for step, values in steps:
+            self._run.log(values, step=step)
+
+    def finish(self, status: str) -> None:
+        self._run.summary["end"] = status
+        if status == "stopped":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class Mlflow:
+    """A run of MLflow, at MLFLOW_TRACKING_URI, or in files below the run's folder."""
+
+    def __init__(self, folder: Path, sent: SentState, settings: dict[str, Any]) -> None:
+        # Newer versions refuse a store of files unless it is asked for.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._metric = Metric
+        store = (folder / "mlflow" / "store").as_uri()
+        self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", store))
+        if sent.run is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            existing = self._client.get_experiment_by_name(name)
+            experiment = self._client.create_experiment(name) if existing is None else existing.experiment_id
+            sent.update(run=self._client.create_run(experiment, run_name=folder.name).info.run_id)
+        self._run = sent.run
+        self._client.update_run(self._run, status="RUNNING")
+        known = self._client.get_run(self._run).data.params
+        # Longer values are refused.
+        flat = {key: str(value)[:500] for key, value in flatten(settings).items()}
+        new = [Param(key, value) for key, value in flat.items() if key not in known]
+        for first in range(0, len(new), 100):
+            self._client.log_batch(self._run, params=new[first : first + 100])
+        for key, value in flat.items():
+            if known.get(key, value) != value:  # a parameter cannot be changed
+                self._client.set_tag(self._run, f"changed.{key}", value)
+
+    def send(self, steps: Steps) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(
+            self._run,
+            metrics=[self._metric(key, value, now, step) for step, values in steps for key, value in values.items()],
+        )
+
+    def finish(self, status: str) -> None:
+        self._client.set_tag(self._run, "end", status)
+        self._client.set_terminated(self._run, {"finished": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED"))
+
+
+_OPEN: dict[str, Callable[[Path, SentState, dict[str, Any]], Service]] = {"wandb": Wandb, "mlflow": Mlflow}
+
+
+class Tracker:
+    """Feeds one service with the steps of the run in `folder`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name, self._folder = name, folder
+        # Steps, and at last the status of the run.
+        self._waiting: queue.SimpleQueue[Steps | str] = queue.SimpleQueue()
+        self._problem = ""
+        self._thread = threading.Thread(target=self._feed, name=f"{name} of {folder}", daemon=True)
+        self._thread.start()
+
+    def send(self, steps: Steps) -> None:
+        self._waiting.put(steps)
 
     def problem(self) -> str:
-        """Return the one line that the process prints if the service cannot be reached; empty before and after it."""
-        return (self._output.read() or b"").decode(errors="replace").strip()
+        """Return why the service receives nothing more, once; empty before and after it."""
+        found, self._problem = self._problem, ""
+        return found
 
     def end(self, status: str) -> None:
-        """Pass on how the run ended: `finished`, `stopped` (to be continued) or `failed`."""
-        with suppress(OSError):
-            self._status.write(status.encode())
-            self._status.close()
+        """Pass on how the run ended: `finished` or `stopped` (to be continued)."""
+        self._waiting.put(status)
 
     def wait(self, deadline: float) -> str:
         """Wait, after `end`, until the service has everything or time.monotonic() is `deadline`; return `problem`."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return f"{self._name} did not finish in time" if self._thread.is_alive() else self.problem()
+
+    def _feed(self) -> None:
         try:
-            code = self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            with suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            return self.problem() or f"{self._name} did not finish in time; see its log.txt"
-        return self.problem() or f"the process that feeds {self._name} exited with code {code}" * (code != 0)
+            (self._folder / self._name).mkdir(exist_ok=True)
+            sent = SentState(self._folder / self._name)
+            settings = yaml.safe_load((self._folder / "config.yaml").read_text())
+            service = _OPEN[self._name](self._folder, sent, settings)
+            while not isinstance(steps := self._waiting.get(), str):
+                if new := [(step, values) for step, values in steps if step > sent.step]:
+                    service.send(new)
+                    sent.update(step=new[-1][0])
+            service.finish(steps)
+        except Exception as error:  # services raise many kinds
+            reason = (str(error).strip().splitlines() or [""])[0][:300]
+            self._problem = redact(
+                f"{self._name} receives no more metrics of this run ({type(error).__name__}: {reason}); "
+                "training continues"
+            )

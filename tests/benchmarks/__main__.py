@@ -13,6 +13,20 @@ from harness.bench import BENCHES, Bench
 
 _peer = partial(Bench, package="tests.benchmarks")
 PEERS = {
+    "schedule": _peer(
+        "scheduling:bench_schedule",
+        "balance of the schedulers on a dataset or simulated lengths",
+        {"path": "", "parts": (), "ranks": 8, "cp_size": 1, "max_tokens_per_rank": 8192, "global_batch": 256}
+        | {"steps": 40},
+        {"steps": 5},
+    ),
+    "loader": _peer(
+        "loading:bench_loader",
+        "THD batches per second from each format",
+        {"parts": (), "packs": 20_000, "pack_size": 4096, "max_tokens_per_rank": 8192, "global_batch": 64}
+        | {"workers": (0, 2, 4), "steps": 120, "rounds": 5},
+        {"parts": ("memmap", "parquet"), "packs": 2000, "workers": (0, 2), "steps": 20, "rounds": 1},
+    ),
     "formats": _peer(
         "formats:bench_formats",
         "read, open and write each format, against plain numpy arrays",

@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 from harness.bench.figures import CPU, BenchReport, Progress, take_turns
-from harness.bench.scheduling import COST, MEDIAN, simulate_batches
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.schedule import DYNAMIC, SCHEDULERS, schedule
 from tests.benchmarks.clocks import milliseconds
+from tests.benchmarks.scheduling import COST, MEDIAN, simulate_batches
 
 _RANKS = 64
 

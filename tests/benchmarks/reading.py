@@ -11,7 +11,6 @@ import numpy as np
 
 from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Figure, Progress
-from harness.bench.loading import packs_of, steps_of
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, PackReader, load_format, open_dataset
@@ -21,6 +20,7 @@ from harness.printing import count_of
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from tests.benchmarks.links import large_dataset
+from tests.benchmarks.loading import packs_of, steps_of
 
 _FORMATS = ("memmap", "binidx", "parquet", "npy", "jsonl")
 _STAGES = ("plan", "read packs", "join", "between processes", "build rows")

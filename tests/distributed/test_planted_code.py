@@ -7,7 +7,6 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from harness.errors import CheckpointError, ConfigError, HarnessError
+from harness.errors import CheckpointError, HarnessError
 from harness.megatron import compat
-from harness.megatron.chat import Chat, exported
 from harness.megatron.export.folder import export_checkpoint
 from harness.plan import SftConfig
 from harness.recipes import sft
@@ -151,15 +149,13 @@ def test_resume_runs_no_planted_code(planted: tuple[Path, str | None], dataset: 
         assert isinstance(refused(resume, tmp_path, name), CheckpointError)
 
 
-def test_export_and_chat_run_no_planted_code(planted: tuple[Path, str | None], tmp_path: Path) -> None:
+def test_export_runs_no_planted_code(planted: tuple[Path, str | None], tmp_path: Path) -> None:
     folder, name = planted
     if name is None:
         export_checkpoint(folder, tmp_path / "model")
     else:
         refused(lambda: export_checkpoint(folder, tmp_path / "model"), tmp_path, name)
         assert not (tmp_path / "model").exists()
-    with nullcontext() if name is None else pytest.raises(CheckpointError), exported(folder):
-        pass
     assert not (tmp_path / "marker").exists()
 
 
@@ -181,35 +177,6 @@ def a_model(folder: Path, marker: Path) -> Path:
     (folder / "planted.py").write_text(f"open({str(marker)!r}, 'w')\n")
     torch.save({"model.norm.weight": Planted(marker)}, folder / "pytorch_model.bin")
     return folder
-
-
-def test_chat_with_a_model_folder_runs_none_of_its_code(tmp_path: Path) -> None:
-    folder = a_model(tmp_path / "model", tmp_path / "marker")
-    with pytest.raises(ConfigError), exported(folder) as model:
-        Chat(model)
-    assert not (tmp_path / "marker").exists()
-
-
-def test_chat_refuses_weights_with_planted_code(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, models
-
-    folder = tmp_path / "model"
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="<e>")
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    tokenizer.save_pretrained(folder)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": 8,
-    }
-    transformers.LlamaConfig(**sizes).save_pretrained(folder)
-    torch.save({"model.norm.weight": Planted(tmp_path / "marker")}, folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="the model cannot be loaded"):
-        Chat(folder)
-    assert not (tmp_path / "marker").exists()
 
 
 def test_initial_weights_are_safetensors_or_nothing(dataset: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import yaml
 
 from harness.errors import ConfigError, HarnessError
 from harness.formats import load_manifest
-from harness.megatron.chat import Chat, exported
 from harness.megatron.export.folder import Exported, export_checkpoint
 from harness.plan.settings import SftConfig
 from harness.prep import PrepareConfig, TokenizerConfig, prepare
@@ -51,8 +50,6 @@ SETTINGS = (
     "trainer.trackers=[]",
     "trainer.eval_interval=0",
     "trainer.checkpoint_interval=0",
-    f"trainer.sample_prompts={json.dumps(list(ANSWERS))}",
-    "trainer.sample_tokens=24",
 )
 
 
@@ -168,16 +165,6 @@ def test_the_card_has_the_facts_of_data_and_run(folder: Path, run: Path, data: P
     code = card.split("```python\n")[1].split("```")[0]
     exec(code.replace('folder = "."', f"folder = {str(folder)!r}"), names)
     assert names["answer"].shape[0] > 0
-
-
-def test_chats_with_the_run_and_with_the_export_answer_as_the_samples_of_the_run(run: Path, folder: Path) -> None:
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert {line["prompt"]: line["answer"] for line in samples if line["step"] == 40} == ANSWERS
-    for question, answer in ANSWERS.items():
-        with exported(run) as temporary:
-            assert temporary != folder
-            assert Chat(temporary).answer(question) == answer
-        assert Chat(folder).answer(question) == answer
 
 
 def export_of(run: Path, tmp_path: Path, **settings: Any) -> tuple[Exported, str]:
@@ -322,8 +309,3 @@ def test_adapters_serve_through_peft_merged_or_not(
     assert {question: generate(merged, adapter, question) for question in ANSWERS} == expected
     exported_whole = AutoModelForCausalLM.from_pretrained(whole)
     assert {question: generate(exported_whole, whole, question) for question in ANSWERS} == expected
-    for question, answer in ANSWERS.items():
-        assert Chat(adapter).answer(question) == Chat(whole).answer(question) == answer
-    monkeypatch.setattr("harness.megatron.chat.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="the package peft, which loads adapters, is not installed"):
-        Chat(adapter)

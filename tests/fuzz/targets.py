@@ -28,7 +28,6 @@ from harness.indexed.token_shards import read_shards
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedWriter
 from harness.loader import LoaderState
-from harness.loader.inspect_blend import summarize_blend
 from harness.loader.live.folder import LiveChunk, LiveFolder
 from harness.loader.live.producer import LiveProducer
 from harness.parity.baselines import read_baseline
@@ -458,22 +457,17 @@ def token_shards(folder: Path) -> Target:
 
 
 def records(folder: Path) -> Target:
-    """The records that commands find beside data: of leases, of parity, and of blends."""
+    """The records that commands find beside data: of leases and of parity."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lease").write_bytes(b'{"token": "t", "pid": 7, "host": "h", "renewed": 1.0}\nleft')
     report = folder / "report.json"
     report.write_text(report_to_json(all_same()))
-    (folder / "blend.yaml").write_text("blend: [{path: nowhere, weight: 0.5}]")
 
     def read() -> None:
         parse_lease((folder / "lease").read_bytes())
-        for one, name in (
-            (read_report, "report.json"),
-            (read_baseline, "report.json"),
-            (summarize_blend, "blend.yaml"),
-        ):
+        for one in (read_report, read_baseline):
             with suppress(HarnessError):
-                one(folder / name)
+                one(folder / "report.json")
 
     return files_target(folder, folder.iterdir(), read)
 

@@ -40,8 +40,6 @@ REGRESSIONS = [
     ("hf_config", "", json.dumps({**HF_CONFIG, "rope_scaling": True}).encode()),
     ("imports", "megatron.jsonl", json.dumps({**MEGATRON, "loss_mask": {}}).encode() + b"\n"),
     ("imports", "megatron.jsonl", json.dumps({**MEGATRON, "loss_mask": [10**400]}).encode() + b"\n"),
-    ("records", "blend.yaml", b"blend: [{5: nowhere}]"),
-    ("records", "blend.yaml", DEEP),
     ("records", "lease", DEEP),
     ("settings", "", b"{model: {5: 1}, data: {}, loader: {}, optimizer: {}, parallel: {}, trainer: {}}"),
 ]

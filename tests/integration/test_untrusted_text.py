@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -17,9 +18,9 @@ from harness.formats import load_manifest
 from harness.formats.manifest import MANIFEST_NAME
 from harness.megatron.export.card import model_card
 from harness.megatron.export.data import SpecialTokens, TrainedData
-from harness.parity.result import REPORT_FILE, to_json
+from harness.parity.pages import publish
 from harness.plan import ModelConfig, OptimizerConfig, SftConfig
-from harness.printing import printable
+from harness.printing import open_console, printable
 from harness.settings import to_plain
 from harness.storage import open_folder
 
@@ -98,28 +99,22 @@ def test_prepare_prints_and_reports_names_of_files_and_fields_as_code(harness: C
     check(*harness("inspect", source, "--raw", "tokenizer.vocab_size=300")[1:])
 
 
-def test_a_parity_report_of_others_is_rendered_as_text(harness: Command, tmp_path: Path) -> None:
+def test_a_parity_report_of_others_is_rendered_as_text(tmp_path: Path) -> None:
     same = parity_reports.all_same()
     cells = [same.cells[0], replace(same.cells[1], name=HOSTILE, status="failed", reason=HOSTILE, command=HOSTILE)]
-    night = tmp_path / "night"
-    night.mkdir()
     hostile = replace(same, title=HOSTILE, cells=cells, environment={HOSTILE: HOSTILE})
-    (night / REPORT_FILE).write_text(to_json(hostile))
-    code, printed, errors = harness("parity", "summarize", night, f"out={tmp_path / 'out'}")
-    assert (code, errors) == (1, "")
-    check(printed)
-    check((tmp_path / "out" / "report.md").read_text())
+    console = open_console(width=200, file=io.StringIO())
+    publish(hostile, console, tmp_path)
+    check(console.file.getvalue())
+    check((tmp_path / "report.md").read_text())
 
 
-def test_status_and_logs_print_the_records_of_a_run_as_plain_lines(harness: Command, tmp_path: Path) -> None:
+def test_status_prints_the_records_of_a_run_as_plain_lines(harness: Command, tmp_path: Path) -> None:
     attempt = {"step": 4, "reason": HOSTILE, "message": HOSTILE, "rank": None, "requeue": True, "job": "4"}
     (tmp_path / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
     (tmp_path / "excluded_nodes").write_text(f"n1 {NAME}\n")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "a-1.out").write_text(f"{NAME}\n")
     (tmp_path / "config.yaml").write_text("model: {}\n")
     check(*harness("status", tmp_path)[1:])
-    check(*harness("logs", tmp_path)[1:])
 
 
 def test_the_card_of_a_model_keeps_facts_of_data_and_tokens_in_their_cells(dataset: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The points that a night tried (kills, faults, values), in its report, which `harness parity summarize` joins."""
+"""The points that a night tried (kills, faults, values), in its report."""
 
 from __future__ import annotations
 

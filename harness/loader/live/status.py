@@ -53,14 +53,14 @@ class LiveStatus:
     ended: bool
 
 
-def live_status(path: str | Path, *, may_begin: bool = False) -> LiveStatus:
-    """Return the status of a folder; raise FormatError where it holds no stream, unless one `may_begin` in it."""
+def live_status(path: str | Path) -> LiveStatus:
+    """Return the status of a folder; raise FormatError where it holds no stream."""
     folder = LiveFolder(path)
     if not folder.files.exists():
         raise FormatError("the folder does not exist", where=str(path), fix="specify the folder of the chunks")
     contents, end = folder.look(), folder.end()
     traces = (folder.seen_s(PRODUCER_FILE), folder.seen_s(CONSUMER_FILE), end)
-    if not may_begin and not contents.next_index and all(trace is None for trace in traces):
+    if not contents.next_index and all(trace is None for trace in traces):
         what = "the folder contains no live stream: no chunk, no producer, no reader"
         fix = "specify the folder of the chunks; `harness live produce` starts a stream"
         raise FormatError(what, where=str(path), fix=fix)

@@ -2,13 +2,12 @@
 
 `publish` writes `report.html` (opens offline and loads nothing), `report.md` (at most 3,800 characters, for a chat) and
 `junit.xml` (a test case for every comparison of every cell) next to `report.json`, which `report.schema.json` in this
-folder describes. Pages need the extra `report` (Jinja and Plotly); they only render, and compute nothing that the
+folder describes. Pages need the extra `report` (Jinja and Matplotlib); they only render, and compute nothing that the
 report does not hold.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,7 @@ from xml.etree import ElementTree
 
 from harness.errors import ConfigError, os_errors_as
 from harness.parity.pages import words
-from harness.parity.pages.curves import FLOOR, Pool, draw_charts, styles_of
+from harness.parity.pages.curves import draw_charts
 from harness.parity.pages.matrix import group_cells
 from harness.parity.result import REPORT_FILE, STATUSES, CellResult, ParityReport, to_json
 from harness.printing import duration, escape_markdown, indented, one_line, printable
@@ -40,7 +39,7 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
     """Print the report, and write it with its pages to `folder`; None writes nothing.
 
     Raises:
-        ConfigError: Jinja or Plotly is not installed, or the folder cannot be written to.
+        ConfigError: Jinja or Matplotlib is not installed, or the folder cannot be written to.
     """
     console.print(one_line(report.title), soft_wrap=True)
     for group in group_cells(report):
@@ -78,32 +77,22 @@ def _write_files(files: dict[str, str], folder: Path) -> None:
 def render_page(report: ParityReport) -> str:
     """Render `report.html`; all texts of the report are escaped."""
     try:
-        from markupsafe import Markup
-        from plotly.offline import get_plotlyjs
-
         templates = open_templates(Path(__file__).parent / "templates", trim_blocks=True, lstrip_blocks=True)
+        charts = draw_charts(report)
     except ImportError as error:
         fix = "pip install 'megatron-sft-harness[report]'"
         raise ConfigError(f"a report needs {error.name}", where=HTML_FILE, fix=fix) from None
-    pool = Pool()
-    charts, styles = draw_charts(report, pool), styles_of(report)
     counts = Counter(cell.status for cell in report.cells)
-    data = {"pool": pool.arrays, "charts": [vars(chart) for chart in charts], "floor": FLOOR}
-    # A closing tag inside a name must not end the script that carries it.
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return templates.get_template("report.html.j2").render(
         report=report,
         problem=words.first_problem(report),
         groups=group_cells(report),
         counts={status: counts[status] for status in reversed(STATUSES) if counts[status]},
-        drawn=[(cell, styles[cell.name]) for cell in report.cells if cell.name in styles],
         numbers={cell.name: number for number, cell in enumerate(report.cells)},
         w=words,
         duration=duration,
         signs=SIGNS,
         charts=charts,
-        data=Markup(text),
-        plotly=Markup(get_plotlyjs()),
     )
 
 

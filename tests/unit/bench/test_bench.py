@@ -12,17 +12,18 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from harness.bench import BENCHES, load, scheduling
+from harness.bench import BENCHES, load
 from harness.bench.figures import BenchReport, Case, Figure, render_report, take_turns
-from harness.bench.scheduling import NEXT_FIT
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
 from harness.errors import ConfigError
 from harness.formats import open_dataset
+from tests.benchmarks import scheduling
 from tests.benchmarks.__main__ import PEERS
 from tests.benchmarks.clocks import rate
 from tests.benchmarks.links import large_dataset
+from tests.benchmarks.scheduling import NEXT_FIT
 
 ALL = BENCHES | PEERS
 KERNELS = Path(__file__).resolve().parents[2] / "golden" / "kernels.json"
@@ -163,6 +164,13 @@ def test_formats_are_measured_against_plain_arrays_and_the_row_group_reader(tmp_
     # The checked side of this ratio is the slower one, so it is turned round: time, not speed.
     assert report.figure("memmap, time with checks to without").of == ("memmap, unchecked", "memmap, checked")
     assert any("384 packs" in note for note in report.notes)
+
+
+@pytest.fixture(autouse=True)
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has the benches of this folder, as under `python -m tests.benchmarks`."""
+    for name in ("loader", "schedule"):
+        monkeypatch.setitem(BENCHES, name, PEERS[name])
 
 
 def test_a_list_that_is_too_short_and_too_few_ranks_are_refused_by_name():

@@ -73,7 +73,7 @@ def test_a_failed_section_reports_its_error_and_loses_no_other(monkeypatch, tmp_
     assert "1 benches could not be measured: Broken" in capsys.readouterr().err
     assert "this could not be measured: exit code 2" in page.read_text()
     assert "'nonsense' is not known" in page.read_text()
-    assert "- **Scheduling** (`harness bench schedule parts=as_packed" in page.read_text()
+    assert "- **Scheduling** (`schedule parts=as_packed" in page.read_text()
 
 
 def test_sections_are_benches_that_exist_and_have_their_own_titles():

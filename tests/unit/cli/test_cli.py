@@ -136,7 +136,7 @@ def test_a_mistake_in_an_argument_is_one_clear_error_with_code_2(harness, datase
 
 COMMANDS = [
     *("inspect x", "verify x", "convert a b npy", "diff a b", "import a b nemotron", "repack a b", "live produce a b"),
-    *("indexed convert a b", "requeue a", "export a b", "chat a", "bench schedule", "plan sft_tiny", "submit sft_tiny"),
+    *("indexed convert a b", "requeue a", "export a b", "bench step", "plan sft_tiny", "submit sft_tiny"),
     *("prepare", "train sft", "train pretrain", "parity", "inspect x --cfg", "plan sft_tiny --cfg", "prepare --cfg"),
 ]
 

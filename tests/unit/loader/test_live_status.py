@@ -6,14 +6,12 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from live_streams import some_packs, write_stream
 
-from harness.cli import main
 from harness.loader.live import LiveProducer
 from harness.loader.live.folder import LiveChunk, LiveFolder
 from harness.loader.live.status import live_status
@@ -105,26 +103,6 @@ def test_readers_are_shown_with_what_they_wait_for(tmp_path, harness):
     assert json.loads(out)["consumer_status"]["ranks"] == ranks
     train_somewhere(tmp_path, state="ended")
     assert live_status(tmp_path).consumer == "ended"
-
-
-def test_watching_refreshes_until_it_is_interrupted(tmp_path, monkeypatch, capsys):
-    looks = []
-
-    def sleep(seconds):
-        looks.append(seconds)
-        write_stream(tmp_path, some_packs(1), [1], end=False)
-        if len(looks) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", sleep)
-    monkeypatch.setattr(sys, "argv", ["harness", "live", "status", str(tmp_path), "--watch", "--every-s", "0.5"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 130
-    assert looks == [0.5, 0.5, 0.5]
-    printed = capsys.readouterr()
-    assert "2 chunks" in printed.out
-    assert "Traceback" not in printed.err
 
 
 def test_a_stream_is_produced_and_ended_from_the_command_line(tmp_path, harness):

@@ -74,7 +74,7 @@ def test_an_older_checkpoint_is_not_exported_with_damaged_settings(tmp_path: Pat
     [
         (lambda path: (path / "weights").unlink(), "the checkpoint's file weights is missing, 100 were written"),
         (lambda path: (path / "weights").write_bytes(b"x"), "the checkpoint's file weights has 1 bytes, 100 were"),
-        (lambda path: (path / "checksums.json").unlink(), "the checkpoint has no checksums.json, so its files"),
+        (lambda path: (path / "checksums.json").unlink(), "the checkpoint's checksums.json is missing"),
         (lambda path: (path / "run.json").unlink(), "run.json cannot be read"),
         (lambda path: (path / "run.json").write_bytes(b"\xff"), "run.json cannot be read"),
         *(

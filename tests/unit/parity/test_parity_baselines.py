@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
-from harness.parity.assemble import summarize
 from harness.parity.baselines import against, baseline_of, read_baseline, record
 from harness.parity.compare import Tolerances
-from harness.parity.result import REPORT_FILE, CellResult, ParityReport, Series, read_report, to_json
+from harness.parity.result import REPORT_FILE, read_report
 
 from ...samples.recorded_runs import write_run
 
@@ -126,43 +125,3 @@ def test_an_update_is_explicit_and_reports_what_moved_and_by_how_much(kept, data
     assert read_baseline(kept / "small.json").tolerances.loss == 1e-4
     with pytest.raises(FormatError, match="there is no baseline other"):
         harness("update", "other", run, f"baselines={kept}")
-
-
-def report(
-    created: str,
-    *,
-    host: str = "one",
-    status: str = "same",
-) -> ParityReport:
-    series = Series(step=[1, 2], loss=[3.0, 2.0])
-    cells = [
-        CellResult("formats: npy", "formats", {}, None, "same", "", series=series, tokens_per_s=1000.0),
-        CellResult(
-            *("formats: parquet", "formats", {"format": "parquet"}, "formats: npy", status, "run it"),
-            series=series,
-            tokens_per_s=900.0,
-            peak_memory_bytes=10**9,
-        ),
-    ]
-    return ParityReport("formats", created, "parity", {"machine": f"{host}, Linux", "torch": "2.6"}, cells)
-
-
-def test_many_nodes_become_one_report_and_a_node_without_one_fails(tmp_path) -> None:
-    for name, made in (("a", report("2026", host="one")), ("b", report("2026", host="two", status="different"))):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / REPORT_FILE).write_text(to_json(made))
-    joined = summarize([tmp_path / "a"], command="")
-    assert joined.verdict == "same"
-    assert joined.cells[1].reference == joined.cells[0].name == "one: formats: npy"
-    code, output = harness("summarize", tmp_path / "a", tmp_path / "b", tmp_path / "c", f"out={tmp_path / 'joined'}")
-    assert code == 1
-    joined = read_report(tmp_path / "joined" / REPORT_FILE)
-    assert [(cell.name, cell.status) for cell in joined.cells] == [
-        ("one: formats: npy", "same"),
-        ("one: formats: parquet", "same"),
-        ("two: formats: npy", "same"),
-        ("two: formats: parquet", "different"),
-        ("c: report", "failed"),
-    ]
-    assert joined.environment == {"machine": "one: one, Linux; two: two, Linux", "torch": "2.6"}
-    assert f"there is no report.json in {tmp_path / 'c'}" in output

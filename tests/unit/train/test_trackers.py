@@ -1,12 +1,10 @@
-"""Services are fed by processes of their own; a service that fails is reported once and costs nothing."""
+"""Services are fed by threads of their own; a service that fails is reported once and costs nothing."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +15,9 @@ from harness.settings import flatten
 from harness.train import metrics as metrics_module
 from harness.train.local import begin_attempt
 from harness.train.metrics import MetricsWriter, StepMetrics
-from harness.train.tracker_process import NewLines, SentState
-from harness.train.trackers import SERVICES, check_trackers, curve_values
+from harness.train.trackers import SERVICES, SentState, check_trackers, curve_values
 
-# Stand-in for the package in the process: it appends everything that it receives to a file.
+# Stand-in for the package: it appends everything that it receives to a file.
 PACKAGE = """
 import json
 class Settings:
@@ -67,7 +64,8 @@ def run(tmp_path):
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """Return a function that installs a stand-in for wandb and returns the path of its notes."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     (tmp_path / "packages").mkdir()
     notes = tmp_path / "notes"
 
@@ -75,7 +73,8 @@ def package(tmp_path, monkeypatch):
         (tmp_path / "packages" / "wandb.py").write_text(text.replace("TOLD", str(notes)))
         return notes
 
-    return put
+    yield put
+    sys.modules.pop("wandb", None)
 
 
 def lines(path: Path) -> list:
@@ -114,44 +113,20 @@ def test_a_resumed_run_is_the_same_run_and_repeats_no_step(run, package):
     ]  # fmt: skip
 
 
-def test_a_run_that_ends_without_a_status_has_failed(run, package):
-    notes = package()
-    writer = MetricsWriter(run, trackers=["wandb"])
-    writer.write(metrics(1, 3.0))
-    (tracker,) = writer._trackers
-    tracker.end("")
-    assert tracker.wait(time.monotonic() + 300) == ""
-    assert lines(notes)[1:] == [[1, 3.0, None], ["failed", 1]]
-
-
-def test_the_end_of_a_run_arrives_while_its_workers_still_live(run, package):
-    notes = package()
-    writer = MetricsWriter(run, trackers=["wandb"])
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-    worker.start()
-    try:
-        writer.write(metrics(1, 3.0))
-        writer.close()
-    finally:
-        worker.kill()
-        worker.join()
-    assert lines(notes)[1:] == [[1, 3.0, None], ["finished", 0]]
-
-
 def test_a_service_that_fails_is_reported_once_and_the_run_continues(run, package):
     package("raise OSError(28, 'No space left on device')\n")
     (line,) = write(run, [metrics(1, 3.0), metrics(2, 2.5)])
-    assert line.startswith("wandb receives no metrics of this run (OSError: [Errno 28] No space left on device); ")
-    assert line.count("wandb receives no metrics") == 1
-    assert "No space left" in (run / "wandb" / "log.txt").read_text()
+    assert line == (
+        "wandb receives no more metrics of this run (OSError: [Errno 28] No space left on device); training continues"
+    )
     assert len(lines(run / "metrics.jsonl")) == 2
 
 
 def test_a_service_that_hangs_delays_the_end_of_a_run_no_longer_than_its_limit(run, package, monkeypatch):
-    package("import time\ntime.sleep(300)\n")
+    package(f"{PACKAGE}\nimport threading\ninit = lambda **values: threading.Event().wait()\n")
     monkeypatch.setitem(metrics_module.PATIENCE_S, "finished", 0.5)
-    # The package would sleep for 300 seconds, the limit of this test: ending at all shows that nothing waits for it.
-    assert write(run, [metrics(1, 3.0)]) == ["wandb did not finish in time; see its log.txt"]
+    # The package waits for ever: ending at all shows that nothing waits for it.
+    assert write(run, [metrics(1, 3.0)]) == ["wandb did not finish in time"]
 
 
 def test_a_tensorboard_that_cannot_be_written_is_reported_once(run):
@@ -159,19 +134,6 @@ def test_a_tensorboard_that_cannot_be_written_is_reported_once(run):
     (line,) = write(run, [metrics(1, 3.0), metrics(2, 2.5)], trackers=["tensorboard"])
     assert line.startswith("tensorboard receives no more metrics of this run")
     assert len(lines(run / "metrics.jsonl")) == 2
-
-
-def test_half_a_line_waits_for_its_other_half(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    new = NewLines(path)
-    assert new.take(after=0) == []
-    line = {"step": 2, "loss": 1.5, "validation_loss": None, "evaluation_losses": {"code": 2.5}}
-    path.write_text(json.dumps({**line, "step": 1}) + "\n" + json.dumps(line)[:20])
-    assert [step for step, _ in new.take(after=0)] == [1]
-    with path.open("a") as file:
-        file.write(json.dumps(line)[20:] + "\n")
-    assert new.take(after=1) == [(2, {"train/loss": 1.5, "validation/code/loss": 2.5})]
-    assert new.take(after=2) == []
 
 
 def test_a_copied_run_does_not_continue_the_curves_of_the_original(tmp_path):
@@ -183,7 +145,7 @@ def test_a_copied_run_does_not_continue_the_curves_of_the_original(tmp_path):
     begin_attempt(copy)
     begin_attempt(original)
     found = [SentState(folder / "wandb") for folder in (original, copy)]
-    assert [(state.run, state.step) for state in found] == [("abc", 7), (None, 0)]
+    assert [(state.run, state.step) for state in found] == [("abc", 7), (None, -1)]
 
 
 def test_names_of_settings_and_of_curves():

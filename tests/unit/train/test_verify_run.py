@@ -13,15 +13,13 @@ from step_metrics import metrics
 from typer.testing import CliRunner
 
 from harness.cli.app import app
-from harness.errors import ConfigError
 from harness.loader import LoaderState
 from harness.plan import SftConfig
 from harness.settings import to_plain, to_yaml
 from harness.storage.checksums import digest_files, write_checksums
 from harness.train import Progress
-from harness.train.checkpoints import add_checksums, write_run_file
+from harness.train.checkpoints import write_run_file
 from harness.train.digests import RowDigests, StepDigests, to_json
-from harness.train.folder import read_settings
 from harness.train.local import LocalRecord, begin_attempt, write_local_record
 from harness.train.verify import find_run_check, verify_checkpoint, verify_run
 
@@ -55,25 +53,10 @@ def found(run: Path) -> list[str]:
     return [problem.what for problem in verify_run(run)]
 
 
-def test_checksums_that_are_lost_or_never_were_are_named_until_the_files_are_accepted_as_they_are(run: Path) -> None:
-    older, newer = sorted((run / "checkpoints").iterdir())
-    for checkpoint in (older, newer):
+def test_checksums_that_are_lost_are_named(run: Path) -> None:
+    for checkpoint in (run / "checkpoints").iterdir():
         (checkpoint / "checksums.json").unlink()
-    document = json.loads((older / "run.json").read_text())
-    del document["checksums"]
-    (older / "run.json").write_text(json.dumps(document))
-    assert found(run) == [
-        "the checkpoint has no checksums.json, so its files cannot be checked (early versions wrote none)",
-        "the checkpoint's checksums.json is missing",
-    ]
-    accepted = CliRunner().invoke(app, ["verify", str(older), "--write-checksums"])
-    assert (accepted.exit_code, accepted.output.splitlines()) == (
-        0,
-        [f"note: {older}: its files were accepted as they are", f"{older}: nothing wrong"],
-    )
-    assert found(run) == ["the checkpoint's checksums.json is missing"]
-    with pytest.raises(ConfigError, match="this is not a checkpoint without checksums"):
-        add_checksums(older)
+    assert found(run) == ["the checkpoint's checksums.json is missing"] * 2
 
 
 def test_a_whole_run_has_no_problems(run: Path) -> None:
@@ -151,46 +134,30 @@ def test_a_checkpoint_may_be_of_settings_before_the_newest_or_of_a_version_with_
     assert found(run) == []
 
 
-def test_settings_of_a_version_with_a_final_learning_rate_have_its_share(run: Path) -> None:
-    (run / "config.yaml").write_text(
-        YAML.replace("lr: null", "lr: 0.5").replace("  min_lr_ratio: 0.1\n", "  min_lr: 0.125\n")
-    )
-    optimizer = read_settings(run / "config.yaml")["optimizer"]
-    assert (optimizer["lr"], optimizer["min_lr_ratio"], "min_lr" in optimizer) == (0.5, 0.25, False)
-
-
 def digests(step: int, *, tokens: int = 3, **changes: Any) -> str:
     row = RowDigests(0, 0, np.array([step]), np.array([tokens]), np.full((1, 4), step, np.uint64), {})
     return json.dumps({**to_json(StepDigests(step, 0, [step], [row], [])), **changes}) + "\n"
 
 
-def answer(step: int, **changes: Any) -> str:
-    values = {"step": step, "prompt": "two lines\u2028", "answer": "yes", "tokens": [5, 7]}
-    return json.dumps({**values, **changes}, ensure_ascii=False) + "\n"
-
-
-def test_digests_and_samples_of_a_whole_run_have_no_problems(run: Path) -> None:
+def test_digests_of_a_whole_run_have_no_problems(run: Path) -> None:
     # A run may begin to record digests when it is resumed.
     (run / "digests.jsonl").write_text("".join(map(digests, (3, 4))))
-    (run / "samples.jsonl").write_text(answer(2) + answer(2) + answer(4))
     assert found(run) == []
 
 
 @pytest.mark.parametrize(
-    ("file", "lines", "message"),
+    ("lines", "message"),
     [
-        ("digests", [digests(2), digests(4)], "the digests of step 2 are followed by those of step 4"),
-        ("digests", [digests(1), digests(2)], "the digests end at step 2, but the metrics at step 4"),
-        ("digests", [digests(4), digests(5)], "there are no metrics of step 5"),
-        ("digests", [digests(4, digest="0" * 32)], "not a record of a step's digests: the digest of step 4"),
-        ("digests", [digests(4, tokens=2)], "step 4 has epoch 0 and 2 tokens in its digests, but epoch 0 and 3 tokens"),
-        ("digests", [digests(4, disagreements=["rank 1 differs"])], "step 4: rank 1 differs"),
-        ("samples", [answer(5)], "there are no metrics of step 5"),
-        ("samples", [answer(2, tokens=["a"])], "not a record of a step's sample answers: tokens[] is 'a'"),
+        ([digests(2), digests(4)], "the digests of step 2 are followed by those of step 4"),
+        ([digests(1), digests(2)], "the digests end at step 2, but the metrics at step 4"),
+        ([digests(4), digests(5)], "there are no metrics of step 5"),
+        ([digests(4, digest="0" * 32)], "not a record of a step's digests: the digest of step 4"),
+        ([digests(4, tokens=2)], "step 4 has epoch 0 and 2 tokens in its digests, but epoch 0 and 3 tokens"),
+        ([digests(4, disagreements=["rank 1 differs"])], "step 4: rank 1 differs"),
     ],
 )
-def test_digests_and_answers_agree_with_the_metrics(run: Path, file: str, lines: list[str], message: str) -> None:
-    (run / f"{file}.jsonl").write_text("".join(lines))
+def test_digests_agree_with_the_metrics(run: Path, lines: list[str], message: str) -> None:
+    (run / "digests.jsonl").write_text("".join(lines))
     assert found(run)[0].startswith(message)
 
 

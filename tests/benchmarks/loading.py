@@ -1,4 +1,4 @@
-"""`harness bench loader`: THD batches a second, from each format, with different numbers of workers."""
+"""`python -m tests.benchmarks loader`: THD batches a second, from each format, with different numbers of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`harness bench schedule`: balance of the schedulers on a dataset or simulated batches, without training."""
+"""`python -m tests.benchmarks schedule`: balance of the schedulers on a dataset or simulated batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.bench import BENCHES
 from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
@@ -21,6 +20,7 @@ from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int64Array
 from harness.schedule import DYNAMIC, SCHEDULERS, Imbalance, SequenceCost, measure_imbalance, schedule
 from harness.thd import padded_lengths, padding_multiple
+from tests.benchmarks.__main__ import PEERS
 
 NEXT_FIT = "next fit"
 # Median of simulated lengths, and the tokens at which attention costs as much as everything else in a sequence.
@@ -141,7 +141,7 @@ def _add_placement(
     name: str, placed: list[Imbalance], batches: list[SimulatedBatch], sizes: Sizes, report: BenchReport
 ) -> None:
     # The targets are set for these batches.
-    reference = BENCHES["schedule"].full
+    reference = PEERS["schedule"].full
     fixed = ("path", "ranks", "cp_size", "max_tokens_per_rank", "global_batch")
     targeted = name == "cost_balanced" and all(getattr(sizes, key) == reference[key] for key in fixed)
     for what, ratio, target in (
