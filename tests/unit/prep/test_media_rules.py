@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import shutil
 import struct
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.errors import ConfigError, PrepError
+from harness.errors import ConfigError, FormatError, PrepError
 from harness.prep.media import AudioSize, MediaLimits, MediaRules, check_medium, measure, read_medium
 from harness.prep.media.files import ImageSize
 from harness.records import Medium
@@ -155,12 +156,42 @@ def test_rules_come_back_from_their_text(family: str, tmp_path: Path) -> None:
     rules = MediaRules.of(str(save_media_model(tmp_path, family)))
     assert rules is not None
     assert MediaRules.from_text(rules.to_text()) == rules
+    whole = json.loads(rules.to_text())
+    numbers = whole["numbers"]
+    for change in (
+        {"family": "llama"},
+        {"tokens": [1]},
+        {"numbers": 3},
+        {"numbers": {**numbers, "processor": "pipeline"}},
+        {"numbers": {**numbers, "n_fft": 10**9}},
+    ):
+        with pytest.raises(FormatError, match="the rules of media are not those of a model family"):
+            MediaRules.from_text(json.dumps(whole | change))
+    with pytest.raises(FormatError):
+        MediaRules.from_text("[" * 100_000)
 
 
 def test_a_model_of_text_has_no_rules(tmp_path: Path) -> None:
     assert MediaRules.of(str(tmp_path)) is None
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert MediaRules.of(str(tmp_path)) is None
+
+
+def test_a_model_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    made, model, commit = tmp_path / "made", tmp_path / "cache" / "models--org--audio", "0" * 40
+    save_media_model(made, "qwen2_audio")
+    shutil.copytree(made, model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    rules = MediaRules.of(str(made))
+    assert rules is not None
+    assert MediaRules.of("org/audio") == rules
+    assert MediaRules.of("org/text") is None
 
 
 def test_a_known_model_without_its_processor_is_refused(tmp_path: Path) -> None:
