@@ -96,10 +96,6 @@ class MediaRules:
         """Return the rules as JSON, with sorted names."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return tuple(self.tokens)
-
     def count_tokens(self, kind: str, size: AudioSize | ImageSize) -> int:
         """Return the number of placeholder tokens of a medium, as the model's processor does.
 

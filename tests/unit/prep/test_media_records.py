@@ -24,6 +24,7 @@ from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.reading import SourceShard, read_shard
 from harness.prep.spool import Spool
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.records import Pack
 from tests.samples.media_models import PLACEHOLDER, picture, save_media_model, sound
 
 READER = RecordReader(media=MediaLimits())
@@ -244,6 +245,27 @@ def test_a_template_that_writes_no_placeholder_is_refused(tokenizers):
     bad = ChatTokenizer(config).encode_each([READER.parse(CHATS["audio"], "here")])[0]
     assert isinstance(bad, BadRecord)
     assert bad.detail == "the chat template writes 0 placeholders of media, and there are 3"
+
+
+def test_each_sequence_of_a_conversation_has_the_media_up_to_its_turn(tokenizers):
+    """Where the template drops earlier reasoning, each turn has a sequence of its own."""
+    own = Path(tokenizers["qwen3_omni_moe"].name)
+    (own / "last.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{% if part.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    config = TokenizerConfig(kind="huggingface", name=str(own), chat_template=str(own / "last.jinja"))
+    record = json.loads(json.dumps(CHATS["audio"]))
+    for number in (2, 4):
+        record["messages"][number]["reasoning_content"] = "I heard that."
+    made = ChatTokenizer(config).encode_each([READER.parse(record, "here")])[0]
+    assert [[one.data for one in sequence.view.media] for sequence in made] == [[HELLO], [HELLO, BYE, HELLO]]
+    for view in (sequence.view for sequence in made):
+        assert Pack(view.input_ids, view.loss_mask, np.zeros(1, np.int32), view.media).problem() is None
 
 
 @pytest.mark.parametrize("over_long", ["drop", "cut", "split"])
