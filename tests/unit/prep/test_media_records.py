@@ -228,7 +228,7 @@ def test_a_text_that_spells_the_placeholder_is_refused(tokenizers):
 def test_media_that_the_model_does_not_take_are_refused(tokenizers):
     cases = [
         ("qwen2_audio", turns("<image>", images=[b64(CAT)]), "the image of turn 1 (user) is an image, and a "),
-        ("qwen2_audio", turns("<audio>", audios=[b64(sound(480_017))]), "the audio of turn 1 (user) has 30.0 s, more"),
+        ("qwen2_audio", turns("<audio>", audios=[b64(sound(480_017))]), "the audio of turn 1 (user) has 30.00 s, more"),
         ("qwen3_omni_moe", turns("<audio>", audios=[b64(sound(150))]), "the audio of turn 1 (user) is too short for"),
     ]  # fmt: skip
     for family, record, detail in cases:
