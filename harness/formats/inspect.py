@@ -123,7 +123,7 @@ def render_summary(summary: DatasetSummary) -> RenderableType:
         f"mean {summary.mean:,.1f}",
     }
     if summary.media:
-        rows["media"] = ", ".join(f"{count:,} {kind}" for kind, count in summary.media.items())
+        rows["media stored"] = ", ".join(f"{count:,} {kind}" for kind, count in summary.media.items())
     known = {key: value for key, value in summary.provenance.items() if key != "counts" and value not in ("", None)}
     rows |= {key.replace("_", " "): str(value) for key, value in known.items()}
     rows |= {"fingerprint": summary.fingerprint} if summary.fingerprint else {}

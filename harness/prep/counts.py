@@ -129,10 +129,18 @@ def make_sample(
     max_sequences, max_characters = (len(pieces), 1 << 40) if is_whole else (_MAX_SEQUENCES, _MAX_CHARACTERS)
     for piece in pieces[:max_sequences]:
         runs, left = [], max_characters
-        for text, trained in text_runs(piece, tokenizer):
+        for text, trained in text_runs(_with_single_placeholders(piece), tokenizer):
             if left > 0:
                 runs.append((text[:left], trained))
             left -= len(text)
         num_trained = int(np.count_nonzero(piece.loss_mask))
         sequences.append(SequenceSample(len(piece), num_trained, runs, left >= 0))
     return Sample(conversation.where, len(conversation.messages), len(pieces), sequences)
+
+
+def _with_single_placeholders(view: SequenceView) -> SequenceView:
+    """Return a sequence with the first placeholder token of each medium alone."""
+    kept = np.ones(len(view), np.bool_)
+    for one in view.media:
+        kept[one.start + 1 : one.start + one.tokens] = False
+    return SequenceView(view.input_ids[kept], view.loss_mask[kept])

@@ -175,8 +175,8 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
         raise _problem(f"has {info.samplerate:,} samples a second, expected {_RATES[0]:,} to {_RATES[1]:,}")
     seconds = info.frames / info.samplerate
     if seconds > limits.seconds or info.frames * info.channels > _MAX_SAMPLES:
-        what = f"{seconds:,.1f} s and {info.channels} channels"
-        raise _problem(f"has {what}, more than {limits.seconds:,.1f} s or {_MAX_SAMPLES:,} samples")
+        what = f"{seconds:,.2f} s and {info.channels} channels"
+        raise _problem(f"has {what}, more than {limits.seconds:,.2f} s or {_MAX_SAMPLES:,} samples")
     return AudioSize(int(info.frames), int(info.samplerate))
 
 

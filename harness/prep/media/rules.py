@@ -55,34 +55,46 @@ class MediaRules:
             ConfigError: the processor's files are missing or damaged, or have numbers that are not supported.
         """
         if saved := _read_json(name, RULES_FILE):
-            return cls(saved["family"], saved["tokens"], saved["numbers"])
+            return cls.from_text(json.dumps(saved), where=f"{name}/{RULES_FILE}")
         config = _read_json(name, "config.json")
         family = _TYPES.get(str(config.get("model_type")))
         if family is None:
             return None
         try:
             return FAMILIES[family].read(name, config)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = f"the processor's files of a {family} model cannot be read: {type(error).__name__}: {error}"
             fix = "use a folder with the model's config.json, preprocessor_config.json and processor_config.json"
             raise ConfigError(what, where=name, fix=fix) from error
 
     @classmethod
-    def from_text(cls, text: str) -> MediaRules:
-        """Return the rules of a text of `to_text`."""
-        values = json.loads(text)
-        if values.get("family") not in FAMILIES:
-            what = f"media of the model family {values.get('family')!r} are not known"
-            raise FormatError(what, where="manifest.json, mask, media", fix="use the version that wrote the dataset")
-        return cls(values["family"], values["tokens"], values["numbers"])
+    def from_text(cls, text: str, where: str = "manifest.json, mask, media") -> MediaRules:
+        """Return the rules of a text of `to_text`; raise FormatError for any other, which may be a stranger's."""
+        try:
+            values = json.loads(text)
+            numbers = values["numbers"]
+            rules = cls(values["family"], {str(kind): int(token) for kind, token in values["tokens"].items()}, numbers)
+            FAMILIES[rules.family].count(numbers, AudioSize(1 << 14, 1 << 14))
+            if numbers.get("processor", _IMAGE_PROCESSORS[0]) not in _IMAGE_PROCESSORS:
+                raise ValueError(f"the processor is {numbers['processor']}")
+            if most := [name for name, one in numbers.items() if isinstance(one, int | float) and not 0 <= one < 1e6]:
+                raise ValueError(f"{most[0]} is {numbers[most[0]]}")
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            PrepError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            what = f"the rules of media are not those of a model family that is known: {type(error).__name__}: {error}"
+            raise FormatError(what, where=where, fix="use the version that wrote the dataset") from error
+        return rules
 
     def to_text(self) -> str:
         """Return the rules as JSON, with sorted names."""
         return json.dumps(asdict(self), sort_keys=True)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return tuple(self.tokens)
 
     def count_tokens(self, kind: str, size: AudioSize | ImageSize) -> int:
         """Return the number of placeholder tokens of a medium, as the model's processor does.
@@ -128,12 +140,13 @@ def _read_json(name: str, file: str) -> dict[str, Any]:
     else:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-        cached = try_to_load_from_cache(name, file)
         try:
+            cached = try_to_load_from_cache(name, file)
             # A tokenizer of text costs no more requests: its config.json is in the cache once it was loaded.
-            is_asked = not isinstance(cached, str) and file not in (RULES_FILE, "config.json")
-            path = Path(hf_hub_download(name, file) if is_asked else cached or "/nowhere")
-        except OSError:
+            if not isinstance(cached, str) and file in (RULES_FILE, "config.json"):
+                return {}
+            path = Path(cached if isinstance(cached, str) else hf_hub_download(name, file))
+        except Exception:  # also of the network below it, whose library differs between versions
             return {}
     if not path.is_file():
         return {}
@@ -172,7 +185,7 @@ def _count_qwen2_audio(numbers: Mapping[str, Any], size: AudioSize) -> int:
     samples = size.samples_at(numbers["sampling_rate"])
     if samples > numbers["chunk_length"] * numbers["sampling_rate"]:
         what = (
-            f"has {samples / numbers['sampling_rate']:,.1f} s, more than the {numbers['chunk_length']} s that a model"
+            f"has {samples / numbers['sampling_rate']:,.2f} s, more than the {numbers['chunk_length']} s that a model"
         )
         raise PrepError(f"{what} of this family hears", where="a medium", fix="cut it into shorter ones")
     frames = -(-samples // int(numbers["hop_length"]))

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from harness.errors import ConfigError, PrepError
+from harness.errors import ConfigError, FormatError, PrepError
 from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation, MediaPart, Message
 from harness.prep.media import RULES_FILE, MediaRules, measure
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
@@ -73,7 +73,7 @@ class ChatTokenizer:
         self._config = config
         self.hf = load_tokenizer(self.name)
         self.media_rules: MediaRules | None = None
-        with suppress(ConfigError):  # of a processor that is not supported: records with media are refused
+        with suppress(ConfigError, FormatError):  # of a processor that is not supported: records with media are refused
             self.media_rules = MediaRules.of(self.name)
         self._backend = self.hf.backend_tokenizer
         # A tokenizer.json may carry settings of the program that wrote it.

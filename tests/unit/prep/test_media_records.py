@@ -24,6 +24,7 @@ from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.reading import SourceShard, read_shard
 from harness.prep.spool import Spool
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
+from harness.records import Pack
 from tests.samples.media_models import PLACEHOLDER, picture, save_media_model, sound
 
 READER = RecordReader(media=MediaLimits())
@@ -227,7 +228,7 @@ def test_a_text_that_spells_the_placeholder_is_refused(tokenizers):
 def test_media_that_the_model_does_not_take_are_refused(tokenizers):
     cases = [
         ("qwen2_audio", turns("<image>", images=[b64(CAT)]), "the image of turn 1 (user) is an image, and a "),
-        ("qwen2_audio", turns("<audio>", audios=[b64(sound(480_017))]), "the audio of turn 1 (user) has 30.0 s, more"),
+        ("qwen2_audio", turns("<audio>", audios=[b64(sound(480_017))]), "the audio of turn 1 (user) has 30.00 s, more"),
         ("qwen3_omni_moe", turns("<audio>", audios=[b64(sound(150))]), "the audio of turn 1 (user) is too short for"),
     ]  # fmt: skip
     for family, record, detail in cases:
@@ -244,6 +245,27 @@ def test_a_template_that_writes_no_placeholder_is_refused(tokenizers):
     bad = ChatTokenizer(config).encode_each([READER.parse(CHATS["audio"], "here")])[0]
     assert isinstance(bad, BadRecord)
     assert bad.detail == "the chat template writes 0 placeholders of media, and there are 3"
+
+
+def test_each_sequence_of_a_conversation_has_the_media_up_to_its_turn(tokenizers):
+    """Where the template drops earlier reasoning, each turn has a sequence of its own."""
+    own = Path(tokenizers["qwen3_omni_moe"].name)
+    (own / "last.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{% if part.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    config = TokenizerConfig(kind="huggingface", name=str(own), chat_template=str(own / "last.jinja"))
+    record = json.loads(json.dumps(CHATS["audio"]))
+    for number in (2, 4):
+        record["messages"][number]["reasoning_content"] = "I heard that."
+    made = ChatTokenizer(config).encode_each([READER.parse(record, "here")])[0]
+    assert [[one.data for one in sequence.view.media] for sequence in made] == [[HELLO], [HELLO, BYE, HELLO]]
+    for view in (sequence.view for sequence in made):
+        assert Pack(view.input_ids, view.loss_mask, np.zeros(1, np.int32), view.media).problem() is None
 
 
 @pytest.mark.parametrize("over_long", ["drop", "cut", "split"])
@@ -321,6 +343,8 @@ def test_a_preparation_counts_media_and_records_its_rules(tmp_path, tokenizers):
     report = prepare(source, tokenizer.name, tmp_path / "data", **settings)
     assert (report.records, dict(report.bad), dict(report.media_by_kind)) == (4, {"media": 1}, {"audio": 4})
     assert "4 audio; 0.00 hours of audio; " in (tmp_path / "data" / "report.md").read_text()
+    # A sample shows one placeholder of each sound.
+    assert (tmp_path / "data" / "report.html").read_text().count("audio_pad") == 3
     line = json.loads((tmp_path / "data" / "bad_records.jsonl").read_text())
     assert line["detail"].startswith("`audios[0]` (turn 1) ")
     assert line["detail"].endswith("no.wav cannot be read: No such file or directory")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.errors import ConfigError, PrepError
+from harness.errors import ConfigError, FormatError, PrepError
 from harness.prep.media import AudioSize, MediaLimits, MediaRules, check_medium, measure, read_medium
 from harness.prep.media.files import ImageSize
 from harness.records import Medium
@@ -60,6 +62,14 @@ def test_a_thousand_durations_have_as_many_tokens_as_the_processor_writes(family
     finally:
         torch.set_num_threads(num_threads)
     assert [rules.count_tokens("audio", AudioSize(length, 16000)) for length in lengths] == expected
+
+
+def test_the_processor_of_qwen2_audio_is_read_as_transformers_saves_it(tmp_path: Path) -> None:
+    folder = save_media_model(tmp_path, "qwen2_audio")
+    audio_processor("qwen2_audio", folder).save_pretrained(tmp_path / "whole")
+    shutil.copy(folder / "config.json", tmp_path / "whole")
+    assert not (tmp_path / "whole" / "preprocessor_config.json").exists()
+    assert MediaRules.of(str(tmp_path / "whole")) == MediaRules.of(str(folder))
 
 
 @pytest.mark.parametrize("family", AUDIO)
@@ -122,6 +132,11 @@ def test_images_of_a_thousand_sizes_are_those_of_the_processor(siglip: bool, tmp
     processor = transformers.LlavaProcessor(
         images, tokenizer, patch_size=14, vision_feature_select_strategy=strategy, **extra
     )
+    # As transformers saves a whole processor, with those of its parts inside.
+    processor.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole" / "preprocessor_config.json").exists()
+    shutil.copy(folder / "config.json", tmp_path / "whole")
+    assert MediaRules.of(str(tmp_path / "whole")) == rules
     generator = np.random.default_rng(0)
     for width, height in generator.integers(1, 300, (1000, 2)).tolist():
         expected = processor._get_num_multimodal_tokens([(height, width)])["num_image_tokens"] if not siglip else [16]
@@ -141,12 +156,42 @@ def test_rules_come_back_from_their_text(family: str, tmp_path: Path) -> None:
     rules = MediaRules.of(str(save_media_model(tmp_path, family)))
     assert rules is not None
     assert MediaRules.from_text(rules.to_text()) == rules
+    whole = json.loads(rules.to_text())
+    numbers = whole["numbers"]
+    for change in (
+        {"family": "llama"},
+        {"tokens": [1]},
+        {"numbers": 3},
+        {"numbers": {**numbers, "processor": "pipeline"}},
+        {"numbers": {**numbers, "n_fft": 10**9}},
+    ):
+        with pytest.raises(FormatError, match="the rules of media are not those of a model family"):
+            MediaRules.from_text(json.dumps(whole | change))
+    with pytest.raises(FormatError):
+        MediaRules.from_text("[" * 100_000)
 
 
 def test_a_model_of_text_has_no_rules(tmp_path: Path) -> None:
     assert MediaRules.of(str(tmp_path)) is None
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert MediaRules.of(str(tmp_path)) is None
+
+
+def test_a_model_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    made, model, commit = tmp_path / "made", tmp_path / "cache" / "models--org--audio", "0" * 40
+    save_media_model(made, "qwen2_audio")
+    shutil.copytree(made, model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    rules = MediaRules.of(str(made))
+    assert rules is not None
+    assert MediaRules.of("org/audio") == rules
+    assert MediaRules.of("org/text") is None
 
 
 def test_a_known_model_without_its_processor_is_refused(tmp_path: Path) -> None:
@@ -211,7 +256,7 @@ def test_a_bomb_is_refused_by_its_header() -> None:
     png[29:33] = struct.pack(">I", __import__("zlib").crc32(png[12:29]))
     with pytest.raises(PrepError, match="pixels"):
         measure("image", bytes(png))
-    with pytest.raises(PrepError, match=r"has 2\.0 s and 1 channels, more than 1\.0 s or"):
+    with pytest.raises(PrepError, match=r"has 2\.00 s and 1 channels, more than 1\.00 s or"):
         measure("audio", sound(32000), MediaLimits(seconds=1))
     for rate in (3_999, 384_001):
         with pytest.raises(PrepError, match=rf"has {rate:,} samples a second, expected 4,000 to 384,000"):
@@ -222,7 +267,7 @@ def test_a_sound_that_the_model_does_not_hear_whole_is_refused(tmp_path: Path) -
     rules = MediaRules.of(str(save_media_model(tmp_path, "qwen2_audio")))
     assert rules is not None
     assert rules.count_tokens("audio", AudioSize(480_000, 16000)) == 750
-    with pytest.raises(PrepError, match=r"has 30\.0 s, more than the 30 s"):
+    with pytest.raises(PrepError, match=r"has 30\.00 s, more than the 30 s"):
         rules.count_tokens("audio", AudioSize(480_001, 16000))
     with pytest.raises(PrepError, match="too short for a token"):
         rules.count_tokens("audio", AudioSize(200, 16000))
