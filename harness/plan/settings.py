@@ -168,6 +168,8 @@ class TrainerConfig(CheckedSettings, section="trainer"):
         straggler_steps: number of consecutive slow steps before a rank is reported.
         on_straggler: `report` slow ranks in the log, metrics and report, or `exclude`: a job of `harness submit` saves
             a checkpoint and restarts without the rank's node.
+        sample_prompts: user messages that the model answers at every validation, in `samples.jsonl`.
+        sample_tokens: maximum number of tokens per answer.
     """
 
     steps: int | None = bounded(None, lowest=1)
@@ -193,6 +195,8 @@ class TrainerConfig(CheckedSettings, section="trainer"):
     straggler_ratio: float | None = bounded(1.5, above=1, highest=1_000_000)
     straggler_steps: int = bounded(10, lowest=1)
     on_straggler: str = one_of("report", ON_STRAGGLER)
+    sample_prompts: list[str] = field(default_factory=list)
+    sample_tokens: int = bounded(48, lowest=1)
 
     rules = (
         Rule(
@@ -271,10 +275,10 @@ _ON_A_GPU = (
     *(
         Rule(
             {"parallel.overlap_tensor_parallel": True, **other},
-            "it requires a GPU and bfloat16",
+            "it requires a GPU and bfloat16, and excludes sample prompts, which can be longer than a row",
             "parallel.overlap_tensor_parallel=false, or the other setting",
         )
-        for other in (_ON_CPU, _FLOAT32)
+        for other in (_ON_CPU, _FLOAT32, {"trainer.sample_prompts": SET})
     ),
     Rule(
         {"model.attention": _ENGINE, **_ON_CPU},
@@ -560,6 +564,11 @@ _CORPUS = (
         {"model.vocab_size": None, "model.init_from": None},
         "the vocabulary size is unknown, because a corpus does not store it",
         "model.vocab_size=N, the vocabulary size of the corpus's tokenizer",
+    ),
+    Rule(
+        {"trainer.sample_prompts": SET},
+        "sample prompts require a tokenizer, which a corpus does not specify",
+        "omit them; export the run with `harness export` and generate with transformers",
     ),
 )
 

@@ -6,20 +6,31 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.errors import CheckpointError, ConfigError, FormatError, Problem
+from harness.settings import from_plain
 from harness.storage import read_checksums
 from harness.storage.checksums import CHECKSUMS_FILE, find_damage, list_size_problems
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
-from harness.train.folder import SETTINGS_FILE, check_settings, read_settings
+from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
 from harness.train.lines import MISREAD
 from harness.train.local import own_local_record, read_disk, read_identity
 from harness.train.metrics import METRICS_FILE, parse_metrics
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Answer:
+    step: int
+    prompt: str
+    answer: str
+    tokens: list[int]
 
 
 def find_run_check(path: str) -> Callable[..., list[Problem]] | None:
@@ -138,11 +149,13 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
 
 
 def _step_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
-    """Yield the problems of the files that have lines of steps: metrics and digests."""
+    """Yield the problems of the files that have lines of steps: metrics, digests, and answers to sample prompts."""
     path, digests_path = folder / METRICS_FILE, folder / DIGESTS_FILE
     metrics, problems = _read_steps(path, parse_metrics, "metrics")
     digests, damaged = _read_steps(digests_path, from_json, "digests")
-    yield from (*problems, *damaged)
+    parse_answer = partial(from_plain, _Answer, lenient=True)
+    answers, others = _read_steps(folder / SAMPLES_FILE, parse_answer, "sample answers")
+    yield from (*problems, *damaged, *others)
     if not path.is_file():
         yield Problem("the run's metrics are missing", str(path))
     if problems or not metrics:
@@ -167,8 +180,9 @@ def _step_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
             trained = f"epoch {found.epoch} and {tokens:,} tokens in its digests"
             recorded = f"epoch {other.epoch} and {other.tokens:,} tokens in the metrics"
             yield Problem(f"step {found.step} has {trained}, but {recorded}", where)
-        if other is None:
-            yield Problem(f"there are no metrics of step {found.step}", where)
+    for where, step in [(where, one.step) for where, one in digests] + [(where, one.step) for where, one in answers]:
+        if step not in by_step:
+            yield Problem(f"there are no metrics of step {step}", where)
 
 
 def _read_steps(path: Path, parse: Callable[[Any], T], kind: str) -> tuple[list[tuple[str, T]], list[Problem]]:

@@ -33,7 +33,10 @@ _TRAINED = (
     "loader.global_batch_size=2 loader.num_workers=0 schedule.max_tokens_per_rank=128 optimizer.decay_steps=10 "
     "trainer.device=cpu trainer.checkpoint_interval=2 trainer.record_digests=true trainer.record_batches=true"
 )
-RUN = "train sft data.path={}/source run_dir={}/run loader.block_packs=2 trainer.eval_interval=2 " + _TRAINED
+RUN = (
+    "train sft data.path={}/source run_dir={}/run loader.block_packs=2 trainer.eval_interval=2 "
+    f"trainer.sample_prompts=[hello] trainer.sample_tokens=2 {_TRAINED}"
+)
 LIVE_RUN = (
     "train sft data=live data.live.path={}/live data.live.pack_size=128 data.live.tokenizer.name={}/source/tokenizer "
     f"data.live.open_packs=2 run_dir={{}}/run schedule=as_packed schedule.max_tokens_per_rank=128 "
@@ -144,7 +147,7 @@ def losses(folder: Path) -> list[Any]:
     run = folder / "run"
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = ("step", "loss", "validation_loss", "grad_norm", "learning_rate", "tokens", "packs_consumed")
-    more = [run / "digests.jsonl", *sorted((run / "batches").iterdir())]
+    more = [run / "digests.jsonl", run / "samples.jsonl", *sorted((run / "batches").iterdir())]
     checkpoint = read_checksums(run / "checkpoints" / "step-00000004") or []
     weights = [file for file in checkpoint if file.path.endswith(".distcp")]
     there = [file_digest(path) for path in more if path.exists() and path.suffix != ".npz"]

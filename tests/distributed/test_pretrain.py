@@ -119,6 +119,7 @@ def test_a_run_resumes_after_its_consumed_samples_with_another_batch_size(pretra
         ),
         (("trainer.early_stop=1", "trainer.eval_interval=0"), "early_stop requires validations"),
         (("trainer.early_stop=1", "data.split='100'"), "early_stop requires validations"),
+        (("trainer.sample_prompts=[hello]",), "which a corpus does not specify"),
         (("loader.global_batch_size=7", "data.micro_batch_size=2"), "not a multiple of 2"),
         (("data.sequence_length=5000",), "longer than the model's max_sequence_length"),
         (

@@ -50,6 +50,8 @@ SETTINGS = (
     "trainer.trackers=[]",
     "trainer.eval_interval=0",
     "trainer.checkpoint_interval=0",
+    f"trainer.sample_prompts={json.dumps(list(ANSWERS))}",
+    "trainer.sample_tokens=24",
 )
 
 
@@ -165,6 +167,11 @@ def test_the_card_has_the_facts_of_data_and_run(folder: Path, run: Path, data: P
     code = card.split("```python\n")[1].split("```")[0]
     exec(code.replace('folder = "."', f"folder = {str(folder)!r}"), names)
     assert names["answer"].shape[0] > 0
+
+
+def test_samples_of_a_run_are_the_answers_that_it_learned(run: Path) -> None:
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {line["prompt"]: line["answer"] for line in samples if line["step"] == 40} == ANSWERS
 
 
 def export_of(run: Path, tmp_path: Path, **settings: Any) -> tuple[Exported, str]:

@@ -17,6 +17,7 @@ from harness.megatron.data.feed import Feed, readable
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job import runtime
 from harness.megatron.pretrained import Pretrained, find_pretrained
+from harness.megatron.run.sampling import find_tokenizer
 from harness.megatron.run.training import Task
 from harness.plan import SftConfig, sequence_cost
 from harness.plan.encoders import read_encoder
@@ -47,6 +48,7 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
             "dataset": data.describe(),
             "schedule": f"{config.schedule.name}, up to {config.schedule.max_tokens_per_rank:,} tokens per rank",
         },
+        answering=find_tokenizer(config, data) if config.trainer.sample_prompts else None,
         sources=data.named_sources if isinstance(data, RunData) else None,
         warnings=_warnings(config, data),
         length=settle_length(config, data, progress) if isinstance(data, RunData) else "",

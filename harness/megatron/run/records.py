@@ -1,4 +1,4 @@
-"""Records of each step: metrics, digests of data, and progress on the terminal."""
+"""Records of each step: metrics, digests of data, answers to sample prompts, and progress on the terminal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from harness.loader import RankLayout
 from harness.megatron.compat import MEGATRON_VERSION
 from harness.megatron.job import runtime
 from harness.megatron.job.waits import thread_times
+from harness.megatron.run.sampling import Sampler
 from harness.plan import RunConfig, TrainerConfig
-from harness.train import METRICS_FILE, DigestWriter, MetricsWriter, StepRecord, merge_ranks, read_metrics
+from harness.train import METRICS_FILE, DigestWriter, MetricsWriter, StepRecord, is_due, merge_ranks, read_metrics
 from harness.train.attempts import read_attempts
 from harness.train.digests import rank_rows
 from harness.train.metrics import plot_experts, plot_loss, step_metrics, write_report
@@ -45,8 +46,10 @@ class RunRecords:
         layout: RankLayout,
         *,
         first_step: int,
+        sampler: Sampler | None = None,
     ) -> None:
         self._trainer, self._folder, self._ranks, self._layout = trainer, folder, ranks, layout
+        self._sampler = sampler
         self._keeps_data = trainer.record_digests or trainer.record_batches
         writes = ranks.rank == 0
         self.progress = RunProgress(trainer.steps, done=first_step - 1, quiet=not writes)
@@ -88,10 +91,14 @@ class RunRecords:
             self._metrics.write(metrics)
         self.progress.step(metrics)
         self._report_stragglers(stragglers)
+        if self._sampler is not None and is_due(record.step, self._trainer.eval_interval, self._trainer.last_step):
+            with self.progress.doing("answering prompts"):
+                for prompt, answer in self._sampler.answer(record.step):
+                    self.progress.log(f"  {prompt!r}: {answer!r}")
 
     def sync(self) -> None:
         """Make what is recorded durable, on rank 0: a checkpoint must not outlive the records of its steps."""
-        for records in (self._metrics, self._digests):
+        for records in (self._metrics, self._digests, self._sampler):
             if records is not None:
                 records.sync()
 

@@ -31,6 +31,7 @@ from harness.megatron.model.gpt import engine_layers, use_transformer_engine
 from harness.megatron.pretrained import Pretrained
 from harness.megatron.run import resuming
 from harness.megatron.run.records import RunRecords
+from harness.megatron.run.sampling import Answering, Sampler
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
 from harness.megatron.state.local import LocalStore
 from harness.megatron.step import MegatronStep
@@ -68,6 +69,7 @@ class Task:
     pretrained: Pretrained | None
     data_names: Sequence[str]
     facts: Mapping[str, str]
+    answering: Answering | None = None
     sources: Sources | None = None
     warnings: Sequence[str] = ()
     length: str = ""
@@ -246,8 +248,13 @@ class _Run(Hooks):
     @contextmanager
     def opened_records(self) -> Iterator[None]:
         """Begin the records of the run, with its warnings and where it resumes, and its checkpoints."""
-        config, trainer, task = self._config, self._trainer, self._task
-        self._records = RunRecords(trainer, self.folder, self._ranks, self._layout, first_step=self.first_step)
+        config, trainer, task, sampler = self._config, self._trainer, self._task, None
+        if task.answering is not None:
+            writes_to = self.folder if self._ranks.rank == 0 else None
+            sampler = Sampler(self.step, task.answering, writes_to, trainer, self.first_step)
+        self._records = RunRecords(
+            trainer, self.folder, self._ranks, self._layout, first_step=self.first_step, sampler=sampler
+        )
         self._stack.enter_context(self._records.progress)
         has_engine = engine_layers(config.model, config.parallel, self._ranks.device)
         of = {"has_engine": has_engine, "shares_rows": config.shares_rows}

@@ -140,8 +140,8 @@ def test_a_mistake_in_a_file_is_reported_with_the_file_and_the_setting(own):
         ("loader: {persistent_workers: 2}", "2 is not of type bool"),
         ("name: 1:30", "name: 1:30 is read as 90"),
         ("name: no", "name: no is read as False"),
-        ("trainer: {trackers: [1e3]}", "1e3 is read as 1000.0"),
-        ("trainer: {trackers: [[a]]}", "['a'] is not an item of trainer.trackers"),
+        ("trainer: {sample_prompts: [1e3]}", "1e3 is read as 1000.0"),
+        ("trainer: {sample_prompts: [[a]]}", "['a'] is not an item of trainer.sample_prompts"),
         ("data: {evaluation: {new: 007}}", "007 is read as 7"),
         ("data: {blend: [{path: a, epochs: 2.7}]}", "2.7 is not of type int"),
         ("optimizer: {lr: fast}", "'fast' is not of type float"),
@@ -156,11 +156,11 @@ def test_a_value_in_a_file_that_would_be_changed_is_refused_with_the_file(own, c
 
 def test_a_value_in_a_file_is_held_as_it_is_written(own):
     (own / "experiment" / "kept.yaml").write_text(
-        "# @package _global_\nname: 2026\ntrainer: {steps: 1_000, trackers: []}\n"
+        "# @package _global_\nname: 2026\ntrainer: {steps: 1_000, sample_prompts: ['1e3', 7]}\n"
         "optimizer: {lr: 1e-3, decay_steps: 0x10}\nloader: {persistent_workers: no}\n"
     )
     config = compose_run("kept", [], config_dir=own).config
-    assert (config.name, config.trainer.steps) == ("2026", 1000)
+    assert (config.name, config.trainer.steps, config.trainer.sample_prompts) == ("2026", 1000, ["1e3", "7"])
     assert (config.optimizer.lr, config.optimizer.decay_steps, config.loader.persistent_workers) == (1e-3, 16, False)
 
 

@@ -110,6 +110,7 @@ def test_models_that_no_graph_is_captured_of_are_refused(changes, message) -> No
         ({"attention": "torch"}, {}, "attention is torch: it requires Transformer"),
         ({"dtype": "float32"}, {}, r"model\.dtype is float32"),
         ({}, {"device": "cpu"}, r"trainer\.device is cpu"),
+        ({}, {"sample_prompts": ["Hi"]}, "can be longer than a row"),
     ],
 )
 def test_runs_whose_exchanges_cannot_overlap_with_products_are_refused(model, trainer, message) -> None:

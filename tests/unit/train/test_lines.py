@@ -60,7 +60,7 @@ def test_a_damaged_line_is_named_and_stays(tmp_path: Path, damaged: bytes) -> No
 
 
 def test_bytes_that_are_no_text_stay_as_they_are(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / "samples.jsonl"
     path.write_bytes(b'{"step": 1, "answer": "\xff "}\n{"step": 2}\n')
     keep_lines_before(path, 2)
     assert path.read_bytes() == b'{"step": 1, "answer": "\xff "}\n'

@@ -139,25 +139,33 @@ def digests(step: int, *, tokens: int = 3, **changes: Any) -> str:
     return json.dumps({**to_json(StepDigests(step, 0, [step], [row], [])), **changes}) + "\n"
 
 
-def test_digests_of_a_whole_run_have_no_problems(run: Path) -> None:
+def answer(step: int, **changes: Any) -> str:
+    values = {"step": step, "prompt": "two lines\u2028", "answer": "yes", "tokens": [5, 7]}
+    return json.dumps({**values, **changes}, ensure_ascii=False) + "\n"
+
+
+def test_digests_and_samples_of_a_whole_run_have_no_problems(run: Path) -> None:
     # A run may begin to record digests when it is resumed.
     (run / "digests.jsonl").write_text("".join(map(digests, (3, 4))))
+    (run / "samples.jsonl").write_text(answer(2) + answer(2) + answer(4))
     assert found(run) == []
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    ("file", "lines", "message"),
     [
-        ([digests(2), digests(4)], "the digests of step 2 are followed by those of step 4"),
-        ([digests(1), digests(2)], "the digests end at step 2, but the metrics at step 4"),
-        ([digests(4), digests(5)], "there are no metrics of step 5"),
-        ([digests(4, digest="0" * 32)], "not a record of a step's digests: the digest of step 4"),
-        ([digests(4, tokens=2)], "step 4 has epoch 0 and 2 tokens in its digests, but epoch 0 and 3 tokens"),
-        ([digests(4, disagreements=["rank 1 differs"])], "step 4: rank 1 differs"),
+        ("digests", [digests(2), digests(4)], "the digests of step 2 are followed by those of step 4"),
+        ("digests", [digests(1), digests(2)], "the digests end at step 2, but the metrics at step 4"),
+        ("digests", [digests(4), digests(5)], "there are no metrics of step 5"),
+        ("digests", [digests(4, digest="0" * 32)], "not a record of a step's digests: the digest of step 4"),
+        ("digests", [digests(4, tokens=2)], "step 4 has epoch 0 and 2 tokens in its digests, but epoch 0 and 3 tokens"),
+        ("digests", [digests(4, disagreements=["rank 1 differs"])], "step 4: rank 1 differs"),
+        ("samples", [answer(5)], "there are no metrics of step 5"),
+        ("samples", [answer(2, tokens=["a"])], "not a record of a step's sample answers: tokens[] is 'a'"),
     ],
 )
-def test_digests_agree_with_the_metrics(run: Path, lines: list[str], message: str) -> None:
-    (run / "digests.jsonl").write_text("".join(lines))
+def test_digests_and_answers_agree_with_the_metrics(run: Path, file: str, lines: list[str], message: str) -> None:
+    (run / f"{file}.jsonl").write_text("".join(lines))
     assert found(run)[0].startswith(message)
 
 

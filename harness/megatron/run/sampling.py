@@ -1,0 +1,171 @@
+"""Sample answers of the model during training: greedy decoding of a few prompts, on any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+from harness.errors import ConfigError
+from harness.formats.inspect import find_tokenizer_folder
+from harness.loader import RunData
+from harness.loader.datasets import LiveData
+from harness.megatron.batch import RowsAhead, run_row
+from harness.megatron.step import MegatronStep, share_last_stage
+from harness.plan import SftConfig, TrainerConfig
+from harness.prep import ChatTokenizer, TokenizerConfig
+from harness.records import Int64Array, SequenceView
+from harness.thd import ThdBatch, build_thd_batch, context_parallel_indices, pad_row
+from harness.train.folder import SAMPLES_FILE
+from harness.train.lines import LineFile, keep_lines_before
+
+
+def generate(
+    step: MegatronStep, prompts: Sequence[Sequence[int]], *, max_tokens: int, ends: Sequence[int]
+) -> list[list[int]]:
+    """Extend each prompt by its most likely token again and again; every rank takes part and gets the answers.
+
+    All prompts are one row, computed anew for each token: a few answers at an evaluation are not worth a cache.
+
+    Args:
+        prompts: token ids, at least one each.
+        ends: tokens that end an answer and are not part of it.
+    """
+    for chunk in step.chunks:
+        chunk.eval()
+    answers: list[list[int]] = [[] for _ in prompts]
+    unfinished = list(range(len(answers)))
+    with torch.no_grad():
+        for _ in range(max_tokens):
+            if not unfinished:
+                break
+            tokens = _next_tokens(step, [[*prompts[index], *answers[index]] for index in unfinished])
+            for index, token in zip(list(unfinished), tokens, strict=True):
+                if token in ends:
+                    unfinished.remove(index)
+                else:
+                    answers[index].append(token)
+    return answers
+
+
+def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
+    # A row drops the last token, which is a label only: here a dummy.
+    views = [SequenceView(np.array([*ids, 0], np.int32), np.zeros(len(ids) + 1, np.uint8)) for ids in sequences]
+    row = build_thd_batch(views, pad_to_multiple=step.layout.pad_to_multiple)
+    lasts = (row.cu_seqlens_padded[:-1].astype(np.int64) + np.diff(row.cu_seqlens) - 1)[: len(sequences)]
+    if step.pad_rows_to is not None and len(row) <= step.pad_rows_to:
+        row = pad_row(row, step.pad_rows_to)
+    kept: list[torch.Tensor] = []
+
+    def forward(rows: RowsAhead, chunk: Any) -> tuple[torch.Tensor, Any]:
+        output = run_row(chunk, rows.take()[1], with_labels=False)
+
+        def keep(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            if not kept:
+                kept.append(_likeliest(step, logits[0], row, lasts))
+            return logits.sum() * 0, torch.tensor(1), torch.zeros(2, dtype=torch.float64)
+
+        return output, keep
+
+    step.run_rows([row] * step.group_size, forward)
+    tokens = kept[0] if kept else torch.zeros(len(sequences), dtype=torch.int64, device=step.device)
+    share_last_stage(tokens)
+    return [int(token) for token in tokens.tolist()]
+
+
+def _likeliest(step: MegatronStep, logits: torch.Tensor, row: ThdBatch, lasts: Int64Array) -> torch.Tensor:
+    """Return int64 [S], the most likely token at positions `lasts` of the row; logits are [T / cp, V / tp]."""
+    layout = step.layout
+    held = context_parallel_indices(row.cu_seqlens_padded, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
+    place_of = np.full(len(row), -1, dtype=np.int64)
+    place_of[held] = np.arange(held.shape[0])
+    places = torch.from_numpy(place_of[lasts]).to(logits.device)
+    chosen = gather_from_tensor_model_parallel_region(logits[places.clamp(min=0)])
+    tokens = chosen[:, : step.vocab_size].argmax(dim=-1)
+    tokens = torch.where(places >= 0, tokens, torch.zeros_like(tokens))
+    if layout.cp_size > 1:
+        torch.distributed.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
+    return tokens
+
+
+# The tokenizer of prompts and answers, and the ids of the tokens that end an answer to the trained model.
+Answering = tuple[ChatTokenizer, Sequence[int]]
+
+
+def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
+    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use.
+
+    Raises:
+        ConfigError: it is not on this machine, or prompts and answers are longer than the model's sequences.
+    """
+    tokenizer = data.tokenizer if isinstance(data, LiveData) else None
+    if tokenizer is not None:
+        ends = tokenizer.ends
+    else:
+        readers = data.sources if isinstance(data, RunData) else ()
+        name = config.data.tokenizer
+        if not name and readers:
+            with suppress(ConfigError):
+                name = str(find_tokenizer_folder(readers[0]))
+        if not name:
+            raise ConfigError(
+                "sample prompts require the tokenizer of the data, but the data does not specify one",
+                where="trainer.sample_prompts",
+                fix="set data.tokenizer, or omit the prompts",
+            )
+        # A prompt has no mask: any rule that works with every template will do.
+        tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
+        masks = [reader.manifest.provenance.mask for reader in readers if reader.manifest is not None]
+        ends = sorted({token for mask in masks or [{}] for token in tokenizer.ends_of(mask)})
+    longest = max(
+        len(tokenizer.prompt({"role": "user", "content": prompt})) for prompt in config.trainer.sample_prompts
+    )
+    if longest + config.trainer.sample_tokens > config.model.max_sequence_length:
+        raise ConfigError(
+            f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "
+            f"model's max_sequence_length {config.model.max_sequence_length:,}",
+            where="trainer.sample_prompts, trainer.sample_tokens",
+            fix="shorten them",
+        )
+    return tokenizer, ends
+
+
+class Sampler:
+    """Answers a run's prompts at its evaluations and appends the answers to `samples.jsonl`.
+
+    Args:
+        folder: the run's; None if this rank writes nothing.
+        first_step: lines of this step and later ones, left by a stopped run, are removed.
+    """
+
+    def __init__(
+        self, step: MegatronStep, answering: Answering, folder: Path | None, trainer: TrainerConfig, first_step: int
+    ) -> None:
+        self._step, (self._tokenizer, self._ends) = step, answering
+        self._prompts, self._max_tokens = trainer.sample_prompts, trainer.sample_tokens
+        self._ids = [self._tokenizer.prompt({"role": "user", "content": prompt}) for prompt in self._prompts]
+        self._file: LineFile | None = None
+        if folder is not None:
+            keep_lines_before(folder / SAMPLES_FILE, first_step)
+            self._file = LineFile(folder / SAMPLES_FILE, "the answers to sample prompts")
+
+    def answer(self, step: int) -> list[tuple[str, str]]:
+        """Return every prompt with its answer; every rank of the job takes part."""
+        answers = generate(self._step, self._ids, max_tokens=self._max_tokens, ends=self._ends)
+        texts = [self._tokenizer.decode(ids) for ids in answers]
+        if self._file is not None:
+            for prompt, text, ids in zip(self._prompts, texts, answers, strict=True):
+                line = {"step": step, "prompt": prompt, "answer": text, "tokens": ids}
+                self._file.append(json.dumps(line, ensure_ascii=False) + "\n")
+        return list(zip(self._prompts, texts, strict=True))
+
+    def sync(self) -> None:
+        if self._file is not None:
+            self._file.sync()
