@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from datetime import date
 from typing import Any
 
 import pytest
@@ -174,7 +175,7 @@ def templates() -> dict[str, str]:
 
 
 TEMPLATES = {
-    name: Template(text, {"bos_token": "<s>", "eos_token": end_token(text, "</s>")})
+    name: Template(text, {"bos_token": "<s>", "eos_token": end_token(text, "</s>")}, today=date(2026, 11, 26))
     for name, text in templates().items()
 }
 
