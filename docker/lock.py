@@ -19,7 +19,7 @@ from typing import Any
 from install import PROTECTED, hash_of, pin_of, wanted_requirements
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("train", "tokenize", "report", "wandb", "mlflow", "s3", "test")
+EXTRAS = ("train", "tokenize", "media", "report", "wandb", "mlflow", "s3", "test")
 PLATFORMS = {
     "x86_64": ("manylinux_2_28", "manylinux_2_27", "manylinux2014"),
     "aarch64": ("manylinux_2_28", "manylinux_2_24", "manylinux2014"),

@@ -5,7 +5,7 @@
 
 Data (digests of every global batch), losses, gradient norms and counts are compared; the first difference is named.
 `check=isolation` shows on each layout that documents of a packed row do not see each other, and `check=reference` that
-each model family trains unpacked conversations as plain transformers do. Writes report.json, report.html, report.md and
+each model family trains unpacked conversations as plain transformers do. Writes report.json, report.html and
 junit.xml. Exit code 1 on any difference, 0 on none, 2 where it could not be carried out. Started again it keeps the
 cells that are finished.
 """

@@ -1,9 +1,9 @@
 """Continue pretraining on Megatron's own data: `.bin` and `.idx` pairs, blended and split as Megatron-Core does it.
 
-    torchrun --nproc-per-node 2 -m harness.recipes.pretrain data.path=data/corpus model.vocab_size=32000
+    harness train pretrain data.path=data/corpus model.vocab_size=32000 parallel.ranks=2
 
 Samples, their order and their index files are those of Megatron-Core's GPTDataset and BlendedDataset. Packed SFT
-datasets may be sources too. The loop, checkpoints, metrics and launch are those of `recipes.sft`.
+datasets may be sources too. Settings of the model, trainer, optimizer and layout are those of `harness train sft`.
 """
 
 from __future__ import annotations

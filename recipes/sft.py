@@ -1,9 +1,20 @@
-"""Fine-tune a Megatron-Core GPT on a packed dataset.
+"""Fine-tune a model on packed datasets.
 
+    harness train sft data.path=data/chats model.init_from=Qwen/Qwen3-0.6B resume=auto
     torchrun --nproc-per-node 2 -m harness.recipes.sft trainer.steps=60 resume=auto
 
-Every rank plans the same global batches from sequence lengths, reads its own sequences, and trains. The run's folder
-gets config.yaml, metrics.jsonl, TensorBoard events, checkpoints, loss.png and report.md.
+The settings that most runs change:
+  data.path=data/chats            folder of `harness prepare`; data.blend trains on several
+  model.init_from=FOLDER_OR_ID    pretrained weights; the default is a small model with random weights
+  model.lora_rank=16              train LoRA adapters instead of all weights
+  trainer.epochs=2                or trainer.steps; the default with pretrained weights is one epoch
+  optimizer.lr=1e-5               the default depends on the kind of training
+  loader.global_batch_size=64     packs per step, over all ranks
+  parallel.ranks=8                processes on this machine
+  parallel.tensor_parallel_size=2 ranks that share each layer; `harness plan auto` finds a layout
+  run_dir=runs/mine resume=auto   folder of the run; continue it if it exists
+
+The run's folder receives config.yaml, metrics.jsonl, TensorBoard events, checkpoints, loss.png and report.md.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from harness.printing import UNREAD
 
 __all__ = ["main"]
 # Commands with an argument or a mode that reads standard input.
-_READING = frozenset(("live", "preflight"))
+_READING = frozenset(("chat", "live", "preflight"))
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "prepare": ("runs", "Pack chats into datasets."),
         "train": ("runs", "Train on one rank or several."),
         "export": ("runs", "Export a checkpoint for serving."),
+        "chat": ("runs", "Chat with the model of a run."),
     },
     "Before a run": {
         "models": ("launch", "Show which models can be trained, or check one."),
@@ -45,6 +46,8 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "preflight": ("preflight", "Check that every node of a job can start training."),
         "submit": ("launch", "Start a training run on a Slurm cluster."),
         "status": ("jobs", "Show the progress, the attempts and the jobs of a run."),
+        "logs": ("jobs", "Print the log of a run's job, or of a rank."),
+        "cancel": ("jobs", "Cancel every job of a run."),
         "requeue": ("runs", "Record how a run ended and decide whether to start it again."),
     },
     "Other data": {

@@ -70,9 +70,12 @@ def sft(
 ) -> None:
     """Prepare chats, plan, train and export in one command.
 
-    Runs `harness prepare`, `plan`, `train sft` and `export`, and prints each command. OUT, by default
-    runs/MODEL-CHATS, receives the dataset, the run, the exported model and a report. After an interruption the same
-    command continues with the stage that was interrupted.
+    For example: `harness sft Qwen/Qwen3-0.6B chats.jsonl out trainer.epochs=2 optimizer.lr=1e-5 data.pack_size=8192`
+
+    Runs `harness prepare`, `plan`, `train sft` and `export`, and prints each command. OUT (runs/MODEL-CHATS) receives
+    the dataset, the run, the exported model and a report. To continue after an interruption, run the command again.
+
+    `harness train sft --help` and `harness prepare --help` list the settings.
     """
     from harness.train.checkpoints import CHECKPOINTS, read_progress, whole_checkpoints
 

@@ -1,7 +1,11 @@
-"""Commands on a cluster: the status of a run and its jobs, and the settings of a cluster."""
+"""Commands on the jobs of a run: its status, its logs, and its end."""
 
 from __future__ import annotations
 
+import re
+import sys
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,12 +13,13 @@ from typing import Annotated
 import typer
 
 from harness.cli.settings import AsJson, class_of, print_json
-from harness.errors import HarnessError
+from harness.errors import ConfigError, HarnessError
 from harness.printing import duration, print_line, print_text
 
 jobs_app = typer.Typer()
 cluster_app = typer.Typer(help="Propose the settings of a Slurm cluster.", no_args_is_help=True)
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]
+_LOG_INTERVAL_S = 0.5
 
 
 @jobs_app.command()
@@ -64,6 +69,43 @@ def status(run_dir: Run, as_json: AsJson = False) -> None:
         print_line(f"  excluded: {node}: {reason}")
 
 
+@jobs_app.command()
+def logs(
+    run_dir: Run,
+    rank: Annotated[int | None, typer.Option(min=0, help="the log of this rank; omit for that of the job")] = None,
+    lines: Annotated[int, typer.Option(min=0, help="number of lines from the end; 0 for all")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="print what is added, until Ctrl-C")] = False,
+) -> None:
+    """Print the log of the run's current or newest job: the batch script, or one rank."""
+    path, keep = find_log(run_dir, rank)
+    print_line(f"==> {path} <==", file=sys.stderr)
+    with path.open(errors="replace") as file:
+        shown = [line for line in file if keep.search(line)]
+        print_text("".join(shown[-lines:] if lines else shown), end="", flush=True)
+        while follow:
+            added = file.readline()
+            if not added:
+                time.sleep(_LOG_INTERVAL_S)
+            elif keep.search(added):
+                print_text(added, end="", flush=True)
+
+
+@jobs_app.command()
+def cancel(run_dir: Run) -> None:
+    """Cancel every job of a run, successors included; the ranks checkpoint if Slurm's grace period allows it."""
+    from harness.launch.queue import cancel_jobs, jobs_of_run
+    from harness.train.status import read_status
+
+    read_status(run_dir)  # refuses a folder without a run
+    jobs = jobs_of_run(run_dir)
+    if not jobs:
+        print_line(f"{run_dir}: no job of this run is in the queue")
+        raise typer.Exit(1)
+    cancel_jobs(jobs)
+    for job in jobs:
+        print_line(f"canceled: {job}")
+
+
 @cluster_app.callback()
 def _group() -> None:
     pass
@@ -86,3 +128,49 @@ def detect(context: typer.Context) -> None:
     from harness.launch.detect import detect_cluster
 
     print_text(detect_cluster(context.obj.cluster.partition), end="")
+
+
+def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
+    """Return the newest log of a run's script or of one rank, and the pattern of the lines that belong to it.
+
+    Raises:
+        ConfigError: there is none, or no such rank.
+    """
+    folder = run_dir / "logs"
+    named = [(path, match) for path in folder.glob("*.out") if (match := _LOG_NAME.fullmatch(path.name))]
+    jobs = {match["job"]: path for path, match in named if match["part"] is None}
+    if not jobs:
+        raise ConfigError(
+            "there are no logs", where=str(folder), fix="check the path; only runs of `harness submit` have logs"
+        )
+    job = max(jobs, key=int)
+    with suppress(OSError):  # a later one may have been refused because this one has the run
+        owner = (run_dir / "_job").read_text().strip()
+        job = owner if owner in jobs else job
+    if rank is None:
+        return jobs[job], re.compile("")
+    parts = {
+        (match["part"], int(match["number"])): path for path, match in named if match["job"] == job and match["part"]
+    }
+    if ("rank", rank) in parts:
+        return parts["rank", rank], re.compile("")
+    # The log of a node has the lines of its ranks, each with its number on the node.
+    script = run_dir / "job.sbatch"
+    number = re.search(r"--nproc-per-node=(\d+)", script.read_text()) if script.exists() else None
+    ranks_per_node = int(number[1]) if number else 1
+    if ("node", rank // ranks_per_node) in parts:
+        return parts["node", rank // ranks_per_node], re.compile(rf"^\[[a-z]*{rank % ranks_per_node}\]:")
+    found = [number for part, number in parts if part == "rank"]
+    found += [
+        number * ranks_per_node + own for part, number in parts if part == "node" for own in range(ranks_per_node)
+    ]
+    raise ConfigError(
+        f"job {job} has no log of rank {rank}",
+        where=str(folder),
+        fix=f"--rank is 0 to {max(found)}"
+        if found
+        else "its ranks have not started; omit --rank for the job's own log",
+    )
+
+
+_LOG_NAME = re.compile(r".+-(?P<job>\d+)(?:-(?P<part>rank|node)(?P<number>\d+))?\.out")

@@ -69,7 +69,7 @@ class CompareSettings:
 
     Attributes:
         baselines: folder of the baselines.
-        out: folder for the report in JSON, HTML, Markdown and JUnit format; null writes none.
+        out: folder for the report in JSON, HTML and JUnit format; null writes none.
     """
 
     baselines: str = _BASELINES

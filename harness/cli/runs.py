@@ -17,7 +17,7 @@ from harness.checks import CheckedSettings, bounded, require_cores
 from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names, require_training
 from harness.errors import ConfigError
 from harness.paths import is_run, is_there, suggest_recipe
-from harness.printing import count_of, print_line
+from harness.printing import count_of, print_line, print_text
 
 runs_app = typer.Typer()
 
@@ -69,8 +69,9 @@ def prepare(arguments: Arguments = None) -> None:
     recipe_entry("prepare")(arguments or [])
 
 
-@runs_app.command(context_settings=_FORWARDED)
+@runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})
 def train(
+    context: typer.Context,
     recipe: Annotated[
         str, typer.Argument(metavar="sft|pretrain", help="the recipe", autocompletion=complete_names(lambda: RECIPES))
     ],
@@ -79,19 +80,26 @@ def train(
 ) -> None:
     """Train: `parallel.ranks=N` starts N processes on this machine; under torchrun or srun this is one rank.
 
-    Prints the settings of the recipe with `harness train sft --cfg`.
+    `harness train sft --help` prints the settings that most runs change, and `--cfg` prints all.
     """
     from harness.arguments import Options
     from harness.config import TRAINING, compose_run
     from harness.launch.local import start_ranks
     from harness.launch.ranks import become_rank_of_slurm
 
+    if recipe in ("--help", "-h"):
+        print_text(context.get_help())
+        return
     if recipe not in TRAINING:
         fix = f"{suggest_recipe(recipe)}one of {', '.join(TRAINING)}"
         raise ConfigError(f"there is no recipe {recipe!r}", where="harness train", fix=fix)
     options = Options.parse(arguments or [], where=f"harness train {recipe}")
     # Settings are printed on any machine.
-    is_shown = options.show or any(flag.startswith(("--cfg", "-c", "--info", "-i")) for flag in options.hydra_flags)
+    is_shown = (
+        options.show
+        or options.help
+        or any(flag.startswith(("--cfg", "-c", "--info", "-i")) for flag in options.hydra_flags)
+    )
     if not is_shown:
         require_training("training")
     if ranks is None and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
@@ -101,7 +109,7 @@ def train(
         become_rank_of_slurm()
         recipe_entry(recipe)(arguments or [])
         return
-    if not (options.hydra_flags or options.config_name or options.help):
+    if not (options.hydra_flags or options.config_name):
         # Refused once and here, not by every rank and their launcher.
         compose_run(recipe, options.overrides, config_dir=options.config_dir)
     require_cores(ranks, setting="parallel.ranks")

@@ -105,7 +105,7 @@ env:
   # NCCL_SOCKET_IFNAME: eth0
 preflight:
   min_shm_mib: 32768
-  # Measure a healthy job (the logs of its run have the figures), and set about two thirds of them.
+  # Measure a healthy job (`harness logs RUN` has the figures), and set about two thirds of them.
   # min_node_gb_s: 200
   # min_pair_gb_s: 80
   # min_all_gb_s: 60

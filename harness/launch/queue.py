@@ -1,9 +1,10 @@
-"""Find the jobs of a run in Slurm's queue, and explain in words why one waits."""
+"""Find the jobs of a run in Slurm's queue, explain in words why one waits, and cancel them."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,12 @@ def jobs_of_run(run_dir: Path) -> list[QueuedJob]:
     if owner.isdecimal() and owner not in {job.job_id for job in jobs}:
         jobs += _squeue(f"--jobs={owner}")
     return jobs
+
+
+def cancel_jobs(jobs: Sequence[QueuedJob]) -> None:
+    """Cancel jobs, those first that wait for the end of a running one; raise HarnessError if Slurm refuses."""
+    for job in sorted(jobs, key=lambda job: not job.is_pending):
+        ask_slurm("scancel", job.job_id)
 
 
 def read_excluded(run_dir: Path) -> dict[str, str]:

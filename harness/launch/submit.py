@@ -153,11 +153,10 @@ def refuse_second_job(run_dir: Path) -> None:
         return  # then there is no sbatch either, which is refused later
     jobs = jobs_of_run(run_dir)
     if jobs:
-        ids = " ".join(job.job_id for job in jobs)
         raise ConfigError(
             f"this run is already in the queue: {'; '.join(map(str, jobs))}",
             where=str(run_dir),
-            fix=f"wait for it (`harness status {run_dir}`), or end it first: scancel {ids}",
+            fix=f"wait for it (`harness status {run_dir}`), or end it first: `harness cancel {run_dir}`",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from harness.plan.encoders import encoder_text, is_part_of, text_of, with_encode
 from harness.plan.families import FAMILIES, MISSING
 from harness.plan.families.base import Family, Refuse
 from harness.plan.model import ModelConfig
+from harness.storage.inputs import ask_hub
 from harness.storage.local_copies import local_copy
 
 _SIZES = {
@@ -262,39 +263,30 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
 
 def find_config(init_from: str) -> Path:
     """Return a folder with the config.json of `init_from`; of a model of the hub, nothing else is downloaded."""
-
-    def download() -> str:
-        from huggingface_hub import hf_hub_download
-
-        return str(Path(hf_hub_download(init_from, "config.json")).parent)
-
-    return _find(init_from, download)
+    return _find(init_from, ["config.json"])
 
 
 def find_weights(init_from: str) -> Path:
     """Return the folder of `init_from`: itself or its copy on this node, or the hub's, downloaded if need be."""
-
-    def download() -> str:
-        from huggingface_hub import snapshot_download
-
-        # Ranks of a node that call this at the same time wait for one download.
-        return snapshot_download(init_from, allow_patterns=["*.json", "*.safetensors"])
-
-    return _find(init_from, download)
+    # Ranks of a node that call this at the same time wait for one download.
+    return _find(init_from, ["*.json", "*.safetensors"])
 
 
-def _find(init_from: str, download: Callable[[], str]) -> Path:
+def _find(init_from: str, files: list[str]) -> Path:
     if Path(init_from).is_dir():
         return Path(local_copy(init_from))
     if Path(init_from).is_file():
         fix = "specify its folder, which also contains config.json, or a model of the hub"
         raise ConfigError(f"{init_from} is a file, not a model's folder", where="model.init_from", fix=fix)
+    problem = ""
     try:
-        return Path(download())
+        from huggingface_hub import constants, snapshot_download
+
+        problem = "HF_HUB_OFFLINE disables the hub" if constants.HF_HUB_OFFLINE else ask_hub(init_from)
+        return Path(snapshot_download(init_from, allow_patterns=files, local_files_only=bool(problem)))
     except Exception as error:  # the hub's client raises many kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"there is no folder {init_from!r}, and no model of that name on the hub: {reason}",
-            where="model.init_from",
-            fix="specify a folder with config.json and *.safetensors, or a model of the hub, which must be reachable",
-        ) from None
+        fix = "specify a folder with config.json and *.safetensors; for a model of the hub, run "
+        fix += f"`hf download {init_from}` where there is a network, and use that folder"
+        what = f"there is no folder {init_from!r}, and {problem or f'the hub has no usable model: {reason}'}"
+        raise ConfigError(what, where="model.init_from", fix=fix) from None

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from harness.prep.counts import Counts, Sample
 from harness.prep.packing import PackPlan
 from harness.prep.shards import Receipt, read_samples
 from harness.prep.spool import Split
-from harness.printing import count_of, escape_markdown, one_line
+from harness.printing import count_of, duration, escape_markdown, one_line
 from harness.records import Int32Array
 from harness.settings import from_plain, to_plain
 from harness.storage import join_path
@@ -35,7 +34,7 @@ _MAX_SOURCES = 200
 _MAX_SAMPLES, _MAX_SAMPLES_A_FILE = 24, 3
 # Tokens prepared over those of one rendering, above which the report warns.
 _MUCH_REPETITION = 1.5
-_WATCH_S = 0.5
+_WATCH_S, _LOG_S = 0.5, 1.0
 # Kinds of conversations that are kept and worth a look.
 _KINDS = {
     "repeated_tokens": (
@@ -415,8 +414,19 @@ class Stages:
         title, left = (TextColumn(text, markup=False) for text in ("{task.description}", "left"))
         columns = (title, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), left, TimeRemainingColumn())
         hidden = not self.console.is_terminal
-        report = partial(self.progress, name) if self.progress is not None else lambda done, total: None
-        began = time.perf_counter()
+        began = written = time.perf_counter()
+
+        def report(done: int, total: int) -> None:
+            nonlocal written
+            if self.progress is not None:
+                self.progress(name, done, total)
+            now = time.perf_counter()
+            # In a log: every second at first, then after a twentieth of the time so far.
+            if hidden and done < total and now - written >= max(_LOG_S, (now - began) / 20):
+                written, left = now, bar.tasks[0].time_remaining
+                more = "" if left is None else f", about {duration(left)} left"
+                self.show(f"{name:<10}{now - began:7.1f} s  {done / total:.1%}{more}")
+
         with Progress(*columns, console=self.console, transient=True, disable=hidden) as bar:
             stage = Stage(bar, doing, total, report)
             yield stage

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +51,8 @@ _FILES = (SEQUENCES, INPUT_IDS, LOSS_MASK, MEDIA, MEDIA_DATA, BAD_RECORDS, TO_RE
 _SHOWN_BAD = 10
 # Of media that are in memory at once, about.
 _MEDIA_BYTES = 64 << 20
+# Records are tokenized together in batches of about this time.
+_BATCH_S = 0.25
 # Conversations whose text a shard keeps for the report's page.
 _MAX_SAMPLES = 2
 
@@ -211,9 +214,9 @@ def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatToken
         writer = _ShardWriter(job, opened, receipt)
         done = 0
         for chunk in read_shard(shard):
-            writer.add(chunk, tokenizer)
+            for share in writer.add(chunk, tokenizer):
+                (folder / _PROGRESS).write_text(str(done + int(share * chunk.num_bytes)))
             done += chunk.num_bytes
-            (folder / _PROGRESS).write_text(str(done))
         for file in writer.files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -228,18 +231,27 @@ class _ShardWriter:
     files: Mapping[str, BinaryIO]
     receipt: Receipt
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    batch: int = 8
 
-    def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> None:
-        """Tokenize and write the records of a chunk; raise PrepError if some are bad, and these are refused."""
-        refused = []
-        raws = (raw for raw in chunk.records if not is_blank(raw))
-        for parsed in _groups(chunk):
-            for item, result, raw in zip(parsed, tokenizer.encode_each(parsed), raws, strict=False):
+    def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> Iterator[float]:
+        """Tokenize and write the records of a chunk, and yield the share that is done several times a second.
+
+        Raises:
+            PrepError: some records are bad, and these are refused.
+        """
+        refused, num_before = [], self.receipt.counts.records
+        records = zip((raw for raw in chunk.records if not is_blank(raw)), chunk.parse(), strict=True)
+        while some := _batch(records, self.batch):
+            began = time.monotonic()
+            for (raw, item), result in zip(some, tokenizer.encode_each([item for _, item in some]), strict=True):
                 if isinstance(result, BadRecord):
                     refused.append((raw, result))
                 elif isinstance(item, Conversation):
                     self._store(item, result, tokenizer)
-            self.receipt.counts.records += len(parsed)
+            fitting = int(len(some) * _BATCH_S / max(time.monotonic() - began, 1e-6))
+            self.batch = max(1, min(fitting, 2 * self.batch, 1024))
+            self.receipt.counts.records += len(some)
+            yield (self.receipt.counts.records - num_before) / len(chunk.records)
         self.files[SEQUENCES].write(np.array(self.rows, SEQUENCE).tobytes())
         self.rows.clear()
         if self.job.on_bad == "refuse":
@@ -303,17 +315,14 @@ class _ShardWriter:
             self.files[SAMPLES].write(line.encode() + b"\n")
 
 
-def _groups(chunk: SourceChunk) -> Iterator[list[Conversation | BadRecord]]:
-    """Yield the parsed records of a chunk, together as far as their media are small."""
-    group: list[Conversation | BadRecord] = []
+def _batch(records: Iterator[tuple[Any, Any]], size: int) -> list[tuple[Any, Any]]:
+    """Return the next records, up to `size` of them, or fewer where their media are large."""
+    some: list[tuple[Any, Any]] = []
     num_bytes = 0
-    for record in chunk.parse():
-        group.append(record)
-        num_bytes += sum(len(part.data) for part in record.media) if isinstance(record, Conversation) else 0
-        if num_bytes > _MEDIA_BYTES:
-            yield group
-            group, num_bytes = [], 0
-    yield group
+    while len(some) < size and num_bytes <= _MEDIA_BYTES and (one := next(records, None)) is not None:
+        some.append(one)
+        num_bytes += sum(len(part.data) for part in one[1].media) if isinstance(one[1], Conversation) else 0
+    return some
 
 
 def bytes_in_progress(folder: Path) -> int:

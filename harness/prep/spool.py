@@ -126,7 +126,8 @@ def divide(
 ) -> tuple[dict[str, Split], int]:
     """Divide sequences among splits by the hashes of their conversations, those of one conversation together.
 
-    A conversation stays in its split when others are added or removed.
+    A conversation stays in its split when others are added or removed, but for the one that a split of so few
+    conversations that none falls into it takes from the rest.
 
     Args:
         shares: share of the conversations for each split; a split with share 0 is not made.
@@ -145,6 +146,10 @@ def divide(
         is_first[np.unique(hashes, return_index=True)[1]] = True
         places[~is_first] = -1
         num_duplicates = len(hashes) - int(is_first.sum())
+    for place, share in enumerate(shares.values()):
+        left = np.flatnonzero(places == len(shares))
+        if share and len(left) > 1 and not np.any(places == place):
+            places[left[np.argmin(hashes[left])]] = place
     if len(spool) > len(hashes):
         # All sequences of a conversation go where it goes.
         places = places[spool.conversations()]

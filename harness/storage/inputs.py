@@ -23,6 +23,8 @@ _REQUEST_BYTES = 4 << 20
 _GAP_BYTES, _SPAN_BYTES = 256, 8 << 20
 # Requests for ranges of one object that are in flight at a time.
 _REQUESTS = 16
+NO_MODEL = "the hub has no model of this name"
+_HUB_S = 5.0
 
 
 def parse_place(path: str) -> Place:
@@ -218,3 +220,25 @@ def read_ranges(source: ByteSource, ranges: Sequence[tuple[int, int]]) -> list[m
         memoryview(blocks[span])[start - spans[span][0] : end - spans[span][0]]
         for span, (start, end) in zip(span_of, ranges, strict=True)
     ]
+
+
+def ask_hub(name: str) -> str:
+    """Ask the Hugging Face hub once for a model, since its own tools retry for many seconds; return what is wrong.
+
+    Returns:
+        `NO_MODEL`, or why the hub cannot be reached; empty if it has the model, or is a mirror that serves files
+        without describing repositories.
+    """
+    from huggingface_hub import HfApi, errors
+
+    try:
+        # Read by huggingface_hub when it is first imported, which may have been before it was set.
+        HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None).model_info(name, timeout=_HUB_S)
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        return NO_MODEL
+    except Exception as error:  # also of the network below it, whose library differs between versions
+        response = error.response if isinstance(error, errors.HfHubHTTPError) else None
+        if response is None or response.status_code >= 500:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            return f"the hub cannot be reached: {reason[:200]}"
+    return ""

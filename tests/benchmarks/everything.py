@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +34,7 @@ _HEAD = """# Benchmarks
 
 `python -m tests.benchmarks all` runs all benchmarks and writes this page, with fifteen of the figures. The command of
 each section prints all of them. Figures are medians of rounds in which both sides alternate on the same data. A ratio
-is the figure of this project divided by the figure of the peer. Targets are our own; missed targets stay on the page.
+is the figure of this project divided by the figure of the peer. We set the targets; missed ones stay on the page.
 On another machine, expect similar ratios.
 
 We make no claim about the step time of large models. For a model of 30B parameters, a published comparison of bin/idx
@@ -115,17 +115,24 @@ HEADLINES = {
     ("Formats: the loader's order", "parquet to memmap, loader's order"): "memmap of this project",
     ("Formats: against other readers", "parquet to Megatron-Bridge's, random"): "Megatron-Bridge",
     ("Formats: what checking costs", "binidx, time with checks to without"): "the same reader, unchecked",
-    ("Formats: opening", "parquet, open"): "",
+    ("Formats: opening", "parquet, open"): "none",
     ("Formats: the legacy .npy", "npy's memory to parquet's"): "numpy.load of the legacy file",
     ("Packing", "best_fit_decreasing to trl"): "TRL's pack_dataset",
     ("Preparing", "prepare to tokenizers alone"): "the tokenizers library",
     ("Token shards", "median 600: to tensors of rows"): "Megatron-Core's IndexedDatasetBuilder",
     ("Scheduling", "cost_balanced, synchronised cost"): "a perfect balance",
-    ("Planning of batches", "cost_balanced, 8,192 sequences on 64 ranks"): "",
-    ("Loader", "parquet, best of 0, 2, 4 workers"): "",
+    ("Planning of batches", "cost_balanced, 8,192 sequences on 64 ranks"): "none",
+    ("Loader", "parquet, best of 0, 2, 4 workers"): "none",
     ("Live data", "cost_balanced windows, training speed to modulo"): "ms-swift's modulo reading",
     ("Integrations", "TRL, ours to theirs, 2 workers"): "TRL's data path",
     ("Step", "our loop over a bare one, the same batch"): "Megatron-Core's bare step",
+}
+# Limits of ratios that their own benchmarks, which also run on other sizes and machines, do not set.
+_LIMITS: dict[str, dict[str, float]] = {
+    "best_fit_decreasing to trl": {"at_least": 10.0},
+    "cost_balanced windows, training speed to modulo": {"at_least": 1.0},
+    "TRL, ours to theirs, 2 workers": {"at_least": 1.0},
+    "our loop over a bare one, the same batch": {"at_most": 1.05},
 }
 
 
@@ -197,7 +204,7 @@ def render_claims(reports: Sequence[BenchReport]) -> list[str]:
     for report in reports:
         for figure in report.figures:
             if (peer := HEADLINES.get((report.title, figure.name))) is not None:
-                name, value, _, target, verdict = figure_row(figure)
+                name, value, _, target, verdict = figure_row(replace(figure, **_LIMITS.get(figure.name, {})))
                 rows.append((name, peer, value, target, verdict))
     table = Table(("measured", "peer", "figure", "target", ""), rows, "llrl")
     lines = ["", "## Claims", "", f"Of all figures, {count_targets(reports)}.", "", table.to_markdown()]

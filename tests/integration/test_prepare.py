@@ -323,7 +323,7 @@ def test_without_validation_everything_is_training_data(tmp_path, chats):
     ("change", "words", "fix"),
     [
         ({"pack_size": 4}, "for train: read 300 records; left out: 300 over_long", "data.pack_size"),
-        ({"validation_fraction": 0.000001}, "for validation", "data.validation_fraction=0"),
+        ({"validation_fraction": 0.000001, "limit": 2}, "for validation", "data.validation_fraction=0"),
         ({"validation_fraction": 0.999999}, "for train", "the fractions of the splits"),
     ],
 )
@@ -331,6 +331,17 @@ def test_a_split_without_conversations_is_an_error(tmp_path, chats, change, word
     with pytest.raises(PrepError, match=f"no conversations remain {words}") as caught:
         run(settings(tmp_path / "d", chats, **change))
     assert fix in caught.value.fix
+
+
+def test_of_a_few_conversations_each_split_has_one(tmp_path, chats):
+    few = settings(tmp_path / "d", chats, limit=4, validation_fraction=0.000001, test_fraction=0.000001)
+    report, log = run(few)
+    assert {name: split.conversations for name, split in report.splits.items()} == {
+        "train": 1,
+        "validation": 1,
+        "test": 1,
+    }
+    assert "validation and test: 1 conversation" in log
 
 
 def test_a_template_without_generation_tags_is_masked_by_what_it_renders(tmp_path, prepared, chats):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
 from harness.errors import PrepError
-from harness.prep import PrepareConfig, TokenizerConfig, prepare, report
+from harness.prep import PrepareConfig, TokenizerConfig, prepare, report, shards
 from harness.prep.packing import PackingConfig
 from harness.prep.sources import reading
 from harness.prep.sources.config import SourceConfig
@@ -155,3 +157,37 @@ def test_progress_moves_inside_the_only_shard(tmp_path, monkeypatch):
     assert seen[0] == 0
     assert seen[-1] == len(LINES)
     assert len(set(seen)) > 4
+
+
+def test_progress_moves_inside_a_chunk_of_slow_records(tmp_path, monkeypatch):
+    """Every row group of a table is one chunk; its records are tokenized in batches that a slow one makes smaller."""
+    monkeypatch.setattr(report, "_WATCH_S", 0.002)
+    monkeypatch.setattr(shards, "_BATCH_S", 0.0)
+    pq.write_table(pa.Table.from_pylist(RECORDS[:1000]), tmp_path / "a.parquet")
+    seen: set[int] = set()
+    config = PrepareConfig(
+        source=SourceConfig(path=str(tmp_path / "a.parquet")),
+        tokenizer=TokenizerConfig(vocab_size=300),
+        data=PackingConfig(path=str(tmp_path / "d"), pack_size=256, num_workers=0),
+    )
+    made = prepare(config, progress=lambda stage, done, total: seen.add(done) if stage == "tokens" else None)
+    assert made.records == 1000
+    assert len(seen) > 4
+
+
+def test_a_log_has_the_progress_and_the_time_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_WATCH_S", 0.005)
+    monkeypatch.setattr(report, "_LOG_S", 0.0)
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    with (tmp_path / "log").open("w") as log:
+        config = PrepareConfig(
+            source=SourceConfig(path=str(tmp_path / "a.jsonl")),
+            tokenizer=TokenizerConfig(vocab_size=300),
+            data=PackingConfig(path=str(tmp_path / "d"), pack_size=256, num_workers=0),
+        )
+        prepare(config, console=Console(file=log))
+    lines = (tmp_path / "log").read_text().splitlines()
+    moves = [line for line in lines if re.fullmatch(r"tokens +[\d.]+ s  [\d.]+%(, about [\d a-z]+ left)?", line)]
+    assert len({line.partition("%")[0].rpartition(" ")[2] for line in moves}) > 4
+    assert moves[-1].endswith(" left")
+    assert lines.index(moves[-1]) < next(n for n, line in enumerate(lines) if "tokens of" in line)

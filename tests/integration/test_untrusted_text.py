@@ -106,15 +106,17 @@ def test_a_parity_report_of_others_is_rendered_as_text(tmp_path: Path) -> None:
     console = open_console(width=200, file=io.StringIO())
     publish(hostile, console, tmp_path)
     check(console.file.getvalue())
-    check((tmp_path / "report.md").read_text())
 
 
-def test_status_prints_the_records_of_a_run_as_plain_lines(harness: Command, tmp_path: Path) -> None:
+def test_status_and_logs_print_the_records_of_a_run_as_plain_lines(harness: Command, tmp_path: Path) -> None:
     attempt = {"step": 4, "reason": HOSTILE, "message": HOSTILE, "rank": None, "requeue": True, "job": "4"}
     (tmp_path / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
     (tmp_path / "excluded_nodes").write_text(f"n1 {NAME}\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a-1.out").write_text(f"{NAME}\n")
     (tmp_path / "config.yaml").write_text("model: {}\n")
     check(*harness("status", tmp_path)[1:])
+    check(*harness("logs", tmp_path)[1:])
 
 
 def test_the_card_of_a_model_keeps_facts_of_data_and_tokens_in_their_cells(dataset: Path, tmp_path: Path) -> None:

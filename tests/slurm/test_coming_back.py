@@ -84,7 +84,7 @@ def test_a_successor_continues_a_run_whose_script_was_lost(submit, slurm, undist
     assert not slurm.on("login", "squeue", "--noheader").strip()
 
 
-def test_a_second_job_of_a_live_run_changes_nothing_and_the_run_is_shown(submit, slurm, tmp_path):
+def test_a_second_job_of_a_live_run_changes_nothing_and_the_run_is_shown_and_canceled(submit, slurm, tmp_path):
     # No checkpoint is removed meanwhile, however far the live run gets.
     job = submit(*LONG, "trainer.steps=100000", "trainer.keep_checkpoints=100000", nodes=1)
     wait_for_step(job, 25)
@@ -104,6 +104,9 @@ def test_a_second_job_of_a_live_run_changes_nothing_and_the_run_is_shown(submit,
     values = json.loads(slurm.on("login", *HARNESS, "status", job.run_dir, "--json", check=True, cwd=ROOT))
     assert values["step"] >= 25
     assert [entry["job_id"] for entry in values["jobs"]] == [job.job_id]
-    slurm.on("login", "scancel", job.job_id, check=True)
+    printed = slurm.on("login", *HARNESS, "logs", job.run_dir, "--rank", "0", check=True, cwd=ROOT)
+    assert re.search(r"step +\d+", printed)
+    printed = slurm.on("login", *HARNESS, "cancel", job.run_dir, check=True, cwd=ROOT)
+    assert f"canceled: job {job.job_id} is running" in printed
     assert job.wait() == "CANCELLED"
     assert job.facts["Restarts"] == "0"

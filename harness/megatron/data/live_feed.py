@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,24 +83,17 @@ class LiveFeed(Feed):
         positions = positions_from_json(state.live if state is not None else "", count)
         if allow_other_data:
             positions = [replace(position, ended=False) for position in positions]
-        is_new = state is None
-        positions = runtime.on_rank_0(lambda: self._lock(positions, is_new=is_new))
+        positions = runtime.on_rank_0(lambda: self._lock(positions, is_new=state is None))
         if state is not None:
             state = replace(state, live=positions_to_json(positions))
         copy, readers = _groups(plan.layout.dp_rank, timeout_s)
 
+        open_folder = partial(FolderReader, config, plan, tokenizer=tokenizer, features=features)
+
         def loader() -> LiveLoader:
             return LiveLoader(
                 [
-                    FolderReader(
-                        config,
-                        plan,
-                        source=source,
-                        tokenizer=tokenizer,
-                        position=position,
-                        stream=stream,
-                        features=features,
-                    )
+                    open_folder(source=source, position=position, stream=stream)
                     for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
                 ],
                 plan,

@@ -1,9 +1,8 @@
-"""Pages of a parity report: one HTML file, a chat message and JUnit XML, all made from `ParityReport`.
+"""Pages of a parity report: one HTML file and JUnit XML, both made from `ParityReport`.
 
-`publish` writes `report.html` (opens offline and loads nothing), `report.md` (at most 3,800 characters, for a chat) and
-`junit.xml` (a test case for every comparison of every cell) next to `report.json`, which `report.schema.json` in this
-folder describes. Pages need the extra `report` (Jinja and Matplotlib); they only render, and compute nothing that the
-report does not hold.
+`publish` writes `report.html` (opens offline and loads nothing) and `junit.xml` (a test case for every comparison of
+every cell) next to `report.json`, which `report.schema.json` in this folder describes. Pages need the extra `report`
+(Jinja and Matplotlib); they only render, and compute nothing that the report does not hold.
 """
 
 from __future__ import annotations
@@ -19,18 +18,14 @@ from harness.parity.pages import words
 from harness.parity.pages.curves import draw_charts
 from harness.parity.pages.matrix import group_cells
 from harness.parity.result import REPORT_FILE, STATUSES, CellResult, ParityReport, to_json
-from harness.printing import duration, escape_markdown, indented, one_line, printable
+from harness.printing import duration, indented, one_line, printable
 from harness.storage import write_atomically
-from harness.tables import SIGNS, open_templates, shorten
+from harness.tables import SIGNS, open_templates
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-HTML_FILE, MESSAGE_FILE, JUNIT_FILE = "report.html", "report.md", "junit.xml"
-# Chats cut messages at 4,000 characters.
-LONGEST = 3800
-_MOST_PROBLEMS = 5
-_LONGEST_TEXT, _LONGEST_COMMAND = 240, 400
+HTML_FILE, JUNIT_FILE = "report.html", "junit.xml"
 # What XML 1.0 cannot hold, escaped or not.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -59,8 +54,8 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
 
 
 def render_all(report: ParityReport, folder: Path) -> None:
-    """Write `report.html`, `report.md` and `junit.xml` to `folder`, made if missing."""
-    files = {MESSAGE_FILE: render_message(report), JUNIT_FILE: render_junit(report), HTML_FILE: render_page(report)}
+    """Write `report.html` and `junit.xml` to `folder`, made if missing."""
+    files = {JUNIT_FILE: render_junit(report), HTML_FILE: render_page(report)}
     _write_files(files, folder)
 
 
@@ -94,43 +89,6 @@ def render_page(report: ParityReport) -> str:
         signs=SIGNS,
         charts=charts,
     )
-
-
-def render_message(report: ParityReport) -> str:
-    """Render `report.md`, at most `LONGEST` characters: verdict, differences, environment, and how to run it again."""
-    verdict = f"**{SIGNS[report.verdict]} {words.verdict(report)}**"
-    head = [f"{verdict}: {_text(report.title)}", "", words.summary(report)]
-    bad = [cell for cell in report.cells if cell.status in ("different", "failed")]
-    lines = [f"- {SIGNS[cell.status]} **{_text(cell.name, 80)}**: {_text(words.trouble(cell))}" for cell in bad]
-    if len(bad) > _MOST_PROBLEMS:
-        lines = [*lines[:_MOST_PROBLEMS], f"- and {len(bad) - _MOST_PROBLEMS:,} more"]
-    if bad and bad[0].command:
-        lines.append(f"- again: {_code(bad[0].command)}")
-    parts = [head, lines]
-    environment = [f"{_text(name, 40)} {_text(value, 60)}" for name, value in list(report.environment.items())[:12]]
-    parts.append(["; ".join([_text(report.created, 40), *environment])])
-    parts.append([f"Again: {_code(report.command)}"])
-    text = ""
-    for part in parts:
-        more = "\n".join(part) + "\n"
-        if part and len(text) + len(more) + 1 <= LONGEST:
-            text += ("\n" if text else "") + more
-    return text
-
-
-def _text(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Return one line that Markdown shows unchanged."""
-    return escape_markdown(shorten(" ".join(text.split()), longest))
-
-
-def _code(command: str) -> str:
-    """Return a command to copy, within a fence that is longer than any in it."""
-    short = " ".join(printable(command).split())
-    if len(short) > _LONGEST_COMMAND:
-        # Half a command must not be run.
-        return "the command is in report.html"
-    fence = "`" * (1 + max(map(len, re.findall("`+", short)), default=0))
-    return f"{fence}{short}{fence}" if len(fence) == 1 else f"{fence} {short} {fence}"
 
 
 def render_junit(report: ParityReport) -> str:

@@ -17,7 +17,7 @@ from harness.prep.chat.hermes import lift_calls
 from harness.prep.chat.media import is_media, with_media, without_media
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
 from harness.prep.chat.schemas import SCHEMAS
-from harness.prep.chat.schemas.batch import BATCH_FIELDS, unwrapped
+from harness.prep.chat.schemas.batch import BATCH_FIELDS, REQUESTS, unwrapped
 from harness.prep.chat.schemas.sharegpt import CALL_ROLES
 from harness.prep.chat.turns import (
     ANSWER_FIELDS,
@@ -178,7 +178,7 @@ class RecordReader:
         """Return those of a table's columns that `parse_row` needs, to read or to refuse."""
         if self._is_function:  # which may read any
             return [name for name in names if name not in self.ignore_fields]
-        used = self._used | BATCH_FIELDS if "body" in (names := list(names)) else self._used
+        used = self._used if REQUESTS.isdisjoint(names := list(names)) else self._used | BATCH_FIELDS
         return [name for name in names if name in used and name not in self.ignore_fields]
 
     @property

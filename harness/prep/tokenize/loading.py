@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, is_of_memory
+from harness.storage.inputs import NO_MODEL, ask_hub
 
 _PART = r"[A-Za-z0-9][\w.-]*"
 _HUB_ID = re.compile(rf"{_PART}(/{_PART})?")
-_ANSWER_S = 5.0
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _FIX = "set tokenizer.name to a folder with tokenizer.json, or a hub id"
 
@@ -46,7 +46,8 @@ def load_tokenizer(name: str) -> Any:
     except Exception as error:  # the library raises almost anything for a damaged folder
         if is_of_memory(error):
             raise MemoryError(f"the tokenizer {name} cannot be loaded") from error
-        raise ConfigError(f"the tokenizer cannot be loaded: {_reason(error)}", where=name, fix=_FIX) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"the tokenizer cannot be loaded: {reason}", where=name, fix=_FIX) from error
     if not getattr(tokenizer, "is_fast", False):
         what = "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text"
         raise ConfigError(what, where=name, fix="use a tokenizer with a tokenizer.json")
@@ -60,7 +61,7 @@ def _hub_source(name: str, folder: Path) -> str:
         raise ConfigError(what, where=name, fix=f"set tokenizer.name={folder.parent}")
     if not _HUB_ID.fullmatch(name) or name.endswith(".json"):
         raise ConfigError("the tokenizer folder does not exist", where=name, fix=_fix(folder))
-    from huggingface_hub import HfApi, constants, errors, try_to_load_from_cache
+    from huggingface_hub import constants, try_to_load_from_cache
 
     files = [file for file in (try_to_load_from_cache(name, file) for file in _FILES) if isinstance(file, str)]
     cached = str(Path(files[0]).parent) if files else ""
@@ -69,24 +70,14 @@ def _hub_source(name: str, folder: Path) -> str:
             return cached
         what = "the tokenizer folder does not exist, and HF_HUB_OFFLINE disables hub ids"
         raise ConfigError(what, where=name, fix=_fix(folder))
-    try:
-        # Read by huggingface_hub when it is first imported, which may have been before it was set.
-        HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None).model_info(name, timeout=_ANSWER_S)
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        what = "the tokenizer folder does not exist, and the hub has no model of this name"
-        fix = f"{_fix(folder)}; a private one requires HF_TOKEN"
-        raise ConfigError(what, where=name, fix=fix) from error
-    except Exception as error:  # also of the network below it, whose library differs between versions
-        response = error.response if isinstance(error, errors.HfHubHTTPError) else None
-        # A mirror may serve files without describing repositories; one that fails is not asked again.
-        if response is not None and response.status_code < 500:
-            return name
-        if cached:
-            return cached
-        what = f"the tokenizer folder does not exist, and the hub cannot be reached: {_reason(error)[:200]}"
-        fix = f"{_fix(folder)}; for a hub id, `hf download {name}` where there is a network, and use that folder"
-        raise ConfigError(what, where=name, fix=fix) from error
-    return name
+    if not (problem := ask_hub(name)):
+        return name
+    if cached and problem != NO_MODEL:
+        return cached
+    fix = "a private one requires HF_TOKEN"
+    if problem != NO_MODEL:
+        fix = f"for a hub id, `hf download {name}` where there is a network, and use that folder"
+    raise ConfigError(f"the tokenizer folder does not exist, and {problem}", where=name, fix=f"{_fix(folder)}; {fix}")
 
 
 def _fix(folder: Path) -> str:
@@ -96,10 +87,6 @@ def _fix(folder: Path) -> str:
         names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     near = difflib.get_close_matches(folder.name, names, n=1)
     return f"check tokenizer.name: did you mean {folder.parent / near[0]}?" if near else f"check tokenizer.name: {_FIX}"
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 @contextlib.contextmanager

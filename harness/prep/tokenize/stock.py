@@ -51,7 +51,7 @@ _GEMMA = ("<|turn>model\n",)
 _RULES: dict[str, StockRule] = {
     "90c33aee14aa2a22": StockRule("Cohere Aya Expanse"),
     "2147c474f41b522b": StockRule("Cohere 2"),
-    "56a1447ad31926fd": StockRule("DeepSeek-R1-Distill", opens=_DEEPSEEK, inclusive=True),
+    "56a1447ad31926fd": StockRule("DeepSeek-R1-Distill"),
     "563b1ce7d61d50a9": StockRule("DeepSeek-V3", opens=_DEEPSEEK, inclusive=True),
     "9aeb7eac68ad87bb": StockRule("DiffusionGemma", skips=_GEMMA),
     "ecd6ae513fe103f0": StockRule("Gemma and Gemma 2"),

@@ -177,6 +177,10 @@ class ChatTokenizer:
         if self.media_rules is not None:
             (folder / RULES_FILE).write_text(self.media_rules.to_text())
 
+    def prompt(self, *turns: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a conversation of these turns, up to where the answer begins."""
+        return list(self._backend.encode(self._renderer.prompt(turns), add_special_tokens=False).ids)
+
     @property
     def ends(self) -> list[int]:
         """Ids of the tokens that end an answer."""

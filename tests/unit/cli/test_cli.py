@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,9 @@ import yaml
 
 from harness.cli.app import installed_version
 from harness.formats import Provenance, open_dataset, open_writer
+from harness.plan import SftConfig
 from harness.records import Pack
+from harness.settings import explain_settings
 
 PACKS = [Pack([1, 2, 3, 4], [1, 1, 1, 0], [0]), Pack([5, 6, 7, 8, 9], [1, 0, 0, 1, 0], [0, 2])]
 
@@ -183,6 +186,15 @@ def test_the_settings_of_a_training_run_are_printed_without_torch():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["trainer"]["steps"] == 3
+
+
+def test_the_help_of_a_recipe_begins_with_the_settings_that_most_runs_change(harness):
+    code, printed, _ = harness("train", "sft", "--help")
+    shown = re.findall(r"^  ([a-z_.]+)=", printed.partition("Groups of settings")[0], re.MULTILINE)
+    assert code == 0
+    assert shown[:2] == ["data.path", "model.init_from"]
+    assert set(shown) <= {setting.key for setting in explain_settings(SftConfig)}
+    assert "harness train sft --help" in harness("train", "--help")[1]
 
 
 def test_a_search_without_data_assumes_some_and_says_so(harness, tmp_path, monkeypatch):

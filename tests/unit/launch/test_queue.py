@@ -1,4 +1,4 @@
-"""The jobs of a run in Slurm's queue, and the command that shows them."""
+"""The jobs of a run in Slurm's queue, and the commands that show, follow and cancel them."""
 
 from __future__ import annotations
 
@@ -85,9 +85,19 @@ def test_a_second_job_of_a_run_is_refused_with_the_state_of_the_first(slurm, run
     slurm(*queued(run_dir))
     with pytest.raises(ConfigError, match="already in the queue: job 12 is running on node") as refused:
         refuse_second_job(run_dir)
-    assert refused.value.fix.endswith("end it first: scancel 12 13")
+    assert f"harness cancel {run_dir}" in refused.value.fix
     slurm()
     refuse_second_job(run_dir)
+
+
+def test_canceling_a_run_cancels_the_job_that_waits_first(slurm, run_dir, harness):
+    canceled = slurm(*queued(run_dir))
+    code, printed, _ = harness("cancel", run_dir)
+    assert (code, canceled.read_text().split()) == (0, ["13", "12"])
+    assert "canceled: job 12 is running" in printed
+    slurm()
+    code, printed, _ = harness("cancel", run_dir)
+    assert (code, printed) == (1, f"{run_dir}: no job of this run is in the queue\n")
 
 
 def test_the_status_of_a_run_shows_its_steps_its_attempts_and_its_jobs(slurm, run_dir, harness):
@@ -129,3 +139,21 @@ def test_a_run_without_a_queue_is_shown_from_its_files(run_dir, harness, monkeyp
     assert printed.splitlines()[0] == f"{run_dir}: not finished; its jobs are unknown (squeue is not installed here)"
     code, _, errors = harness("status", tmp_path)
     assert (code, "there is no run in this folder" in errors) == (2, True)
+
+
+def test_the_log_of_the_newest_job_or_of_one_rank_is_printed(run_dir, harness):
+    logs = run_dir / "logs"
+    (logs / "sft-9.out").write_text("old\n")
+    (logs / "sft-12.out").write_text("one\ntwo\nthree\n")
+    (logs / "sft-12-rank0.out").write_text("rank 0\n")
+    (logs / "sft-12-rank1.out").write_text("rank 1\n")
+    assert harness("logs", run_dir)[1] == "one\ntwo\nthree\n"
+    assert harness("logs", run_dir, "--lines", 1)[1] == "three\n"
+    assert harness("logs", run_dir, "--rank", 1)[1] == "rank 1\n"
+    code, _, errors = harness("logs", run_dir, "--rank", 2)
+    assert (code, "--rank is 0 to 1" in errors) == (2, True)
+    # Under torchrun the ranks of a node share a log.
+    (logs / "sft-13.out").write_text("")
+    (logs / "sft-13-node1.out").write_text("agent\n[default0]:rank 2\n[default1]:rank 3\n")
+    (run_dir / "job.sbatch").write_text("program=(python -m torch.distributed.run --nnodes=2 --nproc-per-node=2)\n")
+    assert harness("logs", run_dir, "--rank", 3)[1] == "[default1]:rank 3\n"

@@ -245,6 +245,67 @@ def test_a_line_of_a_batch_without_one_whole_answer_is_refused(more, words):
     assert words in refusal({**BATCH, **more})[1]
 
 
+PARAMS = {"model": "m", "max_tokens": 9, "system": "Be brief.", "messages": [ASKED]}
+ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "Cold."}], "id": "x"}
+SUCCEEDED = {"type": "succeeded", "message": {**ANSWER, "stop_reason": "end_turn", "usage": {"output_tokens": 3}}}
+VERTEX = {"contents": [{"role": "user", "parts": [{"text": "Oslo?"}]}], "generationConfig": {"temperature": 0}}
+CANDIDATE = {"content": {"role": "model", "parts": [{"text": "Cold."}]}, "finishReason": "STOP"}
+
+
+@pytest.mark.parametrize(
+    ("line", "schema"),
+    [
+        ({"custom_id": "1", "params": PARAMS, "result": SUCCEEDED}, "messages"),
+        ({"request": VERTEX, "status": "", "response": {"candidates": [CANDIDATE], "modelVersion": "m"}}, "gemini"),
+        ({"key": "1", "request": VERTEX, "response": {"candidates": [CANDIDATE]}}, "gemini"),
+        ({"custom_id": "1", "request": PARAMS, "response": {**ANSWER, "stop_reason": "end_turn"}}, "messages"),
+    ],
+)
+def test_a_line_of_another_provider_is_its_request_with_the_answer(line, schema):
+    assert detect_schema([line]) == schema
+    assert [turn.text for turn in parse(line, "line 1").messages if turn.role != "system"] == ["Oslo?", "Cold."]
+    assert set(RecordReader().columns_to_read(line)) >= line.keys() - {"id"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"custom_id": "1", "params": PARAMS}, "none of the 2 turns is the assistant's"),
+        ({"custom_id": "1", "params": PARAMS, "result": {"type": "errored", "error": {}}}, "its result is 'errored'"),
+        ({"custom_id": "1", "params": PARAMS, "result": {"type": "succeeded"}}, "the `message` of `result`"),
+        (
+            {
+                "custom_id": "1",
+                "params": PARAMS,
+                "result": {**SUCCEEDED, "message": {**ANSWER, "stop_reason": "max_tokens"}},
+            },
+            "its stop_reason is 'max_tokens'",
+        ),
+        ({"custom_id": "1", "result": SUCCEEDED}, "add the `params` of the request"),
+        ({"request": VERTEX, "status": "Quota exceeded", "response": {}}, "the request failed: 'Quota exceeded'"),
+        ({"request": VERTEX, "response": {"candidates": []}}, "0 candidates"),
+        (
+            {"request": VERTEX, "response": {"candidates": [{**CANDIDATE, "finishReason": "MAX_TOKENS"}]}},
+            "its finishReason is 'MAX_TOKENS'",
+        ),
+    ],
+)
+def test_a_line_of_another_provider_without_one_whole_answer_is_refused(line, words):
+    assert words in refusal(line)[1]
+
+
+def test_texts_without_roles_are_turns_of_user_and_assistant():
+    for name in ("conversations", "messages"):
+        record = {name: ["Hi", "Hello", "Bye", "See you"], "source": "x"}
+        assert detect_schema([record]) == "messages"
+        turns = [(turn.role, turn.text) for turn in parse(record, "").messages]
+        assert turns == [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "See you")]
+    assert parse({"data": ["Hi", "Hello"]}, "", columns={"messages": "data"}).messages[1].role == "assistant"
+    assert "none of the 1 turns is the assistant's" in refusal({"conversations": ["Hi"]})[1]
+    assert "turn 2" in refusal({"conversations": ["Hi", " "]})[1]
+    assert "turn 1" in refusal({"conversations": ["Hi", {"role": "assistant", "content": "Hello"}]})[1]
+
+
 def test_what_is_wrong_with_the_first_records_comes_with_its_own_fix():
     with pytest.raises(
         PrepError, match="an answer of a batch without its request; fields: custom_id, response"

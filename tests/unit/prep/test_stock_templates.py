@@ -35,6 +35,8 @@ WITHOUT_END = {"glm4moe"}
 OTHER_ENDS = {"gptoss": ["<|end|>"]}
 # Its twin trains no end of a call, which is this token, as for Gemma 4.
 MORE_THAN_TWIN = {"diffusion_gemma": ["<|tool_response>"]}
+# Its prompt opens reasoning that neither its turns nor its twin have: trained turns close it, as they are served.
+EMPTY_REASONING = {"deepseek_r1_distill": "<think>\n\n</think>\n\n"}
 
 
 @dataclass
@@ -120,6 +122,7 @@ def test_every_shape_that_a_template_writes_is_prepared_as_it_writes_it(stock: S
         for sequence in made:
             as_written = sequence.text.removesuffix("<|user|>").removesuffix("<|observation|>")
             text = as_written if stock.name in WITHOUT_END else sequence.text
+            text = text.replace(EMPTY_REASONING.get(stock.name, "\0"), "")
             assert text in beginnings or not is_written, shape
             assert sequence.view.input_ids.tolist() == stock.hf(sequence.text, add_special_tokens=False).input_ids
     assert prepared >= 5
@@ -195,9 +198,21 @@ def test_answers_in_a_row_are_trained_as_they_are_served(stock: Stock) -> None:
         assert sequence.text == whole or sequence.text.startswith(prompt), stock.name
 
 
+def test_a_turn_whose_prompt_opens_reasoning_closes_it_and_trains_no_header(tmp_path: Path) -> None:
+    folder = tokenizer_for(TEMPLATES["deepseek_r1_distill"], tmp_path)
+    tokenizer = ChatTokenizer(TokenizerConfig(kind="huggingface", name=str(folder)))
+    (made,) = tokenizer.encode_each([conversation_of("two_turns")])
+    assert not isinstance(made, BadRecord)
+    header, end = "<\uff5cAssistant\uff5c><think>\n", "<\uff5cend\u2581of\u2581sentence\uff5c>"
+    first, second = ([one.text[: one.spans[0][0]], *(one.text[slice(*span)] for span in one.spans)] for one in made)
+    assert first == [f"<s><\uff5cUser\uff5c>Hi there{header}", f"\n</think>\n\nHello, friend.{end}"]
+    assert second[0].endswith(f"What is 2 + 2?{header}")
+    assert second[1:] == [f"\n</think>\n\nIt is 4.{end}"]
+
+
 def test_trained_tokens_are_those_of_the_training_twin(stock: Stock) -> None:
-    if stock.twin is None:
-        assert stock.name in WITHOUT_TWIN
+    if stock.twin is None or stock.name in EMPTY_REASONING:
+        assert stock.name in WITHOUT_TWIN | set(EMPTY_REASONING)
         return
     compared = 0
     for shape, (messages, tools) in SHAPES.items():

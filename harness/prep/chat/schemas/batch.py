@@ -1,6 +1,7 @@
-"""Lines of OpenAI's batch files: the request in `body`, and where it was joined to it, the `response`.
+"""Lines of batch files of OpenAI (`body`), Anthropic (`params`) and Vertex AI (`request`), with or without an answer.
 
-They are no schema of their own: the record is the request with its answer, of the schema `messages` or `responses`.
+They are no schema of their own: the record is the request with its answer, of the schema `messages`, `responses` or
+`gemini`.
 """
 
 from __future__ import annotations
@@ -11,36 +12,65 @@ from typing import Any
 from harness.prep.chat.records import BadReason
 from harness.prep.chat.values import BadRecordError, decoded, is_empty, show
 
-BATCH_FIELDS = frozenset(("body", "response", "custom_id", "method", "url", "error"))
+REQUESTS = frozenset(("body", "params", "request"))
+BATCH_FIELDS = REQUESTS | {"response", "result", "custom_id", "method", "url", "error", "key", "status"}
+# Reasons for which an answer ends before the model has ended it.
+_CUT = ("length", "content_filter", "max_tokens", "refusal", "pause_turn", "safety", "recitation", "prohibited_content")
 
 
 def unwrapped(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the request of a line of a batch with its answer as the last turn; another record as it is."""
-    if "body" not in record or not ("custom_id" in record or "url" in record):
-        if record.keys() >= {"custom_id", "response"}:
+    name = next((name for name in REQUESTS if name in record and _is_request(record, name)), "")
+    if not name:
+        if "custom_id" in record and ("response" in record or "result" in record):
             what = "an answer of a batch without its request; add the `body` of the request with the same custom_id"
-            raise BadRecordError(BadReason.UNKNOWN_SCHEMA, what)
+            raise BadRecordError(BadReason.UNKNOWN_SCHEMA, what.replace("body", "params", "result" in record))
         return record
-    body = _object(record["body"], "`body`")
+    body, field = _object(record[name], f"`{name}`"), "result" if name == "params" else "response"
     if not is_empty(record.get("error")):
         raise BadRecordError(BadReason.UNWANTED, f"the request failed: {show(record['error'])}")
-    if is_empty(record.get("response")):
+    if is_empty(record.get(field)):
+        if name == "request" and not is_empty(record.get("status")):
+            raise BadRecordError(BadReason.UNWANTED, f"the request failed: {show(record['status'])}")
         return body
-    response = _object(record["response"], "`response`")
-    if response.get("status_code") not in (None, 200):
-        raise BadRecordError(BadReason.UNWANTED, f"the request failed with status {show(response['status_code'])}")
-    answer = response if response.get("body") is None else _object(response["body"], "the `body` of `response`")
+    answer = _object(record[field], f"`{field}`")
+    if answer.get("status_code") not in (None, 200):
+        raise BadRecordError(BadReason.UNWANTED, f"the request failed with status {show(answer['status_code'])}")
+    if name == "params" and answer.get("type") != "succeeded":
+        raise BadRecordError(BadReason.UNWANTED, f"the request failed: its result is {show(answer.get('type'))}")
+    inner = "message" if name == "params" else "body" if answer.get("body") is not None else ""
+    return _with_answer(body, _object(answer.get(inner), f"the `{inner}` of `{field}`") if inner else answer, field)
+
+
+def _is_request(record: Mapping[str, Any], name: str) -> bool:
+    """Return whether this field is the request of a batch, and not one of a record of another kind."""
+    if name != "request":
+        return "custom_id" in record or (name == "body" and "url" in record)
+    request = record[name]
+    return isinstance(request, Mapping) and any(
+        key in request and key not in record for key in ("contents", "messages")
+    )
+
+
+def _with_answer(body: Mapping[str, Any], answer: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     if "output" in answer:  # of the Responses
         return {**body, **{name: answer[name] for name in ("output", "status") if name in answer}}
-    choices = answer.get("choices")
+    turns, kind, key = "messages", "choices", "message"
+    if "contents" in body:
+        turns, kind, key = "contents", "candidates", "content"
+    choices = answer.get(kind)
+    if kind == "choices" and "content" in answer:  # a message of Anthropic
+        message = {"role": answer.get("role"), "content": answer["content"]}
+        choices = [{"message": message, "stop_reason": answer.get("stop_reason")}]
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
         number = len(choices) if isinstance(choices, list) else 0
-        raise BadRecordError(BadReason.BAD_TURN, f"the `response` has {number} choices, expected one answer")
-    if choices[0].get("finish_reason") in ("length", "content_filter"):
-        detail = f"the answer is incomplete: its finish_reason is {choices[0]['finish_reason']!r}"
-        raise BadRecordError(BadReason.UNWANTED, detail)
-    turns = body.get("messages")
-    return {**body, "messages": [*(turns if isinstance(turns, list) else []), choices[0].get("message")]}
+        raise BadRecordError(BadReason.BAD_TURN, f"the `{field}` has {number} {kind}, expected one answer")
+    for name in ("finish_reason", "finishReason", "stop_reason"):
+        if str(choices[0].get(name)).lower() in _CUT:
+            detail = f"the answer is incomplete: its {name} is {show(choices[0][name])}"
+            raise BadRecordError(BadReason.UNWANTED, detail)
+    asked = body.get(turns)
+    return {**body, turns: [*(asked if isinstance(asked, list) else []), choices[0].get(key)]}
 
 
 def _object(value: object, what: str) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Records of OpenAI and Hugging Face: `{"messages": [{"role": "user", "content": "Hi"}, ...], "tools": [...]}`.
 
-Content may be blocks of Anthropic.
+Content may be blocks of Anthropic. Turns that are plain texts, as in LIMA, are those of user and assistant in turn.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def _kind_of(turn: Mapping[str, Any]) -> str:
 
 
 def _parse(record: Mapping[str, Any], where: str) -> Conversation:
-    return chat(record, without_blocks(list_of_turns(record, list_field(record))), where)
+    turns = list_of_turns(record, list_field(record))
+    if all(isinstance(turn, str) for turn in turns):
+        turns = [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
+    return chat(record, without_blocks(turns), where)
 
 
 MESSAGES = Schema(
