@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -193,6 +193,16 @@ class Conversation:
         """The media of all turns."""
         return tuple(part for message in self.messages for part in message.media)
 
+    def without_data(self) -> Conversation:
+        """Return the conversation with media of no bytes."""
+        if not self.media:
+            return self
+        turns = []
+        for turn in self.messages:
+            parts = (part if isinstance(part, str) else MediaPart(part.kind, b"") for part in turn.parts)
+            turns.append(replace(turn, content=tuple(parts)) if turn.media else turn)
+        return replace(self, messages=tuple(turns))
+
     def as_record(self) -> dict[str, Any]:
         """Return a record of the schema `messages` (or `text`) that is parsed into this conversation again."""
         if self.text is not None:
@@ -214,7 +224,10 @@ class Conversation:
             digest.update(content)
         # Only where there is any: a plain chat keeps its hash, and with it its split.
         if self.tools or self.template_kwargs or self.text is not None or not all(map(_is_plain, self.messages)):
-            digest.update(json.dumps(self.as_record(), default=str).encode())
+            digest.update(json.dumps(self.without_data().as_record(), default=str).encode())
+        for part in self.media:
+            digest.update(f"{part.kind} {len(part.data)} ".encode())
+            digest.update(part.data)
         return digest.intdigest()
 
 

@@ -89,7 +89,7 @@ def read_medium(source: object, folder: str | None = "", limits: MediaLimits | N
         if not comma or not head.lower().endswith(";base64"):
             raise _problem("is a data URI that is not base64")
         return _bounded(_of_base64(body, most), most)
-    if _BASE64.match(source) and kind_of(_head(source)) is not None:
+    if _BASE64.match(source[:64]) and kind_of(_head(source)) is not None:
         return _bounded(_of_base64(source, most), most)
     if folder is None and len(source) <= 4096:
         raise _problem("is not in the record itself, as base64")

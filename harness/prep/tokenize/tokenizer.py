@@ -8,7 +8,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from harness.errors import ConfigError, FormatError, PrepError
-from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation, MediaPart, Message
+from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation
 from harness.prep.media import RULES_FILE, MediaRules, measure
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.config import TokenizerConfig
@@ -270,7 +270,9 @@ class ChatTokenizer:
     def _render(self, parsed: Sequence[Conversation | BadRecord]) -> list[list[Rendered] | BadRecord]:
         """Return the texts of each conversation's sequences with their trained spans."""
         known = [record if isinstance(record, BadRecord) else self._known(record) for record in parsed]
-        unknown = [_without_data(one) for one, made in zip(parsed, known, strict=True) if made is None]
+        unknown = [
+            cast(Conversation, one).without_data() for one, made in zip(parsed, known, strict=True) if made is None
+        ]
         rendered = iter(self._renderer.sequences(unknown))
         return [next(rendered) if made is None else made for made in known]
 
@@ -350,18 +352,6 @@ class _Media:
         mask = np.roll(np.repeat(trained, repeats), -1)
         mask[-1] = 0
         return SequenceView(np.repeat(view.input_ids, repeats), mask, media)
-
-
-def _without_data(conversation: Any) -> Conversation:
-    """Return a conversation whose media have no bytes, for the process that renders."""
-    if not conversation.media:
-        return cast(Conversation, conversation)
-
-    def bare(message: Message) -> Message:
-        parts = (part if isinstance(part, str) else MediaPart(part.kind, b"") for part in message.parts)
-        return replace(message, content=tuple(parts)) if message.media else message
-
-    return cast(Conversation, replace(conversation, messages=tuple(map(bare, conversation.messages))))
 
 
 def texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
