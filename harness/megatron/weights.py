@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import FormatError
 from harness.megatron import compat
 from harness.megatron.hf_files import HfWeights
 from harness.plan import ModelConfig
@@ -199,19 +199,9 @@ def copied_names(model: ModelConfig) -> dict[str, str]:
 
 
 def expert_names(model: ModelConfig) -> ExpertNames:
-    """Return the names of the tensors of experts.
-
-    Raises:
-        ConfigError: published models of this family have no experts, so that other programs could not read them.
-    """
+    """Return the names of the tensors of experts, which settings are checked to have (`check_exported`)."""
     names = model.traits.experts
-    has_all = names is not None and bool(names.bias) >= model.expert_bias
-    if names is None or not has_all or (names.shared is None and model.shared_ffn_hidden_size):
-        raise ConfigError(
-            f"models of the family {model.family} in Hugging Face's format have no such experts",
-            where="model.family, model.num_experts, model.expert_bias, model.shared_ffn_hidden_size",
-            fix="train a family that supports them, such as qwen3_moe",
-        )
+    assert names is not None
     return names
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from harness.checks import show_value
 from harness.errors import ConfigError
 from harness.plan.encoders import encoder_text, is_part_of, text_of, with_encoder
 from harness.plan.families import FAMILIES, MISSING
@@ -16,6 +17,12 @@ from harness.plan.model import ModelConfig
 from harness.storage.inputs import ask_hub
 from harness.storage.local_copies import local_copy
 
+# Settings of how a model is made and trained, of which its config.json says nothing.
+_OF_TRAINING = (
+    "init_from encoder train_encoder vocab_size init_std dtype fp8 recompute recompute_layers attention fuse_swiglu "
+    "fuse_cross_entropy fuse_weight_gradient fuse_permutation seed lora_rank lora_alpha lora_targets aux_loss "
+    "aux_loss_scope z_loss expert_bias_rate freeze_router grouped_gemm mtp_loss"
+)
 _SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -259,6 +266,30 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
             if model.rope_mscale_all_dim:
                 scaling |= {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
     return config if model.encoder is None else with_encoder(config, model.encoder)
+
+
+def check_exported(model: ModelConfig) -> None:
+    """Raise ConfigError if a config.json of the model's family cannot express all of its settings."""
+    found = _convert(to_hf_config(model, vocab_size=model.vocab_size or 1), Path("config.json"))
+    back = found.settings | {"max_sequence_length": found.max_positions, "mtp_layers": found.mtp_layers}
+    names = [one.name for one in fields(model) if one.name not in _OF_TRAINING.split()]
+    own, read = {}, {}
+    for name in names:
+        own[name], read[name] = getattr(model, name), back.get(name, getattr(type(model), name))
+    for values in (own, read):
+        if model.num_experts:
+            values["expert_ffn_hidden_size"] = values["expert_ffn_hidden_size"] or values["ffn_hidden_size"]
+        if model.num_experts and model.traits.has_experts_everywhere:
+            del values["ffn_hidden_size"]
+        if (values["head_dim"] or 0) * model.num_attention_heads == model.hidden_size:
+            values["head_dim"] = None
+    if lost := [name for name, value in own.items() if value != read[name]]:
+        both = ", ".join(f"{name} {show_value(own[name])} (read back as {show_value(read[name])})" for name in lost)
+        raise ConfigError(
+            f"a config.json of the family {model.family} cannot express {both}, so the model could not be exported",
+            where=", ".join(f"model.{name}" for name in [*lost, "family"]),
+            fix=" ".join(f"model.{name}={show_value(read[name])}" for name in lost) + ", or another family",
+        )
 
 
 def find_config(init_from: str) -> Path:

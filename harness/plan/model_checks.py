@@ -21,18 +21,7 @@ _TP = "parallel.tensor_parallel_size"
 _OF_EXPERTS = ("expert", "shared_", "dense_layers", "router_", "aux_loss", "z_loss", "freeze_router", "grouped_gemm")
 _MTP, _HYBRID = {"model.mtp_layers": SET}, {"model.layer_pattern": SET}
 _MEDIA = {"model.encoder": SET}
-_OF_SCANS = {"scan_num_heads": 0, "scan_head_dim": 0, "scan_state_dim": 128, "scan_num_groups": 8}
 RULES = (
-    Rule(
-        {"model.rope_mscale": other_than(1), "model.rope_mscale_all_dim": 0},
-        "transformers reads this combination as 1 and 0",
-        "set both, or neither",
-    ),
-    Rule(
-        {"model.kv_lora_rank": SET, "model.head_dim": SET},
-        "latent attention has its own settings for the sizes of heads",
-        "model.head_dim=null",
-    ),
     Rule(
         {"model.kv_lora_rank": SET, "model.rope_scaling": other_than("none", "yarn")},
         "Megatron-Core does not support this scaling with latent attention",
@@ -87,14 +76,6 @@ RULES = (
         "model.rope_scaling=none",
     ),
     Rule({**_HYBRID, "model.dense_layers": SET}, "it is not supported with hybrid models", "model.dense_layers=0"),
-    *(
-        Rule(
-            {"model.layer_pattern": NOT_SET, f"model.{name}": other_than(unset)},
-            "only hybrid models use it",
-            f"model.{name}={unset}",
-        )
-        for name, unset in _OF_SCANS.items()
-    ),
 )
 _GRAPHS, _OVERLAP = {"parallel.cuda_graphs": True}, {"parallel.overlap_tensor_parallel": True}
 _BETWEEN = {"parallel.overlap_shared_experts": True}
@@ -191,10 +172,6 @@ def _check_family(model: ModelConfig) -> None:
     if model.rope_scaling == "yarn" and family.rotated_part != 1:
         what = f"Megatron-Core's yarn does not support the partial rotary embedding of the family {model.family}"
         raise ConfigError(what, where="model.rope_scaling, model.family", fix="model.rope_scaling=none, or linear")
-    if model.mtp_layers and not family.predicts_further:
-        fix = "model.mtp_layers=0, or a family such as deepseek_v3"
-        what = f"{of} have no MTP layers, so the model could not be exported"
-        raise ConfigError(what, where="model.mtp_layers, model.family", fix=fix)
     if not model.num_experts and family.experts is not None and "-" not in family.pattern_letters:
         what = f"{of} have experts, but num_experts is 0"
         raise ConfigError(what, where="model.num_experts", fix="set it, or choose a dense family")
@@ -277,18 +254,9 @@ def _check_experts(model: ModelConfig) -> None:
         )
     _check_groups(model)
     names = model.traits.experts
-    if model.dense_layers and model.traits.has_experts_everywhere:
-        raise ConfigError(
-            f"models of the family {model.family} have experts in every layer, so this one could not be exported",
-            where="model.dense_layers, model.family",
-            fix="model.dense_layers=0, or a family such as qwen3_moe",
-        )
     if names is not None and names.shared_gate and not model.shared_ffn_hidden_size:
         what = f"models of the family {model.family} have shared experts, and shared_ffn_hidden_size is 0"
         raise ConfigError(what, where="model.shared_ffn_hidden_size", fix="set it, such as to expert_ffn_hidden_size")
-    if names is not None and names.shared is not None and model.layer_pattern is None:
-        shared = model.shared_ffn_hidden_size
-        _check_multiple("shared_ffn_hidden_size", shared, "model.expert_ffn_hidden_size", model.expert_size)
     if model.grouped_gemm == "on" and (reason := model.why_not_grouped):
         raise ConfigError(
             f"grouped matrix products of experts are not supported: {reason}",

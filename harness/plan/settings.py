@@ -29,6 +29,7 @@ from harness.checks import (
 )
 from harness.errors import ConfigError
 from harness.loader import CorpusConfig, DataConfig, LoaderConfig
+from harness.plan.hf_config import check_exported
 from harness.plan.layout import DTYPE_BYTES, ParallelConfig, fp8_rank_multiple, fp8_row_multiple
 from harness.plan.model import ModelConfig
 from harness.printing import count_of
@@ -403,6 +404,7 @@ class RunConfig(CheckedSettings, ABC):
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError for everything that can be refused without data, layout included."""
+        check_exported(self.model)
         self.check_layout(world_size)
         self.check_dtypes()
 

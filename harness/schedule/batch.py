@@ -34,7 +34,9 @@ class SequenceCost:
     def __post_init__(self) -> None:
         if not (min(self.linear, self.quadratic, self.exchange) >= 0 and self.linear + self.quadratic > 0):
             what = f"a sequence cannot cost {self.linear} per token and {self.quadratic} per squared token"
-            raise ConfigError(what, where="SequenceCost", fix="set both to 0 or more, and one of them above 0")
+            what += f", and {self.exchange} per exchanged token"
+            fix = "set all to 0 or more, and linear or quadratic above 0"
+            raise ConfigError(what, where="SequenceCost", fix=fix)
 
     def of(self, lengths: npt.NDArray[np.integer]) -> Float64Array:
         """Return the cost of sequences of these numbers of model tokens, float64 in the shape of `lengths`."""

@@ -200,7 +200,7 @@ class DigestWriter(LineFile):
         self._folder, path = folder, folder / DIGESTS_FILE
         kept = keep_lines_before(path, first_step)
         # The first steps may have been trained without digests.
-        if kept and (hole := describe_hole(path, kept, kept[0], first_step)):
+        if hole := describe_hole(path, kept, range(kept[0] if kept else 1, first_step)):
             log(hole)
         super().__init__(path, "the digests of the run's data")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,12 +111,12 @@ def keep_lines_before(path: Path, first_step: int) -> list[int]:
     return [step for step in steps if step < first_step]
 
 
-def describe_hole(path: Path, steps: Sequence[int], first: int, first_step: int) -> str:
-    """Return a warning about steps from `first` to before `first_step` that have no line, empty if all have one."""
-    missing = sorted(set(range(first, first_step)) - set(steps))
+def describe_hole(path: Path, steps: Sequence[int], expected: Iterable[int]) -> str:
+    """Return a warning about expected steps that have no line, empty if all have one."""
+    missing = sorted(set(expected) - set(steps))
     if not missing:
         return ""
     return (
         f"warning: {path.name} has no records of {len(missing):,} of the trained steps {missing[0]:,} to "
-        f"{missing[-1]:,}: they were lost in a power failure or removed by another program; the run itself is complete"
+        f"{missing[-1]:,}: they were lost in a power failure, removed, or never written; the run itself is complete"
     )

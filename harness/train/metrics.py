@@ -142,7 +142,7 @@ class MetricsWriter(LineFile):
         path = folder / METRICS_FILE
         with os_errors_as(HarnessError, "the run's folder cannot be made", where=folder, fix=ROOM_FIX):
             folder.mkdir(parents=True, exist_ok=True)
-        if hole := describe_hole(path, keep_lines_before(path, first_step), 1, first_step):
+        if hole := describe_hole(path, keep_lines_before(path, first_step), range(1, first_step)):
             log(hole)
         super().__init__(path, "the run's metrics")
         self._log = log

@@ -75,7 +75,7 @@ def train(model: Path, data: Path, folder: Path, *more: str, ranks: int = 1) -> 
 
 
 def test_answers_are_those_of_transformers_and_a_resumed_run_repeats_none(
-    model: Path, data: Path, tmp_path: Path
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = train(model, data, tmp_path / "run")
     assert [(line["step"], line["prompt"]) for line in found] == [
@@ -91,6 +91,10 @@ def test_answers_are_those_of_transformers_and_a_resumed_run_repeats_none(
     more = train(model, data, tmp_path / "run", "trainer.steps=4", "resume=true")
     assert [line["step"] for line in more] == [2] * 3 + [3] * 3 + [4] * 3
     assert more[:6] == found
+    (tmp_path / "run" / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in more[3:]))
+    capsys.readouterr()
+    train(model, data, tmp_path / "run", "trainer.steps=5", "resume=true")
+    assert "samples.jsonl has no records of 1 of the trained steps 2 to 2" in capsys.readouterr().out
 
 
 @pytest.mark.nightly

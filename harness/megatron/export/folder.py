@@ -26,11 +26,11 @@ from harness.megatron.model import lora
 from harness.megatron.model.gpt import build_chunks
 from harness.megatron.state.checkpoint import find_damage, find_newest
 from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
-from harness.megatron.weights import expert_names, hf_tensors
+from harness.megatron.weights import hf_tensors
 from harness.paths import explain_path
 from harness.plan import ModelConfig, ParallelConfig, read_hf_config
 from harness.plan.encoders import of_whole
-from harness.plan.hf_config import MTP_SETTINGS, find_weights, text_config, to_hf_config
+from harness.plan.hf_config import MTP_SETTINGS, check_exported, find_weights, text_config, to_hf_config
 from harness.printing import print_text
 from harness.storage import Marker, make_folder, sync_path
 from harness.storage.checksums import digest_files, write_checksums
@@ -119,8 +119,7 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
     if adapters_only and not (model.lora_rank and model.init_from):
         what = "the run trained all weights" if not model.lora_rank else "the adapters belong to random base weights"
         raise ConfigError(what, where=str(path), fix="export the full model: omit --adapter")
-    if model.num_experts:
-        expert_names(model)  # refuses a family that has none
+    check_exported(model)
     # PEFT skips those of experts that it does not know, and refuses those of Mamba's output projections.
     odd = ["linear_fc1", "linear_fc2"] * (model.num_experts > 0 and model.family not in _EXPERTS_IN_PEFT)
     has_mamba = "M" in (model.layer_pattern or "")

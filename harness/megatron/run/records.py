@@ -68,6 +68,8 @@ class RunRecords:
             log = self.progress.log
             self._digests = DigestWriter(folder, first_step=first_step, log=log) if self._keeps_data else None
             self._metrics = MetricsWriter(folder, first_step=first_step, trackers=trainer.trackers, log=log)
+            if sampler is not None and sampler.hole:
+                log(sampler.hole)
 
     def step(self, record: StepRecord) -> None:
         """Record one step; every rank takes part."""

@@ -23,8 +23,9 @@ from harness.plan import SftConfig, TrainerConfig
 from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.records import Int64Array, SequenceView
 from harness.thd import ThdBatch, build_thd_batch, context_parallel_indices, pad_row
+from harness.train import is_due
 from harness.train.folder import SAMPLES_FILE
-from harness.train.lines import LineFile, keep_lines_before
+from harness.train.lines import LineFile, describe_hole, keep_lines_before
 
 
 def generate(
@@ -152,9 +153,12 @@ class Sampler:
         self._prompts, self._max_tokens = trainer.sample_prompts, trainer.sample_tokens
         self._ids = [self._tokenizer.prompt({"role": "user", "content": prompt}) for prompt in self._prompts]
         self._file: LineFile | None = None
+        self.hole = ""  # a warning about lost answers
         if folder is not None:
-            keep_lines_before(folder / SAMPLES_FILE, first_step)
-            self._file = LineFile(folder / SAMPLES_FILE, "the answers to sample prompts")
+            path = folder / SAMPLES_FILE
+            due = (n for n in range(1, first_step) if is_due(n, trainer.eval_interval, trainer.last_step))
+            self.hole = describe_hole(path, keep_lines_before(path, first_step), due)
+            self._file = LineFile(path, "the answers to sample prompts")
 
     def answer(self, step: int) -> list[tuple[str, str]]:
         """Return every prompt with its answer; every rank of the job takes part."""

@@ -21,6 +21,7 @@ from harness.storage.inputs import NO_MODEL, ask_hub
 _PART = r"[A-Za-z0-9][\w.-]*"
 _HUB_ID = re.compile(rf"{_PART}(/{_PART})?")
 _FILES = ("tokenizer.json", "tokenizer_config.json")
+_OF_CODE = "its Python code is never run: remove auto_map from tokenizer_config.json if tokenizer.json is complete"
 _FIX = "set tokenizer.name to a folder with tokenizer.json, or a hub id"
 
 
@@ -47,7 +48,8 @@ def load_tokenizer(name: str) -> Any:
         if is_of_memory(error):
             raise MemoryError(f"the tokenizer {name} cannot be loaded") from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"the tokenizer cannot be loaded: {reason}", where=name, fix=_FIX) from error
+        fix = _OF_CODE if "trust_remote_code" in str(error) else _FIX
+        raise ConfigError(f"the tokenizer cannot be loaded: {reason}", where=name, fix=fix) from error
     if not getattr(tokenizer, "is_fast", False):
         what = "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text"
         raise ConfigError(what, where=name, fix="use a tokenizer with a tokenizer.json")

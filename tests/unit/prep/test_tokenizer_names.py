@@ -103,6 +103,7 @@ def test_a_folder_with_code_of_its_own_is_refused_and_standard_input_is_no_conse
     assert done.returncode != 0
     assert "ConfigError: the tokenizer cannot be loaded" in done.stderr
     assert str(folder) in done.stderr
+    assert "fix:   its Python code is never run: remove auto_map" in done.stderr
     assert not marker.exists()
 
 

@@ -127,6 +127,11 @@ def test_digests_round_trip_and_a_resumed_run_replaces_the_steps_it_repeats(data
     assert row.lengths[1] == kept["tokens"].shape[0]
     assert kept_sequence(tmp_path, 9, row, 1) == {}
 
+    (tmp_path / DIGESTS_FILE).write_bytes(b"")  # a power failure, in a run that did not force it to disk
+    printed: list[str] = []
+    DigestWriter(tmp_path, first_step=3, log=printed.append).close()
+    assert "digests.jsonl has no records of 2 of the trained steps 1 to 2" in printed[0]
+
 
 def test_a_line_changed_by_hand_and_a_run_without_digests_are_refused(data, tmp_path) -> None:
     with pytest.raises(FormatError, match="recorded no digests"):

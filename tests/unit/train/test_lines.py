@@ -89,5 +89,5 @@ def test_steps_without_a_line_are_named_and_those_after_the_checkpoint_are_not_m
     path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 4, 5, 7)))
     kept = keep_lines_before(path, 7)
     assert kept == [1, 4, 5]
-    assert "metrics.jsonl has no records of 3 of the trained steps 2 to 6: " in describe_hole(path, kept, 1, 7)
-    assert describe_hole(path, kept, 4, 6) == describe_hole(path, [], 1, 1) == ""
+    assert "metrics.jsonl has no records of 3 of the trained steps 2 to 6: " in describe_hole(path, kept, range(1, 7))
+    assert describe_hole(path, kept, range(4, 6)) == describe_hole(path, [], []) == ""
