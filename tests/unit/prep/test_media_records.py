@@ -248,7 +248,7 @@ def test_a_template_that_writes_no_placeholder_is_refused(tokenizers):
 
 
 def test_each_sequence_of_a_conversation_has_the_media_up_to_its_turn(tokenizers):
-    """Where the template drops earlier reasoning, each turn has a sequence of its own."""
+    """Use a template that drops earlier reasoning, so that each turn has a sequence of its own."""
     own = Path(tokenizers["qwen3_omni_moe"].name)
     (own / "last.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
