@@ -69,7 +69,7 @@ test-install: setup
 # Skipped by name on a machine that has no Python 3.12 and cannot get it.
 VERSIONS ?= tests/distributed/test_checksums.py tests/distributed/test_experts.py tests/distributed/test_golden_losses.py \
 	tests/distributed/test_layouts_agree.py::test_losses_by_conversation_and_of_sequences_are_those_of_one_rank_on_layouts_of_two \
-	tests/distributed/test_megatron_lm.py tests/distributed/test_scan_calls.py tests/distributed/test_streams.py \
+	tests/distributed/test_media.py tests/distributed/test_megatron_lm.py tests/distributed/test_scan_calls.py tests/distributed/test_streams.py \
 	tests/distributed/test_weights.py \
 	tests/unit/bench/test_bench.py::test_a_microbatch_launches_what_the_golden_table_says
 test-versions:

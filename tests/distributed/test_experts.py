@@ -301,6 +301,7 @@ def test_further_tokens_have_the_losses_of_plain_training_too_and_come_back_bit_
     [
         ("experts", ("qwen3_moe", "olmoe", "deepseek_like", "gpt_oss_like")),
         ("hybrid", ("hybrid", "hybrid_moe", "delta", "delta_moe")),
+        ("media", ("audio", "omni", "image")),
     ],
 )
 def test_every_layout_trains_a_kind_for_twenty_steps_as_one_rank_does(tmp_path, check, kinds) -> None:
