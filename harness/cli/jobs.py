@@ -57,10 +57,6 @@ def status(run_dir: Run, as_json: AsJson = False) -> None:
         left = f", {duration(run.left_s)} left" if run.left_s else ""
         print_line(f"  step {run.step:,}{of}{loss}, {run.step_s:.2f} s per step{left}, {duration(run.age_s)} ago")
     print_line(f"  newest checkpoint: {'none' if run.checkpoint is None else f'step {run.checkpoint:,}'}")
-    if run.local_checkpoint is not None:
-        print_line(
-            f"  newest local checkpoint: step {run.local_checkpoint:,}, on the disks of {', '.join(run.local_hosts)}"
-        )
     for attempt in run.attempts[-5:]:
         print_line(f"  {attempt.describe()}")
     if run.stopped is not None:

@@ -55,7 +55,6 @@ class PlanSettings(CheckedSettings):
         port_gb_s: bandwidth in GB/s, in each direction, of collectives over the network port of each GPU.
         gpus_per_node: number of GPUs per node.
         file_system_gb_s: total rate in GB/s at which the ranks write a checkpoint; null omits its time.
-        disk_gb_s: rate in GB/s at which a node writes local checkpoints to its disk; null omits their time.
         packs: number of packs of `data.pack_size`; null uses the dataset of the settings, or 100,000 packs in a search.
         sequence_tokens: number of tokens in each conversation of these packs.
         expert_load: number of tokens on the rank with the busiest experts, relative to an even distribution. The report
@@ -72,7 +71,6 @@ class PlanSettings(CheckedSettings):
     port_gb_s: float = bounded(40, above=0, highest=1_000_000)
     gpus_per_node: int = bounded(8, lowest=1, highest=1_000_000)
     file_system_gb_s: float | None = bounded(None, above=0, highest=1_000_000_000)
-    disk_gb_s: float | None = bounded(None, above=0, highest=1_000_000_000)
     packs: int | None = bounded(None, lowest=1, highest=10**12)
     sequence_tokens: int = bounded(1024, lowest=2)
     expert_load: float = bounded(1.0, lowest=1, highest=1_000_000)
@@ -171,12 +169,7 @@ def plan(
     usual = SftConfig().data
     names_data = not isinstance(config, SftConfig) or config.data != usual or Path(usual.path).exists()
     assumes_data = searches and settings.packs is None and not names_data
-    _refuse_unused(
-        settings,
-        searches=searches,
-        reads_data=settings.packs is None and not assumes_data,
-        has_local_checkpoints=bool(config.trainer.local_checkpoints),
-    )
+    _refuse_unused(settings, searches=searches, reads_data=settings.packs is None and not assumes_data)
     gpu_bytes = _scaled(settings.gpu_gib, 2**30)
     num_packs = _ASSUMED_PACKS if assumes_data else settings.packs
     inputs: dict[str, Any] = {
@@ -189,9 +182,8 @@ def plan(
         _print_layouts(found, settings, gpu_bytes, assumes_data=assumes_data)
         return
     planned = plan_run(config, mfu=settings.mfu, **inputs)
-    file_system, disk = _scaled(settings.file_system_gb_s, 1e9), _scaled(settings.disk_gb_s, 1e9)
-    rates = {"file_system_bytes_per_s": file_system, "disk_bytes_per_s": disk}
-    open_console().print(planned.render(gpu_bytes=gpu_bytes, **rates))
+    file_system = _scaled(settings.file_system_gb_s, 1e9)
+    open_console().print(planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system))
     fits = planned.fits(gpu_bytes)
     if gpu_bytes is not None and not fits:
         _suggest(config, planned.ranks, gpu_bytes, settings.mfu, inputs)
@@ -247,11 +239,9 @@ def _scaled(value: float | None, unit: float) -> float | None:
     return None if value is None else value * unit
 
 
-def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool, has_local_checkpoints: bool) -> None:
-    names = ("mfu", "rehearse", "file_system_gb_s", "disk_gb_s") if searches else ("top",)
+def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool) -> None:
+    names = ("mfu", "rehearse", "file_system_gb_s") if searches else ("top",)
     reasons = dict.fromkeys(names, "`harness plan auto` lists layouts" if searches else "one layout is planned")
-    if not has_local_checkpoints:
-        reasons.setdefault("disk_gb_s", "trainer.local_checkpoints is empty")
     if reads_data:
         why = "packs is not set: the sequences of the dataset are planned"
         reasons |= {"sequence_tokens": why, "data.pack_size": why}

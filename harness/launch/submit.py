@@ -60,8 +60,7 @@ def plan_job(
     data = (*dataset_paths(settings), *(settings["data"].get("evaluation") or {}).values())
     if cluster.image:
         named = {"data.path, data.evaluation": data, "model.init_from": [weights], "data.live.path": live}
-        local = {"trainer.local_checkpoints": [settings["trainer"]["local_checkpoints"]]}
-        _check_mounts({**named, **local, "runs": [str(folder)]}, cluster)
+        _check_mounts({**named, "runs": [str(folder)]}, cluster)
     return Job(
         # A singleton waits for all jobs of its name: only those of the same run may have it.
         name=folder.name if cluster.successor == "singleton" else settings["name"],

@@ -89,7 +89,6 @@ class RunPlan:
     mfu: float | None
     step_s: float
     parts: dict[str, float]
-    has_local_checkpoints: bool = False
     why_no_work: str = ""
     notes: tuple[str, ...] = ()
     context: dict[str, float] = field(default_factory=dict)
@@ -98,20 +97,13 @@ class RunPlan:
         """Return True if the fullest rank fits a GPU, with room for CUDA, NCCL and the allocator."""
         return gpu_bytes is None or self.memory.fits(gpu_bytes)
 
-    def render(
-        self,
-        *,
-        gpu_bytes: float | None,
-        file_system_bytes_per_s: float | None = None,
-        disk_bytes_per_s: float | None = None,
-    ) -> RenderableType:
+    def render(self, *, gpu_bytes: float | None, file_system_bytes_per_s: float | None = None) -> RenderableType:
         """Return the plan as a table.
 
         Args:
             file_system_bytes_per_s: that all ranks together write; None to leave the time out.
-            disk_bytes_per_s: that a node writes to its own disk; None to leave the time out.
         """
-        rows = [*self._memory_rows(gpu_bytes), *self._checkpoint_rows(file_system_bytes_per_s, disk_bytes_per_s)]
+        rows = [*self._memory_rows(gpu_bytes), *self._checkpoint_rows(file_system_bytes_per_s)]
         return Table((), [*rows, *(("assumed", note) for note in self.notes), *self._time_rows()]).to_terminal()
 
     def _memory_rows(self, gpu_bytes: float | None) -> Iterator[tuple[str, str]]:
@@ -134,19 +126,12 @@ class RunPlan:
             size = f"{other.total / gib:,.2f} GiB on the fullest rank"
             yield "without Transformer Engine", size + ", which does NOT fit" * is_misfit
 
-    def _checkpoint_rows(self, file_system: float | None, disk: float | None) -> Iterator[tuple[str, str]]:
+    def _checkpoint_rows(self, file_system: float | None) -> Iterator[tuple[str, str]]:
         own, whole = self.checkpoint.own_bytes, self.checkpoint.total_bytes
         yield "checkpoint", f"{whole / 1e9:,.3g} GB; each rank writes up to {own / 1e9:,.3g} GB"
         node = own * min(self.ranks, self.machine.ranks)
         yield "  host memory", f"{own / 1e9:,.3g} GB per rank, {node / 1e9:,.3g} GB per node, while it is written"
         yield "  training waits", f"{own / self.machine.host_bytes_per_s:,.2g} s for the copy to the host"
-        if self.has_local_checkpoints:
-            parts = 1 if self.ranks <= self.machine.ranks else 2
-            copied = ", half of it for another node" if parts == 2 else "; there is no other node for a copy"
-            yield "  on a node's disk", f"{parts * node / 1e9:,.3g} GB{copied}, twice while the next one is written"
-            if disk is not None:
-                took = f"{parts * node / disk:,.3g} s at {disk / 1e9:,g} GB/s"
-                yield "  written there after", took + (", half of them for the copy" if parts == 2 else "")
         if file_system is not None:
             yield "  written after", f"{whole / file_system:,.3g} s at {file_system / 1e9:,g} GB/s"
 
@@ -409,7 +394,6 @@ def plan_layout(
         mfu=mfu if work is not None else None,
         step_s=work.model_flops / (ranks * machine.peak_flops * mfu) if work is not None and mfu else 0.0,
         parts=parts,
-        has_local_checkpoints=bool(config.trainer.local_checkpoints),
         why_no_work=inputs.why_no_work,
         notes=notes,
     )

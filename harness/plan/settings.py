@@ -145,11 +145,6 @@ class TrainerConfig(CheckedSettings, section="trainer"):
         checkpoint_interval: steps between checkpoints; 0 saves only the last.
         keep_checkpoints: number of newest checkpoints to keep.
         background_checkpoints: continue training while a checkpoint is written. The next checkpoint waits for it.
-        local_checkpoints: folder on the nodes' local disks, such as `/scratch/me`, for additional checkpoints between
-            those in the run's folder. Each node keeps its part of the newest one and a copy of another node's part
-            until the run ends. A run resumes from it if it is the newest checkpoint. Empty disables local checkpoints.
-        local_checkpoint_interval: steps between local checkpoints; one is skipped while the previous one is being
-            written.
         device: auto, cpu or cuda.
         deterministic: use only kernels with bit-identical results, even if they are slower.
         timeout_s: seconds without progress of a rank after which the job ends with an error that names the rank.
@@ -182,8 +177,6 @@ class TrainerConfig(CheckedSettings, section="trainer"):
     checkpoint_interval: int = bounded(20)
     keep_checkpoints: int = bounded(2, lowest=1)
     background_checkpoints: bool = True
-    local_checkpoints: str = ""
-    local_checkpoint_interval: int = bounded(5, lowest=1)
     device: str = "auto"
     deterministic: bool = False
     timeout_s: float = bounded(600.0, above=0, highest=LONGEST_S)
@@ -209,13 +202,6 @@ class TrainerConfig(CheckedSettings, section="trainer"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        local = self.local_checkpoints
-        if local and (not local.startswith("/") or not local.strip("/")):
-            raise ConfigError(
-                f"{local!r} is not an absolute path of a folder",
-                where="trainer.local_checkpoints",
-                fix="the absolute path of a folder on the nodes' own disks, such as /scratch/me",
-            )
         if not set(self.trackers) <= set(TRACKERS) or len(set(self.trackers)) < len(self.trackers):
             fix = f"[] or some of {', '.join(TRACKERS)}, each once"
             raise ConfigError(f"trackers are {', '.join(self.trackers)}", where="trainer.trackers", fix=fix)
@@ -363,12 +349,6 @@ class RunConfig(CheckedSettings, ABC):
         if warmup and warmup >= steps:
             ends = f"the warm-up ends at step {steps - 1:,}"
             found.append(f"optimizer.warmup_steps is {warmup:,} and {of} is {steps:,}: {ends}")
-        often, local = self.trainer.checkpoint_interval, self.trainer.local_checkpoint_interval
-        if self.trainer.local_checkpoints and often and local % often == 0:
-            found.append(
-                f"trainer.local_checkpoint_interval is {local} and trainer.checkpoint_interval is {often}: no local "
-                "checkpoint is written, because each of these steps has a checkpoint in the run's folder"
-            )
         return found
 
     def check_dtypes(self) -> None:

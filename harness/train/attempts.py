@@ -20,8 +20,8 @@ from harness.printing import redact_all
 from harness.settings import load
 from harness.storage import write_atomically
 from harness.train.checkpoints import RUN_FILE
+from harness.train.identity import Identity
 from harness.train.lines import LineFile, read_sound_lines, whole_lines
-from harness.train.local import Identity
 from harness.train.metrics import METRICS_FILE
 
 STOPPED_FILE = "_stopped.json"

@@ -19,8 +19,8 @@ from harness.printing import count_of
 from harness.settings import find_odd, to_plain
 from harness.storage import Marker, make_folder, write_atomically
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
-from harness.train.checkpoints import UnreadableError
-from harness.train.local import Identity, begin_attempt, may_resume
+from harness.train.checkpoints import CHECKPOINTS, UnreadableError, whole_checkpoints
+from harness.train.identity import Identity, begin_attempt
 
 RESUME = ("false", "true", "auto")
 SETTINGS_FILE = "config.yaml"
@@ -52,7 +52,7 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
     require_choice(resume, RESUME, setting="resume")
     numbered = numbered_runs(Path(runs), name)
     if run_dir is None:
-        resumable = [number for number, path in numbered.items() if may_resume(path)]
+        resumable = [number for number, path in numbered.items() if whole_checkpoints(path / CHECKPOINTS)]
         if resume == "false" or (resume == "auto" and not resumable):
             return Path(runs) / f"{name}-{max(numbered, default=0) + 1:03d}"
         if not resumable:
@@ -69,7 +69,7 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
         fix = "continue it with resume=true, select another folder with run_dir=, or omit run_dir to create a new one"
         held = f": it has a run of {count_of(steps_done(folder), 'step')}" if is_run(folder) else ""
         raise ConfigError(f"the run folder is not empty{held}", where=str(folder), fix=fix)
-    if resume == "true" and not may_resume(folder):
+    if resume == "true" and not whole_checkpoints(folder / CHECKPOINTS):
         fix = "resume=auto starts a new run in that case"
         raise ConfigError("the run folder has no complete checkpoint to resume from", where=str(folder), fix=fix)
     return folder

@@ -94,9 +94,6 @@ class Hooks:
     def save(self, number: int, state: LoaderState) -> None:
         """Write a checkpoint of a step and the loader's state."""
 
-    def save_locally(self, number: int, state: LoaderState) -> None:
-        """Do the same on the nodes' own disks, every `local_checkpoint_interval` steps that `save` is not called at."""
-
     def record(self, made: StepRecord) -> None:
         """Record a step."""
 
@@ -273,9 +270,6 @@ class _Loop:
         if saves:
             self.hooks.at(number, "writing a checkpoint")
             self.hooks.save(number, state)
-        elif self.config.local_checkpoints and number % self.config.local_checkpoint_interval == 0:
-            self.hooks.at(number, "writing a local checkpoint")
-            self.hooks.save_locally(number, state)
         self.unsaved = None if saves else state
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import yaml
 
-from harness.errors import CheckpointError, ConfigError, FormatError
+from harness.errors import ConfigError, FormatError
 from harness.paths import explain_path
 from harness.train.attempts import Attempt, read_attempts, read_stop
 from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
 from harness.train.lines import MISREAD, StepLine, read_sound_lines
-from harness.train.local import read_local_record
 from harness.train.metrics import METRICS_FILE, REPORT_FILE
 
 # The speed of a run is the median of so many newest steps.
@@ -31,8 +30,6 @@ class RunStatus:
         step, loss: of the newest step; 0 and None before the first.
         step_s: median seconds of the newest steps, None before the first.
         age_s: seconds since that step.
-        local_checkpoint, local_hosts: step of the newest checkpoint on the nodes' own disks, None for none, and the
-            nodes that wrote it.
         stopped: message of the last attempt that ended early and has not been continued.
     """
 
@@ -44,8 +41,6 @@ class RunStatus:
     step_s: float | None
     age_s: float | None
     checkpoint: int | None
-    local_checkpoint: int | None
-    local_hosts: tuple[str, ...]
     attempts: list[Attempt]
     stopped: str | None
 
@@ -80,9 +75,6 @@ def read_status(folder: Path) -> RunStatus:
     attempts: list[Attempt] = []
     with suppress(FormatError):
         attempts = read_attempts(folder)
-    local = None
-    with suppress(CheckpointError):
-        local = read_local_record(folder)
     stop = read_stop(folder)
     return RunStatus(
         folder=str(folder),
@@ -93,8 +85,6 @@ def read_status(folder: Path) -> RunStatus:
         step_s=statistics.median(line.step_s for line in newest) if newest else None,
         age_s=age_s,
         checkpoint=int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else None,
-        local_checkpoint=local.step if local is not None and local.step else None,
-        local_hosts=local.hosts if local is not None else (),
         attempts=attempts,
         stopped=None if stop is None else stop.message,
     )

@@ -27,7 +27,7 @@ from harness.errors import ConfigError
 from harness.printing import redact
 from harness.settings import flatten
 from harness.storage import write_atomically
-from harness.train.local import read_identity
+from harness.train.identity import read_identity
 from harness.train.loop import OWN_VALIDATION
 
 # The package and the extra of each have the same name.

@@ -18,8 +18,8 @@ from harness.storage.checksums import CHECKSUMS_FILE, find_damage, list_size_pro
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
 from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
+from harness.train.identity import read_identity
 from harness.train.lines import MISREAD
-from harness.train.local import own_local_record, read_disk, read_identity
 from harness.train.metrics import METRICS_FILE, parse_metrics
 
 T = TypeVar("T")
@@ -46,17 +46,14 @@ def find_run_check(path: str) -> Callable[..., list[Problem]] | None:
 
 
 def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """List all problems of a run's folder: settings, metrics, checkpoints, and models exported into it.
-
-    Of checkpoints on the nodes' own disks, the files on the disk of this node are checked.
-    """
+    """List all problems of a run's folder: settings, metrics, identity, checkpoints, and models exported into it."""
     folder = Path(path)
     checkpoints = list_checkpoints(folder / CHECKPOINTS)
     exports = sorted(place.parent for place in folder.glob(f"*/{CHECKSUMS_FILE}"))
     parts: list[Callable[[], list[Problem]]] = [
         lambda: list(_settings_problems(folder, checkpoints)),
         lambda: list(_step_problems(folder, checkpoints)),
-        lambda: list(_local_problems(folder)),
+        lambda: list(_identity_problems(folder)),
         *(lambda place=place: verify_checkpoint(place) for place in checkpoints),
         *(lambda place=place: verify_folder(place) for place in exports),
     ]
@@ -107,22 +104,11 @@ def verify_folder(path: str | Path, *, progress: Callable[[int, int], None] | No
     ]
 
 
-def _local_problems(run: Path) -> Iterator[Problem]:
+def _identity_problems(run: Path) -> Iterator[Problem]:
     try:
         read_identity(run)
-        record = own_local_record(run)
     except CheckpointError as error:
         yield Problem(error.what, error.where)
-        return
-    if record is None:
-        return
-    folder = record.folder(record.root)
-    for name, part in read_disk(record, record.root).items():
-        if not part.manifest:
-            yield Problem(f"{CHECKSUMS_FILE} or {RUN_FILE} of the local checkpoint is damaged", str(folder / name))
-        for stored in part.files:
-            if stored.path in part.sizes:  # the others are on other nodes
-                yield from list_size_problems(folder / name, [stored]) or find_damage(folder / name, stored)
 
 
 def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:

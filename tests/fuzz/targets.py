@@ -43,7 +43,7 @@ from harness.train.attempts import Stop, read_attempts
 from harness.train.checkpoints import RUN_FILE, Progress, read_progress, write_run_file
 from harness.train.digests import DIGESTS_FILE, RowDigests, StepDigests, read_digests, to_json
 from harness.train.folder import read_settings
-from harness.train.local import LocalRecord, begin_attempt, read_identity, read_local_record, write_local_record
+from harness.train.identity import begin_attempt, read_identity
 from harness.train.metrics import read_metrics
 from harness.train.status import read_status
 from harness.train.verify import verify_run
@@ -306,13 +306,12 @@ def run(folder: Path) -> Target:
     stop = json.dumps({**asdict(Stop(4, "StopSignal", "SIGTERM", None, True)), "job": "7", "time": 1.0}) + "\n"
     for name in ("attempts.jsonl", "_stopped.json"):
         (path / name).write_text(stop)
-    identity = begin_attempt(path)
-    write_local_record(path, LocalRecord("/disk", identity.run, identity.attempt, 4, ("node-1",)))
+    begin_attempt(path)
     rows = [RowDigests(0, 0, np.array([0, 1]), np.array([4, 3]), np.ones((2, 4), np.uint64), {})]
     (path / DIGESTS_FILE).write_text(json.dumps(to_json(StepDigests(1, 0, [0], rows, []))) + "\n")
 
     def read() -> None:
-        for one in (read_attempts, read_status, read_digests, read_identity, read_local_record, verify_run):
+        for one in (read_attempts, read_status, read_digests, read_identity, verify_run):
             with suppress(HarnessError):
                 one(path)
         with suppress(HarnessError):

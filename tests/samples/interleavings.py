@@ -25,7 +25,7 @@ Event = tuple[str, str]
 # Ways of an operation on a store that fails: its request is lost, its answer is, or its request arrives later.
 FAULTS = ("unsent", "unanswered", "late")
 # Modules whose objects belong to the state of a process.
-STATEFUL = ("harness.loader.live", "harness.storage.claims", "harness.train.local", "interleavings:")
+STATEFUL = ("harness.loader.live", "harness.storage.claims", "interleavings:")
 
 
 class BrokenError(AssertionError):

@@ -16,15 +16,14 @@ from harness.errors import CheckpointError, ConfigError
 from harness.megatron.job.runtime import on_rank_0
 from harness.megatron.model.lora import check_same_adapters
 from harness.megatron.state.checkpoint import find_newest, stored_moments
-from harness.megatron.state.local import LocalCopies
 from harness.plan import OptimizerConfig, RunConfig
-from harness.printing import print_line, print_text
+from harness.printing import print_text
 from harness.train import METRICS_FILE, Progress, alone_in, read_metrics
 from harness.train.attempts import note_lost, record_resume
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
 from harness.train.folder import choose_run_folder
+from harness.train.identity import Identity
 from harness.train.lines import MISREAD
-from harness.train.local import Identity, own_local_record, read_local_record
 
 
 def choose_folder(config: RunConfig) -> Path:
@@ -39,21 +38,14 @@ def choose_folder(config: RunConfig) -> Path:
 
 
 def find_start(config: RunConfig, folder: Path) -> tuple[Path | None, list[CheckpointError]]:
-    """Return the checkpoint to resume from, on any disk, and the damage of newer ones, which it prints."""
+    """Return the checkpoint to resume from, and the damage of newer ones, which it prints."""
     if config.resume == "false":
         return None, []
-    record = on_rank_0(lambda: own_local_record(folder))
-    local = LocalCopies(config.trainer.local_checkpoints, record) if record is not None else None
-    newest, passed_over = find_newest(folder / CHECKPOINTS, local)
+    newest, passed_over = find_newest(folder / CHECKPOINTS)
 
     def report() -> None:
         for error in passed_over:
             print_text(f"skipped: {error.what}\n  where: {error.where}", file=sys.stderr)
-        for note in local.notes if local is not None else ():
-            print_line(f"skipped: {note}", file=sys.stderr)
-        if record is None and (other := read_local_record(folder)) is not None and other.step:
-            what = f"the local checkpoints of run {other.run} up to step {other.step}, of which this folder is a copy"
-            print_line(f"skipped: {what}", file=sys.stderr)
         if newest is None and config.resume == "true":
             fix = "resume=auto starts from the first step"
             raise ConfigError("there is no complete checkpoint to resume from", where=str(folder), fix=fix)

@@ -33,7 +33,6 @@ from harness.megatron.run import resuming
 from harness.megatron.run.records import RunRecords
 from harness.megatron.run.sampling import Answering, Sampler
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
-from harness.megatron.state.local import LocalStore
 from harness.megatron.step import MegatronStep
 from harness.plan import RunConfig, plan_memory
 from harness.printing import redact_all
@@ -102,7 +101,8 @@ def run_training(config: C, open_task: OpenTask[C]) -> int:
         with Watchdog(limit_s=trainer.startup_timeout_s, requested=signals.noticed, leave=leave) as watchdog:
             run = _Run(config, ranks, signals, watchdog, stack)
             run.open(open_task)
-            with run.opened_records(), Waits(ranks.device) as run.waits:
+            run.open_records()
+            with Waits(ranks.device) as run.waits:
                 reason = train(
                     iter(run.training),
                     run.step,
@@ -245,8 +245,7 @@ class _Run(Hooks):
         use_transformer_engine(self._config.model.attention, self._ranks.device)
         return open_task(self._config, self._ranks, self._progress)  # type: ignore[arg-type]
 
-    @contextmanager
-    def opened_records(self) -> Iterator[None]:
+    def open_records(self) -> None:
         """Begin the records of the run, with its warnings and where it resumes, and its checkpoints."""
         config, trainer, task, sampler = self._config, self._trainer, self._task, None
         if task.answering is not None:
@@ -268,8 +267,7 @@ class _Run(Hooks):
         if (newest := self.newest) is not None:
             start = (self.folder, identity, done, newest, self._passed_over)
             runtime.on_rank_0(lambda: resuming.report_resume(config, *start, self.log))
-        folder, root = self.folder / CHECKPOINTS, trainer.local_checkpoints
-        self._local = LocalStore.open(root, self.folder, identity, log=self.log, timeout_s=trainer.timeout_s)
+        folder = self.folder / CHECKPOINTS
         self._checkpoints = CheckpointWriter(
             folder,
             self.step,
@@ -278,23 +276,14 @@ class _Run(Hooks):
             before_whole=self._records.sync,
             # The newest may turn out to be damaged: chunks stay until no checkpoint needs them.
             on_whole=lambda _: self._mark_trained(whole_checkpoints(folder)[:1]),
-            local=self._local,
             # The settings are what an export needs, whatever becomes of config.yaml.
             facts={"run": identity.run, "attempt": identity.attempt, "settings": redact_all(to_plain(self._settings))},
         )
         self.training.while_waiting = self._wait
-        try:
-            yield
-        finally:
-            if self._local is not None:
-                self._local.close()
 
     def save(self, number: int, state: LoaderState) -> None:
         with self._records.progress.doing("writing a checkpoint"):
             self._checkpoints.start(Progress(number, state))
-
-    def save_locally(self, number: int, state: LoaderState) -> None:
-        self._checkpoints.start_local(Progress(number, state))
 
     def stop(self) -> str | None:
         self._checkpoints.finish(wait=False)
@@ -332,12 +321,10 @@ class _Run(Hooks):
                 self.training.trained(read_progress(path).loader)
 
     def finish(self, reason: str | None) -> None:
-        """Wait until the last checkpoint is whole; local ones are then needless."""
+        """Wait until the last checkpoint is whole."""
         self._checkpoints.finish()
         if reason is None:
             self._mark_trained(whole_checkpoints(self.folder / CHECKPOINTS)[-1:])
-        if self._local is not None:
-            self._local.remove()
 
     def close(self, reason: str | None) -> int:
         """Record why the run ends, or write its report; return the exit code."""

@@ -17,8 +17,7 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,7 +44,6 @@ from harness.megatron.state.loading import (
     reason_of,
     sharded_weights,
 )
-from harness.megatron.state.local import LocalCopies, LocalStore
 from harness.megatron.step import MegatronStep
 from harness.storage import StoredFile, make_folder
 from harness.storage.checksums import list_hash_problems, share_of
@@ -110,13 +108,10 @@ def stored_moments(path: Path) -> str | None:
     return None
 
 
-def find_newest(folder: Path, local: LocalCopies | None = None) -> tuple[Path | None, list[CheckpointError]]:
+def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
     """Return the newest checkpoint below `folder` whose every byte is as written, and the errors of newer ones.
 
     In a job every rank takes part, reads a share of the files, and gets the same answer.
-
-    Args:
-        local: checkpoints on the nodes' own disks, which are copied to `folder` where they are newer and whole.
 
     Raises:
         CheckpointError: there are checkpoints in `folder`, and all are damaged.
@@ -124,18 +119,13 @@ def find_newest(folder: Path, local: LocalCopies | None = None) -> tuple[Path | 
         LoaderError: none of them can be read, which may succeed at the next attempt.
     """
     passed_over: list[CheckpointError] = []
-    damaged: list[CheckpointError] = []
-    places = [(path.name, True) for path in on_rank_0(lambda: list_checkpoints(folder))]
-    for name, is_there in sorted([*places, *((name, False) for name in (local.names() if local else []))])[::-1]:
-        error = local.promote(name, folder) if local is not None and not is_there else None
+    for path in on_rank_0(lambda: list_checkpoints(folder))[::-1]:
+        error = find_damage(path)
         if error is None:
-            error = find_damage(folder / name)
-            damaged += [error] if error is not None else []
-        if error is None:
-            return folder / name, passed_over
+            return path, passed_over
         passed_over.append(error)
-    if damaged:
-        error, is_unreadable = damaged[0], all(isinstance(one, UnreadableError) for one in damaged)
+    if passed_over:
+        error, is_unreadable = passed_over[0], all(isinstance(one, UnreadableError) for one in passed_over)
         refused = LoaderError(error.what, where=error.where, fix=error.fix) if is_unreadable else error
         refused.is_shared = True
         raise refused
@@ -219,7 +209,6 @@ class CheckpointWriter:
         on_whole: Callable[[Progress], None] = lambda progress: None,
         facts: Mapping[str, Any] | None = None,
         hashes: compat.WrittenHashes | None = None,
-        local: LocalStore | None = None,
     ) -> None:
         self._folder, self._step = folder, step
         self._keep, self._in_background = keep, in_background
@@ -234,9 +223,7 @@ class CheckpointWriter:
             parallel_state.get_data_parallel_group(with_context_parallel=True),
             do_cache_distribution=True,
         )
-        self._local = local
         self._writing: Progress | None = None
-        self._is_local = False
         self._unfinished = folder
 
     def start(self, progress: Progress) -> None:
@@ -246,43 +233,9 @@ class CheckpointWriter:
             CheckpointError: this checkpoint or the previous one cannot be written.
         """
         self.finish()
-        self._writing, self._is_local = progress, False
-        self._begin(on_rank_0(lambda: self._make_folder(progress)))
-
-    def start_local(self, progress: Progress) -> None:
-        """Begin to write a checkpoint of the current state to the nodes' own disks.
-
-        None is written, and the log has the reason, while an earlier checkpoint is being written or copied, and if a
-        disk fails: training is not to wait for one.
-
-        Raises:
-            CheckpointError: the previous one cannot be written.
-        """
-        self.finish(wait=False)
-        if self._local is None:
-            return
-        if self._writing is not None or self._local.is_copying:
-            self._local.skip(progress.step)
-        elif (folder := self._local.make_folder(progress.step)) is not None:
-            self._writing, self._is_local = progress, True
-            with self._failing_locally():
-                self._begin(folder)
-
-    @contextmanager
-    def _failing_locally(self) -> Iterator[None]:
-        """Turn an error that every rank raises about a local checkpoint into a warning."""
-        try:
-            yield
-        except CheckpointError as error:
-            if not self._is_local or not error.is_shared:
-                raise
-            assert self._local is not None
-            self._local.give_up(error)
-            self._writing = None
-
-    def _begin(self, folder: Path) -> None:
+        self._writing = progress
+        self._unfinished = on_rank_0(lambda: self._make_folder(progress))
         self._step.gather_weights()
-        self._unfinished = folder
         self._hashes.take()  # of one that failed
         try:
             with compat.rank_0_goes_on() as errors:
@@ -308,26 +261,18 @@ class CheckpointWriter:
 
     def finish(self, *, wait: bool = True) -> None:
         """Complete the checkpoint that is being written; without `wait`, only if every rank has written its part."""
-        if self._local is not None:
-            self._local.check_copies()
-        if self._writing is None:
+        if (progress := self._writing) is None:
             return
-        with self._failing_locally():
-            try:
-                with compat.rank_0_goes_on() as errors:
-                    finished = self._calls.maybe_finalize_async_calls(blocking=wait)
-            except CheckpointException as error:
-                self._fail_together(error)
-            if finished:
-                on_rank_0(lambda: self._raise_first(errors))
-                progress, own = self._writing, self._hashes.take()
-                if self._is_local:
-                    assert self._local is not None
-                    self._local.complete(own, lambda hashed: self._describe(progress, hashed))
-                else:
-                    hashed = [file for files in gather_on_rank_0(own) for file in files]
-                    on_rank_0(lambda: self._put_in_place(progress, hashed))
-                self._writing = None
+        try:
+            with compat.rank_0_goes_on() as errors:
+                finished = self._calls.maybe_finalize_async_calls(blocking=wait)
+        except CheckpointException as error:
+            self._fail_together(error)
+        if finished:
+            on_rank_0(lambda: self._raise_first(errors))
+            hashed = [file for files in gather_on_rank_0(self._hashes.take()) for file in files]
+            on_rank_0(lambda: self._put_in_place(progress, hashed))
+            self._writing = None
 
     def _make_folder(self, progress: Progress) -> Path:
         # The name is this checkpoint's alone: the writer of a killed run may still be writing to its own.

@@ -213,7 +213,6 @@ def test_a_search_without_data_assumes_some_and_says_so(harness, tmp_path, monke
         (["sft", "sequence_tokens=64", "packs=null"], "of the dataset are planned, and sequence_tokens would have no"),
         (["auto", "mfu=0.4"], "`harness plan auto` lists layouts, and mfu would have no effect"),
         (["sft", "top=3"], "one layout is planned, and top would have no effect"),
-        (["sft", "disk_gb_s=2"], "trainer.local_checkpoints is empty, and disk_gb_s would have no effect"),
         (["llama3_8b_1node", "model.fp8=tensorwise", "trainer.device=cpu"], "FP8 requires a GPU"),
     ],
 )

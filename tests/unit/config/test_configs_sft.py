@@ -56,7 +56,6 @@ def test_a_run_has_60_steps_and_on_live_data_as_many_as_the_stream():
         ("schedule.name=best", "'best' is not known"),
         ("optimizer.decay=exponential", "'exponential' is not known"),
         ("name=${nope}", "the reference ${nope} names no setting"),
-        ("trainer.local_checkpoints=scratch", "'scratch' is not an absolute path"),
         ("trainer.trackers=[wandbb]", "trackers are wandbb"),
         ("trainer.trackers=[wandb,wandb]", "trackers are wandb, wandb"),
         ("optimizer.min_lr=1e-6", "unknown setting 'optimizer.min_lr'"),

@@ -11,7 +11,6 @@ import pytest
 from harness.errors import ConfigError, HarnessError
 from harness.launch.queue import explain_reason, jobs_of_run, read_excluded
 from harness.launch.submit import refuse_second_job
-from harness.train.local import LocalRecord, write_local_record
 
 
 @pytest.fixture
@@ -110,7 +109,6 @@ def test_the_status_of_a_run_shows_its_steps_its_attempts_and_its_jobs(slurm, ru
     (run_dir / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
     (run_dir / "checkpoints" / "step-000080").mkdir(parents=True)
     (run_dir / "checkpoints" / "step-000080" / "run.json").write_text("{}")
-    write_local_record(run_dir, LocalRecord("/scratch", "a" * 32, "b" * 32, 95, ("node1", "node2")))
     (run_dir / "excluded_nodes").write_text("node7 all-reduce: 0.1 GB/s\n")
     code, printed, _ = harness("status", run_dir)
     lines = printed.splitlines()
@@ -119,7 +117,6 @@ def test_the_status_of_a_run_shows_its_steps_its_attempts_and_its_jobs(slurm, ru
     assert lines[3].startswith("  step 100 of 400, loss 2.0000, 1.50 s per step, 7 min 30 s left, ")
     assert lines[4:] == [
         "  newest checkpoint: step 80",
-        "  newest local checkpoint: step 95, on the disks of node1, node2",
         "  ended after step 40: hang: rank 1 has died (job 11)",
         "  excluded: node7: all-reduce: 0.1 GB/s",
     ]

@@ -103,10 +103,6 @@ IN_CONTAINER = ("sft_tiny", "name=tiny", "cluster=h100_pyxis", "runs=/shared/run
             ["sft_tiny", "cluster=h100_pyxis", "data.path=data/mine"],
             "data/mine is relative, and would be looked up in the container's own folder\n  where: data.path",
         ),
-        (
-            [*IN_CONTAINER, "data.path=/shared/data", "trainer.local_checkpoints=/scratch/me"],
-            "no mount of the container shows /scratch/me",
-        ),
         ([*IN_CONTAINER, "data.path=/data"], "shows /data: /shared:/shared\n  where: data.path, data.evaluation, cl"),
         ([*IN_CONTAINER, "data.evaluation={a: /e/a}"], "shows /e/a: /shared:/shared\n  where: data.path"),
         ([*IN_CONTAINER, "model.init_from=/w"], "shows /w: /shared:/shared\n  where: model.init_from, cluster.mounts"),

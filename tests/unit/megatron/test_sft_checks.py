@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.train.attempts import decide
 from harness.train.folder import open_run_folder
+from harness.train.identity import read_identity
 
 
 @pytest.fixture
@@ -204,11 +206,27 @@ def test_epochs_end_with_their_ragged_batch_also_where_a_resumed_run_has_another
         assert f"  {setting}\n" in recorded
 
 
+def test_a_copy_of_a_run_resumes_as_a_run_of_its_own(tmp_path, data, capsys):
+    made = data(vocab_size=96)
+    run(tmp_path, made)
+    original, copy = tmp_path / "runs" / "sft-001", tmp_path / "runs" / "sft-002"
+    shutil.copytree(original, copy)
+    before = read_identity(original)
+    capsys.readouterr()
+    run(tmp_path, made, resume="true")
+    of = read_identity(copy)
+    note = f"its checkpoint belongs to run {before.run}, and the resumed run is {of.run}"
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert (of.run != before.run, read_identity(original)) == (True, before)
+    run(tmp_path, made, resume="true")
+    assert (read_identity(copy).run, read_identity(copy).attempt != of.attempt) == (of.run, True)
+
+
 def test_no_file_of_a_run_ends_a_resume_with_an_error_that_has_no_name(tmp_path, data):
     made = data(vocab_size=96)
     run(tmp_path, made)
     folder = tmp_path / "runs" / "sft-001"
-    names = ["config.yaml", "identity.json", "local_checkpoints.json", "attempts.jsonl", "metrics.jsonl"]
+    names = ["config.yaml", "identity.json", "attempts.jsonl", "metrics.jsonl"]
     contents, outcomes = (b"\xff\n", b"[" * 100_000 + b"\n", b"- 1\n"), {}
     for name in [*names, "checkpoints/step-00000001/run.json", "checkpoints/step-00000001/checksums.json"]:
         path = folder / name

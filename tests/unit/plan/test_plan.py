@@ -296,12 +296,8 @@ def test_a_checkpoint_is_written_once_and_a_rank_writes_its_share() -> None:
     assert plan_run(settings).checkpoint.own_bytes == pytest.approx(planned.checkpoint.own_bytes, rel=1e-6)
     console = Console(width=120, record=True, file=io.StringIO())
     settings = compose_config("sft", SftConfig, ["experiment=llama3_8b_4nodes"])
-    settings.trainer.local_checkpoints = "/scratch"
-    console.print(plan_run(settings).render(gpu_bytes=None, disk_bytes_per_s=2e9, file_system_bytes_per_s=5e9))
-    text = console.export_text()
-    assert "56.2 GB, half of it for another node, twice while the next one is written" in text
-    assert "28.1 s at 2 GB/s, half of them for the copy" in text
-    assert "22.5 s at 5 GB/s" in text
+    console.print(plan_run(settings).render(gpu_bytes=None, file_system_bytes_per_s=5e9))
+    assert "22.5 s at 5 GB/s" in console.export_text()
 
 
 def test_the_first_stage_of_a_pipeline_keeps_the_most_microbatches() -> None:
@@ -375,17 +371,9 @@ def test_data_that_does_not_exist_yet_is_planned_by_its_packs() -> None:
             ["optimizer.decay_steps=7", "optimizer.warmup_steps=7"],
             ["optimizer.warmup_steps is 7 and optimizer.decay_steps is 7: the warm-up ends at step 6"],
         ),
-        (["trainer.steps=60", "trainer.local_checkpoints=/scratch", "trainer.local_checkpoint_interval=5"], []),
-        (
-            ["trainer.steps=60", "trainer.local_checkpoints=/scratch", "trainer.local_checkpoint_interval=40"],
-            [
-                "trainer.local_checkpoint_interval is 40 and trainer.checkpoint_interval is 20: no local checkpoint is "
-                "written, because each of these steps has a checkpoint in the run's folder"
-            ],
-        ),
     ],
 )
-def test_a_warm_up_longer_than_the_run_and_local_checkpoints_that_never_come_are_named(overrides, warning):
+def test_a_warm_up_longer_than_the_run_is_named(overrides, warning):
     assert compose_config("sft", SftConfig, overrides).warnings() == warning
 
 

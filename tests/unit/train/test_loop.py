@@ -40,14 +40,11 @@ class Noted(Hooks):
     """Notes what a run is asked to save, record and log; stops for the reasons given, one after each step."""
 
     def __init__(self, *reasons: str | None) -> None:
-        self.saved, self.local, self.records, self.logged = [], [], [], []
+        self.saved, self.records, self.logged = [], [], []
         self.reasons = iter(reasons)
 
     def save(self, number, state) -> None:
         self.saved.append((number, state))
-
-    def save_locally(self, number, state) -> None:
-        self.local.append((number, state))
 
     def record(self, made) -> None:
         self.records.append(made)
@@ -89,12 +86,6 @@ def test_the_first_step_of_a_run_has_the_validations_before_it():
     for interval, first in ((2, 2), (0, 1)):
         _, noted = run(TrainerConfig(steps=2, eval_interval=interval), LinearLoss(), validation=sets, first_step=first)
         assert [record.initial for record in noted.records] == [{}] * len(noted.records)
-
-
-def test_local_checkpoints_come_between_the_others():
-    config = TrainerConfig(steps=9, checkpoint_interval=6, local_checkpoints="/scratch", local_checkpoint_interval=3)
-    _, noted = run(config, LinearLoss())
-    assert (noted.saved, noted.local) == ([(6, 6), (9, 9)], [(3, 3)])
 
 
 def test_a_resumed_run_trains_the_steps_that_are_left():

@@ -13,7 +13,7 @@ import pytest
 from harness.errors import ConfigError
 from harness.train.checkpoints import UnreadableError, whole_checkpoints
 from harness.train.folder import choose_run_folder, leave_refusal, open_run_folder
-from harness.train.local import read_local_record
+from harness.train.identity import read_identity
 from harness.train.status import read_status
 
 
@@ -68,10 +68,10 @@ def test_a_copy_that_somebody_keeps_of_a_checkpoint_is_none_of_the_run_s(tmp_pat
     assert read_status(tmp_path).checkpoint == 4
 
 
-def test_a_record_of_local_checkpoints_that_cannot_be_read_now_is_not_to_be_removed(tmp_path):
-    (tmp_path / "local_checkpoints.json").symlink_to("local_checkpoints.json")
+def test_an_identity_that_cannot_be_read_now_is_not_to_be_removed(tmp_path):
+    (tmp_path / "identity.json").symlink_to("identity.json")
     with pytest.raises(UnreadableError, match="cannot be read: Too many levels of symbolic links") as refused:
-        read_local_record(tmp_path)
+        read_identity(tmp_path)
     assert "remove" not in refused.value.fix
     leave_refusal(tmp_path, refused.value)
     assert json.loads((tmp_path / "_stopped.json").read_text())["requeue"] is True

@@ -20,7 +20,7 @@ from harness.storage.checksums import digest_files, write_checksums
 from harness.train import Progress
 from harness.train.checkpoints import write_run_file
 from harness.train.digests import RowDigests, StepDigests, to_json
-from harness.train.local import LocalRecord, begin_attempt, write_local_record
+from harness.train.identity import begin_attempt
 from harness.train.verify import find_run_check, verify_checkpoint, verify_run
 
 YAML = to_yaml(SftConfig())
@@ -63,24 +63,12 @@ def test_a_whole_run_has_no_problems(run: Path) -> None:
     assert found(run) == []
 
 
-def test_damage_of_a_local_checkpoint_is_named_if_it_is_on_the_disk_of_this_node(run: Path, tmp_path: Path) -> None:
-    identity = begin_attempt(run)
-    record = LocalRecord(str(tmp_path / "disk"), identity.run, identity.attempt, 6, ("node1",))
-    write_local_record(run, record)
+def test_a_damaged_identity_is_named(run: Path) -> None:
+    begin_attempt(run)
     assert found(run) == []
-    part = record.folder(record.root) / "step-00000006"
-    part.mkdir(parents=True)
-    (part / "weights").write_bytes(bytes(100))
-    facts = {"run": identity.run, "attempt": identity.attempt}
-    write_run_file(part, Progress(6, LoaderState(0)), facts, [], ["weights"])
-    (part / "weights").write_bytes(b"x" * 100)
-    assert ["weights has the hash" in what for what in found(run)] == [True]
-    (part / "weights").unlink()  # it may be on another node
-    assert found(run) == []
-    (part / "run.json").write_text("{}")
-    assert found(run) == ["checksums.json or run.json of the local checkpoint is damaged"]
-    (run / "local_checkpoints.json").write_text("{")
-    assert "the record of local checkpoints cannot be read" in found(run)[0]
+    (run / "identity.json").write_text("{")
+    (what,) = found(run)
+    assert "the run's identity cannot be read" in what
 
 
 @pytest.mark.parametrize(

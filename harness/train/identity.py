@@ -1,0 +1,74 @@
+"""Identity of a run and of its attempts.
+
+`identity.json` in a run's folder has the random id of the run, the random token of its last attempt, and the place
+(device, inode, path) of the folder. Each attempt that trains writes a new token while it holds the folder's lock. Where
+the place differs, the folder is a copy, was moved or was restored: it becomes a new run, with a new id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from harness.errors import CheckpointError
+from harness.settings import load
+from harness.storage import write_atomically
+from harness.train.checkpoints import UnreadableError
+
+IDENTITY_FILE = "identity.json"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Identity of a run and of its last attempt.
+
+    Attributes:
+        run: random id of the run, 32 hexadecimal digits.
+        attempt: random token of the attempt, the same.
+        place: of the run's folder, as `_place_of` returns it.
+    """
+
+    run: str
+    attempt: str
+    place: str
+
+
+def _place_of(folder: Path) -> str:
+    """Return device, inode and path of a folder, which a copy of it does not share."""
+    facts = folder.stat()
+    # The device numbers of network file systems and overlays, whose major is 0, differ between nodes and mounts.
+    device = facts.st_dev if os.major(facts.st_dev) else 0
+    return f"{device}:{facts.st_ino}:{folder.resolve()}"
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """Return the identity in a run's folder, also if it is that of a run of which the folder is a copy.
+
+    Return None for a run that has not trained, or of an early version.
+
+    Raises:
+        CheckpointError: it is damaged.
+        UnreadableError: it cannot be read.
+    """
+    path, unread = folder / IDENTITY_FILE, "the run's identity cannot be read"
+    fix = "remove it to resume from the newest checkpoint in the run's folder"
+    try:
+        return load(Identity, path.read_bytes(), where=path, fix=fix, what=unread, error=CheckpointError)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = f"{unread}: {error.strerror} (on {socket.gethostname()})"
+        raise UnreadableError(reason, where=str(path), fix="check that file system, then resume again") from error
+
+
+def begin_attempt(folder: Path) -> Identity:
+    """Give the attempt that holds the lock of a run's folder its token, and a folder at another place a new id."""
+    before, place = read_identity(folder), _place_of(folder)
+    run = before.run if before is not None and before.place == place else secrets.token_hex(16)
+    identity = Identity(run, secrets.token_hex(16), place)
+    write_atomically(folder / IDENTITY_FILE, (json.dumps(asdict(identity)) + "\n").encode())
+    return identity
