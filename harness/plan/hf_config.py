@@ -83,7 +83,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         missing = f": they need {MISSING[name]}" if name in MISSING else ""
         raise refuse(f"models of type {name!r} are not supported{missing}")
     family = FAMILIES[name]
-    values = dict(family.standard(values))
+    values = dict(family.standard({**dict(family.defaults), **values}))
     for odd in list_odd_features(values, family):
         raise refuse(odd)
     rope = _read_rope(values)
