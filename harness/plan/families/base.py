@@ -120,7 +120,6 @@ class Family:
         groups_scan_rows: the rows that make what is scanned are stored by key head.
         is_gated: the MLP and the experts have a gate (SwiGLU); otherwise they square what is positive.
         norm_epsilon: where config.json has none; None if it must have one.
-        defaults: names and values that transformers assumes where config.json lacks them, other than Llama's.
         read: returns further settings of `ModelConfig` from the values of a config.json; raises for what is missing.
         write: returns further values of a config.json from the settings of `ModelConfig`.
         standard: returns a config.json under the names that all other families use.
@@ -152,7 +151,6 @@ class Family:
     groups_scan_rows: bool = False
     is_gated: bool = True
     norm_epsilon: float | None = None
-    defaults: tuple[tuple[str, Any], ...] = ()
     experts: ExpertNames | None = None
     read: Callable[[Mapping[str, Any], Refuse], dict[str, Any]] = lambda values, refuse: {}
     write: Callable[[Any], dict[str, Any]] = lambda model: {"attention_bias": False}

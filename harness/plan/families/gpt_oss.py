@@ -8,7 +8,6 @@ from typing import Any
 from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, require_known, write_softmax
 
 _LIMIT, _ALPHA = 7.0, 1.702
-_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
 def _kinds(layers: int) -> list[str]:
@@ -44,7 +43,6 @@ FAMILY = Family(
     swiglu_limit=_LIMIT,
     yarn_truncates=False,
     has_experts_everywhere=True,
-    defaults=(("num_key_value_heads", 8), ("head_dim", 64), ("rope_theta", 150_000), ("rope_scaling", _YARN)),
     experts=ExpertNames(
         router="mlp.router.weight",
         gate="mlp.experts.gate_up_proj",

@@ -91,13 +91,7 @@ def _write_v2(model: Any) -> dict[str, Any]:
 
 # And V2-Lite: a softmax router without normalization.
 DEEPSEEK_V2 = Family(
-    "deepseek_v2",
-    "DeepseekV2ForCausalLM",
-    has_latents=True,
-    defaults=(("n_shared_experts", 2), ("q_lora_rank", 1536)),
-    experts=_EXPERTS,
-    read=_read_v2,
-    write=_write_v2,
+    "deepseek_v2", "DeepseekV2ForCausalLM", has_latents=True, experts=_EXPERTS, read=_read_v2, write=_write_v2
 )
 
 
@@ -142,10 +136,6 @@ DEEPSEEK_V3 = Family(
     has_latents=True,
     ranks_groups_by=2,
     predicts_further=True,
-    defaults=(
-        *(("n_shared_experts", 1), ("q_lora_rank", 1536), ("first_k_dense_replace", 3)),
-        *(("n_group", 8), ("topk_group", 4), ("routed_scaling_factor", 2.5)),
-    ),
     experts=_BIASED_EXPERTS,
     read=lambda values, refuse: read_latent(values, refuse) | read_router(values, refuse),
     write=lambda model: write_latent(model) | write_router(model),
@@ -186,7 +176,6 @@ GLM4_MOE = Family(
     rotated_part=_ROTATED,
     ranks_groups_by=2,
     predicts_further=True,
-    defaults=(("num_key_value_heads", 8), ("n_shared_experts", 1), ("first_k_dense_replace", 1)),
     experts=_BIASED_EXPERTS,
     read=_read_glm,
     write=_write_glm,
@@ -209,10 +198,5 @@ def _write_lite(model: Any) -> dict[str, Any]:
 
 # GLM-4.7-Flash: the layers of DeepSeek-V3 under other names, without groups of experts.
 GLM4_MOE_LITE = replace(
-    DEEPSEEK_V3,
-    name="glm4_moe_lite",
-    architecture="Glm4MoeLiteForCausalLM",
-    defaults=(("n_shared_experts", 1), ("q_lora_rank", 768), ("routed_scaling_factor", 1.8)),
-    read=_read_lite,
-    write=_write_lite,
+    DEEPSEEK_V3, name="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", read=_read_lite, write=_write_lite
 )

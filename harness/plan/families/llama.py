@@ -13,24 +13,11 @@ from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax
 # Llama 2 to 3.3.
 LLAMA = Family("llama", "LlamaForCausalLM")
 # Without its sliding window.
-MISTRAL = Family(
-    "mistral",
-    "MistralForCausalLM",
-    window_setting="",
-    defaults=(("num_key_value_heads", 8),),
-    write=lambda model: {"sliding_window": None},
-)
+MISTRAL = Family("mistral", "MistralForCausalLM", window_setting="", write=lambda model: {"sliding_window": None})
 # And Qwen2.5: biases of queries, keys and values.
-QWEN2 = Family(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    has_qkv_bias=True,
-    defaults=(("num_key_value_heads", 32),),
-    write=lambda model: {"use_sliding_window": False},
-)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True, write=lambda model: {"use_sliding_window": False})
 # Norms of the queries and keys of each head.
-_QWEN3_DEFAULTS = (("num_key_value_heads", 32), ("head_dim", 128))
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True, defaults=_QWEN3_DEFAULTS)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True)
 
 
 def _read_qwen3_moe(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
@@ -58,7 +45,6 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     has_head_norms=True,
-    defaults=(("num_key_value_heads", 4),),
     experts=ExpertNames(),
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
@@ -71,7 +57,6 @@ MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     window_setting="",
-    defaults=(("num_key_value_heads", 8), ("rope_theta", 1e6)),
     has_experts_everywhere=True,
     experts=ExpertNames(
         router=f"{_PLACE}.gate.weight",

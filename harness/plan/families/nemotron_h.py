@@ -106,7 +106,6 @@ FAMILY = Family(
     "NemotronHForCausalLM",
     pattern_letters="M*-E",
     is_gated=False,
-    defaults=(("num_key_value_heads", 8), ("head_dim", 128)),
     rotated_part=0.0,
     ranks_groups_by=2,
     experts=ExpertNames(

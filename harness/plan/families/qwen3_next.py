@@ -94,7 +94,6 @@ QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     **_LAYERS,
-    defaults=(("num_key_value_heads", 2), ("head_dim", 256)),
     groups_scan_rows=True,
     has_experts_everywhere=True,
     experts=_EXPERTS,
@@ -107,19 +106,11 @@ def _read_3_5(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     return _read_layers(values, refuse) | _read_experts(values, normalize=True)
 
 
-QWEN3_5 = Family(
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    **_LAYERS,
-    defaults=(("num_key_value_heads", 4), ("head_dim", 256)),
-    read=_read_layers,
-    write=_write_layers,
-)
+QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", **_LAYERS, read=_read_layers, write=_write_layers)
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
     **_LAYERS,
-    defaults=(("num_key_value_heads", 2), ("head_dim", 256)),
     has_experts_everywhere=True,
     experts=_EXPERTS,
     # No layer has an MLP, and config.json no size of one.
