@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import process
 from pathlib import Path
@@ -176,9 +177,19 @@ def make_ring_stream() -> None:
 
 
 def missing_kernels(*, delta_rule: bool) -> str | None:
-    """Return the package that has the kernels of Mamba-2 or of the gated delta rule, where it is not installed."""
-    module, package = ("fla", "flash-linear-attention") if delta_rule else ("mamba_ssm", "mamba-ssm")
-    return package if find_spec(module) is None else None
+    """Return the package that has the kernels of Mamba-2 or of the gated delta rule, where it cannot be imported."""
+    if delta_rule:
+        return None if _can_import("fla.ops.gated_delta_rule") else "flash-linear-attention"
+    return None if _can_import("mamba_ssm.ops.triton.ssd_combined") else "mamba-ssm"
+
+
+def _can_import(name: str) -> bool:
+    """Return False for a module of a package that is missing or damaged, or of a folder that only has its name."""
+    try:
+        import_module(name)
+    except ImportError:
+        return False
+    return True
 
 
 def import_scans(reference: Any) -> Any:
@@ -189,7 +200,7 @@ def import_scans(reference: Any) -> Any:
     """
     stand_in = mock.MagicMock()
     stand_in.RMSNorm = reference.GroupedRMSNorm
-    names = [name for name in _OF_KERNELS if find_spec(name.split(".")[0]) is None]
+    names = [name for name in _OF_KERNELS if not _can_import(name)]
     sys.modules.update(dict.fromkeys(names, stand_in))
     try:
         from megatron.core.ssm import gated_delta_net, mamba_mixer

@@ -23,6 +23,25 @@ _OF_TRAINING = (
     "fuse_cross_entropy fuse_weight_gradient fuse_permutation seed lora_rank lora_alpha lora_targets aux_loss "
     "aux_loss_scope z_loss expert_bias_rate freeze_router grouped_gemm mtp_loss"
 )
+# What transformers assumes for values that a config.json does not have, by family, other than in Llama's.
+_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_DEEPSEEK = {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6},
+    "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": 1536},
+    "deepseek_v3": {"n_shared_experts": 1, "q_lora_rank": 1536, **_DEEPSEEK},
+    "glm4_moe": {"num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {"n_shared_experts": 1, "q_lora_rank": 768, "routed_scaling_factor": 1.8},
+    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150_000, "rope_scaling": _YARN},
+    "nemotron_h": {"num_key_value_heads": 8, "head_dim": 128},
+    "qwen3_next": {"num_key_value_heads": 2, "head_dim": 256},
+    "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
+    "qwen3_5_moe_text": {"num_key_value_heads": 2, "head_dim": 256},
+}
 _SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -84,7 +103,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         missing = f": they need {MISSING[name]}" if name in MISSING else ""
         raise refuse(f"models of type {name!r} are not supported{missing}")
     family = FAMILIES[name]
-    values = dict(family.standard(values))
+    values = dict(family.standard({**_DEFAULTS.get(family.name, {}), **values}))
     for odd in list_odd_features(values, family):
         raise refuse(odd)
     rope = _read_rope(values)

@@ -41,5 +41,6 @@ MISSING = {
     "kimi_k2": "a class in transformers (its layers are those of deepseek_v3)",
     "llama4": "attention in chunks, and layers without positions",
     "llama4_text": "attention in chunks, and layers without positions",
+    "qwen2_moe": "experts beside biases of queries, keys and values",
     "phimoe": "layer norms with biases, and its router of one expert at a time",
 }

@@ -28,6 +28,7 @@ def _write(model: Any) -> dict[str, Any]:
         "sliding_window": model.sliding_window,
         "layer_types": _kinds(model.num_layers),
         "swiglu_limit": _LIMIT,
+        "rope_scaling": {"rope_type": "default"},  # without it, transformers scales positions by yarn
         **write_softmax(model, number="num_local_experts"),
     }
 

@@ -128,3 +128,22 @@ def test_a_mistake_is_reported_before_anything_is_submitted(harness, arguments, 
     code, _, errors = harness("submit", *arguments, "--dry-run")
     assert code == 2
     assert message in errors
+
+
+def test_a_link_to_what_no_mount_shows_is_refused(harness, tmp_path):
+    shared, outside = tmp_path / "shared", tmp_path / "outside"
+    for folder in (shared / "data", outside):
+        folder.mkdir(parents=True)
+        (folder / "shard.parquet").touch()
+    (tmp_path / "mounted").symlink_to(shared)  # as file systems are often mounted
+    (shared / "data" / "beside.parquet").symlink_to("shard.parquet")
+    (shared / "all").symlink_to(outside)
+    mount = f"cluster.mounts=[{tmp_path}/mounted:/shared,/runs]"
+    submit = ("submit", *IN_CONTAINER, "runs=/runs", mount, "--dry-run")
+    code, _, errors = harness(*submit, "data.path=/shared/data")
+    assert "is a link to" not in errors
+    code, _, errors = harness(*submit, "data.path=/shared/all")
+    assert (code, f"{tmp_path}/mounted/all is a link to {outside}, which no mount" in errors) == (2, True)
+    (shared / "data" / "one.parquet").symlink_to(outside / "shard.parquet")
+    code, _, errors = harness(*submit, "data.path=/shared/data")
+    assert (code, f"one.parquet is a link to {outside}/shard.parquet, which no mount" in errors) == (2, True)

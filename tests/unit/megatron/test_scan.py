@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from harness.thd import build_thd_batch, pad_row
 
 REFERENCE = mamba_reference.mamba_split_conv1d_scan_combined
 GPU = torch.device("cuda")
+ROOT = Path(__file__).parents[3]
 
 
 def install(folder: Path, **versions: str) -> None:
@@ -152,3 +155,18 @@ def test_layers_call_the_delta_rule_of_fla_with_whole_heads_and_the_bounds_of_th
     assert rule["cu_seqlens"] is convolution["cu_seqlens"]
     assert rule["cu_seqlens"].tolist() == [0, 9, 13, 19, 32, 32]
     assert rule["cu_seqlens"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("text", [None, "raise ImportError('damaged')"])
+def test_a_folder_of_the_name_of_the_kernels_that_cannot_be_imported_is_taken_for_none(tmp_path, text) -> None:
+    (tmp_path / "fla" / "models").mkdir(parents=True)
+    if text is not None:
+        (tmp_path / "fla" / "__init__.py").write_text(text)
+    code = (
+        "from harness.megatron import compat; from harness.megatron.model import scan; "
+        "assert scan._delta.HAVE_FLA; print(compat.missing_kernels(delta_rule=True))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "flash-linear-attention"), done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.plan.families import FAMILIES
-from harness.plan.hf_config import check_exported, check_model, read_hf_config, to_hf_config
+from harness.plan.hf_config import HfModel, check_exported, check_model, read_hf_config, to_hf_config
 from harness.plan.model import ModelConfig
 from harness.plan.settings import SftConfig
 
@@ -139,3 +140,26 @@ def test_a_generated_model_is_refused_or_is_read_back_from_its_config(family: st
         same ^= {"expert_ffn_hidden_size", "head_dim", *(["expert_size"] if model.num_experts else [])}
         assert {name: getattr(again, name) for name in same} == {name: getattr(model, name) for name in same}
     assert min(accepted[False], accepted[True]) > 50
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_leaves_out_is_what_transformers_assumes(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    def read(values: dict[str, Any]) -> HfModel | str:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        try:
+            return replace(read_hf_config(tmp_path), mtp_layers=0)  # of weights that transformers does not read
+        except ConfigError as error:
+            return error.what
+
+    latent = FAMILIES[family].has_latents
+    model = ModelConfig(**{**base_of(family), "num_query_groups": 4 if latent else 1, "rotary_base": 20_000})
+    whole = to_hf_config(model, vocab_size=300)
+    # Latent attention has no groups. Names of dense layers differ between versions.
+    exceptions = {"model_type", "mlp_layer_types", *(["num_key_value_heads"] if latent else [])}
+    for name in ["", *sorted(set(whole) - exceptions)]:
+        values = {key: value for key, value in whole.items() if key != name}
+        found = read(values)
+        if name == "" or isinstance(found, HfModel):
+            assert (name, read(AutoConfig.for_model(**values).to_dict())) == (name, found)
