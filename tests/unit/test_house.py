@@ -39,28 +39,28 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 LINES = {
     "harness": 2_708,
     "harness/bench": 2_056,
-    "harness/cli": 2_708,
+    "harness/cli": 2_694,
     "harness/conformance": 1_630,
     "harness/formats": 5_950,
     "harness/indexed": 1_220,
     "harness/integrations": 2_940,
-    "harness/launch": 2_385,
+    "harness/launch": 2_401,
     "harness/loader": 4_656,
-    "harness/megatron": 11_429,
+    "harness/megatron": 10_594,
     "harness/parity": 2_642,
-    "harness/plan": 5_179,
-    "harness/prep": 10_878,
+    "harness/plan": 5_164,
+    "harness/prep": 10_924,
     "harness/recipes": 10,
     "harness/schedule": 956,
     "harness/storage": 2_726,
-    "harness/train": 2_845,
+    "harness/train": 2_645,
     "recipes": 506,
-    "tests": 58_966,
+    "tests": 58_177,
     "tests/benchmarks": 3_115,
 }
 SHAPE = {
-    "core ring, lines": 20_091,
-    "from packs to the optimizer's step, lines": 4_062,
+    "core ring, lines": 19_997,
+    "from packs to the optimizer's step, lines": 4_043,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -70,7 +70,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 101,
 }
-MOST_LINES_IN_ALL = 61_813
+MOST_LINES_IN_ALL = 62_422
 
 
 def tree(path: Path) -> ast.Module:
