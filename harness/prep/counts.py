@@ -10,10 +10,12 @@ import numpy as np
 
 from harness.formats.inspect import Decoder, text_runs
 from harness.prep.chat import Conversation
+from harness.prep.media import draw_medium
 from harness.records import SequenceView
 
 # Examples of one kind that are kept.
 _MAX_EXAMPLES = 3
+_MAX_PICTURES = 4
 # Sequences of a conversation that a report keeps, and characters of each.
 _MAX_SEQUENCES, _MAX_CHARACTERS = 6, 6000
 
@@ -107,12 +109,14 @@ class Sample:
         num_messages: of the conversation; 0 for plain text.
         num_sequences: made from it.
         sequences: the first of them.
+        pictures: of the first media of the first sequence, as data URIs.
     """
 
     where: str
     num_messages: int
     num_sequences: int
     sequences: list[SequenceSample]
+    pictures: list[str] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -135,7 +139,8 @@ def make_sample(
             left -= len(text)
         num_trained = int(np.count_nonzero(piece.loss_mask))
         sequences.append(SequenceSample(len(piece), num_trained, runs, left >= 0))
-    return Sample(conversation.where, len(conversation.messages), len(pieces), sequences)
+    pictures = [draw_medium(one.kind, one.data) for one in pieces[0].media[:_MAX_PICTURES]]
+    return Sample(conversation.where, len(conversation.messages), len(pieces), sequences, pictures)
 
 
 def _with_single_placeholders(view: SequenceView) -> SequenceView:

@@ -265,7 +265,8 @@ class PrepareReport(Counts):
         facts |= {"history": mask.get("history", ""), "trained turns": mask.get("train_on", "")}
         if self.media_by_kind:
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(self.media_by_kind.items()))
-            facts["media"] = f"{kinds}; {self.audio_seconds / 3600:.2f} hours of audio; {self.media_tokens:,} tokens"
+            hours = f"; {self.audio_seconds / 3600:.2f} hours of audio" if self.audio_seconds else ""
+            facts["media"] = f"{kinds}{hours}; {self.media_tokens:,} tokens"
         facts["tokens over one rendering"] = f"{self.repetition():.2f}"
         facts["unused fields"] = ", ".join(self.unused)
         return {name: text for name, text in facts.items() if text}

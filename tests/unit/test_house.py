@@ -48,14 +48,14 @@ LINES = {
     "harness/loader": 4_656,
     "harness/megatron": 10_594,
     "harness/parity": 2_642,
-    "harness/plan": 5_164,
-    "harness/prep": 10_924,
+    "harness/plan": 5_168,
+    "harness/prep": 10_946,
     "harness/recipes": 10,
     "harness/schedule": 956,
     "harness/storage": 2_726,
     "harness/train": 2_645,
     "recipes": 506,
-    "tests": 58_177,
+    "tests": 58_276,
     "tests/benchmarks": 3_115,
 }
 SHAPE = {
@@ -65,12 +65,12 @@ SHAPE = {
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
     "functions of complexity over 15": 0,
-    "names in __all__": 209,
+    "names in __all__": 210,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_422
+MOST_LINES_IN_ALL = 62_448
 
 
 def tree(path: Path) -> ast.Module:

@@ -37,6 +37,10 @@ MISSING = {
         ),
         _HYBRID,
     ),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe"),
+        "positions in three dimensions (multimodal RoPE)",
+    ),
     "deepseek_v32": "sparse attention over the tokens that an indexer chooses",
     "kimi_k2": "a class in transformers (its layers are those of deepseek_v3)",
     "llama4": "attention in chunks, and layers without positions",

@@ -8,7 +8,7 @@
 Pillow, soundfile and soxr (the extra `media`) and transformers are imported when they are first needed.
 """
 
-from harness.prep.media.files import AudioSize, MediaLimits, check_medium, measure, read_medium
+from harness.prep.media.files import AudioSize, MediaLimits, check_medium, draw_medium, measure, read_medium
 from harness.prep.media.rules import RULES_FILE, MediaRules
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "MediaLimits",
     "MediaRules",
     "check_medium",
+    "draw_medium",
     "measure",
     "read_medium",
 ]

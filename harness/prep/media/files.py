@@ -198,6 +198,21 @@ def decode_image(data: bytes) -> Any:
         raise _problem(f"is damaged: {error}") from error
 
 
+def draw_medium(kind: str, data: bytes) -> str:
+    """Return a small picture of a medium as a data URI: of an image itself, of a sound its loudness over time."""
+    if kind == "image":
+        image, file = decode_image(data), io.BytesIO()
+        image.thumbnail((160, 96))
+        image.save(file, "PNG")
+        return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    peaks = [float(np.abs(part).max(initial=0)) for part in np.array_split(decode_audio(data), 80)]
+    highest = max(*peaks, 1e-9)
+    heights = [23 * peak / highest for peak in peaks]
+    bars = "".join(f"M{2 * at},{24 - height:.1f}v{2 * height:.1f}" for at, height in enumerate(heights))
+    lines = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 160 48' width='160' height='48'><path d='{bars}'"
+    return "data:image/svg+xml;base64," + base64.b64encode(f"{lines} stroke='#0b78b8'/></svg>".encode()).decode()
+
+
 def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
     """Return a sound as float32 [samples], its channels averaged.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
+import re
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from harness.formats import open_dataset
 from harness.prep import prepare
 from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
 from harness.prep.fitting import fit_conversation
-from harness.prep.media import MediaLimits
+from harness.prep.media import MediaLimits, draw_medium
 from harness.prep.shards import Receipt, ShardJob, do_shard
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.reading import SourceShard, read_shard
@@ -344,7 +346,9 @@ def test_a_preparation_counts_media_and_records_its_rules(tmp_path, tokenizers):
     assert (report.records, dict(report.bad), dict(report.media_by_kind)) == (4, {"media": 1}, {"audio": 4})
     assert "4 audio; 0.00 hours of audio; " in (tmp_path / "data" / "report.md").read_text()
     # A sample shows one placeholder of each sound.
-    assert (tmp_path / "data" / "report.html").read_text().count("audio_pad") == 3
+    page = (tmp_path / "data" / "report.html").read_text()
+    assert page.count("audio_pad") == 3
+    assert page.count('<img src="data:image/svg+xml;base64,') == 3
     line = json.loads((tmp_path / "data" / "bad_records.jsonl").read_text())
     assert line["detail"].startswith("`audios[0]` (turn 1) ")
     assert line["detail"].endswith("no.wav cannot be read: No such file or directory")
@@ -377,3 +381,18 @@ def test_views_without_a_model_that_takes_media_are_refused(tmp_path):
     bad = ChatTokenizer(TokenizerConfig(), str(tmp_path)).encode([READER.parse(CHATS["image"], "here")])[0]
     assert isinstance(bad, BadRecord)
     assert bad.reason is BadReason.MEDIA
+
+
+def test_a_picture_of_a_medium_is_small_and_shows_it():
+    import soundfile
+    from PIL import Image
+
+    drawn = draw_medium("image", picture(640, 480))
+    with Image.open(io.BytesIO(base64.b64decode(drawn.removeprefix("data:image/png;base64,")))) as image:
+        assert image.size == (128, 96)
+    quiet, loud = np.zeros(8000, np.float32), np.full(8000, 0.5, np.float32)
+    file = io.BytesIO()
+    soundfile.write(file, np.concatenate([quiet, loud]), 16000, format="WAV")
+    svg = base64.b64decode(draw_medium("audio", file.getvalue()).removeprefix("data:image/svg+xml;base64,")).decode()
+    heights = [float(text) for text in re.findall(r"v([\d.]+)", svg)]
+    assert (len(heights), set(heights[:40]), set(heights[40:])) == (80, {0.0}, {46.0})
