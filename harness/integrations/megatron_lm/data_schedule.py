@@ -187,7 +187,7 @@ class BasePackingScheduler:
                 {name: sample[name] for name in (*fields, "original_seq_len", "padded_seq_len")} for sample in samples
             ]
             mine = reroute_samples_to_dcp_ranks(
-                kept, ids, id_lengths, placed, offsets, dp_group, tp_group, dp_cp_group, dp_cp_group.size()
+                kept, ids, id_lengths, placed, offsets, dp_group, dp_cp_group=dp_cp_group
             )
             own = [[mine[i] for i in group[dp_cp_group.rank()]] for group in placed]
             rows = build_packed_microbatches(own, dev, fields=fields, pad_to_multiple=pad_to_multiple)

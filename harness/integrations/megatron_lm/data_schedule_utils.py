@@ -195,9 +195,9 @@ def reroute_samples_to_dcp_ranks(
     sample_id_groups: Sequence[Sequence[Sequence[int]]],
     offsets: torch.Tensor,
     dp_group: ProcessGroup,
-    tp_group: ProcessGroup,
-    dp_cp_group: ProcessGroup,
-    total_dcp_gpus: int,
+    tp_group: ProcessGroup | None = None,
+    dp_cp_group: ProcessGroup | None = None,
+    total_dcp_gpus: int | None = None,
 ) -> dict[int, Sample]:
     """Send every sample to the rank that trains it.
 
@@ -209,6 +209,7 @@ def reroute_samples_to_dcp_ranks(
         global_id_seqlens: (id, padded tokens) of every sample of the global batch.
         sample_id_groups: by microbatch, then rank of `dp_cp_group`: ids.
         offsets: [ranks + 1], the first id of each data-parallel rank.
+        tp_group, total_dcp_gpus: of earlier versions; not used.
 
     Returns:
         This rank's samples by id.

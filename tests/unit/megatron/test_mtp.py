@@ -105,7 +105,6 @@ def test_each_layer_counts_by_the_coefficient_divided_by_the_number_of_layers() 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"family": "qwen3_moe", "qk_norm": None}, "family qwen3_moe have no MTP layers"),
         ({"lora_rank": 4}, "LoRA does not support MTP"),
         ({"tie_embeddings": True}, "MTP layers do not support tied embeddings"),
     ],

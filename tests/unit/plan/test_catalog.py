@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.plan.catalog import describe_model, list_families, list_missing
+from harness.plan.encoders import MEDIA_MODELS
 from harness.plan.families import FAMILIES, MISSING
 from harness.settings import CONFIGS
 
@@ -26,7 +27,7 @@ def test_every_family_and_every_preset_is_listed_and_every_refused_family_with_i
     code, printed, _ = harness("models", "--json")
     listed = json.loads(printed)
     assert code == 0
-    assert [family["name"] for family in listed["families"]] == list(FAMILIES)
+    assert [family["name"] for family in listed["families"]] == [*FAMILIES, *MEDIA_MODELS]
     presets = [preset for family in list_families() for preset in family.presets]
     assert sorted(presets) == sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
     assert {name: need for need, names in list_missing().items() for name in names} == MISSING
