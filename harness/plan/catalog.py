@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from harness.errors import ConfigError
-from harness.plan.encoders import MEDIA_MODELS
+from harness.plan.encoders import MEDIA_MODELS, read_encoder
 from harness.plan.families import FAMILIES, MISSING
 from harness.plan.hf_config import find_config, list_odd_features, read_hf_config
 from harness.plan.layout import ParallelConfig
@@ -79,14 +79,21 @@ def list_families() -> list[TrainableFamily]:
     """Return the families that can be trained, with the presets of each."""
     presets: dict[str, list[str]] = {}
     for file in sorted((CONFIGS / "model").glob("*.yaml")):
-        family = yaml.safe_load(file.read_text()).get("family", ModelConfig.family)
+        values = yaml.safe_load(file.read_text())
+        encoder = values.get("encoder")
+        family = read_encoder(encoder)[0].name if encoder else values.get("family", ModelConfig.family)
         presets.setdefault(family, []).append(file.stem)
     features = {name: [text for has, text in _FEATURES.items() if getattr(FAMILIES[name], has)] for name in FAMILIES}
     return [
         TrainableFamily(name, family.architecture, presets.get(name, []), features[name])
         for name, family in FAMILIES.items()
     ] + [
-        TrainableFamily(one.name, one.architecture, [], [f"{one.kind} before {', '.join(one.text_types.values())}"])
+        TrainableFamily(
+            one.name,
+            one.architecture,
+            presets.get(one.name, []),
+            [f"{one.kind} before {', '.join(one.text_types.values())}"],
+        )
         for one in MEDIA_MODELS.values()
     ]
 

@@ -43,12 +43,12 @@ LINES = {
     "harness/conformance": 1_630,
     "harness/formats": 5_950,
     "harness/indexed": 1_220,
-    "harness/integrations": 2_940,
+    "harness/integrations": 2_941,
     "harness/launch": 2_401,
     "harness/loader": 4_656,
     "harness/megatron": 10_594,
     "harness/parity": 2_642,
-    "harness/plan": 5_168,
+    "harness/plan": 5_175,
     "harness/prep": 10_946,
     "harness/recipes": 10,
     "harness/schedule": 956,
@@ -70,7 +70,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_448
+MOST_LINES_IN_ALL = 62_456
 
 
 def tree(path: Path) -> ast.Module:
