@@ -89,6 +89,10 @@ def read_settings(path: Path) -> dict[str, Any]:
     return check_settings(values)
 
 
+# Settings of `trainer` in runs of earlier versions, which change neither weights nor exports.
+_REMOVED = ("local_checkpoints", "local_checkpoint_interval")
+
+
 def check_settings(values: Any) -> dict[str, Any]:
     """Return a run's settings, a mapping of plain values, with the defaults of those that its version did not have.
 
@@ -98,6 +102,9 @@ def check_settings(values: Any) -> dict[str, Any]:
     missing = [name for name in _SECTIONS if not isinstance(values, dict) or name not in values]
     if missing:
         raise ValueError(f"have no {', '.join(missing)}")
+    if isinstance(values["trainer"], dict):
+        kept = {name: value for name, value in values["trainer"].items() if name not in _REMOVED}
+        values = {**values, "trainer": kept}
     data = values["data"]
     schema = PretrainConfig if isinstance(data, dict) and "sequence_length" in data else SftConfig
     if odd := find_odd(values, schema):

@@ -43,6 +43,8 @@ LATER = (
 AVERAGED = (
     *("dense conversation", "lora deepseek_like conversation", "deepseek_like conversation"),
     *("dense weighted", "deepseek_like weighted", "qwen3_moe weighted conversation"),
+    # Steps that clip and decay, packs that are divided among ranks, routers and adapters of other kinds.
+    *("dense clipped balanced", "qwen3_moe unnormalized clipped", "lora narrow balanced", "audio clipped balanced"),
     # Layers of which the first is computed again, and shared experts that are computed while tokens travel.
     *(
         "qwen3_moe partly",
@@ -116,6 +118,14 @@ def config_of(kind: str) -> SftConfig:
         model = replace(model, lora_rank=4, lora_alpha=4.0, mtp_layers=0, train_encoder=False)
     if "frozen" in kind.split():
         model = replace(model, train_encoder=False)
+    if "unnormalized" in kind.split():
+        model = replace(model, router_normalize=False)
+    if "narrow" in kind.split():
+        model = replace(model, lora_targets=["linear_qkv", "linear_fc2"])
+    if "clipped" in kind.split():
+        config = replace(config, optimizer=replace(config.optimizer, clip_grad=0.1, weight_decay=0.2))
+    if "balanced" in kind.split():
+        config = replace(config, schedule=ScheduleConfig("dp_balanced", max_tokens_per_rank=256))
     if "partly" in kind.split():
         model = replace(model, recompute="full", recompute_layers=1)
     if "sequences" in kind.split():

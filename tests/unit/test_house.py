@@ -53,13 +53,13 @@ LINES = {
     "harness/recipes": 10,
     "harness/schedule": 956,
     "harness/storage": 2_726,
-    "harness/train": 2_645,
+    "harness/train": 2_652,
     "recipes": 506,
-    "tests": 58_276,
+    "tests": 58_286,
     "tests/benchmarks": 3_115,
 }
 SHAPE = {
-    "core ring, lines": 19_997,
+    "core ring, lines": 20_004,
     "from packs to the optimizer's step, lines": 4_043,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -70,7 +70,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_456
+MOST_LINES_IN_ALL = 62_463
 
 
 def tree(path: Path) -> ast.Module:
