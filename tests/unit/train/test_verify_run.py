@@ -117,8 +117,9 @@ def test_settings_are_there_and_readable(run: Path, text: str | None, message: s
 
 
 def test_a_checkpoint_may_be_of_settings_before_the_newest_or_of_a_version_with_fewer_or_more(run: Path) -> None:
-    (run / "config.before-1.yaml").write_text(YAML.replace("trainer:\n", "trainer:\n  local_checkpoints: ''\n"))
-    (run / "config.yaml").write_text(YAML.replace("lr: 0.002", "lr: 0.001").replace("  num_workers: 2\n", ""))
+    (run / "config.before-1.yaml").write_text(YAML)
+    other = YAML.replace("lr: 0.002", "lr: 0.001").replace("  num_workers: 2\n", "")
+    (run / "config.yaml").write_text(other.replace("trainer:\n", "trainer:\n  local_checkpoints: /scratch\n"))
     assert found(run) == []
 
 
