@@ -26,7 +26,6 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "prepare": ("runs", "Pack chats into datasets."),
         "train": ("runs", "Train on one rank or several."),
         "export": ("runs", "Export a checkpoint for serving."),
-        "chat": ("runs", "Chat with the model of a run."),
     },
     "Before a run": {
         "models": ("launch", "Show which models can be trained, or check one."),
