@@ -141,7 +141,7 @@ class Chunk:
     __module__ = "interleavings:"
     kind = "packs"
 
-    def __init__(self, path: Any, record: ReadyRecord, place: str, kept: None) -> None:
+    def __init__(self, path: Any, record: ReadyRecord, place: str, kept: None, reader: Any = None) -> None:
         self.path, self.place, self.num_rows = path, place, len(path.rows)
 
     def where(self, row: int) -> str:
