@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +31,6 @@ _BUFFER_BYTES = 4 << 20
 _FREE_VALUES, _VALUES_PER_BYTE = 1 << 22, 16
 # Of one page, decompressed. Writers keep dictionaries below 1 or 2 MB.
 _MAX_PAGE_BYTES, _MAX_DICTIONARY_BYTES = 256 << 20, 32 << 20
-# Of a batch of Arrow: decompressed bytes for each compressed one, above that size.
-_MAX_RATIO = 64
 # Read at once as a dictionary, which Arrow copies for each batch.
 _MEASURED_ROWS = 1 << 14
 # Bytes of a value of fixed length, such as a UUID: no option reads such columns as dictionaries.
@@ -71,56 +67,14 @@ def open_arrow(place: Place) -> Iterator[tuple[Any, Iterator[Any], Any]]:
     """Open an Arrow stream or file: its schema, its batches, and the stream whose position counts as progress."""
     mapped = pa.memory_map(str(place)) if isinstance(place, Path) else pa.PythonFile(open_stream(place), "r")
     with mapped as source:
-        start = 8 if source.read(6) == b"ARROW1" else 0  # a file contains a stream
-        if isinstance(place, Path):
-            source.seek(start)
-            check_messages(source, str(place))
-        source.seek(start)
-        stream = pa.ipc.open_stream(source)
-        yield stream.schema, iter(stream), source
-
-
-def check_messages(source: Any, where: str) -> None:
-    """Raise PrepError for a batch or dictionary of an Arrow stream that a few compressed bytes expand to gigabytes."""
-    reader = pa.ipc.MessageReader.open_stream(source)
-    for number, message in enumerate(iter(partial(_next_message, reader), None)):
         try:
-            size = _expanded_bytes(message) if message.body is not None else 0
-        except struct.error:
-            raise pa.ArrowInvalid("the description of a batch is damaged") from None
-        if size > (most := max(_MAX_PAGE_BYTES, _MAX_RATIO * len(message.body or b""))):
-            what = f"a batch declares {size:,} decompressed bytes; at most {most:,} are plausible"
-            raise PrepError(what, where=f"{where}, message {number}", fix="write the file again")
-
-
-def _next_message(reader: Any) -> Any:
-    with contextlib.suppress(StopIteration):
-        return reader.read_next_message()
-
-
-def _expanded_bytes(message: Any) -> int:
-    """Return the bytes of the buffers of an Arrow message by its FlatBuffers description (Arrow's Message.fbs)."""
-    data, body = memoryview(message.metadata), memoryview(message.body)
-
-    def read(form: str, at: int) -> int:
-        return int(struct.unpack_from("<" + form, data, at)[0])
-
-    def follow(table: int, field: int) -> int:
-        names = table - read("i", table)
-        place = 4 + 2 * field
-        at = read("H", names + place) if place < read("H", names) else 0
-        return table + at + read("I", table + at) if at else 0
-
-    batch = follow(read("I", 0), 2)
-    if message.type == "dictionary":
-        batch = follow(batch, 1)
-    buffers, is_compressed = follow(batch, 2), follow(batch, 3)
-    size = 0
-    for number in range(read("I", buffers) if buffers else 0):
-        start, length = struct.unpack_from("<qq", data, buffers + 4 + 16 * number)
-        # A compressed buffer begins with its length after decompression.
-        size += max(length, struct.unpack_from("<q", body, start)[0] if is_compressed and length else 0)
-    return size
+            stream = pa.ipc.open_stream(source)
+            yield stream.schema, iter(stream), source
+            return
+        except pa.ArrowInvalid:
+            source.seek(0)
+            opened = pa.ipc.open_file(source)
+        yield opened.schema, (opened.get_batch(number) for number in range(opened.num_record_batches)), source
 
 
 def cut_parquet(place: Place, size: int, shard_bytes: int) -> Iterator[tuple[int, int, int, tuple[int, int]]]:

@@ -149,28 +149,6 @@ def test_an_arrow_file_whose_row_names_a_long_text_a_thousand_times_is_refused(t
     assert error.value.where == f"{tmp_path / 'chats.arrow'}, row 0"
 
 
-@pytest.mark.parametrize("make", [pa.ipc.new_stream, pa.ipc.new_file])
-@pytest.mark.parametrize("codec", ["zstd", "lz4"])
-@pytest.mark.parametrize("is_coded", [False, True])
-def test_batches_of_arrow_that_expand_are_refused_before_they_are_decompressed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, codec: str, is_coded: bool
-) -> None:
-    monkeypatch.setattr(tables, "_MAX_PAGE_BYTES", 1 << 20)
-    path, options = tmp_path / "chats.arrow", pa.ipc.IpcWriteOptions(compression=codec)
-    for size, refused in ((1 << 19, False), (8 << 20, True)):
-        column = pa.array(["a short text", "x" * size])
-        table = pa.table({"text": column.dictionary_encode() if is_coded else column})
-        with make(str(path), table.schema, options=options) as stream:
-            stream.write_table(table)
-        if not refused:
-            assert [len(chunk.records) for chunk in read_chunks([path])] == [2]
-            continue
-        # Arrow itself, which decompresses all at once, is not asked.
-        monkeypatch.setattr(pa.ipc, "open_stream", None)
-        with pytest.raises(PrepError, match=r"a batch declares 8,388,[0-9]* decompressed bytes; at most [12],[0-9,]*"):
-            list(read_chunks([path]))
-
-
 @pytest.mark.parametrize(
     "column",
     [
