@@ -49,7 +49,6 @@ WORDS = (
         ("submit sft_tiny lora_r=8", "did you mean model.lora_rank=8? "),
         ("repack a b --max-length 2048", "did you mean data.pack_size=2048? "),
         ("repack a b --seed=3", "did you mean data.seed=3? "),
-        ("chat a --seed 3", "did you mean seed? "),
         ("convert a b npy cutoff_len=2048", "did you mean data.pack_size=2048? "),
         ("train sft model=Qwen/Qwen3-0.6B", "did you mean model.init_from=Qwen/Qwen3-0.6B? "),
         ("train sft model=qwen3_8bb", "did you mean model=qwen3_8b? "),

@@ -24,7 +24,9 @@ PRESETS = sorted(path.stem for path in PUBLISHED.glob("*.json"))
 
 
 def test_every_preset_of_a_published_model_is_checked() -> None:
-    assert sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml")) == sorted([*PRESETS, "qwen3_omni_30b_a3b", "tiny"])
+    assert sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml")) == sorted(
+        [*PRESETS, "qwen3_omni_30b_a3b", "tiny"]
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
