@@ -39,7 +39,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 LINES = {
     "harness": 2_708,
     "harness/bench": 2_056,
-    "harness/cli": 2_694,
+    "harness/cli": 2_693,
     "harness/conformance": 1_630,
     "harness/formats": 5_950,
     "harness/indexed": 1_220,
@@ -49,13 +49,13 @@ LINES = {
     "harness/megatron": 10_594,
     "harness/parity": 2_642,
     "harness/plan": 5_175,
-    "harness/prep": 10_946,
+    "harness/prep": 10_900,
     "harness/recipes": 10,
     "harness/schedule": 956,
     "harness/storage": 2_726,
     "harness/train": 2_652,
     "recipes": 506,
-    "tests": 58_287,
+    "tests": 58_266,
     "tests/benchmarks": 3_115,
 }
 SHAPE = {
@@ -70,7 +70,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_463
+MOST_LINES_IN_ALL = 62_416
 
 
 def tree(path: Path) -> ast.Module:
