@@ -298,6 +298,7 @@ def differing(results: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.timeout(2700)
 def test_an_eighth_of_the_accepted_layouts_trains_as_one_rank_does(tmp_path) -> None:
     assert differing(train_all(an_eighth(accepted(KINDS)), tmp_path)) == []
 
