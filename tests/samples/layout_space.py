@@ -45,6 +45,7 @@ AVERAGED = (
     *("dense weighted", "deepseek_like weighted", "qwen3_moe weighted conversation"),
     # Steps that clip and decay, packs that are divided among ranks, routers and adapters of other kinds.
     *("dense clipped balanced", "qwen3_moe unnormalized clipped", "lora narrow balanced", "audio clipped balanced"),
+    *("image conversation partly", "omni conversation"),
     # Layers of which the first is computed again, and shared experts that are computed while tokens travel.
     *(
         "qwen3_moe partly",
