@@ -126,9 +126,10 @@ def test_peft_loads_the_adapters_and_merges_to_the_same_weights(dataset, tmp_pat
         assert set(held) == {one.replace(".default", "") for one, _ in adapted.named_parameters() if "lora_" in one}
     assert (logits(adapted) - plain).abs().max() > 0.1
     again = AutoModelForCausalLM.from_pretrained(merged).eval()
-    # Experts chosen by scores, and norms of small numbers, amplify the rounding of a merged matrix.
-    near = 1e-4 if name == "qwen3_next" else 1e-5
-    torch.testing.assert_close(logits(adapted), logits(again), atol=near, rtol=0)
+    # The rounding of a merged matrix depends on the processor and is amplified by experts chosen by scores and by
+    # norms of small numbers, so adapters beside the weights are compared loosely, and the merged weights exactly.
+    torch.testing.assert_close(logits(adapted), logits(again), atol=1e-4, rtol=0)
+    torch.testing.assert_close(adapted.merge_and_unload().state_dict(), again.state_dict(), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)
