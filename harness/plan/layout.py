@@ -157,9 +157,10 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         shared = self.expert_parallel_size * self.expert_tensor_parallel_size
         # On a GPU; on a CPU `on` comes here again.
         is_static = self.pipeline_parallel_size > 1 if self.static_rows is None else self.static_rows
-        if self.expert_dispatcher == "allgather" and shared > 1 and not is_static:
+        if self.expert_dispatcher == "allgather" and max(shared, self.pipeline_parallel_size) > 1 and not is_static:
             raise ConfigError(
-                f"{shared} ranks share experts, and allgather requires rows of equal length",
+                f"{shared} ranks share experts in {self.pipeline_parallel_size} pipeline stages, and allgather requires "
+                "rows of equal length",
                 where="parallel.expert_dispatcher, parallel.static_rows",
                 fix="parallel.static_rows=true, or parallel.expert_dispatcher=alltoall",
             )

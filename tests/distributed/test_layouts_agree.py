@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import random
 import re
 import sys
 import time
@@ -32,6 +33,7 @@ from layout_space import (
     LATER,
     MEDIA,
     NUM_PACKS,
+    OTHER_VALUES,
     RANKS,
     SEQUENCES,
     SHARED,
@@ -311,6 +313,50 @@ def test_losses_by_conversation_and_of_sequences_are_those_of_one_rank_on_layout
     assert differing(train_all(chosen, tmp_path)) == []
 
 
+def test_settings_that_change_no_layout_train_alike_on_two_ranks(tmp_path) -> None:
+    chosen = random.Random(30)
+    two = [[one for one in accepted([kind]) if one.ranks == 2] for kind in OTHER_VALUES]
+    assert differing(train_all([one for kind in two for one in chosen.sample(kind, 2)], tmp_path)) == []
+
+
+# Settings with one value in the generated layouts, by what compares their other values, or why nothing has to.
+COMPARED_ELSEWHERE = {
+    "sizes, of which the generated divisions are independent": (
+        *("model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_attention_heads"),
+        *("model.max_sequence_length", "model.vocab_size", "parallel.ranks", "loader.global_batch_size"),
+        *("schedule.max_tokens_per_rank", "optimizer.lr", "optimizer.eps", "optimizer.warmup_ratio"),
+    ),
+    "start from the same weights here": ("model.init_from", "model.init_std", "model.seed"),
+    "layouts of the generated space": (
+        *("parallel.tensor_parallel_size", "parallel.pipeline_parallel_size", "parallel.context_parallel_size"),
+        *("parallel.virtual_pipeline_parallel_size", "parallel.pipeline_layout", "parallel.sequence_parallel"),
+        *("parallel.expert_parallel_size", "parallel.expert_tensor_parallel_size", "parallel.overlap_shared_experts"),
+        *("parallel.distributed_optimizer", "parallel.static_rows"),
+    ),
+    "tests/gpu, tests/unit/megatron/test_optimizer_choices.py and test_fusions.py": (
+        *("model.dtype", "model.fp8", "model.attention", "model.fuse_swiglu", "model.fuse_cross_entropy"),
+        *("model.fuse_weight_gradient", "model.fuse_permutation", "model.grouped_gemm", "parallel.cuda_graphs"),
+        *("parallel.gradient_dtype", "parallel.overlap_tensor_parallel"),
+        *("optimizer.moments_dtype", "optimizer.offload"),
+    ),
+    "tests/integration/test_worker_matrix.py": (
+        *("loader.persistent_workers", "loader.prefetch_factor", "loader.start_method"),
+        *("loader.timeout_s", "loader.allow_other_data"),
+    ),
+}
+
+
+def test_every_setting_of_a_step_has_other_values_or_another_test_that_compares_them() -> None:
+    configs = [config_of(kind) for kind in (*KINDS, *LATER, *AVERAGED, *SEQUENCES, *SHARED, *OTHER_VALUES)]
+    constant = {
+        f"{part}.{name}"
+        for part in ("model", "optimizer", "parallel", "loader", "schedule")
+        for name in asdict(getattr(configs[0], part))
+        if len({repr(getattr(getattr(config, part), name)) for config in configs}) == 1
+    }
+    assert constant == {name for names in COMPARED_ELSEWHERE.values() for name in names}
+
+
 @pytest.mark.nightly
 def test_the_documented_four_steps_show_a_rank_that_divides_by_its_own_tokens(tmp_path) -> None:
     """A loss moves by 1.0e-3 and a gradient norm by 9.1e-3."""
@@ -367,7 +413,7 @@ def test_a_fault_of_shared_rows_is_seen(name, tmp_path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", [*KINDS, *LATER, *SHARED])
+@pytest.mark.parametrize("kind", [*KINDS, *LATER, *SHARED, *OTHER_VALUES])
 def test_every_accepted_layout_trains_as_one_rank_does(kind, tmp_path, report_points: Callable[..., None]) -> None:
     results = train_all(accepted([kind]), tmp_path)
     wrong = differing(results)

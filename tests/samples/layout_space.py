@@ -14,7 +14,7 @@ from small_packs import VOCAB
 
 from harness.config import compose_config
 from harness.errors import ConfigError
-from harness.plan import ParallelConfig, SftConfig
+from harness.plan import SftConfig
 from harness.schedule import DYNAMIC, ScheduleConfig
 from harness.schedule.batch import largest_share
 
@@ -64,6 +64,25 @@ SHARED = (
     *("gpt_oss_like sequences shared", "lora deepseek_like sequences conversation shared"),
     "dense weighted shared",
 )
+# Values of settings that the kinds above have one value of; several in a kind where they do not meet.
+OTHER_VALUES = (
+    "dense model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rotary_base=500000 optimizer.beta1=0.9 "
+    "optimizer.beta2=0.9 loader.shuffle=false loader.seed=7",
+    "dense model.family=qwen2 model.rope_scaling=linear model.rope_scaling_factor=4 optimizer.decay=linear "
+    "optimizer.warmup_steps=1 optimizer.decay_steps=2 loader.block_packs=2 loader.window_blocks=2 "
+    "loader.drop_last=true",
+    "dense model.family=qwen3 model.rope_scaling=yarn model.rope_scaling_factor=4 model.rope_original_positions=64 "
+    "model.head_dim=24 optimizer.decay=cosine optimizer.min_lr_ratio=0.5 loader.num_workers=1",
+    "qwen3_moe parallel.expert_dispatcher=allgather model.freeze_router=true model.experts_per_token=3",
+    "qwen3_moe model.family=mixtral model.experts_per_token=4 parallel.overlap_gradients=false",
+    "qwen3_moe model.family=glm4_moe model.router_score=sigmoid model.expert_bias=true model.router_scale=2.5 "
+    "model.shared_ffn_hidden_size=48 model.dense_layers=1 model.tie_embeddings=false model.mtp_layers=1 "
+    "model.qk_norm=true",
+    "deepseek_like parallel.expert_dispatcher=allgather model.mtp_loss=0.4 model.rope_mscale=0.8 "
+    "parallel.overlap_weights=false",
+    "deepseek_like model.family=deepseek_v2 model.router_score=softmax model.expert_bias=false model.mtp_layers=0 "
+    "model.router_groups=null model.router_top_groups=null model.router_normalize=false",
+)
 _LONGEST = 80
 # Four layers for four stages; heads, groups and experts for four ranks. Rows are packs, of which the last step has
 # three: with four data-parallel ranks, one has a row of zero loss.
@@ -104,15 +123,21 @@ class Layout:
 
 
 @functools.cache
+def _settings_of_kinds() -> dict[str, str]:
+    return compose_config("parity", ParityConfig).kinds
+
+
+@functools.cache
 def config_of(kind: str) -> SftConfig:
     """Return the settings of a small model of a kind, on one rank."""
-    known = compose_config("parity", ParityConfig).kinds
-    settings = [setting for name in kind.split() for setting in known.get(name, "").split()]
+    known = _settings_of_kinds()
+    settings = [setting for name in kind.split() for setting in known.get(name, name if "=" in name else "").split()]
     config = compose_config("sft", SftConfig, [*SETTINGS, *settings])
     model = config.model
     if model.num_experts:
         groups = {"router_groups": 2, "router_top_groups": 1} if model.router_groups else {}
-        model = replace(model, **_FEW_EXPERTS, **groups)
+        few = {name: value for name, value in _FEW_EXPERTS.items() if f"model.{name}=" not in kind}
+        model = replace(model, **few, **groups)
     if model.kv_lora_rank:
         model = replace(model, kv_lora_rank=26)  # with 6 rotated numbers, a multiple of four ranks
     if "lora" in kind.split():
@@ -162,7 +187,7 @@ def layouts_of(kind: str) -> Iterator[Layout]:
             if "overlapped" in kind.split():
                 parallel["overlap_shared_experts"] = True
             try:
-                run = replace(config, parallel=ParallelConfig(**parallel))
+                run = replace(config, parallel=replace(config.parallel, **parallel))
                 if "shared" in kind.split():
                     most = largest_share(run.parallel.dp_size(ranks))
                     tokens = -(-_LONGEST // most // 4) * 4
