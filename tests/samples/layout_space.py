@@ -20,7 +20,7 @@ from harness.schedule.batch import largest_share
 
 RANKS = (1, 2, 4)
 # Of models with an encoder, which is trained, and their data.
-MEDIA = ("audio", "omni", "image")
+MEDIA = ("audio", "omni", "image", "image_mrope")
 # Adapters stand on experts too. Those of `LATER` differ from others in few operations.
 KINDS = (
     "dense",
@@ -36,7 +36,7 @@ KINDS = (
 )
 LATER = (
     *("olmoe", "gpt_oss_like", "lora deepseek_like", "lora hybrid", "lora hybrid_moe"),
-    *("lora delta", "lora delta_moe", "lora omni", "frozen audio", "frozen image"),
+    *("lora delta", "lora delta_moe", "lora omni", "frozen audio", "frozen image", "frozen image_mrope"),
 )
 # Losses that are means over conversations, of tokens with weights, and of experts balanced over sequences, on two
 # ranks alone.

@@ -25,7 +25,7 @@ class MediaTensors:
     """The media of a rank's slice of a row, on the device.
 
     Attributes:
-        arrays: what the encoder takes, by name, [media, ...], as `harness.prep.media.MediaRules.features` returns it.
+        arrays: what the encoder takes, by name, as `harness.prep.media.MediaRules.features` returns it.
         places: int64 [features of the slice], the tokens of the slice that they replace.
         features: int64 [features of the slice], which of the features of these media they are, end to end.
         tokens: placeholder tokens of all these media, as many as the encoder gives features.
@@ -114,6 +114,14 @@ def _build(name: str, values: dict[str, Any], hidden_size: int) -> dict[str, nn.
             "audio_tower": AutoModel.from_config(config.audio_config),
             "multi_modal_projector": Qwen2AudioMultiModalProjector(config),
         }
+    if name == "qwen2_5_vl":
+        from transformers import Qwen2_5_VLConfig
+
+        vision = Qwen2_5_VLConfig(vision_config=dict(values["vision_config"])).vision_config
+        if vision.out_hidden_size != hidden_size:
+            what = f"out_hidden_size is {vision.out_hidden_size}"
+            raise ValueError(f"{what}, and hidden_size of the text model {hidden_size}")
+        return {"visual": AutoModel.from_config(vision)}
     from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
@@ -179,7 +187,15 @@ def _encode_image(encoder: Any, values: dict[str, Any], *, pixel_values: torch.T
     return features.flatten(0, 1)
 
 
+def _encode_patches(
+    encoder: Any, values: dict[str, Any], *, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor
+) -> torch.Tensor:
+    features: torch.Tensor = encoder.visual(pixel_values, grid_thw=image_grid_thw).pooler_output
+    return features
+
+
 _ENCODE: dict[str, Any] = {
+    "qwen2_5_vl": _encode_patches,
     "qwen2_audio": _encode_whisper,
     "qwen3_omni_moe_thinker": _encode_omni,
     "llava": _encode_image,

@@ -38,7 +38,7 @@ MISSING = {
         _HYBRID,
     ),
     **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe"),
+        ("qwen2_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe"),
         "positions in three dimensions (multimodal RoPE)",
     ),
     "deepseek_v32": "sparse attention over the tokens that an indexer chooses",
