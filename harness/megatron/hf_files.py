@@ -124,7 +124,7 @@ class HfWeights(ExitStack):
 def _name_of_part(name: str) -> str:
     """Return the name that a tensor of a model that also encodes media has in its text model, or in its encoder."""
     name = name.removeprefix("thinker.").replace("vision_tower.vision_model.", "vision_tower.", 1)
-    if name.startswith(("model.vision_tower.", "model.multi_modal_projector.", "model.visual.")):
+    if name.startswith(("model.vision_tower.", "model.multi_modal_projector.")):
         return name.removeprefix("model.")
     return name.replace("model.language_model.", "model.", 1).removeprefix("language_model.")
 

@@ -36,6 +36,7 @@ class MediaModel:
         parts: modules of the encoder, by which the names of its weights begin.
         text_types: `model_type` of its text model, and the family that this is.
         prefix: beginning of the names of the text model's weights.
+        is_nested: its weights are in `model.visual`, and those of its text model in `model.language_model`.
         left_out: beginnings of the names of weights that are neither trained nor run.
         copied: those of them that an export contains, as the initial weights have them.
         count: returns the number of weights of an encoder with these values, for a text model of this hidden size.
@@ -51,8 +52,17 @@ class MediaModel:
     text_types: Mapping[str, str]
     count: Callable[[Mapping[str, Any], int], int]
     prefix: str = ""
+    is_nested: bool = False
     left_out: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
+
+    def encoder_name(self, name: str) -> str:
+        """Return the name of an encoder's tensor in published weights."""
+        return f"model.{name}" if self.is_nested else name
+
+    def text_name(self, name: str) -> str:
+        """Return the name in published weights of a tensor of the text model."""
+        return name.replace("model.", "model.language_model.", 1) if self.is_nested else self.prefix + name
 
 
 def _count_layers(layers: int, size: int, inner: int, biases: int) -> int:
@@ -98,6 +108,24 @@ def _count_qwen2_5_vl(values: Mapping[str, Any], hidden: int) -> int:
     return int(vision["depth"]) * block + int(patches) + size + (merged + 1) * (merged + hidden)
 
 
+def deep_layers(values: Mapping[str, Any]) -> int:
+    """Return the number of first layers after which the encoder of `model.encoder` adds features of images."""
+    named = values["model_type"] == "qwen3_vl"
+    return len(values["vision_config"].get("deepstack_visual_indexes", range(3))) if named else 0
+
+
+def _count_qwen3_vl(values: Mapping[str, Any], hidden: int) -> int:
+    vision = {"in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision |= {"num_position_embeddings": 2304, **values["vision_config"]}
+    size, inner, deep = int(vision["hidden_size"]), int(vision["intermediate_size"]), deep_layers(values)
+    block = 4 * size * size + 2 * size * inner + inner + 9 * size
+    patches = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    merged = size * vision["spatial_merge_size"] ** 2
+    mergers = (1 + deep) * (merged + 1) * (merged + hidden) + 2 * size + 2 * deep * merged
+    return int(vision["depth"]) * block + int(patches + 1 + vision["num_position_embeddings"]) * size + int(mergers)
+
+
+_VISION = ("vision_config", "video_token_id", "vision_start_token_id", "vision_end_token_id", *_MROPE)
 _OMNI = MediaModel(
     "qwen3_omni_moe_thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
@@ -151,10 +179,22 @@ MEDIA_MODELS = {
             "qwen2_5_vl",
             "image",
             "image_token_id",
-            ("vision_config", "video_token_id", "vision_start_token_id", "vision_end_token_id", *_MROPE),
+            _VISION,
             ("visual",),
             {"qwen2_5_vl_text": "qwen2"},
             _count_qwen2_5_vl,
+        ),
+        MediaModel(
+            "qwen3_vl",
+            "Qwen3VLForConditionalGeneration",
+            "qwen3_vl",
+            "image",
+            "image_token_id",
+            _VISION,
+            ("visual",),
+            {"qwen3_vl_text": "qwen3"},
+            _count_qwen3_vl,
+            is_nested=True,
         ),
     )
 }

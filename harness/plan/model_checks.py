@@ -325,6 +325,10 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
             fix="a power of two up to 128",
         )
     _check_stages(model, parallel)
+    if (deep := model.deep_layers) and deep > (first := len(parallel.chunks_of_stage(model.num_layers, 0)[0])):
+        what = f"features of images are added after each of the first {deep} layers, and the first stage or model "
+        where = "parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size, parallel.pipeline_layout"
+        raise ConfigError(f"{what}chunk has {first} layers", where=where, fix=f"a layout with {deep} or more there")
 
 
 def _check_stages(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -17,21 +17,25 @@ from harness.config import compose_config
 from harness.errors import ConfigError, HarnessError
 from harness.loader.plan import row_media
 from harness.megatron.batch import run_row, to_device
-from harness.megatron.hf_files import HfWeights
+from harness.megatron.export.folder import export_checkpoint
+from harness.megatron.hf_files import HfWeights, _name_of_part
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
 from harness.megatron.model.media import MediaEncoder, encoder_shapes
 from harness.megatron.pretrained import find_pretrained
 from harness.megatron.weights import hf_tensors
-from harness.parity.made_data import _image, _rules_of, _sound
+from harness.parity.made_data import _image, _rules_of, _sound, make_dataset
 from harness.parity.reference import make_model
-from harness.plan import ModelConfig, ParallelConfig
+from harness.plan import ModelConfig, ParallelConfig, SftConfig
 from harness.plan.encoders import MEDIA_MODELS, read_encoder
 from harness.plan.hf_config import HfModel, complete_model, read_hf_config, to_hf_config
 from harness.prep.media import measure
+from harness.recipes import sft
 from harness.records import Medium, SequenceView
 from harness.thd import build_thd_batch, context_parallel_indices
+
+from .conftest import run_here
 
 SIGLIP = {
     "image_token_index": 299,
@@ -124,7 +128,7 @@ def test_a_packed_row_has_the_logits_of_transformers_and_the_weights_come_back_b
     expected = transformers_logits(model, sequences)
     assert np.abs(logits[~row.padding_mask, : pretrained.vocab_size] - expected).max() < 1e-5
     with HfWeights(folder) as weights:
-        own = {name.removeprefix(model.text_prefix): tensor for name, tensor in written.items()}
+        own = {_name_of_part(name): tensor for name, tensor in written.items()}
         assert set(own) == {name for name in weights.names if not name.startswith(model.left_out)}
         assert all(torch.equal(tensor, weights.rows(name)) for name, tensor in own.items())
     media, values = read_encoder(model.encoder)
@@ -165,6 +169,31 @@ def test_the_config_of_an_export_is_read_as_the_same_model(folders, tmp_path, na
     config = to_hf_config(ModelConfig(**stored.settings, max_sequence_length=64), vocab_size=300)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_hf_config(tmp_path).settings == stored.settings
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_an_export_of_a_run_on_images_generates_in_transformers(folders, tmp_path, name) -> None:
+    import transformers
+
+    data = make_dataset(tmp_path / "data", num_packs=4, encoder=model_of(folders[name]).encoder)
+    settings = [f"model.init_from={folders[name]}", "model.max_sequence_length=512", "model.train_encoder=true"]
+    settings += ["loader.global_batch_size=2", "trainer.steps=1", "trainer.epochs=null", "trainer.device=cpu"]
+    settings += ["loader.num_workers=0", "schedule=as_packed", "schedule.max_tokens_per_rank=256"]
+    run_here(sft, SftConfig, [f"data.path={data}", f"run_dir={tmp_path}/run", "optimizer.lr=0.01", *settings])
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    kind = getattr(transformers, read_encoder(model_of(folders[name]).encoder)[0].architecture)
+    trained, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"] | info["mismatched_keys"]
+    first, before = trained.state_dict(), kind.from_pretrained(folders[name]).state_dict()
+    moved = {key.split(".")[1] for key in first if not torch.equal(first[key], before[key])}
+    assert moved >= {"visual", "language_model"}
+    (one,) = (one for one in made_sequences(model_of(folders[name]).encoder) if len(one.media) == 2)
+    ids = torch.from_numpy(one.input_ids).long()[None]
+    arrays = tensors(_rules_of(model_of(folders[name]).encoder).features(one.media))
+    made = trained.generate(
+        input_ids=ids, mm_token_type_ids=(ids == 299).int(), max_new_tokens=3, do_sample=False, **arrays
+    )
+    assert made.shape[1] == ids.shape[1] + 3
 
 
 def test_a_published_config_that_leaves_out_defaults_is_read(tmp_path) -> None:

@@ -37,10 +37,8 @@ MISSING = {
         ),
         _HYBRID,
     ),
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe"),
-        "positions in three dimensions (multimodal RoPE)",
-    ),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_omni"), "an encoder of their own (qwen2_5_vl and qwen3_vl have theirs)"),
+    "qwen3_vl_moe": "stacked experts in the order of Qwen3-VL (the dense models of qwen3_vl train)",
     "deepseek_v32": "sparse attention over the tokens that an indexer chooses",
     "kimi_k2": "a class in transformers (its layers are those of deepseek_v3)",
     "llama4": "attention in chunks, and layers without positions",

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -331,9 +331,10 @@ FAMILIES = {
         _count_qwen3_omni,
         _audio_features,
     ),
-    "qwen2_5_vl": MediaFamily(
-        lambda name, config: _read_qwen_vl(name, config, "qwen2_5_vl"), _count_qwen_vl, _image_features
-    ),
+    **{
+        family: MediaFamily(partial(_read_qwen_vl, family=family), _count_qwen_vl, _image_features)
+        for family in ("qwen2_5_vl", "qwen3_vl")
+    },
     "llava": MediaFamily(_read_llava, lambda numbers, size: int(numbers["tokens"]), _image_features),
 }
 _TYPES = {**{name: name for name in FAMILIES}, "qwen3_omni_moe_thinker": "qwen3_omni_moe"}

@@ -275,21 +275,23 @@ def test_a_sound_that_the_model_does_not_hear_whole_is_refused(tmp_path: Path) -
         rules.count_tokens("image", ImageSize(3, 3))
 
 
-def qwen_processor(folder: Path) -> Any:
+def qwen_processor(family: str, folder: Path) -> Any:
     import transformers
 
     images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    processor = object.__new__(transformers.Qwen2_5_VLProcessor)  # without its part for video
+    kind = {"qwen2_5_vl": transformers.Qwen2_5_VLProcessor, "qwen3_vl": transformers.Qwen3VLProcessor}[family]
+    processor = object.__new__(kind)  # without its part for video
     processor.image_processor, processor.tokenizer, processor.image_token = images, tokenizer, "<|image_pad|>"
     return processor
 
 
-def test_images_of_a_thousand_sizes_have_the_grids_of_the_processor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_images_of_a_thousand_sizes_have_the_grids_of_the_processor(family: str, tmp_path: Path) -> None:
     from PIL import Image
 
-    folder = save_media_model(tmp_path, "qwen2_5_vl", patch=4)
-    rules, processor = MediaRules.of(str(folder)), qwen_processor(folder)
+    folder = save_media_model(tmp_path, family, patch=4)
+    rules, processor = MediaRules.of(str(folder)), qwen_processor(family, folder)
     assert rules is not None
     generator, images = np.random.default_rng(0), processor.image_processor
     sizes = [*generator.integers(1, 300, (1080, 2)).tolist(), *generator.integers(300, 4000, (20, 2)).tolist()]
