@@ -74,7 +74,7 @@ class MediaEncoder(nn.Module):
         return self
 
     def forward(self, **arrays: torch.Tensor) -> torch.Tensor:
-        """Return the features of media, [features, hidden_size], end to end; those of deep layers are further columns."""
+        """Return the features of media, [features, hidden_size], end to end; those of deep layers beside them."""
         with torch.set_grad_enabled(self.is_trained and torch.is_grad_enabled()):
             features: torch.Tensor = _ENCODE[self.media.name](self, self._values, **arrays)
             return features
