@@ -224,6 +224,7 @@ def plant(module):
         r"loss|grad_norm",
     ),
 }
+OF_MEDIA |= {f"features of the neighbor, {of}": OF_MEDIA["features of the neighbor"] for of in ("mrope", "deep")}
 # Faults of layers with a scan, on two ranks: sizes of the layout, the module, and the code.
 OF_SCANS = {
     "state carried over a boundary": (
@@ -373,8 +374,8 @@ def test_a_fault_of_a_scan_is_seen(name, kind, tmp_path) -> None:
 def test_a_fault_of_media_is_seen(name, tmp_path) -> None:
     sizes, *fault, shows = OF_MEDIA[name]
     parallel = ParallelConfig(static_rows=False, **sizes)
-    kinds = ["image_mrope"] if "mrope" in name else ["omni"]
-    chosen = next(one for one in accepted(kinds) if one.ranks == 2 and one.config.parallel == parallel)
+    kind = next((kind for kind in ("image_deep", "image_mrope") if kind.removeprefix("image_") in name), "omni")
+    chosen = next(one for one in accepted([kind]) if one.ranks == 2 and one.config.parallel == parallel)
     wrong = differing(train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault)))
     assert re.search(shows, "\n".join(wrong)), wrong
 

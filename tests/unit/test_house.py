@@ -70,7 +70,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_416
+MOST_LINES_IN_ALL = 62_700
 
 
 def tree(path: Path) -> ast.Module:

@@ -77,7 +77,7 @@ class MediaRules:
             numbers = values["numbers"]
             rules = cls(values["family"], {str(kind): int(token) for kind, token in values["tokens"].items()}, numbers)
             size = AudioSize(1 << 14, 1 << 14) if "audio" in rules.tokens else ImageSize(64, 64)
-            if not 0 <= (count := FAMILIES[rules.family].count(numbers, size)) < 1e6:
+            if not 0 <= (count := FAMILIES[rules.family].count(numbers, size)) < 1 << 14:
                 raise ValueError(f"a medium has {count} tokens")
             if numbers.get("processor", _IMAGE_PROCESSORS[0]) not in _IMAGE_PROCESSORS:
                 raise ValueError(f"the processor is {numbers['processor']}")
