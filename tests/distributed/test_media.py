@@ -135,6 +135,27 @@ def test_a_packed_row_has_the_logits_of_transformers_and_the_weights_come_back_b
     assert count == media.count(values, model.hidden_size)
 
 
+def test_layers_that_compute_themselves_again_give_the_encoder_the_same_gradients(folders) -> None:
+    model = replace(model_of(folders["qwen3_vl"]), train_encoder=True)
+    sequences, rules = made_sequences(model.encoder), _rules_of(model.encoder)
+    row = build_thd_batch(sequences, pad_to_multiple=4)
+    row = replace(row, media=row_media([one.media for one in sequences], rules.features))
+    found = []
+    with runtime.start("cpu", timeout_s=60):
+        pretrained, layout = find_pretrained(model), join(ParallelConfig(), 1)
+        assert pretrained is not None
+        for recompute in ("none", "full"):
+            options = {"vocab_size": pretrained.vocab_size, "device": torch.device("cpu")}
+            changed, fill = replace(model, recompute=recompute), pretrained.filler(layout)
+            (chunk,) = build_model(changed, ParallelConfig(), fill=fill, **options)
+            run_row(chunk.train(), to_device(row, torch.device("cpu"))).sum().backward()
+            found.append({name: weight.main_grad for name, weight in chunk.module.named_parameters()})
+    plain, again = found
+    for name, gradient in plain.items():
+        assert (gradient - again[name]).norm() <= 1e-5 * gradient.norm(), name
+    assert plain["encoder.visual.deepstack_merger_list.1.linear_fc2.weight"].norm() > 0
+
+
 def test_positions_of_a_row_are_those_of_transformers_for_each_sequence(folders) -> None:
     import transformers
 
