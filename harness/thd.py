@@ -28,7 +28,8 @@ class RowMedia:
         sequences: int64 [media], the sequence of the row that each is in.
         starts, tokens: int64 [media], its first placeholder token, counted in the sequence, and how many it has.
         digests: uint64 [media], of their files.
-        arrays: [media, ...], what the model's encoder takes, by name.
+        arrays: what the model's encoder takes, by name: [media, ...], or [parts, ...] with equally many parts for every
+            token, end to end. Stages after the first have `image_grid_thw` alone.
     """
 
     sequences: Int64Array
@@ -41,6 +42,35 @@ class RowMedia:
         """Return the places of all placeholder tokens in a row with these bounds, int64 [sum of tokens]."""
         firsts = cu_seqlens_padded[self.sequences] + self.starts
         return np.repeat(firsts - (np.cumsum(self.tokens) - self.tokens), self.tokens) + np.arange(self.tokens.sum())
+
+    def arrays_of(self, media: Int64Array) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays of some of the media, by their numbers in ascending order."""
+        kept, found = np.isin(np.arange(len(self.tokens)), media), {}
+        for name, array in self.arrays.items():
+            parts = 1 if len(array) == len(kept) else self.tokens * (len(array) // self.tokens.sum())
+            found[name] = np.ascontiguousarray(array[np.repeat(kept, parts)])
+        return found
+
+    def positions(self, position_ids: Int64Array, cu_seqlens_padded: Int32Array) -> Int64Array | None:
+        """Return positions in time, height and width, int64 [3, T], of a row with these bounds and positions of text.
+
+        The tokens of an image have the position after the text before it, plus their row or column in height and width;
+        the text after it continues where the longer side ends. They are `get_rope_index` of transformers for each
+        sequence alone. None for media without a grid.
+        """
+        if (grids := self.arrays.get("image_grid_thw")) is None:
+            return None
+        places = np.tile(position_ids, (3, 1))
+        firsts = cu_seqlens_padded[self.sequences] + self.starts
+        ends = cu_seqlens_padded[self.sequences + 1]
+        for first, end, tokens, sides in zip(firsts, ends, self.tokens, grids[:, 1:], strict=True):
+            merged = sides // (math.isqrt(math.prod(sides) // tokens) or 1)
+            after = min(first + tokens, end)
+            inside = np.indices(merged).reshape(2, -1)[:, : after - first]
+            places[:, first:after] = places[0, first]
+            places[1:, first : first + inside.shape[1]] += inside
+            places[:, after:end] += max(merged) - tokens
+        return places
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -134,7 +134,7 @@ class BatchReader:
         self._source, self._features = source, features
         # Of a reader of one's own, or of the lengths alone.
         self._has_media = bool(getattr(source, "has_media", False))
-        if self._has_media and features is None:
+        if self._has_media and features is None and layout.is_first_stage:
             what = "the dataset has audio or images, and this trainer or model has no encoder for them"
             fix = "train a model that reads them, or prepare the text alone with source.drop_media=true"
             raise ConfigError(what, where=str(getattr(source, "path", "the dataset")), fix=fix)
@@ -208,7 +208,7 @@ class BatchReader:
             shared_by=tuple(
                 placed.ranks_of_row(microbatch, rank) for microbatch in numbers if placed.shared_by is not None
             ),
-            media=self._media(rows) if self._has_media and self._layout.is_first_stage else (),
+            media=self._media(rows) if self._has_media and self._features is not None else (),
         )
 
     def _media(self, rows: list[Int64Array]) -> tuple[RowMedia | None, ...]:

@@ -133,9 +133,7 @@ def to_device(
     # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
     bounds = _copied(row.cu_seqlens_padded, device) if is_padded else cu_seqlens
     owners, positions = _find_places(bounds, len(row), cp_size=cp_size, cp_rank=cp_rank)
-    position_ids = positions
-    if not _count_from_bounds(row):
-        position_ids = _copied(row.position_ids[keep].astype(np.int32), device).long()
+    position_ids = positions if _count_from_bounds(row) else _copied(row.position_ids[keep], device)
     sources = None
     if row.sources is not None:
         named = np.pad(row.sources, (0, len(row.cu_seqlens) - 1 - len(row.sources)))
@@ -151,6 +149,7 @@ def to_device(
             max_seqlen=row.max_seqlen,
             cp_group=cp_group,
             positions=positions,
+            grid=_place_grid(row, keep, device),
             lengths=tuple(filter(None, np.diff(row.cu_seqlens_padded).tolist())),
             padding_mask=own.padding_mask,
             ahead=tuple(ahead),
@@ -175,11 +174,16 @@ def _place_media(media: RowMedia, row: ThdBatch, keep: Any, device: torch.device
     # The features of the used ones are numbered end to end.
     numbers = np.cumsum(np.isin(owners, used)) - 1
     return MediaTensors(
-        {name: _copied(np.ascontiguousarray(array[used]), device) for name, array in media.arrays.items()},
+        {name: _copied(array, device) for name, array in media.arrays_of(used).items()},
         places=_copied(places[is_held], device),
         features=_copied(numbers[is_held], device),
         tokens=int(media.tokens[used].sum()),
     )
+
+
+def _place_grid(row: ThdBatch, keep: Any, device: torch.device) -> torch.Tensor | None:
+    grid = None if row.media is None else row.media.positions(row.position_ids, row.cu_seqlens_padded)
+    return None if grid is None else _copied(np.ascontiguousarray(grid[:, keep]), device)
 
 
 def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> TokenTensors:

@@ -58,6 +58,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
 
     Attributes:
         positions: int64 [T / cp], of this rank's tokens in their sequences.
+        grid: int64 [3, T / cp], positions in time, height and width; None where all three are `positions`.
         lengths: padded tokens of each sequence that has any, for layers that split a row on the host.
         padding_mask: bool [1, T / cp], True at padding.
         is_static: rows differ in the values of tensors alone; what is computed reads no value on the host.
@@ -66,6 +67,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
     """
 
     positions: torch.Tensor | None = None
+    grid: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
     padding_mask: torch.Tensor | None = None
     ahead: tuple[Any, ...] = ()
@@ -81,16 +83,21 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
         self._angles.clear()
         self._scanned = None
 
-    def angles(self, freqs: torch.Tensor, dtype: torch.dtype, *, mscale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(
+        self, freqs: torch.Tensor, dtype: torch.dtype, *, mscale: float, axes: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine [T / cp, 1, 1, d] of `freqs` [max_seqlen, 1, 1, d] at the positions, times `mscale`.
 
-        Layers that share `freqs` share the result.
+        Layers that share `freqs` share the result. `axes` are int64 [d], for each number of a head the row of `grid`.
         """
         for known, of_dtype, of_scale, cos, sin in self._angles:
             if known is freqs and of_dtype == dtype and of_scale == mscale:
                 return cos, sin
         assert self.positions is not None
-        chosen = freqs.index_select(0, self.positions)
+        if axes is None or self.grid is None:
+            chosen = freqs.index_select(0, self.positions)
+        else:
+            chosen = freqs[:, 0, 0].gather(0, self.grid[axes].T)[:, None, None]
         cos, sin = (torch.cos(chosen) * mscale).to(dtype), (torch.sin(chosen) * mscale).to(dtype)
         self._angles.append((freqs, dtype, mscale, cos, sin))
         return cos, sin

@@ -322,7 +322,8 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
     match = _LAYER.fullmatch(name)
     if match is None:
         if name.startswith(ENCODER):
-            target.copy_(weights.rows(name.removeprefix(ENCODER)))
+            assert model.media is not None
+            target.copy_(weights.rows(model.media.encoder_name(name.removeprefix(ENCODER))))
             return
         if name == "decoder.final_layernorm.weight":
             target.copy_(weights.rows(_FINAL_NORM))
@@ -444,10 +445,11 @@ def hf_tensors(chunk: GPTModel, model: ModelConfig, vocab_size: int) -> Iterator
 
 def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:
     """Return one whole parameter (tensor parallelism of 1) as Hugging Face tensors by name, or as a part of a stack."""
-    stored = model.traits.stored_name
-    if name.startswith(ENCODER):
-        return {name.removeprefix(ENCODER): tensor}
-    return {model.text_prefix + stored(own): part for own, part in _to_hf(name, tensor, model, vocab_size).items()}
+    stored, media = model.traits.stored_name, model.media
+    if media is not None and name.startswith(ENCODER):
+        return {media.encoder_name(name.removeprefix(ENCODER)): tensor}
+    made = {stored(own): part for own, part in _to_hf(name, tensor, model, vocab_size).items()}
+    return made if media is None else {media.text_name(own): part for own, part in made.items()}
 
 
 def _to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:

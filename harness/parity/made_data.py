@@ -60,6 +60,14 @@ def _rules_of(encoder: str) -> MediaRules:
     model, values = read_encoder(encoder)
     if model.kind == "image":
         vision = values["vision_config"]
+        if "image_size" not in vision:
+            numbers = {"patch_size": vision["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
+            token = (2 * vision["patch_size"]) ** 2
+            numbers |= {
+                "processor": "Qwen2VLImageProcessor",
+                "size": {"shortest_edge": token, "longest_edge": 16 * token},
+            }
+            return MediaRules(model.rules, {model.kind: int(values[model.token])}, numbers)
         size = {"height": vision["image_size"], "width": vision["image_size"]}
         numbers = {"processor": "CLIPImageProcessor", "size": size, "crop_size": size, "do_center_crop": True}
         numbers["tokens"] = (vision["image_size"] // vision["patch_size"]) ** 2
@@ -80,7 +88,8 @@ def _place(rng: Any, rules: MediaRules, starts: Any, lengths: Any) -> tuple[Medi
             tokens = rules.count_tokens(kind, measure(kind, data))
             if at + tokens <= end:
                 media.append(Medium(kind, at, tokens, data))
-                at += tokens + int(rng.integers(0, 2))
+                # Of models whose images have a grid, templates write a token between two of them.
+                at += tokens + max(int(rng.integers(0, 2)), rules.has_grids)
     return tuple(media)
 
 

@@ -181,8 +181,11 @@ def _mean_loss(
         ids = torch.from_numpy(one.input_ids).long()
         arrays = features(one.media) if features is not None and one.media else {}
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        whole = {"attention_mask": torch.ones(1, len(ids) - 1, dtype=torch.long)} if inputs else {}
-        logits = model(ids[None, :-1], **whole, **inputs).logits[0].float()
+        if inputs:
+            inputs["attention_mask"] = torch.ones(1, len(ids) - 1, dtype=torch.long)
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (ids[None, :-1] == model.config.image_token_id).int()
+        logits = model(ids[None, :-1], **inputs).logits[0].float()
         each = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
         divisor = own * len(trained) if average == "conversation" else sum(sums)
         loss = (each * torch.from_numpy(one.loss_mask[:-1])).sum() / divisor

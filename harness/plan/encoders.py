@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# Of the rotary embedding of models whose positions have three dimensions.
+_MROPE = ("mrope_section", "mrope_interleaved")
 # Values of a text model that a nested config.json leaves out, because they are the defaults of its class.
 _DEFAULTS = {
     "hidden_size": 4096,
@@ -34,6 +36,7 @@ class MediaModel:
         parts: modules of the encoder, by which the names of its weights begin.
         text_types: `model_type` of its text model, and the family that this is.
         prefix: beginning of the names of the text model's weights.
+        is_nested: its weights are in `model.visual`, and those of its text model in `model.language_model`.
         left_out: beginnings of the names of weights that are neither trained nor run.
         copied: those of them that an export contains, as the initial weights have them.
         count: returns the number of weights of an encoder with these values, for a text model of this hidden size.
@@ -49,8 +52,17 @@ class MediaModel:
     text_types: Mapping[str, str]
     count: Callable[[Mapping[str, Any], int], int]
     prefix: str = ""
+    is_nested: bool = False
     left_out: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
+
+    def encoder_name(self, name: str) -> str:
+        """Return the name of an encoder's tensor in published weights."""
+        return f"model.{name}" if self.is_nested else name
+
+    def text_name(self, name: str) -> str:
+        """Return the name in published weights of a tensor of the text model."""
+        return name.replace("model.", "model.language_model.", 1) if self.is_nested else self.prefix + name
 
 
 def _count_layers(layers: int, size: int, inner: int, biases: int) -> int:
@@ -86,6 +98,34 @@ def _count_llava(values: Mapping[str, Any], hidden: int) -> int:
     return layers + projector + 4 * size
 
 
+def _count_qwen2_5_vl(values: Mapping[str, Any], hidden: int) -> int:
+    vision = {"in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision |= values["vision_config"]
+    size, inner = int(vision["hidden_size"]), int(vision["intermediate_size"])
+    block = 4 * size * size + 4 * size + 3 * size * inner + 2 * inner + 3 * size
+    patches = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2 * size
+    merged = size * vision["spatial_merge_size"] ** 2
+    return int(vision["depth"]) * block + int(patches) + size + (merged + 1) * (merged + hidden)
+
+
+def deep_layers(values: Mapping[str, Any]) -> int:
+    """Return the number of first layers after which the encoder of `model.encoder` adds features of images."""
+    named = values["model_type"] == "qwen3_vl"
+    return len(values["vision_config"].get("deepstack_visual_indexes", range(3))) if named else 0
+
+
+def _count_qwen3_vl(values: Mapping[str, Any], hidden: int) -> int:
+    vision = {"in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision |= {"num_position_embeddings": 2304, **values["vision_config"]}
+    size, inner, deep = int(vision["hidden_size"]), int(vision["intermediate_size"]), deep_layers(values)
+    block = 4 * size * size + 2 * size * inner + inner + 9 * size
+    patches = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    merged = size * vision["spatial_merge_size"] ** 2
+    mergers = (1 + deep) * (merged + 1) * (merged + hidden) + 2 * size + 2 * deep * merged
+    return int(vision["depth"]) * block + int(patches + 1 + vision["num_position_embeddings"]) * size + int(mergers)
+
+
+_VISION = ("vision_config", "video_token_id", "vision_start_token_id", "vision_end_token_id", *_MROPE)
 _OMNI = MediaModel(
     "qwen3_omni_moe_thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
@@ -133,6 +173,29 @@ MEDIA_MODELS = {
             _count_llava,
             prefix="language_model.",
         ),
+        MediaModel(
+            "qwen2_5_vl",
+            "Qwen2_5_VLForConditionalGeneration",
+            "qwen2_5_vl",
+            "image",
+            "image_token_id",
+            _VISION,
+            ("visual",),
+            {"qwen2_5_vl_text": "qwen2"},
+            _count_qwen2_5_vl,
+        ),
+        MediaModel(
+            "qwen3_vl",
+            "Qwen3VLForConditionalGeneration",
+            "qwen3_vl",
+            "image",
+            "image_token_id",
+            _VISION,
+            ("visual",),
+            {"qwen3_vl_text": "qwen3"},
+            _count_qwen3_vl,
+            is_nested=True,
+        ),
     )
 }
 
@@ -150,7 +213,9 @@ def encoder_text(values: Mapping[str, Any]) -> str | None:
     model = MEDIA_MODELS.get(str(values.get("model_type")))
     if model is None:
         return None
-    kept = {name: values[name] for name in model.kept if name in values}
+    text = values.get("text_config") or values
+    found = {**values, **(text.get("rope_parameters") or text.get("rope_scaling") or {})}
+    kept = {name: found[name] for name in model.kept if name in found}
     return json.dumps({"model_type": model.name, model.token: int(values[model.token]), **kept}, sort_keys=True)
 
 
@@ -158,7 +223,10 @@ def text_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model alone, as one of its family, of a model that also reads media."""
     values = of_whole(values)
     model = MEDIA_MODELS[values["model_type"]]
-    text = {**_DEFAULTS, **values["text_config"]}
+    # Older files have the text model's values beside those of the encoder.
+    nested = values.get("text_config") or {**values, "model_type": f"{model.name}_text"}
+    tied = bool(values.get("tie_word_embeddings") and "visual" in model.parts)
+    text = {**_DEFAULTS, "tie_word_embeddings": tied, **nested}
     text["model_type"] = model.text_types.get(text["model_type"], text["model_type"])
     return text
 
@@ -192,4 +260,16 @@ def with_encoder(text: dict[str, Any], encoder: str) -> dict[str, Any]:
     types = {family: name for name, family in model.text_types.items()}
     nested = {**text, "model_type": types[text["model_type"]]}
     nested.pop("architectures", None)
+    if rope := {name: values.pop(name) for name in _MROPE if name in values}:
+        nested["rope_scaling"] = {"rope_type": "default", **rope}
     return {"architectures": [model.architecture], **values, "text_config": nested}
+
+
+def rope_axes(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return `ModelConfig.rope_axes` for the values of `model.encoder`: sections of a head, or one number in three."""
+    sections = [int(size) for size in values.get("mrope_section", ())]
+    if values.get("mrope_interleaved"):
+        half = [axis if number < 3 * sections[axis] else 0 for number in range(sum(sections)) for axis in [number % 3]]
+    else:
+        half = [axis % 3 for axis, size in enumerate(sections) for _ in range(size)]
+    return tuple(half * 2)

@@ -177,7 +177,8 @@ def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind_of(rope: Mapping[str, Any]) -> str:
-    return str(rope.get("rope_type") or rope.get("type") or "default")
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    return "default" if kind == "mrope" else kind  # of older files; `model.encoder` has the sections of a head
 
 
 def _read_yarn(rope: dict[str, Any], family: Family, refuse: Refuse) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from harness.checks import CheckedSettings, bounded, one_of
-from harness.plan.encoders import MediaModel, read_encoder
+from harness.plan.encoders import MediaModel, deep_layers, read_encoder, rope_axes
 from harness.plan.families import FAMILIES
 from harness.plan.families.base import SCANS, Family, has_scan
 from harness.plan.layout import DTYPE_BYTES, FP8_BLOCKS, LORA_TARGETS, ParallelConfig
@@ -30,8 +30,8 @@ class ModelConfig(CheckedSettings, section="model"):
         init_from: folder of Hugging Face weights (safetensors), or a model on the hub; null initializes random weights.
             Family, sizes, vocabulary and max_sequence_length default to its config.json; other values are refused.
         encoder: audio or image encoder in front of the text model, as JSON: `model_type`, the id of the placeholder
-            token, and the encoder's part of config.json (qwen2_audio, qwen3_omni_moe_thinker, llava). Null for a text
-            model; set by init_from.
+            token, and the encoder's part of config.json (qwen2_audio, qwen3_omni_moe_thinker, llava, qwen2_5_vl,
+            qwen3_vl). Null for a text model; set by init_from.
         train_encoder: train the encoder and its projector too; otherwise they stay as they are.
         num_layers: number of layers.
         layer_pattern: a letter per layer of a hybrid model; null for other families. With nemotron_h a layer has that
@@ -234,9 +234,9 @@ class ModelConfig(CheckedSettings, section="model"):
         return self.traits.left_out if self.media is None else self.media.left_out
 
     @property
-    def text_prefix(self) -> str:
-        """Beginning of the names of the text model's tensors in published weights."""
-        return "" if self.media is None else self.media.prefix
+    def deep_layers(self) -> int:
+        """Number of first layers after which features of images are added."""
+        return 0 if self.encoder is None else deep_layers(read_encoder(self.encoder)[1])
 
     @property
     def has_head_norms(self) -> bool:
@@ -247,6 +247,11 @@ class ModelConfig(CheckedSettings, section="model"):
     def rotated_size(self) -> int:
         """Numbers of a head's query and key that a rotary embedding turns."""
         return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_size * self.traits.rotated_part)
+
+    @property
+    def rope_axes(self) -> tuple[int, ...]:
+        """For each rotated number of a head the position that turns it: 0, 1, 2 for time, height, width; () for one."""
+        return () if self.encoder is None else rope_axes(read_encoder(self.encoder)[1])
 
     @property
     def head_size(self) -> int:

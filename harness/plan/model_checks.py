@@ -188,6 +188,10 @@ def _check_encoder(model: ModelConfig) -> None:
     if model.family not in media.text_types.values():
         what = f"text models of {media.name} are of the family {', '.join(media.text_types.values())}"
         raise ConfigError(f"{what}, and family is {model.family}", where=f"{where}, model.family", fix=fix)
+    if (axes := model.rope_axes) and (len(axes) != model.rotated_size or model.rope_scaling != "none"):
+        what = f"its mrope_section has {len(axes) // 2} numbers for heads of {model.rotated_size}, and rope scaling "
+        what += f"is {model.rope_scaling}: half as many, and none, are supported"
+        raise ConfigError(what, where=f"{where}, model.head_dim, model.rope_scaling", fix=fix)
 
 
 _LETTERS = {"M": "M (Mamba-2)", "D": "D (delta rule)", "*": "* (attention)", "-": "- (MLP)", "E": "E (experts)"}
@@ -321,6 +325,10 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
             fix="a power of two up to 128",
         )
     _check_stages(model, parallel)
+    if (deep := model.deep_layers) and deep > (first := len(parallel.chunks_of_stage(model.num_layers, 0)[0])):
+        what = f"features of images are added after each of the first {deep} layers, and the first stage or model "
+        where = "parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size, parallel.pipeline_layout"
+        raise ConfigError(f"{what}chunk has {first} layers", where=where, fix=f"a layout with {deep} or more there")
 
 
 def _check_stages(model: ModelConfig, parallel: ParallelConfig) -> None:

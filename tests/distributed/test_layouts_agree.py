@@ -199,7 +199,34 @@ def plant(module):
 """,
         r"encoder\.audio_tower",
     ),
+    "mrope positions not reset": (
+        {},
+        "harness.thd",
+        """
+def plant(module):
+    right = module.RowMedia.positions
+
+    def not_reset(self, position_ids, cu_seqlens_padded):
+        # Of height and width: where all three count on, attention sees the same distances.
+        found = right(self, position_ids, cu_seqlens_padded)
+        found[1:] = (found[1:] + module.np.arange(len(position_ids)) - position_ids) % (1 + position_ids.max())
+        return found
+
+    module.RowMedia.positions = not_reset
+""",
+        r"loss|grad_norm",
+    ),
+    "mrope positions lost on a later stage": (
+        {"pipeline_parallel_size": 2},
+        "harness.prep.media.rules",
+        """
+def plant(module):
+    module.MediaRules.grids = lambda self, media: {}
+""",
+        r"loss|grad_norm",
+    ),
 }
+OF_MEDIA |= {f"features of the neighbor, {of}": OF_MEDIA["features of the neighbor"] for of in ("mrope", "deep")}
 # Faults of layers with a scan, on two ranks: sizes of the layout, the module, and the code.
 OF_SCANS = {
     "state carried over a boundary": (
@@ -393,7 +420,8 @@ def test_a_fault_of_a_scan_is_seen(name, kind, tmp_path) -> None:
 def test_a_fault_of_media_is_seen(name, tmp_path) -> None:
     sizes, *fault, shows = OF_MEDIA[name]
     parallel = ParallelConfig(static_rows=False, **sizes)
-    chosen = next(one for one in accepted(["omni"]) if one.ranks == 2 and one.config.parallel == parallel)
+    kind = next((kind for kind in ("image_deep", "image_mrope") if kind.removeprefix("image_") in name), "omni")
+    chosen = next(one for one in accepted([kind]) if one.ranks == 2 and one.config.parallel == parallel)
     wrong = differing(train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault)))
     assert re.search(shows, "\n".join(wrong)), wrong
 
@@ -526,7 +554,8 @@ class Run:
         )
 
         def load() -> Loader:
-            features = None if (rules := media_rules(reader)) is None else rules.features
+            rules = media_rules(reader)
+            features = None if rules is None else rules.features_at(is_first_stage=layout.is_first_stage)
             settings = {"schedule": config.schedule, "layout": layout, "features": features}
             return Loader(readable(reader, layout), config.loader, num_steps=2, **settings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,25 @@ from harness.config import compose_config
 from harness.errors import ConfigError, HarnessError
 from harness.loader.plan import row_media
 from harness.megatron.batch import run_row, to_device
-from harness.megatron.hf_files import HfWeights
+from harness.megatron.export.folder import export_checkpoint
+from harness.megatron.hf_files import HfWeights, _name_of_part
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
-from harness.megatron.model.media import MediaEncoder
+from harness.megatron.model.media import MediaEncoder, encoder_shapes
 from harness.megatron.pretrained import find_pretrained
 from harness.megatron.weights import hf_tensors
-from harness.parity.made_data import _image, _rules_of, _sound
+from harness.parity.made_data import _image, _rules_of, _sound, make_dataset
 from harness.parity.reference import make_model
-from harness.plan import ModelConfig, ParallelConfig
+from harness.plan import ModelConfig, ParallelConfig, SftConfig
 from harness.plan.encoders import MEDIA_MODELS, read_encoder
 from harness.plan.hf_config import HfModel, complete_model, read_hf_config, to_hf_config
 from harness.prep.media import measure
+from harness.recipes import sft
 from harness.records import Medium, SequenceView
-from harness.thd import build_thd_batch
+from harness.thd import build_thd_batch, context_parallel_indices
+
+from .conftest import run_here
 
 SIGLIP = {
     "image_token_index": 299,
@@ -73,7 +78,8 @@ def made_sequences(encoder: str) -> list[SequenceView]:
         for _ in range(count):
             data = _sound(rng) if kind == "audio" else _image(rng)
             media.append(Medium(kind, len(ids), rules.count_tokens(kind, measure(kind, data)), data))
-            ids += [token] * media[-1].tokens
+            # Between two images with a grid, templates write a token.
+            ids += [token] * media[-1].tokens + [7] * rules.has_grids
         ids += rng.integers(0, 290, 6).tolist()
         sequences.append(SequenceView(np.array(ids, np.int32), np.zeros(len(ids), np.uint8), tuple(media)))
     return sequences
@@ -92,6 +98,8 @@ def transformers_logits(model: ModelConfig, sequences: list[SequenceView]) -> np
         ids = torch.from_numpy(one.input_ids).long()[None, :-1]
         arrays = {name: torch.from_numpy(array) for name, array in rules.features(one.media).items()}
         with torch.no_grad():
+            if "image_grid_thw" in arrays:
+                arrays["mm_token_type_ids"] = (ids == plain.config.image_token_id).int()
             found.append(plain(input_ids=ids, attention_mask=torch.ones_like(ids), **arrays).logits[0].numpy())
     return np.concatenate(found)
 
@@ -120,11 +128,60 @@ def test_a_packed_row_has_the_logits_of_transformers_and_the_weights_come_back_b
     expected = transformers_logits(model, sequences)
     assert np.abs(logits[~row.padding_mask, : pretrained.vocab_size] - expected).max() < 1e-5
     with HfWeights(folder) as weights:
-        own = {name.removeprefix(model.text_prefix): tensor for name, tensor in written.items()}
-        assert set(own) == {name for name in weights.names if not name.startswith("visual.")}
+        own = {_name_of_part(name): tensor for name, tensor in written.items()}
+        assert set(own) == {name for name in weights.names if not name.startswith(model.left_out)}
         assert all(torch.equal(tensor, weights.rows(name)) for name, tensor in own.items())
     media, values = read_encoder(model.encoder)
     assert count == media.count(values, model.hidden_size)
+
+
+def test_layers_that_compute_themselves_again_give_the_encoder_the_same_gradients(folders) -> None:
+    model = replace(model_of(folders["qwen3_vl"]), train_encoder=True)
+    sequences, rules = made_sequences(model.encoder), _rules_of(model.encoder)
+    row = build_thd_batch(sequences, pad_to_multiple=4)
+    row = replace(row, media=row_media([one.media for one in sequences], rules.features))
+    found = []
+    with runtime.start("cpu", timeout_s=60):
+        pretrained, layout = find_pretrained(model), join(ParallelConfig(), 1)
+        assert pretrained is not None
+        for recompute in ("none", "full"):
+            options = {"vocab_size": pretrained.vocab_size, "device": torch.device("cpu")}
+            changed, fill = replace(model, recompute=recompute), pretrained.filler(layout)
+            (chunk,) = build_model(changed, ParallelConfig(), fill=fill, **options)
+            run_row(chunk.train(), to_device(row, torch.device("cpu"))).sum().backward()
+            found.append({name: weight.main_grad for name, weight in chunk.module.named_parameters()})
+    plain, again = found
+    for name, gradient in plain.items():
+        assert (gradient - again[name]).norm() <= 1e-5 * gradient.norm(), name
+    assert plain["encoder.visual.deepstack_merger_list.1.linear_fc2.weight"].norm() > 0
+
+
+def test_positions_of_a_row_are_those_of_transformers_for_each_sequence(folders) -> None:
+    import transformers
+
+    model = model_of(folders["qwen2_5_vl"])
+    plain = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(model.init_from)
+    sequences, rules = made_sequences(model.encoder), _rules_of(model.encoder)
+    row = build_thd_batch(sequences, pad_to_multiple=4)
+    row = replace(row, media=row_media([one.media for one in sequences], rules.grids))
+    ranks = [to_device(row, torch.device("cpu"), cp_size=2, cp_rank=rank).packed_seq_params.grid for rank in (0, 1)]
+    whole = to_device(row, torch.device("cpu")).packed_seq_params.grid
+    for rank, own in enumerate(ranks):
+        kept = context_parallel_indices(row.cu_seqlens_padded, cp_size=2, cp_rank=rank)
+        assert torch.equal(own, whole[:, kept])
+    for one, start in zip(sequences, row.cu_seqlens_padded.tolist(), strict=False):
+        ids, places = (
+            torch.from_numpy(one.input_ids).long()[None, :-1],
+            whole[:, start : start + len(one.input_ids) - 1],
+        )
+        if not one.media:
+            assert torch.equal(places, torch.arange(ids.shape[1]).expand(3, -1))
+            continue
+        grids, kinds = torch.from_numpy(rules.grids(one.media)["image_grid_thw"]), (ids == 299).int()
+        assert len(set(grids.flatten().tolist())) > 2
+        assert torch.equal(places, plain.model.get_rope_index(ids, kinds, image_grid_thw=grids)[0][:, 0])
+    text = build_thd_batch([sequences[1]])
+    assert to_device(text, torch.device("cpu")).packed_seq_params.grid is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,6 +190,31 @@ def test_the_config_of_an_export_is_read_as_the_same_model(folders, tmp_path, na
     config = to_hf_config(ModelConfig(**stored.settings, max_sequence_length=64), vocab_size=300)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_hf_config(tmp_path).settings == stored.settings
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_an_export_of_a_run_on_images_generates_in_transformers(folders, tmp_path, name) -> None:
+    import transformers
+
+    data = make_dataset(tmp_path / "data", num_packs=4, encoder=model_of(folders[name]).encoder)
+    settings = [f"model.init_from={folders[name]}", "model.max_sequence_length=512", "model.train_encoder=true"]
+    settings += ["loader.global_batch_size=2", "trainer.steps=1", "trainer.epochs=null", "trainer.device=cpu"]
+    settings += ["loader.num_workers=0", "schedule=as_packed", "schedule.max_tokens_per_rank=256"]
+    run_here(sft, SftConfig, [f"data.path={data}", f"run_dir={tmp_path}/run", "optimizer.lr=0.01", *settings])
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    kind = getattr(transformers, read_encoder(model_of(folders[name]).encoder)[0].architecture)
+    trained, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"] | info["mismatched_keys"]
+    first, before = trained.state_dict(), kind.from_pretrained(folders[name]).state_dict()
+    moved = {key.split(".")[1] for key in first if not torch.equal(first[key], before[key])}
+    assert moved >= {"visual", "language_model"}
+    (one,) = (one for one in made_sequences(model_of(folders[name]).encoder) if len(one.media) == 2)
+    ids = torch.from_numpy(one.input_ids).long()[None]
+    arrays = tensors(_rules_of(model_of(folders[name]).encoder).features(one.media))
+    made = trained.generate(
+        input_ids=ids, mm_token_type_ids=(ids == 299).int(), max_new_tokens=3, do_sample=False, **arrays
+    )
+    assert made.shape[1] == ids.shape[1] + 3
 
 
 def test_a_published_config_that_leaves_out_defaults_is_read(tmp_path) -> None:
@@ -146,6 +228,26 @@ def test_a_published_config_that_leaves_out_defaults_is_read(tmp_path) -> None:
     media, kept = read_encoder(stored.settings["encoder"])
     # Of the published weights: the tower has 636,968,960 and the projector 5,246,976.
     assert media.count(kept, 4096) == 636_968_960 + 5_246_976
+
+
+def test_a_published_config_with_the_text_models_values_beside_the_encoders_is_read(tmp_path) -> None:
+    values = {"model_type": "qwen2_5_vl", "image_token_id": 151655, "video_token_id": 151656, "vocab_size": 152064}
+    values |= {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    values |= {"num_key_value_heads": 4, "max_position_embeddings": 128000, "rope_theta": 1000000.0}
+    values |= {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "tie_word_embeddings": True}
+    values |= {"use_sliding_window": False, "sliding_window": 32768, "vision_start_token_id": 151652}
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3}
+    values["vision_config"] = {**vision, "out_hidden_size": 3584, "window_size": 112, "patch_size": 14}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    stored = read_hf_config(tmp_path)
+    model = ModelConfig(**stored.settings, max_sequence_length=4096)
+    assert (model.family, model.num_layers, model.tie_embeddings, model.rotary_base) == ("qwen2", 28, True, 1_000_000)
+    assert model.rope_axes == ((0,) * 16 + (1,) * 24 + (2,) * 24) * 2
+    media, kept = read_encoder(model.encoder)
+    # As transformers builds it.
+    assert media.count(kept, 3584) == 676_550_144 == sum(math.prod(shape) for shape in encoder_shapes(model).values())
+    with pytest.raises(ConfigError, match="its mrope_section has 64 numbers for heads of 64"):
+        replace(model, head_dim=64)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -20,7 +20,7 @@ from harness.schedule.batch import largest_share
 
 RANKS = (1, 2, 4)
 # Of models with an encoder, which is trained, and their data.
-MEDIA = ("audio", "omni", "image")
+MEDIA = ("audio", "omni", "image", "image_mrope", "image_deep")
 # Adapters stand on experts too. Those of `LATER` differ from others in few operations.
 KINDS = (
     "dense",
@@ -36,7 +36,7 @@ KINDS = (
 )
 LATER = (
     *("olmoe", "gpt_oss_like", "lora deepseek_like", "lora hybrid", "lora hybrid_moe"),
-    *("lora delta", "lora delta_moe", "lora omni", "frozen audio", "frozen image"),
+    *("lora delta", "lora delta_moe", "lora omni", "frozen audio", "frozen image", "frozen image_mrope"),
 )
 # Losses that are means over conversations, of tokens with weights, and of experts balanced over sequences, on two
 # ranks alone.
@@ -45,7 +45,7 @@ AVERAGED = (
     *("dense weighted", "deepseek_like weighted", "qwen3_moe weighted conversation"),
     # Steps that clip and decay, packs that are divided among ranks, routers and adapters of other kinds.
     *("dense clipped balanced", "qwen3_moe unnormalized clipped", "lora narrow balanced", "audio clipped balanced"),
-    *("image conversation partly", "omni conversation"),
+    *("image conversation partly", "omni conversation", "image_deep partly"),
     # Layers of which the first is computed again, and shared experts that are computed while tokens travel.
     *(
         "qwen3_moe partly",

@@ -47,13 +47,28 @@ LLAVA = (
     "{% generation %}{{ content['text'] + '</s>'}}{% endgeneration %}{% endfor %}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-_TEMPLATES = {"qwen2_audio": QWEN2_AUDIO, "qwen3_omni_moe": QWEN3_OMNI, "llava": LLAVA}
+QWEN_VL = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
+    "{% else %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TEMPLATES = {"qwen2_audio": QWEN2_AUDIO, "qwen3_omni_moe": QWEN3_OMNI, "llava": LLAVA, "qwen2_5_vl": QWEN_VL}
+_TEMPLATES["qwen3_vl"] = QWEN_VL
 _TOKENS = {
     "qwen2_audio": ["<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"],
     "qwen3_omni_moe": ["<|im_start|>", "<|im_end|>", "<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"],
     "llava": ["<s>", "</s>", "<image>"],
+    "qwen2_5_vl": ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"],
 }
 PLACEHOLDER = {"qwen2_audio": "<|AUDIO|>", "qwen3_omni_moe": "<|audio_pad|>", "llava": "<image>"}
+_TOKENS["qwen3_vl"] = _TOKENS["qwen2_5_vl"]
+PLACEHOLDER |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), "<|image_pad|>")
 
 
 def save_media_model(
@@ -98,6 +113,10 @@ def save_media_model(
         extra = {"patch_size": patch, "vision_feature_select_strategy": strategy}
         extra |= {"num_additional_image_tokens": int(not siglip)}
         (folder / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor", **extra}))
+    elif family in ("qwen2_5_vl", "qwen3_vl"):
+        config["image_token_id"] = token
+        edges = {"shortest_edge": 4 * patch**2, "longest_edge": 400 * patch**2}
+        transformers.Qwen2VLImageProcessorPil(size=edges, patch_size=patch).save_pretrained(folder)
     else:
         config |= (
             {"audio_token_index": token} if family == "qwen2_audio" else {"thinker_config": {"audio_token_id": token}}

@@ -65,6 +65,10 @@ class LengthsOnly:
     pack_offsets = property(lambda self: self._source.pack_offsets)
     sequence_lengths = property(lambda self: self._source.sequence_lengths)
     fingerprint = property(lambda self: self._source.fingerprint)
+    # Grids of images decide positions, which every stage needs.
+    has_media = property(lambda self: getattr(self._source, "has_media", False))
+    read_media = property(lambda self: self._source.read_media)
+    read_tokens = property(lambda self: self.read)
 
     def __init__(self, source: PackSource) -> None:
         self._source = source

@@ -120,6 +120,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         recompute_method=None if model.recompute != "full" else "block" if model.recompute_layers else "uniform",
         recompute_num_layers=(model.recompute_layers or 1) if model.recompute == "full" else None,
     )
+    config.rope_axes = model.rope_axes
     if model.rope_scaling == "yarn" and not model.kv_lora_rank:
         # Megatron reads these from its config, which has no fields for them.
         config.yarn_rotary_scaling_factor = model.rope_scaling_factor

@@ -7,7 +7,8 @@ tensor-parallel ranks, and summed over all others as those of any weight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,16 +26,19 @@ class MediaTensors:
     """The media of a rank's slice of a row, on the device.
 
     Attributes:
-        arrays: what the encoder takes, by name, [media, ...], as `harness.prep.media.MediaRules.features` returns it.
+        arrays: what the encoder takes, by name, as `harness.prep.media.MediaRules.features` returns it.
         places: int64 [features of the slice], the tokens of the slice that they replace.
         features: int64 [features of the slice], which of the features of these media they are, end to end.
         tokens: placeholder tokens of all these media, as many as the encoder gives features.
+        deeper: [T / cp, 1, hidden_size] with sequence parallelism divided by tokens, what is added after the first
+            layers; set when the row is embedded.
     """
 
     arrays: dict[str, torch.Tensor]
     places: torch.Tensor
     features: torch.Tensor
     tokens: int
+    deeper: list[torch.Tensor] = field(default_factory=list)
 
 
 class MediaEncoder(nn.Module):
@@ -50,6 +54,7 @@ class MediaEncoder(nn.Module):
         self.media, self._values = read_encoder(model.encoder)
         self.is_trained = model.train_encoder
         self.row: MediaTensors | None = None
+        self.is_divided = False
         try:
             parts = _build(self.media.name, self._values, model.hidden_size)
         except ImportError as error:
@@ -69,7 +74,7 @@ class MediaEncoder(nn.Module):
         return self
 
     def forward(self, **arrays: torch.Tensor) -> torch.Tensor:
-        """Return the features of media, [features, hidden_size], end to end."""
+        """Return the features of media, [features, hidden_size], end to end; those of deep layers beside them."""
         with torch.set_grad_enabled(self.is_trained and torch.is_grad_enabled()):
             features: torch.Tensor = _ENCODE[self.media.name](self, self._values, **arrays)
             return features
@@ -90,11 +95,35 @@ class MediaEncoder(nn.Module):
         is_whole = len(self.row.features) == features.shape[0]
         chosen = features if is_whole else features.index_select(0, self.row.features)
         places = self.row.places.view(-1, 1, 1).expand(-1, 1, embedded.shape[-1])
-        return embedded.scatter(0, places, chosen.unsqueeze(1))
+        first, *deeper = chosen.unsqueeze(1).split(embedded.shape[-1], dim=-1)
+        embedded = embedded.scatter(0, places, first)
+        if not deeper:
+            return embedded
+        made = [torch.zeros_like(embedded).scatter(0, places, one) for one in deeper]
+        if self.is_divided:
+            made = [tensor_parallel.scatter_to_sequence_parallel_region(one) for one in made]
+        self.row.deeper[:] = [one.detach().requires_grad_(one.requires_grad) for one in made]
+        return _Deepened.apply(embedded, self.row.deeper, *made)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Deepened(torch.autograd.Function):
+    """The embedding of a row; in the backward pass, it gives the gradients of what layers added to what this is of.
+
+    All layers have added to these by then, also those that compute themselves again, with graphs of their own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, embedded: torch.Tensor, added: list[torch.Tensor], *made: torch.Tensor) -> torch.Tensor:
+        ctx.added = added
+        return embedded.view_as(embedded)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None, *(one.grad for one in ctx.added)
 
 
 def _build(name: str, values: dict[str, Any], hidden_size: int) -> dict[str, nn.Module]:
-    from transformers import AutoModel
+    from transformers import AutoConfig, AutoModel
 
     if name == "llava":
         from transformers import LlavaConfig
@@ -114,6 +143,13 @@ def _build(name: str, values: dict[str, Any], hidden_size: int) -> dict[str, nn.
             "audio_tower": AutoModel.from_config(config.audio_config),
             "multi_modal_projector": Qwen2AudioMultiModalProjector(config),
         }
+    if name in ("qwen2_5_vl", "qwen3_vl"):
+        whole = AutoConfig.for_model(name, vision_config=dict(values["vision_config"]))
+        vision = whole.vision_config
+        if vision.out_hidden_size != hidden_size:
+            what = f"out_hidden_size is {vision.out_hidden_size}"
+            raise ValueError(f"{what}, and hidden_size of the text model {hidden_size}")
+        return {"visual": AutoModel.from_config(vision)}
     from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
@@ -179,7 +215,16 @@ def _encode_image(encoder: Any, values: dict[str, Any], *, pixel_values: torch.T
     return features.flatten(0, 1)
 
 
+def _encode_patches(
+    encoder: Any, values: dict[str, Any], *, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor
+) -> torch.Tensor:
+    made = encoder.visual(pixel_values, grid_thw=image_grid_thw)
+    features: torch.Tensor = torch.cat((made.pooler_output, *getattr(made, "deepstack_features", ())), dim=-1)
+    return features
+
+
 _ENCODE: dict[str, Any] = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), _encode_patches),
     "qwen2_audio": _encode_whisper,
     "qwen3_omni_moe_thinker": _encode_omni,
     "llava": _encode_image,
@@ -200,6 +245,13 @@ def add_encoder(chunk: GPTModel, model: ModelConfig) -> None:
             return tensor_parallel.scatter_to_sequence_parallel_region(embedded)  # type: ignore[no-any-return]
         return embedded
 
+    def deepen(number: int, module: nn.Module, args: Any, options: dict[str, Any], output: Any) -> Any:
+        media = options["packed_seq_params"].media
+        return None if media is None or not media.deeper else (output[0] + media.deeper[number], *output[1:])
+
+    for number in range(model.deep_layers):
+        chunk.decoder.layers[number].register_forward_hook(partial(deepen, number), with_kwargs=True)
+    encoder.is_divided = chunk.config.sequence_parallel
     chunk.register_forward_pre_hook(take, with_kwargs=True)
     chunk.embedding.register_forward_hook(merge)
 
@@ -209,4 +261,5 @@ def encoder_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     if model.encoder is None:
         return {}
     with torch.device("meta"):
-        return {name: tuple(value.shape) for name, value in MediaEncoder(model).state_dict().items()}
+        encoder = MediaEncoder(model)
+        return {encoder.media.encoder_name(name): tuple(one.shape) for name, one in encoder.state_dict().items()}

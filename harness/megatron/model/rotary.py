@@ -34,6 +34,8 @@ class RowSelfAttention(SelfAttention):  # type: ignore[misc]
             super().__init__(config, submodules, *arguments, **options)
         finally:
             config.qk_layernorm = setting
+        axes = torch.tensor(config.rope_axes) if getattr(config, "rope_axes", ()) else None
+        self.register_buffer("rope_axes", axes, persistent=False)
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **kw: Any) -> Any:
         """Attend as Megatron does; it rotates itself where rows are no `PackedRow`, and where its fused kernel does.
@@ -57,7 +59,8 @@ class RowSelfAttention(SelfAttention):  # type: ignore[misc]
             return made
         row, freqs = self._rotary
         query, key, *rest = made
-        cos, sin = row.angles(freqs, query.dtype, mscale=_yarn_get_concentration_factor_from_config(self.config))
+        mscale = _yarn_get_concentration_factor_from_config(self.config)
+        cos, sin = row.angles(freqs, query.dtype, mscale=mscale, axes=self.rope_axes)
         return (rotate(query, cos, sin), rotate(key, cos, sin), *rest)
 
 
@@ -133,9 +136,9 @@ class WholeLinear(torch.nn.Module):
 def _turns_itself(config: Any, row: PackedRow) -> bool:
     """Return True unless the fused kernel does it, which takes the context-parallel group of the layout for the row's.
 
-    Both versions pass it `pg_collection.cp`.
+    Both versions pass it `pg_collection.cp`. It counts positions itself, in one dimension.
     """
-    return not config.apply_rope_fusion or row.cp_group is not None
+    return not config.apply_rope_fusion or row.cp_group is not None or row.grid is not None
 
 
 def _pairs_apart(heads: torch.Tensor) -> torch.Tensor:

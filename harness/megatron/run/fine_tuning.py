@@ -189,10 +189,11 @@ def make_feeds(
 ) -> tuple[Feed, dict[str, Feed]]:
     """Return the training batches after `progress`, and per validation set the batches of one pass over it."""
     state = progress.loader if progress is not None else None
-    rules = _rules_of(data)
-    features = None if rules is None or config.model.encoder is None else rules.features
+    rules = None if config.model.encoder is None else _rules_of(data)
+    features = None if rules is None else rules.features
     cost, hash = sequence_cost(config.model), data.tokenizer_hash if isinstance(data, RunData) else ""
-    make = partial(Loader, schedule=config.schedule, layout=layout, cost=cost, tokenizer=hash, features=features)
+    stored = None if rules is None else rules.features_at(is_first_stage=layout.is_first_stage)
+    make = partial(Loader, schedule=config.schedule, layout=layout, cost=cost, tokenizer=hash, features=stored)
 
     def feed(reader: PackSource, settings: LoaderConfig, **options: Any) -> Feed:
         return Feed(lambda: make(readable(reader, layout), settings, **options), device=ranks.device)

@@ -37,10 +37,9 @@ MISSING = {
         ),
         _HYBRID,
     ),
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe"),
-        "positions in three dimensions (multimodal RoPE)",
-    ),
+    "qwen2_vl": "the encoder of Qwen2-VL, which differs from that of qwen2_5_vl",
+    "qwen2_5_omni": "its encoders, and positions in three dimensions of sounds",
+    "qwen3_vl_moe": "stacked experts whose matrices are transposed (the dense models of qwen3_vl train)",
     "deepseek_v32": "sparse attention over the tokens that an indexer chooses",
     "kimi_k2": "a class in transformers (its layers are those of deepseek_v3)",
     "llama4": "attention in chunks, and layers without positions",

@@ -20,6 +20,7 @@ from harness.storage import is_uri, join_path, parse_place, stamp_of
 from harness.storage.inputs import open_stream
 
 _IMAGES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_ORIENTATION = 0x0112  # in EXIF data; from 5 on, width and height change places
 # Compared with the first 12 bytes.
 _MAGIC = (
     *((re.compile(magic, re.DOTALL), "audio") for magic in (rb"RIFF....WAVE", rb"fLaC", rb"OggS", rb"ID3")),
@@ -62,7 +63,7 @@ class AudioSize:
 
 @dataclass(frozen=True, slots=True)
 class ImageSize:
-    """Pixels, by the header of an image."""
+    """Pixels of an image as it is shown, by its header."""
 
     width: int
     height: int
@@ -161,6 +162,9 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
     if kind == "image":
         with _opened_image(data) as image:
             size = ImageSize(*image.size)
+            # Of a PNG, Pillow's own would decode the image before its size is checked.
+            if _library("PIL.Image").Image.getexif(image).get(_ORIENTATION, 1) >= 5:
+                size = ImageSize(size.height, size.width)
         if size.width * size.height > limits.num_pixels:
             raise _problem(f"has {size.width:,} x {size.height:,} pixels, more than {limits.num_pixels:,}")
         return size
@@ -183,7 +187,10 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
 def check_medium(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioSize | ImageSize:
     """Return the size of a medium after decoding all of it; raise PrepError as `measure` does, and if it is damaged."""
     size = measure(kind, data, limits)
-    decode_image(data) if kind == "image" else decode_audio(data)
+    if isinstance(size, AudioSize):
+        decode_audio(data)
+    elif decode_image(data).size != (size.width, size.height):
+        raise _problem("is turned by EXIF data after its pixels, not by its header")
     return size
 
 

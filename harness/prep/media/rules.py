@@ -7,9 +7,10 @@ extractor, of each medium alone, so that they do not depend on which media are i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError, PrepError
-from harness.prep.media.files import AudioSize, ImageSize, decode_audio, decode_image
+from harness.prep.media.files import AudioSize, ImageSize, decode_audio, decode_image, measure
 from harness.records import Medium
 
 # Beside a tokenizer that was saved with a dataset.
 RULES_FILE = "media_rules.json"
 _AUDIO_NUMBERS = ("feature_size", "sampling_rate", "hop_length", "chunk_length", "n_fft", "padding_value")
-_IMAGE_PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor")
+_IMAGE_PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "Qwen2VLImageProcessor")
+_GRID_NUMBERS = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}  # as transformers assumes
 _IMAGE_NUMBERS = (
     *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor"),
     *("do_normalize", "image_mean", "image_std", "do_convert_rgb"),
@@ -74,7 +76,9 @@ class MediaRules:
             values = json.loads(text)
             numbers = values["numbers"]
             rules = cls(values["family"], {str(kind): int(token) for kind, token in values["tokens"].items()}, numbers)
-            FAMILIES[rules.family].count(numbers, AudioSize(1 << 14, 1 << 14))
+            size = AudioSize(1 << 14, 1 << 14) if "audio" in rules.tokens else ImageSize(64, 64)
+            if not 0 <= (count := FAMILIES[rules.family].count(numbers, size)) < 1 << 14:
+                raise ValueError(f"a medium has {count} tokens")
             if numbers.get("processor", _IMAGE_PROCESSORS[0]) not in _IMAGE_PROCESSORS:
                 raise ValueError(f"the processor is {numbers['processor']}")
             if most := [name for name, one in numbers.items() if isinstance(one, int | float) and not 0 <= one < 1e6]:
@@ -115,12 +119,29 @@ class MediaRules:
 
         Returns:
             of sounds `input_features` float32 [n, mel, frames] and `feature_attention_mask` int32 [n, frames], frames
-            being those of the longest unless the model's are fixed; of images `pixel_values` float32 [n, 3, H, W].
+            being those of the longest unless the model's are fixed; of images `pixel_values` float32 [n, 3, H, W], or
+            [patches of all, numbers of one] and `image_grid_thw` int64 [n, 3], the patches in time, height and width.
 
         Raises:
             PrepError: a medium is damaged.
         """
         return FAMILIES[self.family].features(self, media) if media else {}
+
+    @property
+    def has_grids(self) -> bool:
+        """True if the positions of tokens depend on the sizes of images."""
+        return "merge_size" in self.numbers
+
+    def features_at(self, *, is_first_stage: bool) -> Callable[[Sequence[Medium]], dict[str, npt.NDArray[Any]]] | None:
+        """Return what makes the arrays of media on a stage of a pipeline; None for a stage that needs none."""
+        if is_first_stage:
+            return self.features
+        return self.grids if self.has_grids else None
+
+    def grids(self, media: Sequence[Medium]) -> dict[str, npt.NDArray[np.int64]]:
+        """Return the `image_grid_thw` of `features`, by the headers of images alone."""
+        sides = [_patches(self.numbers, measure(one.kind, one.data)) for one in media]
+        return {"image_grid_thw": np.array([(1, *pair) for pair in sides], np.int64).reshape(-1, 3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,15 +246,22 @@ def _audio_features(rules: MediaRules, media: Sequence[Medium]) -> dict[str, npt
 # ---- images --------------------------------------------------------------------------------------------------------
 
 
-def _read_llava(name: str, config: Mapping[str, Any]) -> MediaRules:
-    found, vision = _processor(name, "image_processor"), config.get("vision_config") or {}
+def _image_numbers(name: str, known: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return all values of an image processor, and those of its rules."""
+    found = _processor(name, "image_processor")
     kind = str(found.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
-    if kind not in _IMAGE_PROCESSORS:
-        raise ValueError(
-            f"its image processor is {kind or 'not named'}, expected one of {', '.join(_IMAGE_PROCESSORS)}"
-        )
-    numbers = {key: found[key] for key in _IMAGE_NUMBERS if found.get(key) is not None}
-    size = numbers["crop_size"] if numbers.get("do_center_crop", kind.startswith("CLIP")) else numbers["size"]
+    if kind not in known:
+        raise ValueError(f"its image processor is {kind or 'not named'}, expected one of {', '.join(known)}")
+    return found, {"processor": kind, **{key: found[key] for key in _IMAGE_NUMBERS if found.get(key) is not None}}
+
+
+def _read_llava(name: str, config: Mapping[str, Any]) -> MediaRules:
+    (found, numbers), vision = _image_numbers(name, _IMAGE_PROCESSORS[:2]), config.get("vision_config") or {}
+    size = (
+        numbers["crop_size"]
+        if numbers.get("do_center_crop", numbers["processor"].startswith("CLIP"))
+        else numbers["size"]
+    )
     square = {"height": size, "width": size} if isinstance(size, int) else size
     patch = found.get("patch_size") or vision["patch_size"]
     # Older processors leave these to the model's configuration, and its tower's class token to the model.
@@ -241,14 +269,49 @@ def _read_llava(name: str, config: Mapping[str, Any]) -> MediaRules:
     select = found.get("vision_feature_select_strategy") or config["vision_feature_select_strategy"]
     tokens = (int(square["height"]) // patch) * (int(square["width"]) // patch) + extra - (select == "default")
     token = config["image_token_id"] if "image_token_id" in config else config["image_token_index"]
-    return MediaRules("llava", {"image": int(token)}, {"processor": kind, **numbers, "tokens": tokens})
+    return MediaRules("llava", {"image": int(token)}, {**numbers, "tokens": tokens})
+
+
+def _read_qwen_vl(name: str, config: Mapping[str, Any], family: str) -> MediaRules:
+    found, numbers = _image_numbers(name, _IMAGE_PROCESSORS[2:])
+    if not numbers.get("do_resize", True):
+        raise ValueError("its image processor does not resize, and images have any number of pixels")
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, **(numbers.get("size") or {})}
+    for edge, older in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        size[edge] = int(found.get(older) or size[edge])
+    numbers |= {key: int(found.get(key) or value) for key, value in _GRID_NUMBERS.items()}
+    return MediaRules(family, {"image": int(config["image_token_id"])}, {**numbers, "size": size})
+
+
+def _patches(numbers: Mapping[str, Any], size: Any) -> tuple[int, int]:
+    """Return the patches in height and width of an image, as transformers' `smart_resize` does."""
+    factor, edges = numbers["patch_size"] * numbers["merge_size"], numbers["size"]
+    sides, pixels = (size.height, size.width), size.height * size.width
+    if max(sides) > 200 * min(sides):
+        what = f"has {size.width:,} x {size.height:,} pixels, one side more than 200 times the other"
+        raise PrepError(what, where="a medium", fix="cut it")
+    made = [round(side / factor) * factor for side in sides]
+    if made[0] * made[1] > edges["longest_edge"]:
+        scale = math.sqrt(pixels / edges["longest_edge"])
+        made = [max(factor, math.floor(side / scale / factor) * factor) for side in sides]
+    elif made[0] * made[1] < edges["shortest_edge"]:
+        scale = math.sqrt(edges["shortest_edge"] / pixels)
+        made = [math.ceil(side * scale / factor) * factor for side in sides]
+    height, width = (side // numbers["patch_size"] for side in made)
+    return height, width
+
+
+def _count_qwen_vl(numbers: Mapping[str, Any], size: ImageSize) -> int:
+    height, width = _patches(numbers, size)
+    return height * width // int(numbers["merge_size"]) ** 2
 
 
 def _image_features(rules: MediaRules, media: Sequence[Medium]) -> dict[str, npt.NDArray[Any]]:
     numbers = {name: value for name, value in rules.numbers.items() if name not in ("processor", "tokens")}
     processor = _extractor(rules.numbers["processor"], json.dumps(numbers))
-    made = [processor(decode_image(one.data), return_tensors="np")["pixel_values"] for one in media]
-    return {"pixel_values": np.concatenate(made).astype(np.float32, copy=False)}
+    made = [processor(decode_image(one.data), return_tensors="np") for one in media]
+    found = {name: np.concatenate([one[name] for one in made]) for name in made[0]}
+    return {**found, "pixel_values": found["pixel_values"].astype(np.float32, copy=False)}
 
 
 @lru_cache(maxsize=4)
@@ -268,6 +331,10 @@ FAMILIES = {
         _count_qwen3_omni,
         _audio_features,
     ),
+    **{
+        family: MediaFamily(partial(_read_qwen_vl, family=family), _count_qwen_vl, _image_features)
+        for family in ("qwen2_5_vl", "qwen3_vl")
+    },
     "llava": MediaFamily(_read_llava, lambda numbers, size: int(numbers["tokens"]), _image_features),
 }
 _TYPES = {**{name: name for name in FAMILIES}, "qwen3_omni_moe_thinker": "qwen3_omni_moe"}

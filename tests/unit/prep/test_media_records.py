@@ -160,7 +160,7 @@ CHATS = {
 @pytest.mark.parametrize("family", PLACEHOLDER)
 def test_tokens_are_those_of_the_template_with_each_placeholder_repeated(family, tokenizers):
     tokenizer = tokenizers[family]
-    kind = "image" if family == "llava" else "audio"
+    kind = "audio" if family in ("qwen2_audio", "qwen3_omni_moe") else "image"
     conversation = READER.parse(CHATS[kind], "here")
     (made,) = tokenizer.encode_each([conversation])[0]
     view = made.view

@@ -273,3 +273,66 @@ def test_a_sound_that_the_model_does_not_hear_whole_is_refused(tmp_path: Path) -
         rules.count_tokens("audio", AudioSize(200, 16000))
     with pytest.raises(PrepError, match="is an image, and a qwen2_audio model"):
         rules.count_tokens("image", ImageSize(3, 3))
+
+
+def qwen_processor(family: str, folder: Path) -> Any:
+    import transformers
+
+    images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    kind = {"qwen2_5_vl": transformers.Qwen2_5_VLProcessor, "qwen3_vl": transformers.Qwen3VLProcessor}[family]
+    processor = object.__new__(kind)  # without its part for video
+    processor.image_processor, processor.tokenizer, processor.image_token = images, tokenizer, "<|image_pad|>"
+    return processor
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_images_of_a_thousand_sizes_have_the_grids_of_the_processor(family: str, tmp_path: Path) -> None:
+    from PIL import Image
+
+    folder = save_media_model(tmp_path, family, patch=4)
+    rules, processor = MediaRules.of(str(folder)), qwen_processor(family, folder)
+    assert rules is not None
+    generator, images = np.random.default_rng(0), processor.image_processor
+    sizes = [*generator.integers(1, 300, (1080, 2)).tolist(), *generator.integers(300, 4000, (20, 2)).tolist()]
+    sizes = [(width, height) for width, height in sizes if max(width, height) <= 200 * min(width, height)]
+    assert len(sizes) >= 1000
+    patches = [images.get_number_of_image_patches(height, width) for width, height in sizes]
+    assert [rules.count_tokens("image", ImageSize(*size)) for size in sizes] == [count // 4 for count in patches]
+    with pytest.raises(PrepError, match=r"has 804 x 4 pixels, one side more than 200 times the other"):
+        rules.count_tokens("image", ImageSize(804, 4))
+    files = [picture(70, 40), picture(30, 300, format="JPEG"), picture(16, 16, mode="P"), picture(9, 9, mode="L")]
+    media = [Medium("image", 0, 1, data) for data in [*files, turned(90, 30)]]
+    found = rules.features(media)
+    assert np.array_equal(rules.grids(media)["image_grid_thw"], found["image_grid_thw"])
+    ends = np.cumsum(found["image_grid_thw"].prod(axis=1))
+    assert found["pixel_values"].dtype == np.float32
+    for number, (data, pixels) in enumerate(zip(files, np.split(found["pixel_values"], ends), strict=False)):
+        made = images(Image.open(io.BytesIO(data)).convert("RGB"), return_tensors="np")
+        assert np.array_equal(pixels, made["pixel_values"])
+        assert np.array_equal(found["image_grid_thw"][number], made["image_grid_thw"][0])
+        tokens = rules.count_tokens("image", measure("image", data))
+        assert processor.replace_image_token(made, 0) == "<|image_pad|>" * tokens
+    assert found["image_grid_thw"][4].tolist() == [1, 22, 8]  # 30 wide and 90 high, as it is shown
+    assert MediaRules.from_text(rules.to_text()) == rules
+
+
+def turned(width: int, height: int) -> bytes:
+    """Return an image that EXIF data turn by a quarter."""
+    from PIL import Image
+
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    Image.open(io.BytesIO(picture(width, height))).save(file, "JPEG", exif=exif)
+    return file.getvalue()
+
+
+def test_an_image_that_is_turned_after_its_pixels_is_refused() -> None:
+    data, exif = picture(90, 30), b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06" + bytes(6)
+    chunk = b"eXIf" + exif
+    late = struct.pack(">I", len(exif)) + chunk + struct.pack(">I", __import__("zlib").crc32(chunk))
+    end = data.rindex(b"IEND") - 4
+    with pytest.raises(PrepError, match="is turned by EXIF data after its pixels"):
+        check_medium("image", data[:end] + late + data[end:])
+    assert check_medium("image", data[:33] + late + data[33:]) == ImageSize(30, 90)
+    assert check_medium("image", turned(90, 30)) == ImageSize(30, 90)
