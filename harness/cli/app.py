@@ -99,7 +99,12 @@ class _Commands(TyperGroup):
 
 # Plain help: markup would import what draws it.
 app = typer.Typer(
-    name="harness", cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+    name="harness",
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

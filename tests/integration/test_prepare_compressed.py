@@ -134,6 +134,63 @@ def test_a_killed_preparation_of_one_compressed_file_keeps_its_pieces_and_gives_
     assert content(path) == content(prepared / "whole")
 
 
+# One shard that saves its progress after every batch, and kills itself when much of it is saved.
+KILLED = """import os, signal, sys
+from pathlib import Path
+from harness.prep import shards
+shards._SAVE_S = shards._BATCH_S = 0.0
+save = shards.write_atomically
+def kill_after(path, data):
+    save(path, data)
+    if path.name == shards.PARTIAL and (path.parent / shards.INPUT_IDS).stat().st_size > 500_000:
+        os.kill(os.getpid(), signal.SIGKILL)
+shards.write_atomically = kill_after
+"""
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv", "a.arrow", "a.json"])
+def test_a_kill_inside_a_shard_of_any_kind_keeps_what_was_saved_and_gives_the_same_bytes(tmp_path, prepared, name):
+    """The shard is the whole file; no clock decides, because progress is saved after each batch."""
+    file = tmp_path / name
+    if name.endswith(".arrow"):
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, pa.Table.from_pylist(RECORDS).schema) as out:
+            out.write_table(pa.Table.from_pylist(RECORDS), max_chunksize=700)
+    else:
+        file.write_bytes({**FILES, "a.csv": ROWS, "a.json": json.dumps(RECORDS).encode()}[name])
+    # Some records are left out before and after the kill.
+    if name == "a.json":
+        bad = [one if number % 50 else {"prompt": "alone"} for number, one in enumerate(RECORDS)]
+        file.write_text(json.dumps(bad))
+
+    def run(path: str, *before: str) -> int:
+        settings = (f"source.path={file}", f"tokenizer.name={prepared / 'few' / 'tokenizer'}", "source.on_bad=skip")
+        settings += (f"data.path={tmp_path / path}", "data.pack_size=256", "data.num_workers=0")
+        settings += ("source.schema=prompt_completion",)
+        code = "\n".join([*before, "import sys", "from harness.cli import main", "main()"])
+        done = subprocess.run([sys.executable, "-c", code, "prepare", *settings], check=False, capture_output=True)
+        return done.returncode
+
+    assert run("whole") == 0
+    assert run("killed", KILLED) == -signal.SIGKILL
+    (saved,) = (tmp_path / "killed").glob(".shards/*/partial.json")
+    counted = json.loads(saved.read_bytes())["counts"]["records"]
+    assert 1000 < counted < 8000
+    # The second attempt begins behind what the first one saved.
+    seen = tmp_path / "seen"
+    watch = f"""from harness.prep import shards
+batch = shards._batch
+def first(records, size):
+    some = batch(records, size)
+    with open({str(seen)!r}, "a") as file:
+        file.write("".join(item.where + "\\n" for _, item in some))
+    return some
+shards._batch = first
+"""
+    assert run("killed", watch) == 0
+    assert len(seen.read_text().splitlines()) == len(RECORDS) - counted
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+
+
 def test_progress_moves_inside_the_only_shard(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_WATCH_S", 0.005)
     (tmp_path / "a.jsonl").write_bytes(LINES)
