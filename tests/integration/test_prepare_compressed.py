@@ -138,7 +138,7 @@ def test_a_killed_preparation_of_one_compressed_file_keeps_its_pieces_and_gives_
 KILLED = """import os, signal, sys
 from pathlib import Path
 from harness.prep import shards
-shards._SAVE_S = shards._BATCH_S = 0.0
+shards._SAVE_S = 0.0
 save = shards.write_atomically
 def kill_after(path, data):
     save(path, data)
