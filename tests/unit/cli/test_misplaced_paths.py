@@ -130,6 +130,7 @@ def test_a_missing_package_is_an_error_that_names_its_extra():
 def test_help_lists_commands_by_purpose_those_of_the_first_hour_first(harness):
     code, printed, _ = harness("--help")
     assert code == 0
+    assert harness("-h") == (0, printed, "")
     titles = [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles[-5:] == [
         *("From chats to a model:", "Before a run:", "Check and compare:", "On a Slurm cluster:"),
