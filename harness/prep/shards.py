@@ -155,12 +155,11 @@ def refuse(bad: list[BadRecord]) -> None:
 def _find_receipt(job: ShardJob, number: int, shard: SourceShard) -> Receipt | None:
     """Return the receipt of an intact shard; None if it is missing, damaged, or of other input or settings."""
     folder = job.shard_folder(number)
-    receipt = _read_receipt(folder / RECEIPT, job, shard)
-    try:
-        is_intact = receipt is not None and digest_files(folder, _FILES) == receipt.output
-    except OSError:
-        return None
-    return replace(receipt, was_there=True) if receipt is not None and is_intact else None
+    with suppress(OSError):
+        receipt = _read_receipt(folder / RECEIPT, job, shard)
+        if receipt is not None and digest_files(folder, _FILES) == receipt.output:
+            return replace(receipt, was_there=True)
+    return None
 
 
 def _read_receipt(path: Path, job: ShardJob, shard: SourceShard) -> Receipt | None:
@@ -217,17 +216,18 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
 def _resume(job: ShardJob, final: Path, folder: Path, shard: SourceShard) -> Receipt | None:
     """Copy what killed attempts saved of a shard into the folder of this one; return its receipt, None without any.
 
-    A copy, because an abandoned attempt may still be writing behind what it saved.
+    A copy: the attempt may still be writing, and what it saved is needed again if this one is killed at once.
     """
-    for saved in final.parent.glob(f"{final.name}.*/{PARTIAL}"):
-        if (receipt := _read_receipt(saved, job, shard)) is None:
-            continue
-        for file in receipt.output:
-            shutil.copyfile(saved.parent / file.path, folder / file.path)
-            os.truncate(folder / file.path, file.num_bytes)
-        shutil.rmtree(saved.parent, ignore_errors=True)
-        return receipt
-    return None
+    saved = {path.parent: _read_receipt(path, job, shard) for path in final.parent.glob(f"{final.name}.*/{PARTIAL}")}
+    found = [(receipt.counts.records, old, receipt) for old, receipt in saved.items() if receipt is not None]
+    if not found:
+        return None
+    _, old, receipt = max(found, key=lambda each: each[:2])
+    (old / _PROGRESS).unlink(missing_ok=True)
+    for file in receipt.output:
+        shutil.copyfile(old / file.path, folder / file.path)
+        os.truncate(folder / file.path, file.num_bytes)
+    return receipt
 
 
 def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatTokenizer, receipt: Receipt) -> None:

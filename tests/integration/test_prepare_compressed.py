@@ -175,7 +175,10 @@ def test_a_kill_inside_a_shard_of_any_kind_keeps_what_was_saved_and_gives_the_sa
     (saved,) = (tmp_path / "killed").glob(".shards/*/partial.json")
     counted = json.loads(saved.read_bytes())["counts"]["records"]
     assert 1000 < counted < 8000
-    # The second attempt begins behind what the first one saved.
+    # An attempt that is killed before it saves anything keeps what the first one saved.
+    at_once = "from harness.prep import shards\nimport os\nshards._batch = lambda *_: os.kill(os.getpid(), 9)"
+    assert run("killed", at_once) == -signal.SIGKILL
+    # The last attempt begins with the first record that was not saved.
     seen = tmp_path / "seen"
     watch = f"""from harness.prep import shards
 batch = shards._batch
