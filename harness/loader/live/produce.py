@@ -206,9 +206,8 @@ class _Usable:
         if self.on_bad == "refuse":
             what = f"the conversation is invalid ({parsed.reason}): {parsed.detail}"
             fix = "fix it, or skip such records with source.on_bad=skip"
-            if TEXT_ALONE in parsed.detail:
-                fix += "; to train on media, omit tokenizer.name: the ranks then tokenize with their model's tokenizer"
-            raise PrepError(what, where=parsed.where, fix=fix)
+            media = "; to train on media, omit tokenizer.name: the ranks then tokenize with their model's tokenizer"
+            raise PrepError(what, where=parsed.where, fix=fix + media * (TEXT_ALONE in parsed.detail))
         self.left_out[str(parsed.reason)] += 1
         return False
 

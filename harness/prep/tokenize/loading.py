@@ -21,7 +21,6 @@ from harness.storage.inputs import NO_MODEL, ask_hub
 _PART = r"[A-Za-z0-9][\w.-]*"
 _HUB_ID = re.compile(rf"{_PART}(/{_PART})?")
 _FILES = ("tokenizer.json", "tokenizer_config.json")
-_TOKENIZER = re.compile("token|vocab|spiece|sentencepiece|tekken")
 _OF_CODE = "its Python code is never run: remove auto_map from tokenizer_config.json if tokenizer.json is complete"
 _FIX = "set tokenizer.name to a folder with tokenizer.json, or a hub id"
 
@@ -41,8 +40,7 @@ def load_tokenizer(name: str) -> Any:
         what, fix = f"tokenizing requires `transformers`: {error}", "pip install 'megatron-sft-harness[tokenize]'"
         raise ConfigError(what, where=sys.executable, fix=fix) from error
     folder = Path(name).expanduser()
-    if folder.is_dir() and not any(_TOKENIZER.search(path.name) for path in folder.iterdir()):
-        # transformers would make one that knows no text.
+    if folder.is_dir() and not any(re.search("token|vocab|piece|tekken", path.name) for path in folder.iterdir()):
         fix = f"copy tokenizer.json and tokenizer_config.json of its model into it, or {_FIX}"
         raise ConfigError("the folder has no tokenizer", where=name, fix=fix)
     source = str(folder) if folder.is_dir() else _hub_source(name, folder)
