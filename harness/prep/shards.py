@@ -208,9 +208,9 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
             raise PrepError("the shard cannot be moved into place", where=str(final), fix=fix)
         sync_path(final.parent)
         return receipt
-    except Exception:  # an interrupt leaves what the next attempt continues
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    finally:
+        if not (folder / PARTIAL).exists():  # with which the next attempt continues
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _resume(job: ShardJob, final: Path, folder: Path, shard: SourceShard) -> Receipt | None:
