@@ -71,6 +71,7 @@ class _Commands(TyperGroup):
             from harness.settings import nearest_name
 
             near = nearest_name(args[0], COMMANDS)
+            near = "transformers chat FOLDER" if args[0] in ("chat", "generate", "serve") else near
             fix = (f"did you mean {near}? " if near else "") + "`harness --help` lists all commands"
             raise ConfigError(f"there is no command {args[0]!r}", where="harness", fix=fix)
         return super().resolve_command(ctx, args)
@@ -104,7 +105,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 

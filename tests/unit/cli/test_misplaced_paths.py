@@ -96,6 +96,8 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         (f"plan {'x' * 300}", "there is no experiment 'xxx", "one of "),
         (f"export {'x' * 300} runs/first", "the arguments are reversed", "harness export runs/first xxx"),
         ("trian sft", "there is no command 'trian'", "did you mean train? "),
+        ("chat model", "there is no command 'chat'", "did you mean transformers chat FOLDER? "),
+        ("train sft trainer.steps = 4", "'trainer.steps' is not a setting", "settings are key=value, without spaces"),
     ],
 )
 def test_a_path_that_is_something_else_is_recognized(harness, command, what, fix):
