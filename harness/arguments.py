@@ -130,4 +130,4 @@ def _fix_of_path(path: Path, *, where: str) -> str:
     if not prepares and not is_dataset(path) and (explained := explain_path(path, expected="a dataset")):
         return explained[1]
     name = "source.path" if prepares else "data.path"
-    return "settings are key=value" + (f", such as {name}={path}" if is_there(path) else "")
+    return "settings are key=value" + (f", such as {name}={path}" if is_there(path) else ", without spaces")

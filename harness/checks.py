@@ -42,7 +42,7 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        texts = {"lowest": "{:,} or more", "above": "above {:,}", "highest": "at most {:,}", "below": "below {:,}"}
+        texts = {"lowest": "at least {:,}", "above": "above {:,}", "highest": "at most {:,}", "below": "below {:,}"}
         given = [text.format(getattr(self, name)) for name, text in texts.items() if getattr(self, name) is not None]
         return " and ".join(given) or "a finite number"
 
@@ -196,7 +196,7 @@ def require_bounds(value: Any, bounds: Bounds, name: str, section: str) -> None:
             continue
         if one not in bounds:
             where = f"{section}.{name}" if section else name
-            raise ConfigError(f"{name} is {value}", where=where, fix=f"set it to {bounds}")
+            raise ConfigError(f"{name} is {value}", where=where, fix=f"the value must be {bounds}")
 
 
 def require_choice(value: str, choices: Iterable[str], *, setting: str) -> None:

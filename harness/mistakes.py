@@ -67,7 +67,8 @@ _NAMES_ELSEWHERE = {
     "data.validation_fraction": "val_size val_set_size split_dataset_ratio",
     "tokenizer.name": "tokenizer_name tokenizer_name_or_path",
     "tokenizer.chat_template": "template chat_template",
-    "only tokens that the assistant generates are trained; tokenizer.train_on selects turns": "assistant_only_loss "
+    "only tokens that the assistant generates are trained; tokenizer.mask with the value all trains every token, and "
+    "tokenizer.train_on selects turns": "assistant_only_loss "
     "train_on_inputs train_on_responses_only train_on_prompt roles_to_train",
     "model.init_from": "model_name_or_path base_model pretrained_checkpoint",
     "model.dtype=bfloat16": "bf16",

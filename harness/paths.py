@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from itertools import islice
@@ -23,6 +24,16 @@ def is_there(path: Path) -> bool:
         return path.exists()
     except OSError:
         return False
+
+
+def near_paths(path: Path) -> str:
+    """Return a fix with the paths next to a missing one that have almost its name; empty if there are none."""
+    try:
+        entries = [entry.name for entry in islice(path.parent.iterdir(), _MOST_ENTRIES)]
+    except OSError:
+        return ""
+    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, entries, n=2)]
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def is_run(path: Path) -> bool:
@@ -55,8 +66,16 @@ def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
     quoted = shlex.quote(str(path))
     if not is_there(path):
         return None
+    if (path / "adapter_config.json").is_file():
+        fix = "merge it into its base model with PEFT's merge_and_unload, and specify the folder of the result"
+        return f"a LoRA adapter, not {expected}", fix
+    if path.suffix.lower() == ".gguf" or (path.is_dir() and next(path.glob("*.gguf"), None) is not None):
+        fix = "specify the folder that it was made from, with config.json and *.safetensors"
+        return f"a GGUF model for llama.cpp, not {expected}", fix
     if is_run(path):
         fix = f"`harness status {quoted}` shows the run, `harness compare {quoted} OTHER` compares it with another"
+        if "model" in expected:
+            fix = f"`harness export {quoted} FOLDER` writes its model; specify FOLDER"
         return f"a run's folder, not {expected}", fix
     if path.is_dir():
         entries = sorted(entry for entry in islice(path.iterdir(), _MOST_ENTRIES) if entry.is_dir())

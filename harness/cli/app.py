@@ -71,6 +71,7 @@ class _Commands(TyperGroup):
             from harness.settings import nearest_name
 
             near = nearest_name(args[0], COMMANDS)
+            near = "transformers chat FOLDER" if args[0] in ("chat", "generate", "serve") else near
             fix = (f"did you mean {near}? " if near else "") + "`harness --help` lists all commands"
             raise ConfigError(f"there is no command {args[0]!r}", where="harness", fix=fix)
         return super().resolve_command(ctx, args)
@@ -99,7 +100,12 @@ class _Commands(TyperGroup):
 
 # Plain help: markup would import what draws it.
 app = typer.Typer(
-    name="harness", cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+    name="harness",
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 

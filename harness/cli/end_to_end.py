@@ -156,6 +156,10 @@ def _check(stages: _Stages) -> list[int]:
 
     names = KnownSettings("", PrepareConfig, [CONFIGS]).types
     run = compose_run("sft", stages.train, also=names).config
+    model = Path(str(run.model.init_from))
+    if model.is_dir() and next(model.glob("*.safetensors"), None) is None:
+        fix = "write them with save_pretrained(..., safe_serialization=True)"
+        raise ConfigError("the folder has no *.safetensors", where=str(model), fix=fix)
     prepare = compose_config("prepare", PrepareConfig, stages.prepare)
     positions = run.model.max_sequence_length
     is_sized = any(text.partition("=")[0] in ("data.pack_size", "data") for text in stages.prepare)

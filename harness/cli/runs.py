@@ -91,7 +91,8 @@ def train(
         print_text(context.get_help())
         return
     if recipe not in TRAINING:
-        fix = f"{suggest_recipe(recipe)}one of {', '.join(TRAINING)}"
+        fix = f"{suggest_recipe(recipe)}specify one of {', '.join(TRAINING)}"
+        fix = f"harness train sft {recipe} ..." if "=" in recipe else fix
         raise ConfigError(f"there is no recipe {recipe!r}", where="harness train", fix=fix)
     options = Options.parse(arguments or [], where=f"harness train {recipe}")
     # Settings are printed on any machine.

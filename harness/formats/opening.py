@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from harness.formats.index import PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.media import SHARDS
 from harness.formats.reader import PackReader, stamp_shard
-from harness.paths import explain_path, is_run
+from harness.paths import explain_path, is_run, near_paths
 from harness.storage import BucketFolder, Folder, LocalFolder, ObjectPath, Place, StoredFile, natural_key, open_folder
 from harness.storage.bucket import check_bucket, find_size
 from harness.storage.inputs import match_objects
@@ -340,10 +339,7 @@ def _nothing(path: Path) -> FormatError:
         return _incomplete(LocalFolder(path))
     if path.exists():
         return FormatError(f"no format knows the suffix {path.suffix!r}", where=str(path), fix=_suffixes())
-    entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, entries, n=2, cutoff=0.6)
-    fix = f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
-    return FormatError("there is no dataset", where=str(path), fix=fix if near else "`harness prepare` writes one")
+    return FormatError("there is no dataset", where=str(path), fix=near_paths(path) or "`harness prepare` writes one")
 
 
 def _suffixes() -> str:

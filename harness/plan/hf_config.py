@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.checks import show_value
 from harness.errors import ConfigError
+from harness.paths import explain_path
 from harness.plan.encoders import encoder_text, is_part_of, text_of, with_encoder
 from harness.plan.families import FAMILIES, MISSING
 from harness.plan.families.base import Family, Refuse
@@ -82,6 +83,8 @@ def read_hf_config(folder: Path) -> HfModel:
         ConfigError: no such file, an unknown family, or a feature that is not supported.
     """
     path = folder / "config.json"
+    if not path.is_file() and (explained := explain_path(folder, expected="a model's folder")):
+        raise ConfigError(explained[0], where=str(folder), fix=explained[1])
     try:
         values = json.loads(path.read_text())
         return _convert(values, path)
@@ -328,7 +331,8 @@ def _find(init_from: str, files: list[str]) -> Path:
         return Path(local_copy(init_from))
     if Path(init_from).is_file():
         fix = "specify its folder, which also contains config.json, or a model of the hub"
-        raise ConfigError(f"{init_from} is a file, not a model's folder", where="model.init_from", fix=fix)
+        what, fix = explain_path(Path(init_from), expected="a model's folder") or ("a file, not a model's folder", fix)
+        raise ConfigError(what, where=f"model.init_from={init_from}", fix=fix)
     problem = ""
     try:
         from huggingface_hub import constants, snapshot_download

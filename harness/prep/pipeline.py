@@ -30,7 +30,7 @@ from harness.prep.media import MediaLimits
 from harness.prep.packing import PackingConfig, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, Stages, choose_samples, render_page, render_report, to_markdown
-from harness.prep.shards import VERSION, Receipt, ShardJob, bytes_in_progress, refuse
+from harness.prep.shards import PARTIAL, VERSION, Receipt, ShardJob, bytes_in_progress, refuse
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.mix import PreparedSource, find_sources
 from harness.prep.sources.reading import SourceFiles, SourceShard, is_compressed
@@ -286,7 +286,7 @@ class Preparation:
             schemas |= dict.fromkeys([source.reader.schema])
             if source.reader.schema and not source.config.schema:
                 of = f" of {source.name}" if source.name else ""
-                self.stages.show(f"The records{of} use the schema {source.reader.schema}.")
+                self.stages.show(f"The records{of} use the `{source.reader.schema}` schema.")
         self.report.schema, self.report.unused = ", ".join(filter(None, schemas)), list(unused)
         if unused:
             self.stages.show(f"Ignored fields: {', '.join(unused)}")
@@ -425,7 +425,7 @@ class Preparation:
 
         folder = Path(job.folder)
         folder.mkdir(exist_ok=True)
-        _remove(entry for entry in folder.iterdir() if "." in entry.name)  # of killed attempts
+        _remove(entry for entry in folder.iterdir() if "." in entry.name and not (entry / PARTIAL).exists())
         engine, num_workers, done = self.config.engine, self.config.data.num_workers, []
         made = do_shards(job, shards(), engine=engine, num_workers=num_workers, source_bytes=text_bytes)
         for number, receipt in enumerate(made):

@@ -2,7 +2,8 @@
 
 Folder `00007` holds `sequences.bin` (one record per sequence), `input_ids.bin`, `loss_mask.bin`, `media.bin` (one per
 medium), `media_data.bin`, `bad_records.jsonl` and `receipt.json`. It is written under another name and renamed once
-complete, so that an abandoned attempt, wherever it may still be running, changes nothing.
+complete, so that an abandoned attempt, wherever it may still be running, changes nothing. Every few seconds, an attempt
+saves its progress in `partial.json`; after a kill, the next attempt copies what was saved and continues from there.
 
 `harness.prep.spool` reads the sequences of all shards.
 """
@@ -20,6 +21,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,13 +39,13 @@ from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.printing import count_of
 from harness.records import MEDIA_KINDS
 from harness.settings import load, to_plain
-from harness.storage import StoredFile, parse_place, stamp_of, sync_path
+from harness.storage import StoredFile, parse_place, stamp_of, sync_path, write_atomically
 from harness.storage.checksums import digest_files
 from harness.storage.files import Stamp
 
 # Increment when the same settings begin to give other data.
 VERSION = 3
-RECEIPT = "receipt.json"
+RECEIPT, PARTIAL = "receipt.json", "partial.json"
 SAMPLES = "samples.jsonl"
 # Bytes of the source that an attempt has read, for those who watch it.
 _PROGRESS = "progress"
@@ -53,6 +55,8 @@ _SHOWN_BAD = 10
 _MEDIA_BYTES = 64 << 20
 # Records are tokenized together in batches of about this time.
 _BATCH_S = 0.25
+# Progress inside a shard is saved after this time, so that a kill loses little more, however slow the machine is.
+_SAVE_S = 15.0
 # Conversations whose text a shard keeps for the report's page.
 _MAX_SAMPLES = 2
 
@@ -134,13 +138,12 @@ def refuse(bad: list[BadRecord]) -> None:
     for record in bad:
         equal.setdefault(f"{record.reason}: {record.detail}", []).append(record.where)
     shown = [
-        f"{places[0]}: {text}"
-        + (f" (and {count_of(len(places) - 1, 'more record')} nearby)" if len(places) > 1 else "")
+        f"{places[0]}: {text}" + (f" (and {count_of(len(places) - 1, 'more record')})" if len(places) > 1 else "")
         for text, places in list(equal.items())[:_SHOWN_BAD]
     ]
     if len(equal) > _SHOWN_BAD:
         rest = sum(map(len, list(equal.values())[_SHOWN_BAD:]))
-        shown.append(f"and {rest:,} more nearby")
+        shown.append(f"and {rest:,} more")
     fix = "fix the records, or skip bad ones with source.on_bad=skip"
     if any(record.reason == BadReason.CONTROL_TOKEN for record in bad):
         fix += "; tokenizer.control_tokens=allow encodes such text as the token"
@@ -152,15 +155,21 @@ def refuse(bad: list[BadRecord]) -> None:
 def _find_receipt(job: ShardJob, number: int, shard: SourceShard) -> Receipt | None:
     """Return the receipt of an intact shard; None if it is missing, damaged, or of other input or settings."""
     folder = job.shard_folder(number)
-    try:
-        receipt = load(Receipt, (folder / RECEIPT).read_bytes(), where=folder / RECEIPT)
-        if (receipt.shard, receipt.settings) != (json.loads(json.dumps(asdict(shard))), job.settings):
-            return None
-        if receipt.input != stamp_of(parse_place(shard.path)):
-            return None
-        return replace(receipt, was_there=True) if digest_files(folder, _FILES) == receipt.output else None
-    except (OSError, FormatError):
-        return None
+    with suppress(OSError):
+        receipt = _read_receipt(folder / RECEIPT, job, shard)
+        if receipt is not None and digest_files(folder, _FILES) == receipt.output:
+            return replace(receipt, was_there=True)
+    return None
+
+
+def _read_receipt(path: Path, job: ShardJob, shard: SourceShard) -> Receipt | None:
+    """Return a receipt, whole or partial; None if it is missing, damaged, or of other input or settings."""
+    with suppress(OSError, FormatError):
+        receipt = load(Receipt, path.read_bytes(), where=path)
+        expected = (json.loads(json.dumps(asdict(shard))), job.settings, stamp_of(parse_place(shard.path)))
+        if (receipt.shard, receipt.settings, receipt.input) == expected:
+            return receipt
+    return None
 
 
 @lru_cache(maxsize=1)
@@ -177,17 +186,14 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
     folder.mkdir(parents=True)
     try:
         stamp = stamp_of(parse_place(shard.path))
-        receipt = _write(job, folder, shard, tokenizer)
+        receipt = _resume(job, final, folder, shard) or Receipt(asdict(shard), job.settings, stamp)
+        _write(job, folder, shard, tokenizer, receipt)
         # Here too: the next shard begins where the file was cut, and would name bad records.
         if stamp_of(parse_place(shard.path)) != stamp:
             fix = "prepare it when no program writes to it"
             raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
-        receipt.input = stamp
         receipt.output = digest_files(folder, _FILES)
-        with (folder / RECEIPT).open("wb") as file:
-            file.write(json.dumps(to_plain(receipt)).encode())
-            file.flush()
-            os.fsync(file.fileno())
+        write_atomically(folder / RECEIPT, json.dumps(to_plain(receipt)).encode())
         # Of two concurrent attempts either will do, since they hold the same bytes.
         for _ in range(3):
             try:
@@ -203,35 +209,67 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
         sync_path(final.parent)
         return receipt
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not (folder / PARTIAL).exists():  # with which the next attempt continues
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatTokenizer) -> Receipt:
-    """Write the sequences and bad records of a shard; return its receipt, which still lacks input and output."""
-    receipt = Receipt(asdict(shard), job.settings)
+def _resume(job: ShardJob, final: Path, folder: Path, shard: SourceShard) -> Receipt | None:
+    """Copy what killed attempts saved of a shard into the folder of this one; return its receipt, None without any.
+
+    A copy: the attempt may still be writing, and what it saved is needed again if this one is killed at once.
+    """
+    saved = {path.parent: _read_receipt(path, job, shard) for path in final.parent.glob(f"{final.name}.*/{PARTIAL}")}
+    found = [(receipt.counts.records, old, receipt) for old, receipt in saved.items() if receipt is not None]
+    if not found:
+        return None
+    _, old, receipt = max(found, key=lambda each: each[:2])
+    (old / _PROGRESS).unlink(missing_ok=True)
+    for file in receipt.output:
+        shutil.copyfile(old / file.path, folder / file.path)
+        os.truncate(folder / file.path, file.num_bytes)
+    return receipt
+
+
+def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatTokenizer, receipt: Receipt) -> None:
+    """Write the sequences and bad records of a shard that its receipt does not count yet, and save progress."""
     with ExitStack() as files:
-        opened = {name: files.enter_context((folder / name).open("wb")) for name in _FILES}
-        writer = _ShardWriter(job, opened, receipt)
-        done = 0
+        opened = {name: files.enter_context((folder / name).open("ab")) for name in _FILES}
+        writer = _ShardWriter(job, opened, receipt, num_done=receipt.counts.records)
+        done, saved = 0, time.monotonic()
         for chunk in read_shard(shard):
             for share in writer.add(chunk, tokenizer):
                 (folder / _PROGRESS).write_text(str(done + int(share * chunk.num_bytes)))
+                if not writer.refused and time.monotonic() - saved >= _SAVE_S:
+                    writer.sync()
+                    receipt.output = [StoredFile(name, file.tell(), "") for name, file in opened.items()]
+                    write_atomically(folder / PARTIAL, json.dumps(to_plain(receipt)).encode())
+                    saved = time.monotonic()
             done += chunk.num_bytes
-        for file in writer.files.values():
-            file.flush()
-            os.fsync(file.fileno())
-    return receipt
+        writer.sync()
 
 
 @dataclass
 class _ShardWriter:
-    """Writes the records of a shard to its open files, by name, and counts them and what is stored."""
+    """Writes the records of a shard to its open files, by name, and counts them and what is stored.
+
+    Attributes:
+        num_done: first records of the shard that are written and counted already.
+        refused: bad records of the chunk.
+    """
 
     job: ShardJob
     files: Mapping[str, BinaryIO]
     receipt: Receipt
+    num_done: int = 0
+    refused: list[BadRecord] = field(default_factory=list)
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     batch: int = 8
+
+    def sync(self) -> None:
+        """Force everything that was written to the disk."""
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
 
     def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> Iterator[float]:
         """Tokenize and write the records of a chunk, and yield the share that is done several times a second.
@@ -239,32 +277,39 @@ class _ShardWriter:
         Raises:
             PrepError: some records are bad, and these are refused.
         """
-        refused, num_before = [], self.receipt.counts.records
-        records = zip((raw for raw in chunk.records if not is_blank(raw)), chunk.parse(), strict=True)
+        present = [raw for raw in chunk.records if not is_blank(raw)]
+        num_written = min(self.num_done, len(present))
+        self.num_done -= num_written
+        if present and num_written == len(present):
+            return
+        num_before = self.receipt.counts.records - num_written
+        records = islice(zip(present, chunk.parse(), strict=True), num_written, None)
         while some := _batch(records, self.batch):
             began = time.monotonic()
             for (raw, item), result in zip(some, tokenizer.encode_each([item for _, item in some]), strict=True):
-                if isinstance(result, BadRecord):
-                    refused.append((raw, result))
+                if isinstance(result, BadRecord) and self.job.on_bad == "refuse":
+                    self.refused.append(result)
+                elif isinstance(result, BadRecord):
+                    self._leave_out(raw, result)
                 elif isinstance(item, Conversation):
                     self._store(item, result, tokenizer)
             fitting = int(len(some) * _BATCH_S / max(time.monotonic() - began, 1e-6))
             self.batch = max(1, min(fitting, 2 * self.batch, 1024))
             self.receipt.counts.records += len(some)
+            self.files[SEQUENCES].write(np.array(self.rows, SEQUENCE).tobytes())
+            self.rows.clear()
             yield (self.receipt.counts.records - num_before) / len(chunk.records)
-        self.files[SEQUENCES].write(np.array(self.rows, SEQUENCE).tobytes())
-        self.rows.clear()
-        if self.job.on_bad == "refuse":
-            refuse([record for _, record in refused])
-        for raw, record in refused:
-            self.receipt.counts.count("bad", f"{record.where}: {record.detail}", reason=record.reason.value)
-            plain = _decoded(raw)
-            whole = json.dumps({**asdict(record), "record": plain}, default=_describe_value)
-            self.files[BAD_RECORDS].write(whole.encode() + b"\n")
-            line = raw.rstrip(b"\r\n") if isinstance(raw, bytes) else b"\n"
-            if b"\n" in line:  # rows are no text, and the items of a list may be spread over lines
-                line = json.dumps(plain, default=_describe_value).encode()
-            self.files[TO_REPAIR].write(line + b"\n")
+        refuse(self.refused)
+
+    def _leave_out(self, raw: Any, record: BadRecord) -> None:
+        self.receipt.counts.count("bad", f"{record.where}: {record.detail}", reason=record.reason.value)
+        plain = _decoded(raw)
+        whole = json.dumps({**asdict(record), "record": plain}, default=_describe_value)
+        self.files[BAD_RECORDS].write(whole.encode() + b"\n")
+        line = raw.rstrip(b"\r\n") if isinstance(raw, bytes) else b"\n"
+        if b"\n" in line:  # rows are no text, and the items of a list may be spread over lines
+            line = json.dumps(plain, default=_describe_value).encode()
+        self.files[TO_REPAIR].write(line + b"\n")
 
     def _store(self, conversation: Conversation, sequences: Sequence[Encoded], tokenizer: ChatTokenizer) -> None:
         job, stored, counts, where = self.job, self.receipt, self.receipt.counts, conversation.where

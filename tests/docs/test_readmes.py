@@ -297,7 +297,7 @@ def test_no_page_by_hand_is_longer_than_a_reader_reads_at_once() -> None:
     ("page", "row"),
     [
         ("sft", "| `optimizer.lr` |"),
-        ("prepare", "| `data.pack_size` | int, 2 or more | `4096` |"),
+        ("prepare", "| `data.pack_size` | int, at least 2 | `4096` |"),
         ("pretrain", "| `data.sequence_length` |"),
         ("groups", "| `parallel=tp2_pp2` |"),
         ("commands", "## `harness indexed convert`"),

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,10 +22,12 @@ from rich.console import Console
 
 from harness.errors import PrepError
 from harness.prep import PrepareConfig, TokenizerConfig, prepare, report, shards
+from harness.prep.chat import RecordReader
 from harness.prep.packing import PackingConfig
 from harness.prep.sources import reading
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
+from harness.prep.sources.reading import SourceShard, cut_shards, read_chunks, read_shard
+from harness.prep.tokenize.bpe import train_bpe
 
 
 def record(number: int) -> dict[str, str]:
@@ -132,6 +136,71 @@ def test_a_killed_preparation_of_one_compressed_file_keeps_its_pieces_and_gives_
     assert len(after) > len(before) >= 3
     assert {name: after[name] for name in before} == before
     assert content(path) == content(prepared / "whole")
+
+
+def kill_after_much() -> None:
+    """Save progress after every batch, and die when much is saved."""
+    save = shards.write_atomically
+
+    def save_and_die(path: Path, data: bytes) -> None:
+        save(path, data)
+        if path.name == shards.PARTIAL and json.loads(data)["counts"]["records"] > 2000:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    shards._SAVE_S = 0.0
+    shards.write_atomically = save_and_die
+
+
+def kill_at_once() -> None:
+    shards._batch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def attempt(job: shards.ShardJob, shard: SourceShard, prepare_to_die: Callable[[], None]) -> int:
+    """Make a shard in a process of its own, which kills itself; return its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            prepare_to_die()
+            shards.do_shard(job, 0, shard)
+        finally:
+            os._exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv", "a.arrow", "a.json"])
+def test_a_kill_inside_a_shard_loses_no_record_that_was_saved_and_gives_the_same_bytes(tmp_path, monkeypatch, name):
+    """The file is one shard, and progress is saved after every batch: no clock decides what is lost."""
+    file, tokenizer = tmp_path / name, tmp_path / "tokenizer"
+    train_bpe([one["completion"] for one in RECORDS[:100]], tokenizer, vocab_size=300)
+    bad = [one if number % 50 else {"prompt": "alone"} for number, one in enumerate(RECORDS)]
+    if name == "a.arrow":
+        table = pa.Table.from_pylist(RECORDS)
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
+            out.write_table(table, max_chunksize=700)
+    else:
+        file.write_bytes({**FILES, "a.csv": ROWS, "a.json": json.dumps(bad).encode()}[name])
+    (shard,) = cut_shards([file], shard_bytes=1 << 40, reader=RecordReader("prompt_completion"))
+
+    def job(folder: str) -> shards.ShardJob:
+        config = TokenizerConfig(name=str(tokenizer))
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return shards.ShardJob(str(tmp_path / folder), config, "", "", 256, "drop", "skip")
+
+    whole = shards.do_shard(job("whole"), 0, shard)
+    assert isinstance(whole, shards.Receipt)
+    assert attempt(job("killed"), shard, kill_after_much) == -signal.SIGKILL
+    (saved,) = (tmp_path / "killed").glob(f"*/{shards.PARTIAL}")
+    counted = json.loads(saved.read_bytes())["counts"]["records"]
+    assert 2000 < counted < len(RECORDS)
+    # An attempt that dies before it saves anything keeps what the first one saved.
+    assert attempt(job("killed"), shard, kill_at_once) == -signal.SIGKILL
+
+    batch, seen = shards._batch, []
+    monkeypatch.setattr(shards, "_batch", lambda *given: seen.append(batch(*given)) or seen[-1])
+    made = shards.do_shard(job("killed"), 0, shard)
+    assert isinstance(made, shards.Receipt)
+    assert replace(made, shard=whole.shard) == whole  # with the hash of every file
+    assert sum(map(len, seen)) == len(RECORDS) - counted
 
 
 def test_progress_moves_inside_the_only_shard(tmp_path, monkeypatch):

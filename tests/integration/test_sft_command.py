@@ -119,6 +119,16 @@ def test_a_mistake_in_any_stage_is_refused_before_the_first(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_without_weights_is_refused_before_the_first_stage(folder, tmp_path) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text((folder / "model" / "config.json").read_text())
+    chats = str(folder / "chats.jsonl")
+    code, printed = run(sys.executable, "-m", "harness", "sft", str(tmp_path / "bare"), chats, str(tmp_path / "out"))
+    assert code == 2
+    assert "the folder has no *.safetensors" in printed
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_stage_that_fails_ends_the_command_with_its_message_and_code(folder, tmp_path) -> None:
     code, printed = run(
         sys.executable, "-m", "harness", "sft", str(folder / "model"), str(folder / "none.jsonl"), str(tmp_path / "out")

@@ -46,7 +46,7 @@ def test_numbers_outside_bounds_are_refused_by_name(share: float) -> None:
         require_all(Settings(share), "loader", "share", lowest=0, below=1)
     assert error.value.what == f"share is {share}"
     assert error.value.where == "loader.share"
-    assert error.value.fix == "set it to 0 or more and below 1"
+    assert error.value.fix == "the value must be at least 0 and below 1"
 
 
 def test_open_bounds_exclude_their_ends() -> None:
@@ -87,7 +87,7 @@ class Kitchen(CheckedSettings, section="kitchen"):
     ("settings", "what", "where", "fix"),
     [
         ({"stove": "coal"}, "'coal' is not known", "kitchen.stove", "choose one of: gas, wood"),
-        ({"pans": 0}, "pans is 0", "kitchen.pans", "set it to 1 or more and at most 2,147,483,647"),
+        ({"pans": 0}, "pans is 0", "kitchen.pans", "the value must be at least 1 and at most 2,147,483,647"),
         (
             {"stove": "wood"},
             "kitchen.stove is wood, and kitchen.has_chimney is false: smoke stays inside",
@@ -123,12 +123,12 @@ class Sizes:
 @pytest.mark.parametrize(
     ("rows", "shares", "where", "fix"),
     [
-        (0, (0.5,), "data.rows", "set it to 1 or more and at most 2,147,483,647"),
-        (10**30, (0.5,), "data.rows", "set it to 1 or more and at most 2,147,483,647"),
-        (10**400, (0.5,), "data.rows", "set it to 1 or more and at most 2,147,483,647"),
-        (True, (0.5,), "data.rows", "set it to 1 or more and at most 2,147,483,647"),
-        (None, (0.5, 1.0), "data.shares", "set it to above 0 and below 1"),
-        (None, (float("nan"),), "data.shares", "set it to above 0 and below 1"),
+        (0, (0.5,), "data.rows", "the value must be at least 1 and at most 2,147,483,647"),
+        (10**30, (0.5,), "data.rows", "the value must be at least 1 and at most 2,147,483,647"),
+        (10**400, (0.5,), "data.rows", "the value must be at least 1 and at most 2,147,483,647"),
+        (True, (0.5,), "data.rows", "the value must be at least 1 and at most 2,147,483,647"),
+        (None, (0.5, 1.0), "data.shares", "the value must be above 0 and below 1"),
+        (None, (float("nan"),), "data.shares", "the value must be above 0 and below 1"),
     ],
 )
 def test_bounds_that_stand_beside_a_field_are_checked_by_its_name(rows, shares, where, fix):

@@ -22,6 +22,7 @@ from harness.formats.reader import require_plain
 from harness.loader.live.producer import LiveProducer
 from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.prep.chat import NUM_DETECTION_RECORDS, BadRecord, Conversation, RecordReader, record_of_row
+from harness.prep.chat.turns import TEXT_ALONE
 from harness.prep.fitting import fit_conversation
 from harness.prep.sources.finding import list_files
 from harness.prep.sources.reading import columns_of, read_chunks
@@ -204,7 +205,9 @@ class _Usable:
             return True
         if self.on_bad == "refuse":
             what = f"the conversation is invalid ({parsed.reason}): {parsed.detail}"
-            raise PrepError(what, where=parsed.where, fix="fix it, or skip such ones with source.on_bad=skip")
+            fix = "fix it, or skip such records with source.on_bad=skip"
+            media = "; to train on media, omit tokenizer.name: the ranks then tokenize with their model's tokenizer"
+            raise PrepError(what, where=parsed.where, fix=fix + media * (TEXT_ALONE in parsed.detail))
         self.left_out[str(parsed.reason)] += 1
         return False
 

@@ -330,6 +330,8 @@ def detect_schema(
         problem = "no schema matches the first records"
         fix += ", and map its fields with source.columns.messages=chat or"
         fix += " source.columns.prompt=question source.columns.completion=answer"
+        if where.endswith((".csv", ".tsv")):
+            fix += "; without a header, add one as the first line, such as prompt,completion"
     elif "; " in problem:
         problem, _, fix = problem.rpartition("; ")
     raise PrepError(f"{problem}; fields: {fields}", where=where or "source.path", fix=fix)

@@ -22,6 +22,7 @@ from harness.prep.chat.values import (
     show,
     text_field,
 )
+from harness.printing import count_of
 from harness.records import HUNDREDTHS
 
 # Fields of a record that every schema of turns reads beside the turns.
@@ -87,7 +88,7 @@ def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conv
         tools = parse_tools(record.get("tools"))
         kwargs = parse_template_kwargs(record.get("chat_template_kwargs"))
     if not any(message.role == "assistant" for message in messages):
-        detail = f"none of the {len(messages)} turns is the assistant's"
+        detail = f"no assistant turn in a conversation of {count_of(len(messages), 'turn')}"
         raise BadRecordError(BadReason.NO_ASSISTANT_TURN, detail)
     return Conversation(tuple(messages), where, tools, kwargs)
 

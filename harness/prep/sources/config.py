@@ -64,8 +64,7 @@ class SourceConfig(CheckedSettings, section="source"):
         limit: maximum number of records to read; 0 reads all.
         mix: several sources, each with its own path and schema. With data.drop_duplicates, a conversation that occurs
             in several sources is kept in the first.
-        shard_bytes: number of source bytes that are tokenized as one unit, which is the most work that an interruption
-            loses. Does not affect the result.
+        shard_bytes: number of source bytes that one process tokenizes as one unit. Does not affect the result.
     """
 
     kind: str = ""

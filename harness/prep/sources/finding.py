@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from harness.errors import ConfigError, PrepError
+from harness.paths import explain_path, is_run, is_there, near_paths
 from harness.prep.sources import hub
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.delimited import SEPARATORS
@@ -57,6 +58,9 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
         raise ConfigError("only datasets of the hub have subsets", where="source.subset", fix=fix)
     else:
         found = _find_objects(path, source) if is_uri(path) else _find_local(path, source)
+    if not found.files and name is None and not is_uri(path) and not glob.has_magic(path) and not is_there(Path(path)):
+        fix = near_paths(Path(path)) or "check the path and the working folder"
+        raise PrepError("the file or folder does not exist", where=path, fix=fix)
     if not found.files:
         fix = f"specify a file, a glob or a folder with files that end in {' '.join(SUFFIXES)}"
         fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
@@ -79,6 +83,8 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
 def _find_local(path: str, source: SourceConfig) -> SourceFiles:
     place = Path(path).expanduser()
     if place.is_dir():
+        if is_run(place) and (explained := explain_path(place, expected="chats")):
+            raise PrepError(explained[0], where=path, fix=explained[1])
         names = [file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()]
         return _choose(place, names, source, lambda name: stamp_of(place / name))
     if place.is_file():
@@ -129,8 +135,9 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
         data, _ = choose_split(data, split, where=str(root))
         facts = {"split": split}
     elif "train" in named and len(named) > 1:
+        explained = explain_path(root, expected="chats") if isinstance(root, Path) else None
         what = f"the folder contains files of the splits {', '.join(sorted(named))}"
-        fix = "set source.split=train; a glob reads every file that it matches"
+        what, fix = explained or (what, "set source.split=train; a glob reads every file that it matches")
         raise PrepError(what, where=str(root), fix=fix)
     skipped = tuple(str(root / name) for name in sorted(set(names) - set(data)))
     return SourceFiles(tuple(root / name for name in data), tuple(map(stamp, data)), skipped, facts)

@@ -7,7 +7,6 @@ HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE count as for Hugging Face's ow
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, is_of_memory
+from harness.paths import near_paths
 from harness.storage.inputs import NO_MODEL, ask_hub
 
 _PART = r"[A-Za-z0-9][\w.-]*"
@@ -40,6 +40,9 @@ def load_tokenizer(name: str) -> Any:
         what, fix = f"tokenizing requires `transformers`: {error}", "pip install 'megatron-sft-harness[tokenize]'"
         raise ConfigError(what, where=sys.executable, fix=fix) from error
     folder = Path(name).expanduser()
+    if folder.is_dir() and not any(re.search("token|vocab|piece|tekken", path.name) for path in folder.iterdir()):
+        fix = f"copy tokenizer.json and tokenizer_config.json of its model into it, or {_FIX}"
+        raise ConfigError("the folder has no tokenizer", where=name, fix=fix)
     source = str(folder) if folder.is_dir() else _hub_source(name, folder)
     try:
         # A folder's own code is never run. Left unset, the library would ask on standard input.
@@ -60,7 +63,9 @@ def _hub_source(name: str, folder: Path) -> str:
     """Return a hub id, or its folder in the hub's cache where the hub does not answer; refuse any other name."""
     if folder.exists():
         what = "the tokenizer's name is a file, not a folder"
-        raise ConfigError(what, where=name, fix=f"set tokenizer.name={folder.parent}")
+        raise ConfigError(
+            what, where=name, fix=f"set tokenizer.name={folder.parent}" if "token" in folder.name else _FIX
+        )
     if not _HUB_ID.fullmatch(name) or name.endswith(".json"):
         raise ConfigError("the tokenizer folder does not exist", where=name, fix=_fix(folder))
     from huggingface_hub import constants, try_to_load_from_cache
@@ -84,11 +89,7 @@ def _hub_source(name: str, folder: Path) -> str:
 
 def _fix(folder: Path) -> str:
     """Return what to do, with the folder whose name is nearest if one is near."""
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
-    near = difflib.get_close_matches(folder.name, names, n=1)
-    return f"check tokenizer.name: did you mean {folder.parent / near[0]}?" if near else f"check tokenizer.name: {_FIX}"
+    return f"check tokenizer.name: {near_paths(folder) or _FIX}"
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ class ChatTokenizer:
         try:
             self.chat_template: str = self.hf.get_chat_template(None, None)
         except ValueError as error:
-            fix = "set a template with tokenizer.chat_template"
+            fix = f"set tokenizer.chat_template to a Jinja file, or to one of {', '.join(BUILT_IN)}"
             raise ConfigError("the tokenizer has no chat template", where=self.name, fix=fix) from error
         special_tokens = {token.content for token in self.hf.added_tokens_decoder.values() if token.special}
         # Longest first, so that an error names the token that would be made.

@@ -29,6 +29,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "made" / "mine" / name).mkdir(parents=True)
     (tmp_path / "made" / "mine" / "run" / "config.yaml").touch()
     (tmp_path / "made" / "mine" / "data" / "train" / "manifest.json").touch()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "q4.gguf").write_bytes(b"GGUF")
     (tmp_path / "chats.csv").write_text("question,answer\n1,2\n")
     (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
     return tmp_path
@@ -36,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 NO_DATASET, NO_RUN = "a run's folder, not a dataset", "a folder of 2 runs, not a run itself"
 A_DATASET = "a folder of 1 dataset, not a dataset itself"
-EITHER, SFT = "specify one of them: runs/first, runs/second", "did you mean sft data.path=data/mine? one of "
+EITHER, SFT = "specify one of them: runs/first, runs/second", "did you mean sft data.path=data/mine? "
 PACK = "`harness prepare source.path=chats.jsonl data.path=data/chats` packs"
 PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs its conversations"
 
@@ -58,8 +62,22 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         ("export mine runs/first", "the arguments are reversed", "harness export runs/first mine"),
         ("export model runs/first", "the arguments are reversed", "harness export runs/first model"),
         ("sft chats.jsonl model", "the arguments are reversed: MODEL is a file", "harness sft model chats.jsonl"),
-        ("sft chats.csv chats.jsonl", "chats.csv is a file, not a model's folder", "specify its folder, which also"),
-        ("models chats.csv", "chats.csv is a file, not a model's folder", "specify its folder, which also contains"),
+        ("sft chats.csv chats.jsonl", "a .csv file, not a model's folder", PACK_TABLE),
+        ("models chats.csv", "a .csv file, not a model's folder", PACK_TABLE),
+        ("models gguf/q4.gguf", "a GGUF model for llama.cpp, not a model's folder", "specify the folder that it was"),
+        ("models gguf", "a GGUF model for llama.cpp, not a model's folder", "specify the folder that it was made from"),
+        ("sft adapter chats.jsonl", "a LoRA adapter, not a model's folder", "merge it into its base model with PEFT's"),
+        ("sft runs/first chats.jsonl", "a run's folder, not a model's folder", "`harness export runs/first FOLDER`"),
+        ("sft data/mine chats.jsonl", "a folder of 1 dataset, not a model's folder", "`harness inspect data/mine/trai"),
+        ("prepare source.path=runs/first", "a run's folder, not chats", "`harness status runs/first` shows the run"),
+        ("prepare source.path=chatz.csv", "the file or folder does not exist", "did you mean chats.csv?"),
+        ("prepare source.path=chats.csv tokenizer.name=model", "the folder has no tokenizer", "copy tokenizer.json"),
+        ("prepare source.path=chats.csv tokenizer.name=chats.csv", "is a file, not a folder", "set tokenizer.name to"),
+        (
+            "train data.path=data/mine",
+            "there is no recipe 'data.path=data/mine'",
+            "harness train sft data.path=data/mi",
+        ),
         ("export runs out", NO_RUN, EITHER),
         ("export data out", "a folder of 1 dataset, not a run", "`harness inspect data/mine` shows one of them"),
         ("status runs", NO_RUN, EITHER),
@@ -73,11 +91,13 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         ("train sft data.path=chats.jsonl", "the line has no input_ids", PACK),
         ("train sft data.path=chats.csv", "a .csv file, not a dataset", PACK_TABLE),
         ("train sft data.path=data/mine run_dir=runs/first", "it has a run of 3 steps", "continue it with resume=true"),
-        (f"train {'x' * 300}", "there is no recipe 'xxx", "one of sft, pretrain"),
+        (f"train {'x' * 300}", "there is no recipe 'xxx", "specify one of sft, pretrain"),
         (f"train sft {'x' * 300}", "xxx' is not a setting", "settings are key=value"),
         (f"plan {'x' * 300}", "there is no experiment 'xxx", "one of "),
         (f"export {'x' * 300} runs/first", "the arguments are reversed", "harness export runs/first xxx"),
         ("trian sft", "there is no command 'trian'", "did you mean train? "),
+        ("chat model", "there is no command 'chat'", "did you mean transformers chat FOLDER? "),
+        ("train sft trainer.steps = 4", "'trainer.steps' is not a setting", "settings are key=value, without spaces"),
     ],
 )
 def test_a_path_that_is_something_else_is_recognized(harness, command, what, fix):
@@ -112,6 +132,7 @@ def test_a_missing_package_is_an_error_that_names_its_extra():
 def test_help_lists_commands_by_purpose_those_of_the_first_hour_first(harness):
     code, printed, _ = harness("--help")
     assert code == 0
+    assert harness("-h") == (0, printed, "")
     titles = [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles[-5:] == [
         *("From chats to a model:", "Before a run:", "Check and compare:", "On a Slurm cluster:"),

@@ -148,6 +148,14 @@ def test_media_that_are_left_out_are_counted_and_logged(tmp_path: Path, is_packe
     assert log == ["left out: 1 no_messages", "media omitted from 2 conversations, with 4 placeholders"]
 
 
+def test_media_that_packs_cannot_contain_are_refused_with_the_setting_to_omit(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "<image>What is this?"}, {"role": "assistant", "content": "A cat."}]
+    given = [Item(json.dumps({"messages": turns, "images": ["a.png"]}).encode(), "line 1")]
+    with LiveProducer(tmp_path / "live", kind="chat") as producer, pytest.raises(PrepError) as error:
+        produce_chunks(producer, given)
+    assert "to train on media, omit tokenizer.name" in error.value.fix
+
+
 def test_rows_of_parquet_become_records_without_fields_that_only_other_rows_have(tmp_path: Path) -> None:
     calls = [[{"name": "f", "arguments": {"a": 1}}], [{"name": "g", "arguments": {"b": 2}}]]
     turns = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": call}] for call in calls]

@@ -135,6 +135,6 @@ def test_equal_bad_records_are_one_line_with_a_count(tmp_path, chats):
     with pytest.raises(PrepError) as caught:
         prepare(chats, TokenizerConfig(vocab_size=400), tmp_path / "data", num_workers=0)
     lines = [line.strip() for line in caught.value.where.splitlines()]
-    assert lines[0] == f"{chats}, line 81: empty_turn: turn 1 (user) has no content (and 11 more records nearby)"
+    assert lines[0] == f"{chats}, line 81: empty_turn: turn 1 (user) has no content (and 11 more records)"
     assert len(lines) == 2
     assert lines[1].startswith(f"{chats}, line 93: ")

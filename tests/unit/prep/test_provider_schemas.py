@@ -232,7 +232,7 @@ def test_a_line_of_a_batch_is_its_request_with_the_answer():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({}, "none of the 1 turns is the assistant's"),
+        ({}, "no assistant turn in a conversation of 1 turn"),
         ({"body": "{"}, "not JSON"),
         ({"body": []}, "expected an object"),
         ({"error": {"code": "x"}}, "the request failed"),
@@ -270,7 +270,7 @@ def test_a_line_of_another_provider_is_its_request_with_the_answer(line, schema)
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({"custom_id": "1", "params": PARAMS}, "none of the 2 turns is the assistant's"),
+        ({"custom_id": "1", "params": PARAMS}, "no assistant turn in a conversation of 2 turns"),
         ({"custom_id": "1", "params": PARAMS, "result": {"type": "errored", "error": {}}}, "its result is 'errored'"),
         ({"custom_id": "1", "params": PARAMS, "result": {"type": "succeeded"}}, "the `message` of `result`"),
         (
@@ -301,7 +301,7 @@ def test_texts_without_roles_are_turns_of_user_and_assistant():
         turns = [(turn.role, turn.text) for turn in parse(record, "").messages]
         assert turns == [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "See you")]
     assert parse({"data": ["Hi", "Hello"]}, "", columns={"messages": "data"}).messages[1].role == "assistant"
-    assert "none of the 1 turns is the assistant's" in refusal({"conversations": ["Hi"]})[1]
+    assert "no assistant turn in a conversation of 1 turn" in refusal({"conversations": ["Hi"]})[1]
     assert "turn 2" in refusal({"conversations": ["Hi", " "]})[1]
     assert "turn 1" in refusal({"conversations": ["Hi", {"role": "assistant", "content": "Hello"}]})[1]
 

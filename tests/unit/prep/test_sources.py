@@ -31,10 +31,20 @@ def test_a_folder_is_read_recursively_in_natural_order(tmp_path):
     assert names == ["deep/part-1.ndjson", "part-2.jsonl", "part-10.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["nothing.jsonl", "*.jsonl", ""])
+@pytest.mark.parametrize("name", ["*.jsonl", ""])
 def test_a_path_without_chat_files_is_an_error(tmp_path, name):
     with pytest.raises(PrepError, match="there are no chat files"):
         list_files(str(tmp_path / name))
+
+
+def test_a_path_that_does_not_exist_is_an_error_with_the_nearest_name(tmp_path):
+    (tmp_path / "chats.jsonl").write_text("")
+    with pytest.raises(PrepError, match="does not exist") as error:
+        list_files(str(tmp_path / "chatz.jsonl"))
+    assert error.value.fix == f"did you mean {tmp_path / 'chats.jsonl'}?"
+    with pytest.raises(PrepError, match="does not exist") as error:
+        list_files(str(tmp_path / "none" / "x"))
+    assert error.value.fix == "check the path and the working folder"
 
 
 @pytest.mark.parametrize("name", ["b.jsonl.xz", "b.zip", "b.tar.gz"])
