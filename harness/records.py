@@ -189,8 +189,9 @@ class Pack:
             end = one.start + one.tokens
             owner = int(np.searchsorted(self.seq_start_id, one.start, side="right")) - 1
             place = f"medium {number} in tokens {one.start:,} to {end:,}"
-            if one.start < last or end > ends[owner]:
-                return f"has {place}, not after the one before, inside one sequence"
+            # The last token of a sequence is a label alone, and the model does not read it.
+            if one.start < last or end >= ends[owner]:
+                return f"has {place}, not after the one before, inside one sequence and before its last token"
             # Entry j trains token j + 1; the entry before a sequence is of the one before it.
             first = max(one.start - 1, int(self.seq_start_id[owner]))
             if self.loss_mask[first : end - 1].any():
