@@ -17,7 +17,6 @@ from typing import Any
 
 import prepared  # noqa: F401
 import pytest
-import torch
 from small_packs import write_small_packs
 
 from harness.config import compose_config
@@ -144,12 +143,7 @@ def found_by(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
 
 def run_here(recipe: Any, schema: type[Any], overrides: list[str]) -> None:
     """Run one rank in this process, which saves the seconds of its imports."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert recipe.main(compose_config(recipe.__name__.rpartition(".")[2], schema, overrides)) == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert recipe.main(compose_config(recipe.__name__.rpartition(".")[2], schema, overrides)) == 0
 
 
 @pytest.fixture

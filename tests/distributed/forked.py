@@ -3,7 +3,7 @@
     python -m tests.distributed.forked NUM_RANKS MODULE ARGUMENTS...
     python -m tests.distributed.forked                                  # answers requests, each with a job
 
-A request is a line of JSON: `ranks`, `arguments`, the file of the `output`, and `timeout_s`; its answer is an exit code.
+A request is a line of JSON: `ranks`, `arguments`, the file of the `output`, and `timeout_s`; its answer is the code.
 For tests of what ranks compute; those of how they start and end use torchrun itself.
 """
 

@@ -66,9 +66,9 @@ def test_a_parquet_of_500_bytes_with_a_conversation_of_millions_of_turns_is_refu
 
 
 @pytest.mark.parametrize("unit", [b"[],", b'"ab",'], ids=["lists", "texts"])
-def test_a_line_of_60_mb_is_refused_before_it_is_parsed(tmp_path: Path, unit: bytes) -> None:
+def test_a_line_of_40_mb_is_refused_before_it_is_parsed(tmp_path: Path, unit: bytes) -> None:
     for name in (b"messages", b"input_ids"):
-        line = b'{"' + name + b'":[' + unit * (60_000_000 // len(unit)) + b"0]}\n"
+        line = b'{"' + name + b'":[' + unit * (40_000_000 // len(unit)) + b"0]}\n"
         (tmp_path / "rows.jsonl").write_bytes(line)
         chats, live, packs = whats_of(tmp_path / "rows.jsonl")
         assert chats == "the line is longer than 32 MiB"
