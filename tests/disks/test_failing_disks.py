@@ -131,7 +131,7 @@ def test_a_power_failure_leaves_a_whole_dataset_or_none_and_the_same_command_fin
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_memory_that_runs_out_is_named_and_the_same_command_finishes(disk: Disk, tmp_path: Path, name: str) -> None:
-    assert try_memory(disk, COMMANDS[name], tmp_path, 2, f"memory of {name}") == 2
+    assert try_memory(disk, COMMANDS[name], tmp_path, 2, f"allocations of {name}") == 2
 
 
 @pytest.mark.nightly
