@@ -12,6 +12,9 @@ import pytest
 
 from harness.cli import main
 
+# Before torch is imported: threads that wait for each other on a busy machine take minutes for a small model.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device that the nightly runs train on")

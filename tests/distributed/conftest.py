@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import prepared  # noqa: F401
 import pytest
-import torch
 from small_packs import write_small_packs
 
 from harness.config import compose_config
@@ -59,9 +60,12 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, *(torchrun if ranks > 1 else []), "-m"]
 
 
+FORKED = [sys.executable, "-m", "tests.distributed.forked"]
+
+
 def forked(ranks: int) -> list[str]:
     """The start of a command that runs a module on ranks that share their imports, for what ranks compute."""
-    return [sys.executable, "-m", *(["tests.distributed.forked", str(ranks)] if ranks > 1 else [])]
+    return [*FORKED, str(ranks)]
 
 
 def overrides_of(dataset: Path, folder: Path, *overrides: str) -> list[str]:
@@ -84,7 +88,33 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole_lines(path)] if path.exists() else []
 
 
+@cache
+def server_of(variables: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
+    """Return the process of `forked` that answers requests with these variables; it ends with this one."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(FORKED, env=dict(variables), cwd=ROOT, text=True, **pipes)
+
+
+def run_forked(ranks: int, arguments: list[str], timeout_s: float) -> tuple[int, str]:
+    server = server_of(tuple(sorted(environment().items())))
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.NamedTemporaryFile() as output:
+        request = {"ranks": ranks, "arguments": arguments, "output": output.name, "timeout_s": round(timeout_s)}
+        try:
+            server.stdin.write(json.dumps(request) + "\n")
+            server.stdin.flush()
+            code = int(server.stdout.readline())
+        except BaseException:  # its answer, if any, is not that of the next request
+            server.kill()
+            server_of.cache_clear()
+            raise
+        return code, Path(output.name).read_text(errors="replace")
+
+
 def run_command(arguments: list[str], *, timeout_s: float = 280) -> tuple[int, str]:
+    if arguments[:3] == FORKED:
+        return run_forked(int(arguments[3]), arguments[4:], timeout_s)
     done = subprocess.run(
         arguments, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -113,12 +143,7 @@ def found_by(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
 
 def run_here(recipe: Any, schema: type[Any], overrides: list[str]) -> None:
     """Run one rank in this process, which saves the seconds of its imports."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert recipe.main(compose_config(recipe.__name__.rpartition(".")[2], schema, overrides)) == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert recipe.main(compose_config(recipe.__name__.rpartition(".")[2], schema, overrides)) == 0
 
 
 @pytest.fixture
@@ -126,7 +151,8 @@ def sft(dataset: Path) -> Callable[..., Run]:
     """sft(folder, *overrides, ranks=1): run to the end."""
 
     def run(folder: Path, *overrides: str, ranks: int = 1) -> Run:
-        code, output = run_command(command(dataset, folder, *overrides, ranks=ranks))
+        arguments = overrides_of(dataset, folder, *overrides)
+        code, output = run_command([*forked(ranks), "harness.recipes.sft", *arguments])
         return Run(code, output, read_metrics(folder))
 
     return run

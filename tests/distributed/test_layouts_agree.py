@@ -62,7 +62,7 @@ from harness.parity.made_data import make_dataset
 from harness.parity.result import REPORT_FILE, read_report
 from harness.plan import ParallelConfig, SftConfig
 
-from .conftest import ROOT, run_command
+from .conftest import ROOT, forked, run_command
 
 # Largest differences from one rank, relative to what is compared; a gradient also to the norm of the whole gradient.
 # Sums in another order give up to 4e-7 of that, and more of a small norm of numbers that cancel.
@@ -306,10 +306,9 @@ def train_all(layouts: list[Layout], place: Path, fault: str = "") -> list[dict[
             continue
         file = place / f"{ranks}.pkl"
         file.write_bytes(pickle.dumps([(str(layout), layout.kind, layout.config) for layout in wanted]))
-        start = [sys.executable, "-m", "tests.distributed.forked", str(ranks), "tests.distributed.test_layouts_agree"]
-        code, output = run_command(
-            ["env", "OMP_NUM_THREADS=1", *[fault] * bool(fault and ranks > 1), *start, str(file)], timeout_s=7000
-        )
+        planted = ["env", fault] if fault and ranks > 1 else []
+        start = [*planted, *forked(ranks), "tests.distributed.test_layouts_agree"]
+        code, output = run_command([*start, str(file)], timeout_s=7000)
         assert code == 0, output
         lines = file.with_suffix(".jsonl").read_text().splitlines()
         assert len(lines) == len(wanted), output
@@ -335,7 +334,7 @@ def test_an_eighth_of_the_accepted_layouts_trains_as_one_rank_does(tmp_path) -> 
 @pytest.mark.parametrize("kinds", [AVERAGED, SEQUENCES])
 def test_losses_by_conversation_and_of_sequences_are_those_of_one_rank_on_layouts_of_two(tmp_path, kinds) -> None:
     # Of each kind, every size and switch that two ranks can have.
-    chosen = an_eighth([one for one in accepted(kinds) if one.ranks == 2])
+    chosen = an_eighth(accepted(kinds, [2]))
     assert {one.kind for one in chosen} == set(kinds)
     assert differing(train_all(chosen, tmp_path)) == []
 

@@ -19,7 +19,7 @@ from harness.plan.model import ModelConfig
 from harness.plan.settings import SftConfig
 from harness.recipes import sft
 
-from .conftest import command, overrides_of, read_metrics, run_command, run_here
+from .conftest import forked, overrides_of, read_metrics, run_command, run_here
 from .test_weights import LATENT, MODELS, SIZES, settings_of, tensors
 
 RANK = 4
@@ -61,7 +61,8 @@ def train(base: Path, dataset: Path, folder: Path, *overrides: str, ranks: int =
     if ranks == 1:
         run_here(sft, SftConfig, [*overrides_of(dataset, folder, *settings), *settings_of(base)])
         return read_metrics(folder)
-    code, output = run_command([*command(dataset, folder, *settings, ranks=ranks), *settings_of(base)])
+    own = [*overrides_of(dataset, folder, *settings), *settings_of(base)]
+    code, output = run_command([*forked(ranks), "harness.recipes.sft", *own])
     assert code == 0, output
     return read_metrics(folder)
 

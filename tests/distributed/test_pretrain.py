@@ -15,7 +15,7 @@ from harness.errors import HarnessError, LoaderError
 from harness.indexed.writer import IndexedWriter
 from harness.recipes import pretrain as recipe
 
-from .conftest import Run, launcher, read_metrics, run_command, run_here
+from .conftest import Run, forked, read_metrics, run_command, run_here
 
 SMALL = (
     "model.num_layers=4",
@@ -58,7 +58,7 @@ def pretrain(corpus: Path) -> Callable[..., Run]:
         if ranks == 1:
             run_here(recipe, recipe.PretrainConfig, [*settings, *SMALL, *overrides])
             return Run(0, "", read_metrics(folder))
-        code, output = run_command([*launcher(ranks), "harness.recipes.pretrain", *settings, *SMALL, *overrides])
+        code, output = run_command([*forked(ranks), "harness.recipes.pretrain", *settings, *SMALL, *overrides])
         return Run(code, output, read_metrics(folder))
 
     return run

@@ -19,7 +19,7 @@ from harness.prep.tokenize.recorded import end_tokens
 from harness.recipes import sft
 from harness.records import Pack
 
-from .conftest import command, overrides_of, run_command, run_here
+from .conftest import forked, overrides_of, run_command, run_here
 from .test_weights import settings_of
 
 PROMPTS = ["fox", "Pack my box with five dozen", "the lazy dog jumps over the quick brown fox"]
@@ -68,7 +68,7 @@ def train(model: Path, data: Path, folder: Path, *more: str, ranks: int = 1) -> 
     if ranks == 1:
         run_here(sft, SftConfig, [*overrides_of(data, folder, *overrides)])
     else:
-        code, output = run_command(command(data, folder, *overrides, ranks=ranks))
+        code, output = run_command([*forked(ranks), "harness.recipes.sft", *overrides_of(data, folder, *overrides)])
         assert code == 0, output
         assert repr(PROMPTS[0]) in output
     return samples(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from harness.plan.model import ModelConfig
 from harness.recipes import sft
 from harness.settings import to_plain
 
-from .conftest import command, overrides_of, read_metrics, run_command, run_here, run_jobs
+from .conftest import forked, overrides_of, read_metrics, run_command, run_here, run_jobs
 
 SIZES = {
     "hidden_size": 32,
@@ -333,23 +332,15 @@ def nightly(*case: object) -> Any:
     ],
 )
 def test_weights_come_back_bit_by_bit_after_a_step_that_changes_nothing(
-    models, dataset, tmp_path, name, ranks, parallel
+    models, dataset, tmp_path, harness, name, ranks, parallel
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     still = [*STILL, *(["model.expert_bias_rate=0"] if name in ("nemotron3", "deepseek_v3") else [])]
-    code, output = run_command(
-        [
-            *command(
-                dataset, tmp_path / "run", "trainer.steps=1", *f"parallel={parallel}".split(), *still, ranks=ranks
-            ),
-            *settings_of(models[name]),
-        ]
-    )
+    settings = overrides_of(dataset, tmp_path / "run", "trainer.steps=1", *f"parallel={parallel}".split(), *still)
+    code, output = run_command([*forked(ranks), "harness.recipes.sft", *settings, *settings_of(models[name])])
     assert code == 0, output
-    code, output = run_command(
-        [sys.executable, "-m", "harness.cli", "export", str(tmp_path / "run"), str(tmp_path / "out")]
-    )
+    code, output, _ = harness("export", tmp_path / "run", tmp_path / "out")
     assert code == 0, output
     assert "not written: " in output  # the tokenizer, which random weights do not have
 

@@ -22,15 +22,20 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-# What a training run imports late; it takes longer than a run's steps.
+# What commands import late, and training runs too: it takes longer than they.
 LATE = (
+    "harness.prep.preview",
+    "harness.recipes.prepare",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_python",
+    "transformers.tokenization_utils_tokenizers",
+)
+LATE_IN_TRAINING = (
     "matplotlib.axes",
     "matplotlib.backends.backend_agg",
     "tensorboard.compat.proto.event_pb2",
     "tensorboard.summary.writer.record_writer",
     "torch._dynamo",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.tokenization_python",
 )
 
 
@@ -130,9 +135,13 @@ def main() -> None:
     import harness.formats
     import harness.indexed.token_shards
     import harness.loader.live
-    from harness.prep import prepare  # noqa: F401 - other users cannot import from this one's Python
+    from harness.config import compose_config
+    from harness.prep import PrepareConfig
     from harness.prep.pipeline import repack_store  # noqa: F401 - other users cannot import from this one's Python
 
+    compose_config("prepare", PrepareConfig, [])
+    for name in LATE:
+        importlib.import_module(name)
     for name in harness.formats.FORMATS:
         harness.formats.load_format(name)
     with suppress(ImportError):
@@ -146,10 +155,9 @@ def main() -> None:
 
         import harness.megatron.export
         import harness.megatron.run
-        from harness.config import compose_config
         from harness.plan.settings import SftConfig
 
-        for name in LATE:
+        for name in LATE_IN_TRAINING:
             importlib.import_module(name)
         compose_config("sft", SftConfig, [])
     # Commands take the place of standard input.

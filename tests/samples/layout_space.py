@@ -162,10 +162,13 @@ def config_of(kind: str) -> SftConfig:
     return replace(config, model=model)
 
 
-def layouts_of(kind: str) -> Iterator[Layout]:
-    """Yield every combination of sizes and switches, with what the checks of a run say of it."""
+def layouts_of(kind: str, num_ranks: Iterable[int] = RANKS) -> Iterator[Layout]:
+    """Yield every combination of sizes and switches, with what the checks of a run say of it.
+
+    Sizes that do not divide the ranks are tried without switches alone.
+    """
     config = config_of(kind)
-    for ranks in RANKS:
+    for ranks in num_ranks:
         sizes = [size for size in RANKS if size <= ranks]
         dimensions = {
             **{f"{name}_parallel_size": sizes for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")},
@@ -175,7 +178,9 @@ def layouts_of(kind: str) -> Iterator[Layout]:
         }
         for values in itertools.product(*dimensions.values()):
             parallel, run, refused = dict(zip(dimensions, values, strict=True)), None, None
-            stages = parallel["pipeline_parallel_size"]
+            tensor, stages, context, expert, expert_tensor, *switches = values
+            if (ranks % (tensor * stages * context) or ranks % (expert * expert_tensor * stages)) and any(switches):
+                continue
             if parallel["static_rows"] and stages == 1:
                 continue  # a GPU has them for stages alone
             if parallel["pipeline_layout"]:
@@ -199,8 +204,8 @@ def layouts_of(kind: str) -> Iterator[Layout]:
             yield Layout(kind, ranks, parallel, run, refused)
 
 
-def accepted(kinds: Iterable[str]) -> list[Layout]:
-    return [layout for kind in kinds for layout in layouts_of(kind) if layout.refused is None]
+def accepted(kinds: Iterable[str], num_ranks: Iterable[int] = RANKS) -> list[Layout]:
+    return [layout for kind in kinds for layout in layouts_of(kind, num_ranks) if layout.refused is None]
 
 
 def an_eighth(layouts: list[Layout], seed: int = 30) -> list[Layout]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.conformance import CHECKS, OUTCOMES
-from tests.scoreboard.__main__ import WRITTEN, main, notes_of, row_of, targets, write_rows
+from tests.scoreboard.__main__ import WRITTEN, notes_of, row_of, targets
 from tests.scoreboard.environments import ENVIRONMENTS
 
 
@@ -43,37 +43,6 @@ def test_the_scoreboard_has_the_notes_and_descriptions_of_today(rows: list[dict[
         if row["trainer"] in targets():
             notes = {name: cell["note"] for name, cell in row["verdicts"].items() if cell["note"]}
             assert notes == notes_of(targets()[row["trainer"]])
-
-
-def test_a_row_replaces_the_old_one_and_leaves_the_others(tmp_path: Path) -> None:
-    path = tmp_path / "scoreboard.json"
-    first, second, new = (
-        {"trainer": name, "version": version, "date": "2026-11-26", "verdicts": {}}
-        for name, version in (("plain", "1"), ("trl", "1"), ("trl", "2"))
-    )
-    write_rows([first, second], path)
-    write_rows([new], path)
-
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["trainer"], row["version"]) for row in rows] == [("trl", "2"), ("plain", "1")]
-
-
-def test_a_note_about_a_check_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    target = tmp_path / "some_target.py"
-    target.write_text('NOTES: dict[str, str] = {"no-such-check": "a note"}\n')
-
-    with pytest.raises(SystemExit, match="NOTES has no check 'no-such-check'"):
-        notes_of(target)
-
-
-def test_unknown_trainers_and_checks_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments, words in ((["foo"], "no trainer 'foo'"), (["plain", "--checks", "foo"], "no check 'foo'")):
-        monkeypatch.setattr("sys.argv", ["scoreboard", *arguments])
-        with pytest.raises(SystemExit):
-            main()
-        assert words in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -22,7 +22,6 @@ from harness.formats import open_dataset
 from tests.benchmarks import scheduling
 from tests.benchmarks.__main__ import PEERS
 from tests.benchmarks.clocks import rate
-from tests.benchmarks.links import large_dataset
 from tests.benchmarks.scheduling import NEXT_FIT
 
 ALL = BENCHES | PEERS
@@ -132,40 +131,6 @@ def test_a_workspace_is_removed_unless_it_is_kept(tmp_path):
         assert (path / "manifest.json").stat().st_mtime_ns == written
 
 
-@pytest.mark.parametrize("format_name", ["parquet", "memmap", "binidx", "jsonl"])
-def test_a_large_dataset_of_links_is_read_and_checked_like_any_other(tmp_path, format_name):
-    with Workspace(tmp_path, keep=True) as workspace:
-        path = large_dataset(workspace, format_name, packs=40, shard_packs=16, pack_size=32)
-    reader = open_dataset(path)
-    packs = list(make_packs(16, 32))
-    assert len(reader) == 48
-    assert int(reader.pack_offsets[-1]) == 3 * sum(pack.num_sequences for pack in packs)
-    assert reader[5] == reader[21] == reader[37] == packs[5]
-
-
-def test_formats_are_measured_against_plain_arrays_and_the_row_group_reader(tmp_path):
-    report = measure("formats", tmp_path, packs=96, pack_size=64, rounds=1, steps=32, large_packs=300)
-    names = {figure.name for figure in report.figures}
-    targets = {
-        "memmap to np.memmap, random": (0.8, None),
-        "binidx to np.memmap, random": (0.8, None),
-        "parquet to memmap, loader's order": (1 / 3, None),
-        "parquet to Megatron-Bridge's, random": (8, None),
-        "parquet, time with checks to without": (None, 1.15),
-        "jsonl, open": (None, 0.5),
-        "memmap, memory of open": (None, 60),
-        "parquet, write": (150, None),
-        "memmap, peak heap of write": (None, 32),
-        "npy's memory to parquet's": (500, None),
-    }
-    assert targets.keys() <= names
-    for name, (least, most) in targets.items():
-        assert (report.figure(name).at_least, report.figure(name).at_most) == (least, most)
-    # The checked side of this ratio is the slower one, so it is turned round: time, not speed.
-    assert report.figure("memmap, time with checks to without").of == ("memmap, unchecked", "memmap, checked")
-    assert any("384 packs" in note for note in report.notes)
-
-
 @pytest.fixture(autouse=True)
 def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command has the benches of this folder, as under `python -m tests.benchmarks`."""
@@ -183,42 +148,6 @@ def test_a_list_that_is_too_short_and_too_few_ranks_are_refused_by_name():
         assert what in done.exception.what
 
 
-def test_packing_is_measured_against_plain_best_fit(tmp_path):
-    report = measure("pack", tmp_path, sequences=(3000, 1000), pack_size=4096, rounds=2)
-    packs, needed = (report.figure(f"3,000 in 4,096, {what}").value for what in ("packs", "packs needed"))
-    assert packs >= needed
-    assert report.figure("3,000 in 4,096, empty beyond need").value == 100 * (packs - needed) / packs
-    beyond = [report.figure(f"{one}, packs beyond need").value for one in ("best_fit_decreasing", "next_fit")]
-    assert beyond[0] == report.figure("plain best-fit decreasing, packs beyond need").value < beyond[1]
-    assert report.figure("best_fit_decreasing to plain best-fit decreasing").of[0].startswith("best_fit_decreasing")
-    # The target is one of 13 million sequences.
-    assert report.figure("3,000 in 4,096, whole plan").met is None
-
-
-def test_token_shards_are_measured_against_megatrons_builder(tmp_path):
-    pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    report = measure("tokens", tmp_path, packs=20)
-    ratio = report.figure("median 60: to tensors of rows")
-    assert ratio.at_least == 20
-    assert ratio.of == ("median 60: ours, from Parquet", "median 60: Megatron's builder, a tensor a row of Parquet")
-
-
-@pytest.mark.nightly  # two preparations in processes of their own
-def test_preparing_is_measured_against_the_library_and_as_the_input_grows(tmp_path):
-    report = measure("prepare", tmp_path, sequences=(60, 50, 150))
-    for name in ("prepare to tokenizers alone", "prepare to tokenizers alone, with tools"):
-        assert report.figure(name).at_least == 0.85
-    assert len([figure for figure in report.figures if figure.name.startswith("memory, ")]) == 2
-
-
-def test_a_loader_is_measured_by_tokens(tmp_path):
-    sizes = {"packs": 40, "pack_size": 64, "max_tokens_per_rank": 128, "global_batch": 4, "steps": 3, "workers": (0, 1)}
-    report = measure("loader", tmp_path, **sizes)
-    best = report.figure("memmap, best of 0, 1 workers")
-    assert best.value == max(report.figure(name).value for name in best.of)
-    assert best.at_least == 30
-
-
 def test_stages_of_a_step_are_shares_and_bytes_of_many_ranks_are_counted(tmp_path):
     sizes = {"packs": 40, "pack_size": 64, "max_tokens_per_rank": 128, "global_batch": 4, "steps": 3}
     report = measure("reading", tmp_path, large_packs=0, **sizes)
@@ -231,16 +160,6 @@ def test_stages_of_a_step_are_shares_and_bytes_of_many_ranks_are_counted(tmp_pat
     assert report.figure("parquet, cost_balanced, bytes read, 64 ranks, 4 workers").value > 2
 
 
-@pytest.mark.nightly  # a loader with workers in a process of its own
-def test_a_soak_counts_memory_files_and_threads_of_all_processes(tmp_path):
-    report = measure("soak", tmp_path, parts=("memmap",), packs=16, pack_size=64, global_batch=4)
-    assert report.figure("memmap, passes").value == 12
-    assert report.figure("memmap, threads").value >= 3
-    assert report.figure("memmap, open files").value > 12
-    assert report.figure("memmap, growth of threads").value == 0
-    assert report.figure("what grows, of all formats").at_most == 0
-
-
 def test_schedulers_are_compared_on_simulated_batches(tmp_path):
     report = measure("schedule", tmp_path, steps=3)
     ours, theirs = (report.figure(f"{name}, step cost") for name in ("cost_balanced", NEXT_FIT))
@@ -248,18 +167,6 @@ def test_schedulers_are_compared_on_simulated_batches(tmp_path):
     assert (ours.at_most, theirs.at_most) == (1.01, None)
     planned = measure("planning", tmp_path, sequences=(300,), rounds=2)
     assert planned.figure("cost_balanced, 300 sequences on 64 ranks").unit == "ms"
-
-
-def test_schedulers_are_compared_on_a_dataset_from_its_index(tmp_path):
-    with Workspace(tmp_path, keep=True) as workspace:
-        path = workspace.dataset("memmap", packs=30, pack_size=64)
-    for shard in path.glob("shard_*/input_ids.npy"):
-        shard.write_bytes(bytes(shard.stat().st_size))
-    sizes = {"ranks": 2, "cp_size": 2, "max_tokens_per_rank": 64, "global_batch": 8, "steps": 9}
-    report = measure("schedule", tmp_path / "of", path=str(path), **sizes)
-    assert "means over 3 batches" in report.notes[0]
-    assert sum(figure.name.endswith("step cost") for figure in report.figures) == 4
-    assert all(figure.met is None for figure in report.figures)
 
 
 def test_live_data_is_read_in_four_ways_and_windows_by_cost_are_the_most_even(tmp_path):

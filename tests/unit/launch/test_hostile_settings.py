@@ -91,8 +91,17 @@ def directives_of(script: str) -> list[str]:
     return re.findall("^#SBATCH (--[a-z-]+)", script.partition("\nset -uo pipefail\n")[0], re.MULTILINE)
 
 
-def check(name: str, text: str, make: Callable[[str], str], *, is_run: bool = False) -> None:
-    """Compare the script of a text with that of a safe word, where the text is not refused."""
+def parse(scripts: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for number, script in enumerate(scripts):
+            (Path(folder) / f"{number}").write_text(script)
+        loop = 'shopt -s nullglob; for job in *; do /bin/bash -n "$job" || cat -n "$job"; done'
+        done = subprocess.run(["/bin/bash", "-c", loop], cwd=folder, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def check(name: str, text: str, make: Callable[[str], str], scripts: list[str], *, is_run: bool = False) -> None:
+    """Compare the script of a text with that of a safe word, where the text is not refused, and add it to `scripts`."""
     script, refused = "", None
     try:
         script = make(text)
@@ -101,8 +110,7 @@ def check(name: str, text: str, make: Callable[[str], str], *, is_run: bool = Fa
     if refused is not None:
         assert name in refused.where, refused
         return
-    parsed = subprocess.run(["/bin/bash", "-n"], input=script, capture_output=True, text=True, check=False)
-    assert (parsed.returncode, parsed.stderr) == (0, ""), script
+    scripts.append(script)
     plain = make(f"/{SAFE}" if text.startswith("/") else f"--{SAFE}" if text.startswith("--") else SAFE)
     # A directive of any name, in cluster.sbatch.
     shown = len if name == "sbatch" else list
@@ -121,6 +129,8 @@ def check(name: str, text: str, make: Callable[[str], str], *, is_run: bool = Fa
     ],
 )
 def test_a_text_of_any_setting_changes_neither_directives_nor_commands(config: Any, name: str) -> None:
+    scripts: list[str] = []
+
     def make(text: str) -> str:
         changed = put(config, name, text)
         # Mounts are of a container.
@@ -130,14 +140,15 @@ def test_a_text_of_any_setting_changes_neither_directives_nor_commands(config: A
     @given(TEXTS)
     @settings(max_examples=20, deadline=None, database=None, derandomize=True)
     def check_any(text: str) -> None:
-        check(name, text, make)
+        check(name, text, make, scripts)
 
     for text in HOSTILE:
-        check(name, text, make)
+        check(name, text, make, scripts)
     for text in ("".join(text for text in HOSTILE if one_line(text) == text), *HOSTILE[:3]):
         for start in ("", "/", "--"):
-            check(name, start + text, make, is_run=True)
+            check(name, start + text, make, scripts, is_run=True)
     check_any()
+    parse(scripts)
 
 
 @pytest.mark.parametrize(
