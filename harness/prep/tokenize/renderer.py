@@ -35,7 +35,10 @@ CPU_S = 10.0
 # Of address space, above that of the interpreter.
 MEMORY_BYTES = 2 << 30
 _FIX = "set another template with tokenizer.chat_template, or remove the conversation"
-_SERVE = "from harness.prep.tokenize.renderer import serve; serve()"
+_SERVE = f"""import os
+try: from harness.prep.tokenize.renderer import serve; serve()
+except MemoryError: os._exit({OUT_OF_MEMORY})
+"""
 # The process ends with its standard input, not by signals to everything in the job.
 _NOT_FOR_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -150,7 +153,7 @@ class _Process:
         if code == OUT_OF_CHARACTERS:
             raise _StoppedError(f"writes more than {MAX_CHARACTERS:,} characters")
         if code == OUT_OF_MEMORY:
-            raise _StoppedError(f"requires more than {self.memory_bytes / 2**30:g} GiB of memory")
+            raise _StoppedError(f"finds no memory; it may use {self.memory_bytes / 2**30:g} GiB of memory")
         raise _StoppedError(f"ended the process that renders it ({f'signal {-code}' if code < 0 else f'code {code}'})")
 
 
@@ -192,16 +195,13 @@ def serve() -> None:
         limit = int(sizes.read_text().split()[0]) * resource.getpagesize() + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        while True:
-            try:
-                settings, name, *arguments = pickle.load(sys.stdin.buffer)
-            except EOFError:
-                return
-            answers.write(json.dumps(_answer(settings, name, arguments, cpu_s)).encode() + b"\n")
-            answers.flush()
-    except MemoryError:
-        os._exit(OUT_OF_MEMORY)
+    while True:
+        try:
+            settings, name, *arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        answers.write(json.dumps(_answer(settings, name, arguments, cpu_s)).encode() + b"\n")
+        answers.flush()
 
 
 def _answer(settings: bytes, name: str, arguments: list[Any], cpu_s: float) -> dict[str, Any]:
