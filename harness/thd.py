@@ -64,11 +64,9 @@ class RowMedia:
         firsts = cu_seqlens_padded[self.sequences] + self.starts
         ends = cu_seqlens_padded[self.sequences + 1]
         for first, end, tokens, sides in zip(firsts, ends, self.tokens, grids[:, 1:], strict=True):
-            merged = sides // (math.isqrt(math.prod(sides) // tokens) or 1)
-            after = min(first + tokens, end)
-            inside = np.indices(merged).reshape(2, -1)[:, : after - first]
+            merged, after = sides // math.isqrt(math.prod(sides) // tokens), first + tokens
             places[:, first:after] = places[0, first]
-            places[1:, first : first + inside.shape[1]] += inside
+            places[1:, first:after] += np.indices(merged).reshape(2, -1)
             places[:, after:end] += max(merged) - tokens
         return places
 

@@ -133,7 +133,9 @@ def to_device(
     # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
     bounds = _copied(row.cu_seqlens_padded, device) if is_padded else cu_seqlens
     owners, positions = _find_places(bounds, len(row), cp_size=cp_size, cp_rank=cp_rank)
-    position_ids = positions if _count_from_bounds(row) else _copied(row.position_ids[keep], device)
+    position_ids = positions
+    if not _count_from_bounds(row):
+        position_ids = _copied(row.position_ids[keep].astype(np.int32), device).long()
     sources = None
     if row.sources is not None:
         named = np.pad(row.sources, (0, len(row.cu_seqlens) - 1 - len(row.sources)))

@@ -159,8 +159,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         is_static = self.pipeline_parallel_size > 1 if self.static_rows is None else self.static_rows
         if self.expert_dispatcher == "allgather" and max(shared, self.pipeline_parallel_size) > 1 and not is_static:
             raise ConfigError(
-                f"{shared} ranks share experts on {self.pipeline_parallel_size} stages, and allgather requires rows of "
-                "equal length",
+                f"allgather requires rows of equal length for {shared} ranks that share experts on "
+                f"{self.pipeline_parallel_size} pipeline stages",
                 where="parallel.expert_dispatcher, parallel.static_rows",
                 fix="parallel.static_rows=true, or parallel.expert_dispatcher=alltoall",
             )

@@ -347,13 +347,13 @@ def test_media_are_read_by_ranges_or_from_the_local_copies_of_their_shards(
     proxy: Any, bucket: Any, place: str, tmp_path: Path, format: str
 ) -> None:
     rng = np.random.default_rng(0)
-    media = [Medium("image", 0, 2, rng.bytes(300_000)), Medium("audio", 3, 1, rng.bytes(5))]
+    media = [Medium("image", 0, 2, rng.bytes(300_000)), Medium("audio", 4, 1, rng.bytes(5))]
     packs = [
-        Pack([9, 9, 4, 9], [0, 0, 0, 0], [0, 2], (replace(media[0], data=bytes([number]) * 300_000), media[1]))
+        Pack([9, 9, 4, 4, 9, 4], [0] * 6, [0, 3], (replace(media[0], data=bytes([number]) * 300_000), media[1]))
         for number in range(5)
     ]
     packs[2:4] = [Pack([1, 2], [0, 0], [0])] * 2
-    options = {"format": format, "pack_size": 4, "packs_per_shard": 2, "resume_key": "a"}
+    options = {"format": format, "pack_size": 6, "packs_per_shard": 2, "resume_key": "a"}
     write_packs(place, packs, **options)
     write_packs(tmp_path / "local", packs, **options)
     remote = open_dataset(place)

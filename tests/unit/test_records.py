@@ -90,15 +90,21 @@ def test_rows_that_do_not_divide_by_the_ranks_are_refused():
         Schedule(2, np.array([0]), np.array([0, 1, 1, 1]))
 
 
+INSIDE = "not after the one before, inside one sequence and before its last token"
+
+
 @pytest.mark.parametrize(
     ("mask", "start", "tokens", "problem"),
     [
-        ([1, 1, 0, 0, 0], 3, 2, None),  # the mask before a sequence is of the sequence before it
-        ([0, 1, 0, 0, 0], 2, 1, "trains placeholder tokens of medium 0 in tokens 2 to 3"),
-        ([0, 0, 0, 1, 0], 3, 2, "trains placeholder tokens of medium 0 in tokens 3 to 5"),
-        ([0, 0, 0, 0, 0], 2, 2, "has medium 0 in tokens 2 to 4, not after the one before, inside one sequence"),
-        ([0, 0, 0, 0, 0], 4, 0, "has medium 0 of kind 'image' and 0 tokens"),
+        ([1, 1, 0, 0, 0, 0], 3, 2, None),  # the mask before a sequence is of the sequence before it
+        ([0, 0, 0, 0, 1, 0], 3, 1, None),
+        ([1, 0, 0, 0, 0, 0], 1, 1, "trains placeholder tokens of medium 0 in tokens 1 to 2"),
+        ([0, 0, 0, 1, 0, 0], 3, 2, "trains placeholder tokens of medium 0 in tokens 3 to 5"),
+        ([0, 0, 0, 0, 0, 0], 2, 2, f"has medium 0 in tokens 2 to 4, {INSIDE}"),
+        # The model does not read the last token of a sequence.
+        ([0, 0, 0, 0, 0, 0], 2, 1, f"has medium 0 in tokens 2 to 3, {INSIDE}"),
+        ([0, 0, 0, 0, 0, 0], 4, 0, "has medium 0 of kind 'image' and 0 tokens"),
     ],
 )
 def test_media_are_untrained_placeholders_inside_one_sequence(mask, start, tokens, problem) -> None:
-    assert Pack([1, 2, 3, 4, 5], mask, [0, 3], (Medium("image", start, tokens, b""),)).problem() == problem
+    assert Pack([1, 2, 3, 4, 5, 6], mask, [0, 3], (Medium("image", start, tokens, b""),)).problem() == problem

@@ -118,7 +118,7 @@ def test_omitted_settings_come_from_the_base():
         ("hydra.run.dir=x", "unknown setting 'hydra.run.dir'", "`harness try --cfg` prints every setting"),
         ("~data.pack_size", "~ changes groups", "data.pack_size=VALUE"),
         ("data.pack_size", "'data.pack_size' is not a setting", "key=value"),
-        ("data.pack_size=1", "pack_size is 1", "2 or more"),
+        ("data.pack_size=1", "pack_size is 1", "at least 2"),
     ],
 )
 def test_a_mistake_is_one_error_with_its_fix(argument, message, fix):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -216,7 +217,8 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
 
 def _special_tokens(tokenizer: Any, ends: set[int], vocab_size: int) -> SpecialTokens:
     added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    named = [id for id, text in sorted(added.items()) if "pad" in text.lower()]
+    # Not the placeholder tokens of media, for which an encoder has to give features.
+    named = [id for id, text in sorted(added.items()) if re.search(r"(?i)^(?!.*(image|audio|video)).*pad", text)]
     known = [
         id for id in (tokenizer.pad_token_id, *named, tokenizer.unk_token_id) if id is not None and id < vocab_size
     ]

@@ -49,7 +49,7 @@ FIRST = Pack([5, 9, 9, 7, 8, 6], [0, 0, 1, 0, 1, 0], [0, 4], (SOUND, Medium("ima
 
 
 def random_packs(seed: int, count: int = 9) -> list[Pack]:
-    """Packs of sequences with none, one or several media, next to each other or at either end, and packs without."""
+    """Packs of sequences with none, one or several media, next to each other or at the beginning, and packs without."""
     rng = np.random.default_rng(seed)
     packs = []
     for _ in range(count):
@@ -69,7 +69,7 @@ def random_packs(seed: int, count: int = 9) -> list[Pack]:
                     tokens = int(rng.integers(1, 9))
                     ids += rng.integers(0, 290, tokens).tolist()
                     mask += rng.integers(0, 2, tokens).tolist()
-            if len(ids) == starts[-1] + 1:
+            if len(ids) == starts[-1] + 1 or (media and media[-1].start + media[-1].tokens == len(ids)):
                 ids, mask = [*ids, 1], [*mask, 0]
             mask[-1] = 0
         packs.append(Pack(ids, mask, starts, tuple(media)))
@@ -336,7 +336,8 @@ def test_rows_that_are_not_of_the_dataset_are_refused(tmp_path: Path) -> None:
 def test_a_reader_maps_the_index_and_reads_no_more_of_a_file_than_its_sequences(tmp_path: Path, monkeypatch) -> None:
     from harness.storage import inputs
 
-    big = Pack([9, 9], [0, 0], [0, 1], (Medium("image", 0, 1, b"a" * 1_000_000), Medium("image", 1, 1, b"b" * 10)))
+    media = (Medium("image", 0, 1, b"a" * 1_000_000), Medium("image", 2, 1, b"b" * 10))
+    big = Pack([9, 1, 9, 1], [0] * 4, [0, 2], media)
     reader = open_dataset(write(tmp_path / "data", [big]))
     read: list[int] = []
     real = inputs.LocalSource.read_at

@@ -103,4 +103,4 @@ def test_a_global_batch_whose_weights_exceed_int32_is_refused(tmp_path: Path) ->
         ConfigError, match="global batch of 4,294,968 packs of 5 tokens with weights is too large"
     ) as it:
         open_fine_tuning(config, None)  # type: ignore[arg-type]
-    assert it.value.fix.startswith("the value must be at most 4,294,967,")
+    assert it.value.fix.startswith("set it to at most 4,294,967,")

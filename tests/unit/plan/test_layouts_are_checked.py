@@ -32,7 +32,7 @@ ALLGATHER = {"expert_dispatcher": "allgather", "expert_parallel_size": 2}
         ({"expert_dispatcher": "deepep"}, "expert_dispatcher"),
         (
             {"expert_dispatcher": "allgather", "expert_parallel_size": 2},
-            "2 ranks share experts, and allgather requires rows of equal length",
+            "allgather requires rows of equal length for 2 ranks that share experts on 1 pipeline stages",
         ),
         ({"expert_dispatcher": "flex"}, "flex dispatch requires experts on several ranks"),
         ({"cuda_graphs": True}, "static_rows is null: CUDA graphs require rows of constant length"),

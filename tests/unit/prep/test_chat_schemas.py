@@ -615,7 +615,7 @@ REFUSED = {
         ({"chosen": "Human: Hi", "rejected": "no"}, "`chosen` is a text, but there is no `prompt`"),
     ],
     "not_an_object": [([1, 2], "a JSON list"), (None, "a JSON NoneType")],
-    "no_assistant_turn": [({"messages": [ASK]}, "none of the 1 turns")],
+    "no_assistant_turn": [({"messages": [ASK]}, "no assistant turn in a conversation of 1 turn")],
 }
 
 
