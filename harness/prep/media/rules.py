@@ -257,11 +257,8 @@ def _image_numbers(name: str, known: Sequence[str]) -> tuple[dict[str, Any], dic
 
 def _read_llava(name: str, config: Mapping[str, Any]) -> MediaRules:
     (found, numbers), vision = _image_numbers(name, _IMAGE_PROCESSORS[:2]), config.get("vision_config") or {}
-    size = (
-        numbers["crop_size"]
-        if numbers.get("do_center_crop", numbers["processor"].startswith("CLIP"))
-        else numbers["size"]
-    )
+    has_crop = numbers.get("do_center_crop", numbers["processor"].startswith("CLIP"))
+    size = numbers["crop_size" if has_crop else "size"]
     square = {"height": size, "width": size} if isinstance(size, int) else size
     patch = found.get("patch_size") or vision["patch_size"]
     # Older processors leave these to the model's configuration, and its tower's class token to the model.
