@@ -113,10 +113,11 @@ def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, T
             for path in paths:
                 with _opened(path) as file:
                     names, metadata = file.schema_arrow.names, file.metadata
+                    parts = list(_split_groups(metadata, column))
                 if column not in names:
                     fix = f"specify one of its columns: {', '.join(names)}"
                     raise PrepError(f"the shard has no column {column!r}", where=str(path), fix=fix)
-                for groups, first_row, num_rows, num_tokens in _split_groups(metadata, column):
+                for groups, first_row, num_rows, num_tokens in parts:
                     mean = max(1.0, num_tokens / num_rows)
                     batches = _read_groups(path, metadata, column, groups, first_row, int(_BATCH_TOKENS // mean))
                     if num_tokens > _BATCH_TOKENS:
@@ -167,7 +168,7 @@ def _opened(path: Path, metadata: pq.FileMetaData | None = None) -> Iterator[pq.
     try:
         with pq.ParquetFile(path, metadata=metadata, **options) as file:
             yield file
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # names of columns too
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         fix = "write or copy it again, as Parquet with a column of token ids; `harness prepare` is for chats"
         raise PrepError(f"the shard cannot be read: {reason}", where=str(path), fix=fix) from None

@@ -63,6 +63,19 @@ def test_what_once_broke_a_parser_is_answered(tmp_path: Path, number: int) -> No
     target.try_one(bytes([target.files.index(file)]) + data if file else data)
 
 
+@pytest.mark.parametrize("name", ["token shards", "sources", "imports", "parquet"])
+def test_names_of_columns_that_are_no_utf8_are_answered(tmp_path: Path, name: str) -> None:
+    """A footer has each name twice: in the schema, and with each of the column's chunks."""
+    target, changed = TARGETS[name](tmp_path / name), 0
+    for seed in target.seeds:
+        for old in (b"element", b"input_ids", b"role"):
+            at = seed.rfind(old)
+            while b"PAR1" in seed[:5] and at > 0:
+                target.try_one(seed[:at] + b"\xf4" + seed[at + 1 :])
+                at, changed = seed.rfind(old, 0, at), changed + 1
+    assert changed > 1
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", TARGETS)

@@ -78,7 +78,7 @@ def test_every_kind_of_file_gives_the_same_dataset(tmp_path, expected, name):
     report, output = run(tmp_path / "data", str(tmp_path / name))
     assert report.splits["train"].fingerprint == expected
     assert report.records == 200
-    assert "schema messages" in output
+    assert "use the `messages` schema" in output
     assert "Ignored fields: id" in output
 
 

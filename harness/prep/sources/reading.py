@@ -251,7 +251,7 @@ def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
             yield from _cut_records(file, size, shard_bytes, unit)
         else:
             yield from _cut_lines(file, size, shard_bytes)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # names of columns too
         raise _unreadable(str(file), error) from error
 
 
@@ -330,7 +330,7 @@ def _read(shard: SourceShard) -> Iterator[SourceChunk]:
         for chunk in _open(shard):
             yield replace(chunk, reader=shard.reader)
             last = chunk
-    except (OSError, EOFError, pa.ArrowException) as error:
+    except (OSError, EOFError, pa.ArrowException, UnicodeDecodeError) as error:
         number = shard.first - 1 if last is None else last.first + len(last.records) - 1
         where = shard.path if last is None and not shard.is_piece else f"{shard.path}, after {shard.unit} {number}"
         raise _unreadable(where, error) from error
