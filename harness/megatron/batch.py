@@ -133,9 +133,7 @@ def to_device(
     # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
     bounds = _copied(row.cu_seqlens_padded, device) if is_padded else cu_seqlens
     owners, positions = _find_places(bounds, len(row), cp_size=cp_size, cp_rank=cp_rank)
-    position_ids = positions
-    if not _count_from_bounds(row):
-        position_ids = _copied(row.position_ids[keep].astype(np.int32), device).long()
+    position_ids = positions if _counts_up(row) else _copied(row.position_ids[keep].astype(np.int32), device).long()
     sources = None
     if row.sources is not None:
         named = np.pad(row.sources, (0, len(row.cu_seqlens) - 1 - len(row.sources)))
@@ -201,7 +199,7 @@ def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> TokenTensors
     )
 
 
-def _count_from_bounds(row: ThdBatch) -> bool:
+def _counts_up(row: ThdBatch) -> bool:
     """Return True if positions are counted from 0 in every sequence, as `_find_places` counts them."""
     starts = row.cu_seqlens_padded[:-1][np.diff(row.cu_seqlens_padded) > 0]
     jumps = np.count_nonzero(np.diff(row.position_ids) != 1)

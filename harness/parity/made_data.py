@@ -63,10 +63,8 @@ def _rules_of(encoder: str) -> MediaRules:
         if "image_size" not in vision:
             numbers = {"patch_size": vision["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
             token = (2 * vision["patch_size"]) ** 2
-            numbers |= {
-                "processor": "Qwen2VLImageProcessor",
-                "size": {"shortest_edge": token, "longest_edge": 16 * token},
-            }
+            size = {"shortest_edge": token, "longest_edge": 16 * token}
+            numbers |= {"processor": "Qwen2VLImageProcessor", "size": size}
             return MediaRules(model.rules, {model.kind: int(values[model.token])}, numbers)
         size = {"height": vision["image_size"], "width": vision["image_size"]}
         numbers = {"processor": "CLIPImageProcessor", "size": size, "crop_size": size, "do_center_crop": True}
