@@ -55,8 +55,7 @@ class RowMedia:
         """Return positions in time, height and width, int64 [3, T], of a row with these bounds and positions of text.
 
         The tokens of an image have the position after the text before it, plus their row or column in height and width;
-        the text after it continues where the longer side ends. They are `get_rope_index` of transformers for each
-        sequence alone. None for media without a grid.
+        the text after it continues where the longer side ends (transformers' `get_rope_index`). None without a grid.
         """
         if (grids := self.arrays.get("image_grid_thw")) is None:
             return None

@@ -36,7 +36,7 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_757,
+    "harness": 2_756,
     "harness/bench": 2_056,
     "harness/cli": 2_704,
     "harness/conformance": 1_630,
@@ -45,8 +45,8 @@ LINES = {
     "harness/integrations": 2_941,
     "harness/launch": 2_401,
     "harness/loader": 4_659,
-    "harness/megatron": 10_671,
-    "harness/parity": 2_654,
+    "harness/megatron": 10_673,
+    "harness/parity": 2_652,
     "harness/plan": 5_273,
     "harness/prep": 11_030,
     "harness/recipes": 10,
@@ -58,8 +58,8 @@ LINES = {
     "tests/benchmarks": 3_115,
 }
 SHAPE = {
-    "core ring, lines": 20_044,
-    "from packs to the optimizer's step, lines": 4_081,
+    "core ring, lines": 20_043,
+    "from packs to the optimizer's step, lines": 4_080,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,

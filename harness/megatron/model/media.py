@@ -219,8 +219,7 @@ def _encode_patches(
     encoder: Any, values: dict[str, Any], *, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor
 ) -> torch.Tensor:
     made = encoder.visual(pixel_values, grid_thw=image_grid_thw)
-    features: torch.Tensor = torch.cat((made.pooler_output, *getattr(made, "deepstack_features", ())), dim=-1)
-    return features
+    return torch.cat((made.pooler_output, *getattr(made, "deepstack_features", ())), dim=-1)
 
 
 _ENCODE: dict[str, Any] = {
@@ -237,13 +236,16 @@ def add_encoder(chunk: GPTModel, model: ModelConfig) -> None:
 
     def take(module: nn.Module, args: Any, options: dict[str, Any]) -> None:
         encoder.row = options["packed_seq_params"].media
+        chunk.embedding.scatter_to_sequence_parallel = False
 
-    def merge(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+    def merge(module: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
         embedded = encoder.merge(embedded)
-        # Each tensor-parallel rank then has the gradient of all tokens, and so the same one of the encoder.
-        if chunk.config.sequence_parallel:
-            return tensor_parallel.scatter_to_sequence_parallel_region(embedded)  # type: ignore[no-any-return]
-        return embedded
+        if not encoder.is_divided:
+            return embedded
+        # Each tensor-parallel rank then has the gradient of all tokens, and so the same one of the encoder. Megatron
+        # 0.19 would divide it again.
+        module.scatter_to_sequence_parallel = True
+        return tensor_parallel.scatter_to_sequence_parallel_region(embedded)  # type: ignore[no-any-return]
 
     def deepen(number: int, module: nn.Module, args: Any, options: dict[str, Any], output: Any) -> Any:
         media = options["packed_seq_params"].media
