@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from .commands import Command, contents
 
 _NAMED = re.compile(r"^(rank \d+: )?\w+Error: \S.*\n  where: \S", re.MULTILINE)
 # Torch's C++ code does not pass the system's reason on.
+# The interpreter's own words about a .pth file that it could not read when it started the process that renders.
+_OF_SITE = re.compile(r"Error processing line \d+ of .*?Remainder of file ignored", re.DOTALL)
 _TORCHS = "the disk is full or failing"
 
 
@@ -145,6 +147,7 @@ def attempt_without_memory(
     before = [contents(folder / name) for name in command.inputs]
     ended = disk.run(split(command.arguments, folder), fault=Fault(at, smallest=smallest))
     where = f"no memory at {at}, {ended.died_in}"
+    ended = replace(ended, output=_OF_SITE.sub("", ended.output))
     has_aborted = ended.code == -signal.SIGABRT and "memory allocation of" in ended.output
     assert has_aborted or not (problem := judge(ended, "")), f"{where}: {problem}\n{ended.output}"
     opened = fingerprints(folder)

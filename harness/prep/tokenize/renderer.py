@@ -37,7 +37,7 @@ MEMORY_BYTES = 2 << 30
 _FIX = "set another template with tokenizer.chat_template, or remove the conversation"
 _SERVE = f"""import os
 try: from harness.prep.tokenize.renderer import serve; serve()
-except MemoryError: os._exit({OUT_OF_MEMORY})
+except (MemoryError, OSError): os._exit({OUT_OF_MEMORY})
 """
 # The process ends with its standard input, not by signals to everything in the job.
 _NOT_FOR_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
