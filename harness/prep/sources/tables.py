@@ -131,11 +131,8 @@ def read_parquet(
             try:
                 if isinstance(place, Path):  # in object storage each header would be a request
                     rows = check_pages(place, metadata, number, columns, rows)
-            except (
-                OSError,
-                pa.ArrowException,
-                UnicodeDecodeError,
-            ) as error:  # raised once the groups before it are read
+            except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+                # Raised once the groups before it are read.
                 numbers, failed = numbers[:at], error
                 break
         for batch in parquet.iter_batches(batch_size=rows, row_groups=numbers, columns=columns):

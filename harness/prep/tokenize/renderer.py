@@ -7,6 +7,7 @@ batches of conversations go to it pickled, and come back as JSON, of which nothi
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -37,7 +38,9 @@ MEMORY_BYTES = 2 << 30
 _FIX = "set another template with tokenizer.chat_template, or remove the conversation"
 _SERVE = f"""import os
 try: from harness.prep.tokenize.renderer import serve; serve()
-except (MemoryError, OSError): os._exit({OUT_OF_MEMORY})
+except (MemoryError, OSError) as error:
+    if getattr(error, "errno", {errno.ENOMEM}) != {errno.ENOMEM}: raise
+    os._exit({OUT_OF_MEMORY})
 """
 # The process ends with its standard input, not by signals to everything in the job.
 _NOT_FOR_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
