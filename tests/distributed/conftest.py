@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import prepared  # noqa: F401
+import psutil
 import pytest
 from small_packs import write_small_packs
 
@@ -169,7 +170,6 @@ def kill_when(condition: Callable[[], object], arguments: list[str]) -> None:
         arguments,
         env=environment(),
         cwd=ROOT,
-        start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -180,5 +180,19 @@ def kill_when(condition: Callable[[], object], arguments: list[str]) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_tree(process)
+
+
+def kill_tree(process: subprocess.Popen[Any]) -> None:
+    """SIGKILL a process and all below it, and wait for their ends; ranks of torchrun are in sessions of their own."""
+    everyone = []
+    if process.poll() is None:
+        top = psutil.Process(process.pid)
+        top.suspend()  # it starts no more
+        everyone = top.children(recursive=True)
+    process.kill()
+    for child in everyone:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
+    assert psutil.wait_procs(everyone, timeout=120)[1] == []

@@ -25,7 +25,11 @@ from typing import Any
 from harness.megatron import prepare_process
 
 # What jobs need and import late; the first optimizer imports torch._dynamo, which takes each rank two seconds.
-LATE = ("pytest", "torch._dynamo", "harness.recipes.sft", "harness.megatron.run", "harness.megatron.export.folder")
+LATE = (
+    *("pytest", "torch._dynamo", "harness.recipes.sft", "harness.megatron.run", "harness.megatron.export.folder"),
+    # The encoders of media; `transformers` takes three seconds.
+    *("transformers.models.auto.modeling_auto", "transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe"),
+)
 
 
 def jobs_of(listed: str) -> Iterator[list[Any]]:

@@ -19,7 +19,7 @@ import pytest
 from harness.parity.running import free_ports
 from harness.train.attempts import decide
 
-from .conftest import ROOT, command, environment, forked, overrides_of, read_metrics, run_command
+from .conftest import ROOT, command, environment, forked, kill_tree, overrides_of, read_metrics, run_command
 from .test_resume import SAME
 
 # Long enough that none ends before its signal.
@@ -92,10 +92,7 @@ def running(job: Job) -> Iterator[Job]:
     try:
         yield job
     finally:
-        if job.process.poll() is None:
-            for process in job.everyone():
-                process.kill()
-            job.process.wait()
+        kill_tree(job.process)
 
 
 def checkpoints_in(folder: Path) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from environments import ROOT, Environment
+
+from tests.distributed.conftest import kill_tree
 
 HERE = Path(__file__).parent
 
@@ -43,13 +44,12 @@ class Trainer:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         )
         try:
             printed, _ = process.communicate(timeout=600)
         except BaseException:
             # A trainer that failed in one rank leaves the others waiting.
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process)
             process.communicate()
             raise
         assert process.returncode == code, printed[-6000:]

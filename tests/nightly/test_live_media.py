@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +15,7 @@ from harness.recipes.parity import ParityConfig
 
 from harness.config import compose_config
 from harness.parity.reference import make_model
-from tests.distributed.conftest import ROOT, environment, read_metrics, run_command
+from tests.distributed.conftest import ROOT, environment, kill_tree, read_metrics, run_command
 from tests.samples.media_models import save_media_model, sound
 
 
@@ -64,14 +62,11 @@ def test_ranks_that_are_killed_train_every_sound_of_a_stream_as_an_undisturbed_r
         train = [*launch, "-m", "harness.recipes.sft", *settings, f"data.live.path={stream}", f"run_dir={run}"]
         if name == "killed":
             with (tmp_path / "log.txt").open("wb") as log:
-                first = subprocess.Popen(
-                    train, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True
-                )
+                first = subprocess.Popen(train, cwd=ROOT, env=environment(), stdout=log, stderr=log)
             while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < 5:
                 assert first.poll() is None, (tmp_path / "log.txt").read_text()[-3000:]
                 time.sleep(0.1)
-            os.killpg(first.pid, signal.SIGKILL)
-            first.wait()
+            kill_tree(first)
             train.append("resume=true")
         code, output = run_command(train, timeout_s=900)
         assert code == 0, output
