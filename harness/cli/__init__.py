@@ -15,15 +15,12 @@ _READING = frozenset(("chat", "live", "preflight"))
 def main() -> None:
     """Run the command line; a HarnessError, and a missing extra, become a message and exit code 2."""
     with exit_on_error(reads_input=bool(_READING.intersection(sys.argv[1:2]))):
-        from harness.cli.app import USAGE_ERROR, app, missing_argument
+        from harness.cli.app import USAGE_ERROR, app, usage_error
 
         try:
             code = app(prog_name="harness", standalone_mode=False)
         except USAGE_ERROR as error:
-            if (missing := missing_argument(error)) is not None:
-                raise missing from None
-            error.show()
-            code = error.exit_code
+            raise usage_error(error) from None
         except SystemExit as ended:
             # Typer ends with 1 where the reader of the help has ended.
             if isinstance(ended.__context__, BrokenPipeError):

@@ -140,12 +140,14 @@ def _root(
     """
 
 
-def missing_argument(error: Any) -> ConfigError | None:
-    """Return the error of an argument that is missing, with the command and those that were given; None for others."""
+def usage_error(error: Any) -> ConfigError:
+    """Return the error of a command line that Typer refuses; for a missing argument, with those that were given."""
+    command = "harness" if error.ctx is None else error.ctx.command_path
     if not isinstance(error, typer.BadParameter) or error.param is None or error.ctx is None or error.message:
-        return None
+        what = error.format_message().rstrip(".")
+        return ConfigError(what[:1].lower() + what[1:], where=command, fix=f"{command} --help shows what it takes")
     names = [each for each in error.ctx.command.params if each.param_type_name == "argument" and each.required]
-    command, missing = error.ctx.command_path, error.param.metavar
+    missing = error.param.metavar
     given = [str(error.ctx.params.get(each.name) or each.metavar) for each in names]
     fix = f"{' '.join([command, *given])} ({missing}: {getattr(error.param, 'help', '')})"
     return ConfigError(f"{missing} is missing", where=command, fix=fix)
