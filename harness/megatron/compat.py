@@ -38,7 +38,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.overrides import TorchFunctionMode
@@ -190,6 +190,27 @@ def missing_kernels(*, delta_rule: bool) -> str | None:
     return None if _can_import("mamba_ssm.ops.triton.ssd_combined") else "mamba-ssm"
 
 
+class WholeLinear(torch.nn.Module):
+    """A linear layer without bias that every tensor-parallel rank has all of, for its own part of the tokens.
+
+    Args:
+        init_method: draws the weight; None for that of the configuration.
+        rest: what Transformer Engine's layer takes besides; for Megatron, which makes some layers with it alone.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any = None, **rest: Any) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
+        (init_method or config.init_method)(self.weight)
+        # Read by finalize_model_grads, which sums the gradient over the TP group.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return [s, b, outputs] for [s, b, inputs], and no bias, as Megatron's layers do."""
+        return torch.nn.functional.linear(inputs, self.weight), None
+
+
 def _can_import(name: str) -> bool:
     """Return False for a module of a package that is missing or damaged, or of a folder that only has its name."""
     try:
@@ -296,6 +317,8 @@ def without_kernels(*, on_cpu: bool) -> Iterator[None]:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     with ExitStack() as stack:
+        # The layers around experts of another size, which Megatron makes with Transformer Engine alone.
+        stack.enter_context(mock.patch.multiple(moe_layer, create=True, HAVE_TE=True, TELinear=WholeLinear))
         if on_cpu or not _has_transformer_engine():
             # Its names are there without it, or where it cannot be imported, and are no classes.
             stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))

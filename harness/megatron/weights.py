@@ -44,6 +44,7 @@ _TENSORS: dict[str, tuple[str, int | None]] = {
     "self_attention.core_attention.softmax_offset": ("self_attn.sinks", 0),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
     "mlp.router.bias": ("mlp.router.bias", None),
+    **{f"mlp.{name}_latent_proj.weight": (f"mlp.{name}_latent_proj.weight", None) for name in ("fc1", "fc2")},
 }
 _HEAD_NORMS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
 # The same with latent attention.
@@ -206,20 +207,18 @@ def expert_names(model: ModelConfig) -> ExpertNames:
 
 
 def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    names, hidden, inner, shared = (
-        expert_names(model),
-        model.hidden_size,
-        model.expert_size,
-        model.shared_ffn_hidden_size,
-    )
+    names, hidden, inner = expert_names(model), model.hidden_size, model.expert_size
+    shared, width, latent = model.shared_ffn_hidden_size, model.expert_width, model.expert_latent_size
     shapes: dict[str, tuple[int, ...]] = {names.router: (model.num_experts, hidden)}
     if names.are_stacked:
         shapes["mlp.router.bias"] = (model.num_experts,)
         for name, inputs, outputs in ((names.gate, hidden, 2 * inner), (names.down, inner, hidden)):
             shapes |= {name: (model.num_experts, inputs, outputs), f"{name}_bias": (model.num_experts, outputs)}
     for number in range(0 if names.are_stacked else model.num_experts):
-        shapes |= {name.format(number): (inner, hidden) for name in (names.gate, names.up) if name}
-        shapes[names.down.format(number)] = (hidden, inner)
+        shapes |= {name.format(number): (inner, width) for name in (names.gate, names.up) if name}
+        shapes[names.down.format(number)] = (width, inner)
+    if latent:
+        shapes |= {"mlp.fc1_latent_proj.weight": (latent, hidden), "mlp.fc2_latent_proj.weight": (hidden, latent)}
     if model.expert_bias:
         shapes[names.bias] = (model.num_experts,)
     if model.gates_shared_experts:

@@ -152,7 +152,7 @@ def parts_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> 
 def count_experts(model: ModelConfig, parallel: ParallelConfig, *, stage: int) -> int:
     """Return the number of weights of routed experts on a rank of pipeline stage `stage`."""
     layers = sum(model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage))
-    one = (1 + model.halves) * model.hidden_size * model.expert_size // parallel.expert_tensor_parallel_size
+    one = (1 + model.halves) * model.expert_width * model.expert_size // parallel.expert_tensor_parallel_size
     one += (model.hidden_size + 2 * model.expert_size) * model.traits.has_biases
     return layers * model.num_experts // parallel.expert_parallel_size * one
 
@@ -169,6 +169,7 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
         "-": hidden + mlp * model.ffn_hidden_size // tp,
         "E": hidden
         + model.num_experts * (hidden + model.traits.has_biases)
+        + 2 * hidden * model.expert_latent_size
         + mlp * model.shared_ffn_hidden_size // tp
         + hidden * model.gates_shared_experts,
     }
@@ -235,11 +236,12 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, 
     parts = parts_of_stage(model, parallel, stage)
     targets = set(model.lora_targets)
 
-    def mlp(inner: int, tp: int) -> int:
-        gated, down = hidden + model.halves * inner // tp, inner // tp + hidden
+    def mlp(inner: int, tp: int, width: int = hidden) -> int:
+        gated, down = width + model.halves * inner // tp, inner // tp + width
         return gated * ("linear_fc1" in targets) + down * ("linear_fc2" in targets)
 
-    routed = parts.count("E") * model.num_experts // parallel.expert_parallel_size * mlp(model.expert_size, 1)
+    routed = parts.count("E") * model.num_experts // parallel.expert_parallel_size
+    routed *= mlp(model.expert_size, 1, model.expert_width)
     if experts_only:
         return model.lora_rank * routed
     numbers = parts.count("-") * mlp(model.ffn_hidden_size, tp) + routed
@@ -395,21 +397,23 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
     With T tokens on a rank and even routing, its experts get T * experts_per_token of them, whatever the number of
     expert-parallel ranks: their own and those of others. The busiest rank gets `load` times as many.
     """
-    item, hidden, sent = DTYPE_BYTES[model.number], model.hidden_size, model.experts_per_token
+    item, width, sent = DTYPE_BYTES[model.number], model.expert_width, model.experts_per_token
     tp, etp = parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size
     # Scores and choice of the router; ranks of a tensor-parallel group have a part of the row each.
     router = 9.0 * model.num_experts
     # Tokens in the order of experts, their weights, and the indices of the permutations.
     came = sent * uneven_load(parallel, load)
-    dispatched = came * (item * hidden + 32)
+    dispatched = came * (item * width + 32)
     inner = came * (8 if model.traits.swiglu_limit else 3 * model.halves) * item * model.expert_size
     if kernels.expert_swiglu:
         kept = _input_bytes(model)
-        dispatched = came * (kept * hidden + 32)
+        dispatched = came * (kept * width + 32)
         inner = came * (2 * item + (0 if "activation" in kernels.recomputed else kept)) * model.expert_size
     shared = (3 * model.halves - 1) * item * model.shared_ffn_hidden_size / tp
     # Ranks that share an expert have all of its tokens.
-    return router / tp + (dispatched * etp + inner) / tp + shared
+    # What comes back is the input of the projection to the size of hidden states.
+    joined = item * model.expert_latent_size * (not model.lora_rank)
+    return (router + joined + dispatched * etp + inner) / tp + shared
 
 
 def plan_memory(model: ModelConfig, parallel: ParallelConfig, **sizes: Any) -> Memory:

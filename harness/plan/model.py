@@ -25,7 +25,7 @@ class ModelConfig(CheckedSettings, section="model"):
         family: model architecture. Dense: llama, mistral, qwen2 (biases of query, key and value), qwen3 (query and key
             norms). Mixture of experts: qwen3_moe, mixtral, olmoe (query and key norms over all heads), deepseek_v2 and
             deepseek_v3 (latent attention, also for Moonlight), glm4_moe (GLM-4.5), glm4_moe_lite (GLM-4.7-Flash) and
-            gpt_oss (attention sinks, sliding windows, biases). Hybrid: nemotron_h (Mamba-2; also Nemotron 3 Nano);
+            gpt_oss (attention sinks, sliding windows, biases). Hybrid: nemotron_h (Mamba-2; also Nemotron 3);
             qwen3_next, qwen3_5_text and qwen3_5_moe_text (gated delta rule).
         init_from: folder of Hugging Face weights (safetensors), or a model on the hub; null initializes random weights.
             Family, sizes, vocabulary and max_sequence_length default to its config.json; other values are refused.
@@ -93,6 +93,8 @@ class ModelConfig(CheckedSettings, section="model"):
         num_experts: number of routed experts per layer; 0 for a dense model.
         experts_per_token: number of experts that each token is routed to.
         expert_ffn_hidden_size: inner size of one expert; null uses ffn_hidden_size.
+        expert_latent_size: size of the vectors that routed experts read and write, with a projection of the hidden
+            states before them and one after them; 0 for hidden_size.
         shared_ffn_hidden_size: total inner size of the shared experts of a layer; 0 for none.
         dense_layers: number of leading layers with a dense MLP of ffn_hidden_size instead of experts.
         router_score: softmax or sigmoid of the router's logits, always computed in float32.
@@ -164,6 +166,7 @@ class ModelConfig(CheckedSettings, section="model"):
     num_experts: int = bounded(0, lowest=0, highest=4096)
     experts_per_token: int = bounded(2, lowest=1, highest=100_000)
     expert_ffn_hidden_size: int | None = bounded(None, lowest=1, highest=1_000_000)
+    expert_latent_size: int = bounded(0, lowest=0, highest=1_000_000)
     shared_ffn_hidden_size: int = bounded(0, lowest=0, highest=1_000_000)
     dense_layers: int = bounded(0, lowest=0, highest=10_000)
     router_score: str = one_of("softmax", ("softmax", "sigmoid"))
@@ -217,6 +220,11 @@ class ModelConfig(CheckedSettings, section="model"):
     def expert_size(self) -> int:
         """Inner size of one routed expert."""
         return self.expert_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def expert_width(self) -> int:
+        """Size of the vectors that routed experts read and write."""
+        return self.expert_latent_size or self.hidden_size
 
     @property
     def traits(self) -> Family:
@@ -365,12 +373,13 @@ class ModelConfig(CheckedSettings, section="model"):
 
     def active_weights(self, layer: int) -> int:
         """Return the weights of the matrices of a layer that a token is multiplied by."""
-        inner = self.experts_per_token * self.expert_size + self.shared_ffn_hidden_size
+        routed, shared = self.experts_per_token * self.expert_size, self.shared_ffn_hidden_size
         weights = {
             "*": sum(inputs * outputs for inputs, outputs in self.attention_sizes.values()),
             **dict.fromkeys(SCANS, sum(inputs * outputs for inputs, outputs in self.scan_sizes.values())),
             "-": (1 + self.halves) * self.hidden_size * self.ffn_hidden_size,
-            "E": self.hidden_size * ((1 + self.halves) * inner + self.num_experts),
+            "E": (1 + self.halves) * (self.expert_width * routed + self.hidden_size * shared)
+            + self.hidden_size * (self.num_experts + 2 * self.expert_latent_size),
         }
         return sum(weights[part] for part in self.parts(layer))
 

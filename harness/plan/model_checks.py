@@ -97,6 +97,11 @@ LAYOUT_RULES = (
         "adapters of shared experts exchange tokens themselves",
         "parallel.overlap_shared_experts=false",
     ),
+    Rule(
+        {**_BETWEEN, "model.expert_latent_size": SET},
+        "Megatron-Core does not support it with experts of another size",
+        "parallel.overlap_shared_experts=false",
+    ),
     Rule({**_GRAPHS, **_MEDIA}, "CUDA graphs do not support an encoder", "parallel.cuda_graphs=false"),
     Rule({**_OVERLAP, **_MEDIA}, "it is not supported with an encoder", "parallel.overlap_tensor_parallel=false"),
     Rule({**_GRAPHS, **_HYBRID}, "CUDA graphs do not support hybrid models", "parallel.cuda_graphs=false"),

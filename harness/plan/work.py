@@ -243,8 +243,11 @@ class _RankStep:
             here = model.num_experts / self.parallel.expert_parallel_size
             etp = self.parallel.expert_tensor_parallel_size
             each = self.tokens / tp * model.experts_per_token * etp * self.load / here
-            yield _Product(each, hidden, model.halves * model.expert_size / etp, again, here)
-            yield _Product(each, model.expert_size / etp, hidden, again, here)
+            yield _Product(each, model.expert_width, model.halves * model.expert_size / etp, again, here)
+            yield _Product(each, model.expert_size / etp, model.expert_width, again, here)
+            if latent_size := model.expert_latent_size:
+                yield _Product(self.tokens / tp, hidden, latent_size, again)
+                yield _Product(self.tokens / tp, latent_size, hidden, again)
 
     def product_s(self, one: _Product, *, in_8_bits: bool) -> float:
         """Return the time of a product in all passes: forward, and for the gradients of its input and its weight."""
@@ -284,7 +287,8 @@ class _RankStep:
         copies += 4 * sent * (model.fp8 != "off")
         # Results of experts are divided, added to their biases and joined again.
         biases = model.traits.has_biases * sent * 12 * (1 + 2 * model.expert_size / model.hidden_size)
-        return (2 * copies + biases) * self.hidden_bytes / parallel.tensor_parallel_size
+        size = self.hidden_bytes * model.expert_width / model.hidden_size
+        return (2 * copies + biases) * size / parallel.tensor_parallel_size
 
     def layer(self, parts: str) -> dict[str, float]:
         """Return the times of a microbatch in one layer with these parts, without launches."""
@@ -362,7 +366,7 @@ class _RankStep:
         """Return the time in which the tokens of a microbatch go to their experts, or come back."""
         model, parallel, machine = self.model, self.parallel, self.machine
         ranks = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size
-        size = self.hidden_bytes / parallel.tensor_parallel_size * self.load
+        size = self.hidden_bytes * model.expert_width / model.hidden_size / parallel.tensor_parallel_size * self.load
         here, nodes = min(ranks, machine.ranks), max(1.0, ranks / machine.ranks)
         near = size * model.experts_per_token * (here - 1) / here
         away = size * model.experts_per_token * (nodes - 1) / nodes

@@ -81,6 +81,8 @@ OTHER_VALUES = (
     "model.qk_norm=true",
     "deepseek_like parallel.expert_dispatcher=allgather model.mtp_loss=0.4 model.rope_mscale=0.8 "
     "parallel.overlap_weights=false",
+    "hybrid_moe model.expert_latent_size=24",
+    "lora hybrid_moe model.expert_latent_size=24",
     "deepseek_like model.family=deepseek_v2 model.router_score=softmax model.expert_bias=false model.mtp_layers=0 "
     "model.router_groups=null model.router_top_groups=null model.router_normalize=false",
 )

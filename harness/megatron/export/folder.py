@@ -313,7 +313,7 @@ def _mtp_layers(model: ModelConfig, where: Path) -> Iterator[tuple[str, torch.Te
                 yield name, weights.rows(name)
 
     if folder is None or not layers:
-        what = f"the initial weights ({model.init_from or 'random ones'}) have no MTP layers"
+        what = f"the initial weights ({model.init_from or 'random ones'}) have no MTP layers that can be exported"
         raise ConfigError(what, where=str(where), fix="omit --mtp")
     return read(folder)
 

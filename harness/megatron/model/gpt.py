@@ -290,6 +290,7 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device)
         "num_moe_experts": model.num_experts,
         "moe_router_topk": model.experts_per_token,
         "moe_ffn_hidden_size": model.expert_size,
+        "moe_latent_size": model.expert_latent_size or None,
         "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": model.gates_shared_experts,
         "moe_router_load_balancing_type": "aux_loss" if model.aux_loss else "none",

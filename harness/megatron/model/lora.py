@@ -77,13 +77,13 @@ class AdapterPlace:
 def places(chunk: GPTModel, model: ModelConfig) -> Iterator[AdapterPlace]:
     """Yield the linear layers of a chunk that `model.lora_targets` names; experts by their numbers in the layer."""
     fc = [name for name in ("linear_fc1", "linear_fc2") if name in model.adapted]
-    hidden = model.hidden_size
 
     def mlp(
         layer: Any, parent: Any, where: str, inner: int, seed: int, *, is_expert: bool = False
     ) -> Iterator[AdapterPlace]:
+        width = model.expert_width if is_expert else model.hidden_size
         for name in fc:
-            sizes = (hidden, (inner,) * model.halves) if name == "linear_fc1" else (inner, (hidden,))
+            sizes = (width, (inner,) * model.halves) if name == "linear_fc1" else (inner, (width,))
             end = seed + LORA_TARGETS.index(name)
             yield AdapterPlace(layer.layer_number - 1, parent, name, f"{where}.{name}.weight", *sizes, end, is_expert)
 

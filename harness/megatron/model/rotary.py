@@ -15,9 +15,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from torch.nn import functional
 
-from harness.megatron.compat import PackedRow
+from harness.megatron.compat import PackedRow, WholeLinear
 
 
 class RowSelfAttention(SelfAttention):  # type: ignore[misc]
@@ -76,7 +75,7 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             projection = getattr(self, name, None)
             if isinstance(projection, ColumnParallelLinear):
-                setattr(self, name, WholeLinear(config, projection.input_size, projection.output_size))
+                setattr(self, name, WholeLinear(projection.input_size, projection.output_size, config=config))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Return the parts of the specification as they are; Megatron-Core 0.19 allows fewer combinations."""
@@ -115,22 +114,6 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
         query = torch.cat((query, rotate(_pairs_apart(query_turned), cos, sin)), dim=-1)
         key = torch.cat((key, shared.expand(-1, -1, heads, -1)), dim=-1)
         return query.squeeze(1), key.squeeze(1), value.squeeze(1), queries_of, latent
-
-
-class WholeLinear(torch.nn.Module):
-    """A linear layer without bias that every tensor-parallel rank has all of, for its own part of the tokens."""
-
-    def __init__(self, config: Any, inputs: int, outputs: int) -> None:
-        super().__init__()
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
-        config.init_method(self.weight)
-        # Read by finalize_model_grads, which sums the gradient over the TP group.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return [s, b, outputs] for [s, b, inputs], and no bias, as Megatron's layers do."""
-        return functional.linear(inputs, self.weight), None
 
 
 def _turns_itself(config: Any, row: PackedRow) -> bool:

@@ -111,6 +111,7 @@ def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
         sizes["head_dim"] = 8
     if model.num_experts:
         sizes["expert_ffn_hidden_size"] = width
+        sizes["expert_latent_size"] = 16 if model.expert_latent_size else 0
         sizes["shared_ffn_hidden_size"] = width if model.shared_ffn_hidden_size else 0
     return replace(model.on("cuda"), init_from=None, attention="torch", fp8="off", max_sequence_length=4096, **sizes)  # type: ignore[arg-type]
 

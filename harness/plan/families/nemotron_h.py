@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3 Nano: layers of one part each (Mamba-2, attention without positions, an MLP, or experts).
+"""Nemotron-H and Nemotron 3: layers of one part each (Mamba-2, attention without positions, an MLP, or experts).
 
 Source: NVIDIA, "Nemotron-H: A Family of Accurate and Efficient Hybrid Mamba-Transformer Models", 2025.
 """
@@ -24,7 +24,6 @@ _CONSTANTS = {
     "mamba_proj_bias": False,
     "residual_in_fp32": False,
     "layer_norm_epsilon": 1e-5,
-    "moe_latent_size": None,
 }
 _SIZES = {
     "scan_num_heads": "mamba_num_heads",
@@ -50,6 +49,7 @@ def _standard(values: Mapping[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": len(pattern),
         "rms_norm_eps": values["layer_norm_epsilon"],
         "rope_theta": 10_000,  # no part of a head is rotated
+        "num_nextn_predict_layers": 0,  # MTP layers are left out
     }
 
 
@@ -63,6 +63,7 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
         return settings | {"num_experts": 0}
     return settings | {
         **{ours: int(values[theirs]) for ours, theirs in _EXPERT_SIZES.items()},
+        "expert_latent_size": int(values.get("moe_latent_size") or 0),
         "router_scale": float(values.get("routed_scaling_factor", 1.0)),
         **latent.read_router(values, refuse),
     }
@@ -85,6 +86,7 @@ def _write(model: Any) -> dict[str, Any]:
     return config | {
         **{theirs: getattr(model, ours) for ours, theirs in _EXPERT_SIZES.items()},
         "moe_intermediate_size": model.expert_size,
+        "moe_latent_size": model.expert_latent_size or None,
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "routed_scaling_factor": model.router_scale,
@@ -117,5 +119,6 @@ FAMILY = Family(
     read=_read,
     write=_write,
     stored_name=_stored_name,
+    left_out=("mtp.",),
     unwritten=("hidden_act", "num_hidden_layers", "rms_norm_eps", "rope_theta"),
 )

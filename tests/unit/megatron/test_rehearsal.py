@@ -54,7 +54,7 @@ EXPERTS = ParallelConfig(expert_parallel_size=32, pipeline_parallel_size=2)
     [
         ("llama3_8b", DENSE, 512, 0.5),
         ("qwen3_30b_a3b", EXPERTS, 64, 0.0),
-        ("nemotron3_nano_30b_a3b", EXPERTS, 64, 0.0),
+        ("nemotron3_super_120b_a12b", EXPERTS, 64, 0.0),
         ("qwen3_5_35b_a3b", EXPERTS, 64, 0.0),
     ],
 )

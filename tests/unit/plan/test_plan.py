@@ -99,6 +99,8 @@ def model_of(**settings) -> ModelConfig:
         SCANS,
         {**SCANS, "layer_pattern": "MMM", "dtype": "bfloat16"},
         {**SCANS, "layer_pattern": "ME-", "num_experts": 8, "shared_ffn_hidden_size": 160, "dtype": "bfloat16"},
+        {**SCANS, "layer_pattern": "MEE", "num_experts": 8, "expert_latent_size": 24, "experts_per_token": 4},
+        {**SCANS, "layer_pattern": "ME-", "num_experts": 8, "expert_latent_size": 24, "lora_rank": 4},
         {**SCANS, "layer_pattern": "M*-", "lora_rank": 4, "dtype": "bfloat16"},
         {**SCANS, "recompute": "full", "dtype": "bfloat16"},
     ],
