@@ -33,11 +33,11 @@ class Cluster:
         nodes: names of the nodes.
     """
 
-    def __init__(self, num_nodes: int = 2, *, kill_wait_s: int = 5, credential_s: int = 5) -> None:
+    def __init__(self, num_nodes: int = 2, *, credential_s: int = 5) -> None:
         """Take the seconds from TERM to KILL, and those until a requeued job may start; Slurm's own are 30 and 120."""
         self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
         self.root = Path(tempfile.mkdtemp(prefix="harness-slurm-"))
-        self._kill_wait_s, self._credential_s = kill_wait_s, credential_s
+        self._credential_s = credential_s
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._environment = {
@@ -193,7 +193,7 @@ SlurmctldParameters=preempt_send_user_signal
 ReturnToService=2
 # Seconds until a silent node counts as down; 300 by default.
 SlurmdTimeout=10
-KillWait={self._kill_wait_s}
+KillWait=30
 MinJobAge=3600
 PropagateResourceLimits=NONE
 NodeName=node[1-{count}] NodeAddr={_NET}.[11-{10 + count}] CPUs=16 Boards=1 SocketsPerBoard=1 CoresPerSocket=16 \

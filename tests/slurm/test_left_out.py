@@ -22,7 +22,7 @@ ONE_RANK = "cluster.ranks_per_node=1"
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
     """A cluster of three nodes, with time for a requeued job to say which nodes to leave out."""
-    yield from started(Cluster(3, kill_wait_s=30, credential_s=20))
+    yield from started(Cluster(3, credential_s=20))
 
 
 @pytest.mark.nightly
