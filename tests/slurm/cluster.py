@@ -34,7 +34,7 @@ class Cluster:
     """
 
     def __init__(self, num_nodes: int = 2, *, credential_s: int = 5) -> None:
-        """Take the seconds from TERM to KILL, and those until a requeued job may start; Slurm's own are 30 and 120."""
+        """Take the seconds until a requeued job may start; 120 by default in Slurm."""
         self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
         self.root = Path(tempfile.mkdtemp(prefix="harness-slurm-"))
         self._credential_s = credential_s
