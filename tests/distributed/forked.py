@@ -42,6 +42,7 @@ def jobs_of(listed: str) -> Iterator[list[Any]]:
 
 def run_module(arguments: list[str]) -> None:
     sys.argv = arguments
+    sys.modules.pop(arguments[0], None)  # runpy warns of modules that are imported already
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
