@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -31,6 +33,8 @@ _BUFFER_BYTES = 4 << 20
 _FREE_VALUES, _VALUES_PER_BYTE = 1 << 22, 16
 # Of one page, decompressed. Writers keep dictionaries below 1 or 2 MB.
 _MAX_PAGE_BYTES, _MAX_DICTIONARY_BYTES = 256 << 20, 32 << 20
+# Of one batch of an Arrow file with the dictionaries before it. Writers put 64k rows or more into one.
+_MAX_BATCH_BYTES = 1 << 30
 # Read at once as a dictionary, which Arrow copies for each batch.
 _MEASURED_ROWS = 1 << 14
 # Bytes of a value of fixed length, such as a UUID: no option reads such columns as dictionaries.
@@ -67,14 +71,61 @@ def open_arrow(place: Place) -> Iterator[tuple[Any, Iterator[Any], Any]]:
     """Open an Arrow stream or file: its schema, its batches, and the stream whose position counts as progress."""
     mapped = pa.memory_map(str(place)) if isinstance(place, Path) else pa.PythonFile(open_stream(place), "r")
     with mapped as source:
+        count = None
         try:
             stream = pa.ipc.open_stream(source)
-            yield stream.schema, iter(stream), source
-            return
         except pa.ArrowInvalid:
             source.seek(0)
-            opened = pa.ipc.open_file(source)
-        yield opened.schema, (opened.get_batch(number) for number in range(opened.num_record_batches)), source
+            count = pa.ipc.open_file(source).num_record_batches
+            source.seek(8)  # a file is a stream between two marks
+            stream = pa.ipc.open_stream(source)
+        yield stream.schema, _batches(stream, source, str(place), count), source
+
+
+def _batches(stream: Any, source: Any, where: str, count: int | None) -> Iterator[Any]:
+    """Yield the batches of a stream, of which a file counts some; raise PrepError before one takes gigabytes."""
+    dictionaries = number = 0
+    while True:
+        at, last = source.tell(), 0
+        with contextlib.suppress(EOFError):
+            while (message := pa.ipc.read_message(source)).type == "dictionary":
+                dictionaries += _decompressed_bytes(message)
+            last = _decompressed_bytes(message)
+        if dictionaries + last > _MAX_BATCH_BYTES:
+            what = f"the batch decompresses to {dictionaries + last:,} bytes, more than {_MAX_BATCH_BYTES:,}"
+            raise PrepError(what, where=f"{where}, batch {number}", fix="write the file again in smaller batches")
+        source.seek(at)
+        if (batch := next(stream, None)) is None:
+            break
+        batch.validate(full=True)  # offsets of a damaged file can lead outside its memory
+        yield batch
+        number += 1
+    if count not in (None, number):
+        raise pa.ArrowInvalid(f"it has {number:,} batches, and its footer lists {count:,}")
+
+
+def _decompressed_bytes(message: Any) -> int:
+    """Return the bytes that the compressed buffers of an Arrow message, whose metadata is a flatbuffer, declare."""
+    data, body = memoryview(message.metadata), memoryview(message.body)
+
+    def field(table: int, number: int) -> int:
+        bounds = table - int.from_bytes(data[table : table + 4], "little", signed=True)
+        size, offset = (int.from_bytes(data[at : at + 2], "little") for at in (bounds, bounds + 4 + 2 * number))
+        return table + offset if offset and 4 + 2 * number < size else 0
+
+    def target(at: int) -> int:
+        return at + int.from_bytes(data[at : at + 4], "little")
+
+    root = target(0)
+    batch = target(field(root, 2))
+    if message.type == "dictionary":
+        batch = target(field(batch, 1))
+    # Version 4 of the metadata names the compression in custom fields of the message.
+    if not field(batch, 3) and not (field(root, 4) and data[field(root, 0)] == 3):
+        return 0
+    start = target(field(batch, 2)) + 4
+    places = struct.iter_unpack("<qq", data[start : start + 16 * int.from_bytes(data[start - 4 : start], "little")])
+    return sum(max(0, int.from_bytes(body[at : at + 8], "little", signed=True)) for at, size in places if size >= 8)
 
 
 def cut_parquet(place: Place, size: int, shard_bytes: int) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
@@ -150,10 +201,8 @@ def read_arrow(place: Place, size: int, reader: RecordReader) -> Iterator[tuple[
         values, presence = _present(schema.names, reader)
         first, before = 0, 0
         for batch in batches:
-            cost = batch.select(values).nbytes / max(batch.num_rows, 1)
-            num_rows = _num_rows(cost)
-            for start in range(0, batch.num_rows, num_rows):
-                for piece in _pieces(batch.slice(start, num_rows), values, str(place), first):
+            for start in range(0, batch.num_rows, _CHUNK_ROWS):
+                for piece in _pieces(batch.slice(start, _CHUNK_ROWS), values, str(place), first):
                     records = _rows(piece, values, presence)
                     at = min(size, source.tell())
                     yield first, records, at - before
@@ -221,16 +270,15 @@ def _rows_at_once(place: Path, group: int, path: str, coded: int, rows: int) -> 
 def _pieces(batch: Any, values: Sequence[str], where: str, first: int) -> Iterator[Any]:
     """Yield a batch, whose first row is number `first`, in pieces of bounded size; raise PrepError for a larger row."""
     num_bytes = decoded_bytes(batch.select(list(values)))
-    if num_bytes <= MAX_RECORD_BYTES:
-        yield batch
-    elif batch.num_rows == 1:
-        what = f"the row decodes to {num_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}"
-        fix = "shorten the conversation"
-        raise PrepError(what, where=f"{where}, row {first}", fix=fix)
-    else:
+    if batch.num_rows > 1 and num_bytes > _CHUNK_BYTES:
         half = batch.num_rows // 2
         yield from _pieces(batch.slice(0, half), values, where, first)
         yield from _pieces(batch.slice(half), values, where, first + half)
+    elif num_bytes > MAX_RECORD_BYTES:
+        what = f"the row decodes to {num_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}"
+        raise PrepError(what, where=f"{where}, row {first}", fix="shorten the conversation")
+    else:
+        yield batch
 
 
 def decoded_bytes(column: Any) -> int:
@@ -250,8 +298,14 @@ def decoded_bytes(column: Any) -> int:
         # Lists may overlap: the bytes of their values count for each.
         count = pc.sum(pc.list_value_length(column)).as_py() or 0
         return int(count * decoded_bytes(column.values) / max(len(column.values), 1))
-    children = _children(column)
-    return sum(map(decoded_bytes, children)) if children else int(column.nbytes)
+    if children := _children(column):
+        return sum(map(decoded_bytes, children))
+    if pa.types.is_run_end_encoded(kind):
+        return len(column) * decoded_bytes(column.values)
+    if "view" in str(kind):  # of texts, which may overlap
+        lengths = np.frombuffer(column.buffers()[1], np.int32)[::4][column.offset :][: len(column)]
+        return int(lengths.sum(dtype=np.int64))
+    return max(int(column.nbytes), 8 * len(column))  # nulls take no bytes
 
 
 def _children(column: Any) -> list[Any]:
