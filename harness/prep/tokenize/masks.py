@@ -287,7 +287,7 @@ class Masker:
                 if spans:
                     found.append(Rendered(text, spans, weights))
                 text, spans, weights, placed = own, [], [], turn_spans
-            spans, weights = placed + spans, turn_weights + weights
+            spans, weights = placed + spans, turn_weights[: len(placed)] + weights
         if spans:
             found.append(Rendered(text, spans, weights))
         return found[::-1]
