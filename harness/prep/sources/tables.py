@@ -71,14 +71,10 @@ def open_arrow(place: Place) -> Iterator[tuple[Any, Iterator[Any], Any]]:
     """Open an Arrow stream or file: its schema, its batches, and the stream whose position counts as progress."""
     mapped = pa.memory_map(str(place)) if isinstance(place, Path) else pa.PythonFile(open_stream(place), "r")
     with mapped as source:
-        count = None
-        try:
-            stream = pa.ipc.open_stream(source)
-        except pa.ArrowInvalid:
-            source.seek(0)
-            count = pa.ipc.open_file(source).num_record_batches
-            source.seek(8)  # a file is a stream between two marks
-            stream = pa.ipc.open_stream(source)
+        # A file is a stream between two marks.
+        count = pa.ipc.open_file(source).num_record_batches if source.read(6) == b"ARROW1" else None
+        source.seek(0 if count is None else 8)
+        stream = pa.ipc.open_stream(source)
         yield stream.schema, _batches(stream, source, str(place), count), source
 
 
@@ -108,13 +104,16 @@ def _decompressed_bytes(message: Any) -> int:
     """Return the bytes that the compressed buffers of an Arrow message, whose metadata is a flatbuffer, declare."""
     data, body = memoryview(message.metadata), memoryview(message.body)
 
-    def field(table: int, number: int) -> int:
-        bounds = table - int.from_bytes(data[table : table + 4], "little", signed=True)
-        size, offset = (int.from_bytes(data[at : at + 2], "little") for at in (bounds, bounds + 4 + 2 * number))
-        return table + offset if offset and 4 + 2 * number < size else 0
+    def number(at: int, size: int = 4, of: memoryview = data) -> int:
+        return int.from_bytes(of[at : at + size], "little", signed=True)
+
+    def field(table: int, place: int) -> int:
+        bounds = table - number(table)
+        offset = number(bounds + 4 + 2 * place, 2) if 4 + 2 * place < number(bounds, 2) else 0
+        return table + offset if offset else 0
 
     def target(at: int) -> int:
-        return at + int.from_bytes(data[at : at + 4], "little")
+        return at + number(at)
 
     root = target(0)
     batch = target(field(root, 2))
@@ -124,8 +123,8 @@ def _decompressed_bytes(message: Any) -> int:
     if not field(batch, 3) and not (field(root, 4) and data[field(root, 0)] == 3):
         return 0
     start = target(field(batch, 2)) + 4
-    places = struct.iter_unpack("<qq", data[start : start + 16 * int.from_bytes(data[start - 4 : start], "little")])
-    return sum(max(0, int.from_bytes(body[at : at + 8], "little", signed=True)) for at, size in places if size >= 8)
+    places = struct.iter_unpack("<qq", data[start : start + 16 * number(start - 4)])
+    return sum(max(0, number(at, 8, body)) for at, size in places if size >= 8)
 
 
 def cut_parquet(place: Place, size: int, shard_bytes: int) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
@@ -176,7 +175,7 @@ def read_parquet(
         check_expansion(parquet, size, numbers, values, str(place))
         num_rows = sum(metadata.row_group(number).num_rows for number in numbers)
         cost = sum(num for path, num in costs.items() if any(_is_in(path, name) for name in columns))
-        rows = _num_rows(cost / max(num_rows, 1))
+        rows = max(1, min(_CHUNK_ROWS, int(_CHUNK_BYTES / max(cost / max(num_rows, 1), 1))))
         failed: Exception | None = None
         for at, number in enumerate(numbers):
             try:
@@ -282,11 +281,9 @@ def _pieces(batch: Any, values: Sequence[str], where: str, first: int) -> Iterat
 
 
 def decoded_bytes(column: Any) -> int:
-    """Return the bytes of a batch, table or column with each text written out where a dictionary only names it."""
-    if isinstance(column, pa.RecordBatch | pa.Table):
+    """Return the bytes of a batch or column with each text written out where a dictionary only names it."""
+    if isinstance(column, pa.RecordBatch):
         return sum(map(decoded_bytes, column.columns))
-    if isinstance(column, pa.ChunkedArray):
-        return sum(map(decoded_bytes, column.chunks))
     kind = column.type
     if pa.types.is_dictionary(kind):
         try:
@@ -316,10 +313,6 @@ def _children(column: Any) -> list[Any]:
         first, end = (column.offsets[place].as_py() for place in (0, -1))
         return [part.slice(first, end - first) for part in (column.keys, column.items)]
     return [column.flatten()] if _is_list(kind) else []
-
-
-def _num_rows(row_bytes: float) -> int:
-    return max(1, min(_CHUNK_ROWS, int(_CHUNK_BYTES / max(row_bytes, 1))))
 
 
 def _present(names: Sequence[str], reader: RecordReader) -> tuple[list[str], list[str]]:
