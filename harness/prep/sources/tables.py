@@ -93,6 +93,8 @@ def _batches(stream: Any, source: Any, where: str, count: int | None) -> Iterato
         source.seek(at)
         if (batch := next(stream, None)) is None:
             break
+        if batch.num_rows > max(_FREE_VALUES, _VALUES_PER_BYTE * (source.tell() - at)):
+            raise pa.ArrowInvalid(f"batch {number} declares {batch.num_rows:,} rows in {source.tell() - at:,} bytes")
         batch.validate(full=True)  # offsets of a damaged file can lead outside its memory
         yield batch
         number += 1
@@ -389,10 +391,8 @@ def _row(row: Any) -> Any:
 
 def _has_any(column: Any) -> list[bool]:
     """Return for each value whether it is there and, if a list, whether it has items."""
-    kind = column.type
-    if _is_list(kind):
-        return [bool(length) for length in pc.list_value_length(column).to_pylist()]
-    return [bool(valid) for valid in column.is_valid().to_pylist()]
+    found = pc.list_value_length(column) if _is_list(column.type) else column.is_valid()
+    return [bool(one) for one in found.to_pylist()]
 
 
 def _is_list(kind: Any) -> bool:

@@ -190,6 +190,8 @@ def test_arrow_values_that_take_no_bytes_count(tmp_path: Path) -> None:
         lists = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
         chats, *_ = whats_of(write_arrow(tmp_path / "chats.arrow", lists))
         assert chats == f"the row decodes to {num_bytes:,} bytes, more than 33,554,432"
+    chats, *_ = whats_of(write_arrow(tmp_path / "chats.arrow", nulls))
+    assert chats.startswith("the file cannot be read: batch 0 declares 1,073,741,824 rows in 1")
 
 
 @pytest.mark.parametrize("codec", [None, "zstd"])
