@@ -404,8 +404,10 @@ def sources(folder: Path) -> Target:
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines))
     table = pa.Table.from_pylist([{"messages": json.dumps(CHAT["messages"])}, {"messages": "[]"}])
     pq.write_table(table, folder / "d.parquet")
-    with pa.OSFile(str(folder / "e.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
+    packed = pa.ipc.IpcWriteOptions(compression="zstd")
+    for name, opened, options in (("e", pa.ipc.new_stream, None), ("f", pa.ipc.new_file, packed)):
+        with opened(str(folder / f"{name}.arrow"), table.schema, options=options) as writer:
+            writer.write_table(table)
     paths = sorted(folder.iterdir())
 
     def read() -> None:
