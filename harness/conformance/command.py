@@ -73,7 +73,8 @@ class CommandTarget:
 
     def rows(self, steps: int | None) -> list[list[Tokens]]:
         self._require("steps", *(["load"] if self._load else []))
-        saved = {"save": self._temporary()} if "save" in self._places else {}
+        folder = tempfile.mkdtemp(dir=Path(self._values["data"]).parent) if "save" in self._places else ""
+        saved = {"save": f"{folder}/saved"} if folder else {}
         lines = self._run(steps=str(steps or 0), load=self._load, **saved)
         if any("rows" not in line for line in lines):
             raise NotSupported("lines have no rows")
@@ -90,9 +91,6 @@ class CommandTarget:
     def load(self, folder: Path) -> None:
         self._load = str(folder)
         self._run(steps="1", load=self._load)
-
-    def _temporary(self) -> str:
-        return str(Path(tempfile.mkdtemp(dir=Path(self._values["data"]).parent)) / "saved")
 
     def _require(self, *places: str) -> None:
         if missing := [f"{{{name}}}" for name in places if name not in self._places]:

@@ -34,10 +34,11 @@ def attention_boundaries(kit: Kit) -> str:
     other difference went through attention over a boundary.
     """
     data = conversations((20, 35, 28))
+    others = [{name: [n if n < 0 else (n + 7) % 256 for n in values] for name, values in one.items()} for one in data]
     for place in range(len(data)):
         losses, expected = [], []
-        for version in (data, [_other(one) for one in data]):
-            batch = [_barely_trained(one) for one in version]
+        for version in (data, others):
+            batch = [{**one, "labels": [-100] * (len(one["labels"]) - 1) + one["labels"][-1:]} for one in version]
             batch[place] = data[place]
             losses.append(kit.build(batch, pack_size=_PACK)(batch)[0])
             expected.append(kit.reference.step(batch)[0])
@@ -235,11 +236,3 @@ def _leaks(kit: Kit, data: list[Tokens]) -> dict[str, tuple[float, float]]:
         "one row without boundaries": kit.reference.step([joined]),
         "attention over boundaries": kit.reference.step([cut]),
     }
-
-
-def _other(sequence: Tokens) -> Tokens:
-    return {name: [value if value < 0 else (value + 7) % 256 for value in sequence[name]] for name in sequence}
-
-
-def _barely_trained(sequence: Tokens) -> Tokens:
-    return {**sequence, "labels": [-100] * (len(sequence["labels"]) - 1) + sequence["labels"][-1:]}

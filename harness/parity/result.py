@@ -13,12 +13,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from harness.errors import FormatError, os_errors_as
 from harness.printing import redact_all
-from harness.settings import load
 
 SCHEMA = 1
 REPORT_FILE = "report.json"
@@ -122,16 +119,6 @@ class ParityReport:
 def to_json(report: ParityReport) -> str:
     """Return `report` as JSON; numbers that are not finite become null."""
     return json.dumps(redact_all(_finite(asdict(report))), indent=1) + "\n"
-
-
-def read_report(path: Path) -> ParityReport:
-    """Read the report at `path`; raises FormatError where it is missing, damaged or of a newer schema."""
-    fix = "make it again with `python -m harness.recipes.parity`, and this version of the package"
-    with os_errors_as(FormatError, "the parity report cannot be read", where=path, fix=fix):
-        report = load(ParityReport, path.read_bytes(), where=path, fix=fix, what="this is not a parity report")
-    if report.schema > SCHEMA:
-        raise FormatError(f"the parity report has schema {report.schema}, above {SCHEMA}", where=str(path), fix=fix)
-    return report
 
 
 def _finite(value: Any) -> Any:

@@ -144,11 +144,6 @@ def layers_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) ->
     return [layer for chunk in chunks_of_stage(model, parallel, stage) for layer in chunk]
 
 
-def parts_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> str:
-    """Return the parts of all layers of a pipeline stage, as letters of `model.layer_pattern`."""
-    return "".join(map(model.parts, layers_of_stage(model, parallel, stage)))
-
-
 def count_experts(model: ModelConfig, parallel: ParallelConfig, *, stage: int) -> int:
     """Return the number of weights of routed experts on a rank of pipeline stage `stage`."""
     layers = sum(model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage))
@@ -233,7 +228,7 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, 
     if not model.lora_rank:
         return 0
     tp, hidden = parallel.tensor_parallel_size, model.hidden_size
-    parts = parts_of_stage(model, parallel, stage)
+    parts = "".join(map(model.parts, layers_of_stage(model, parallel, stage)))
     targets = set(model.lora_targets)
 
     def mlp(inner: int, tp: int, width: int = hidden) -> int:

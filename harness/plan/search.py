@@ -224,7 +224,8 @@ def suggest_settings(config: C, fits: Callable[[C], bool]) -> list[str]:
             changes
             for number in range(0 if first else 1, len(_SAVINGS) + 1)
             for added in itertools.combinations(_SAVINGS, number)
-            if len(dict(added)) == number and _changes((changes := (*first, *added)), config)
+            if len(dict(added)) == number and (changes := (*first, *added))
+            if all(attrgetter(key)(config) != value for key, value in changes)
         )
         for changes in tried:
             with suppress(ConfigError):
@@ -232,10 +233,6 @@ def suggest_settings(config: C, fits: Callable[[C], bool]) -> list[str]:
                     lines.append(" ".join(f"{key}={str(value).lower()}" for key, value in changes))
                     break
     return lines
-
-
-def _changes(changes: Sequence[tuple[str, object]], config: RunConfig) -> bool:
-    return all(attrgetter(key)(config) != value for key, value in changes)
 
 
 def _changed(config: C, changes: Sequence[tuple[str, object]]) -> C:

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from harness.recipes.parity import ParityConfig
+from parity_reports import read_report
 
 from harness.config import compose_config
 from harness.formats import open_dataset
@@ -31,7 +32,7 @@ from harness.megatron import prepare_process
 from harness.megatron.export.folder import export_checkpoint
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import recorded_run
-from harness.parity.result import REPORT_FILE, Check, read_report
+from harness.parity.result import REPORT_FILE, Check
 from harness.plan import SftConfig
 from harness.plan.hf_config import MTP_SETTINGS
 from harness.recipes import sft

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from parity_reports import read_report
 
 from harness.config import CONFIGS, compose_config
-from harness.parity.result import REPORT_FILE, read_report
+from harness.parity.result import REPORT_FILE
 from harness.plan.settings import SftConfig
 
 from .conftest import ROOT, run_command, run_jobs

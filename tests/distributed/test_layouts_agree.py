@@ -45,6 +45,7 @@ from layout_space import (
 )
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from parity_reports import read_report
 from small_packs import write_small_packs
 from torch.distributed import PrefixStore
 
@@ -59,7 +60,7 @@ from harness.megatron.state import checkpoint
 from harness.megatron.state.loading import sharded_weights
 from harness.megatron.step import MegatronStep
 from harness.parity.made_data import make_dataset
-from harness.parity.result import REPORT_FILE, read_report
+from harness.parity.result import REPORT_FILE
 from harness.plan import ParallelConfig, SftConfig
 
 from .conftest import ROOT, forked, run_command

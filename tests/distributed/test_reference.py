@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from harness.recipes.parity import ParityConfig
+from parity_reports import read_report
 from small_packs import write_small_packs
 
 from harness.config import compose_config
 from harness.parity import Tolerances
 from harness.parity.reference import make_model, train_reference
-from harness.parity.result import REPORT_FILE, read_report
+from harness.parity.result import REPORT_FILE
 from harness.plan import FAMILIES, SftConfig
 from harness.recipes import sft
 

@@ -31,7 +31,6 @@ from harness.loader import LoaderState
 from harness.loader.live.folder import LiveChunk, LiveFolder
 from harness.loader.live.producer import LiveProducer
 from harness.parity.baselines import read_baseline
-from harness.parity.result import read_report
 from harness.parity.result import to_json as report_to_json
 from harness.plan.hf_config import read_hf_config
 from harness.prep.chat import SCHEMAS, RecordReader
@@ -405,8 +404,10 @@ def sources(folder: Path) -> Target:
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines))
     table = pa.Table.from_pylist([{"messages": json.dumps(CHAT["messages"])}, {"messages": "[]"}])
     pq.write_table(table, folder / "d.parquet")
-    with pa.OSFile(str(folder / "e.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
+    packed = pa.ipc.IpcWriteOptions(compression="zstd")
+    for name, opened, options in (("e", pa.ipc.new_stream, None), ("f", pa.ipc.new_file, packed)):
+        with opened(str(folder / f"{name}.arrow"), table.schema, options=options) as writer:
+            writer.write_table(table)
     paths = sorted(folder.iterdir())
 
     def read() -> None:
@@ -464,9 +465,8 @@ def records(folder: Path) -> Target:
 
     def read() -> None:
         parse_lease((folder / "lease").read_bytes())
-        for one in (read_report, read_baseline):
-            with suppress(HarnessError):
-                one(folder / "report.json")
+        with suppress(HarnessError):
+            read_baseline(folder / "report.json")
 
     return files_target(folder, folder.iterdir(), read)
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from parity_reports import read_report
 
-from harness.parity.result import REPORT_FILE, CellResult, ParityReport, read_report
+from harness.parity.result import REPORT_FILE, CellResult, ParityReport
 
 from ..distributed.conftest import run_command
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from harness.parity.result import REPORT_FILE, CellResult, Check, ParityReport, read_report, to_json
+from parity_reports import read_report
+
+from harness.parity.result import REPORT_FILE, CellResult, Check, ParityReport, to_json
 from harness.storage import write_atomically
 
 

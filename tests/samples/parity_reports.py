@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 from harness.parity.result import CellResult, Check, Difference, ParityReport, Series
+from harness.settings import load
 
 ENVIRONMENT = {
     "python": "3.11.9",
@@ -153,3 +155,8 @@ def one_of_each() -> ParityReport:
     )
     good = [cell("parquet, 0 workers", "parquet", 0), cell("parquet, 4 workers", "parquet", 4)]
     return report([reference(), *good, token, drift, broken, missing])
+
+
+def read_report(path: Path) -> ParityReport:
+    """Read the report that a run of parity wrote."""
+    return load(ParityReport, path.read_bytes(), where=path, fix="", what="this is not a parity report")

@@ -69,16 +69,13 @@ def with_media(record: Mapping[str, Any], folder: str | None, limits: MediaLimit
         return record
     name = list_field(record)
     turns = list_of_turns(record, name)
-    if not lists and not any(map(_has_parts, turns)):
+    values = (turn.get(field) for turn in turns if isinstance(turn, Mapping) for field in ("content", "value"))
+    if not lists and not any(isinstance(value, list) for value in values):
         return record
     placer = _MediaPlacer(lists, folder, limits)
     made = [placer.turn(turn, number) for number, turn in enumerate(turns, start=1)]
     placer.check()
     return {**{key: value for key, value in record.items() if key not in lists}, name: made}
-
-
-def _has_parts(turn: object) -> bool:
-    return isinstance(turn, Mapping) and any(isinstance(turn.get(field), list) for field in ("content", "value"))
 
 
 class _MediaPlacer:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
@@ -385,16 +385,13 @@ class _PackedFile:
     """A compressed file whose pieces are read one after the other: its stream cannot be entered in the middle."""
 
     def __init__(self, file: Place, unit: str) -> None:
-        self._file, self._unit = file, unit
-        self._begin()
-
-    def _begin(self) -> None:
-        self._groups, self._at = _read_packed(self._file, self._unit), 0
+        self._begin = partial(_read_packed, file, unit)
+        self._groups, self._at = self._begin(), 0
 
     def read(self, first: int, count: int | None) -> Iterator[tuple[int, list[Any], int]]:
         """Yield the records from number `first` on; an earlier one than those that follow begins at the start again."""
         if first < self._at:
-            self._begin()
+            self._groups, self._at = self._begin(), 0
         end = None if count is None else first + count
         while end is None or self._at < end:
             group = next(self._groups, None)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -31,6 +33,8 @@ _BUFFER_BYTES = 4 << 20
 _FREE_VALUES, _VALUES_PER_BYTE = 1 << 22, 16
 # Of one page, decompressed. Writers keep dictionaries below 1 or 2 MB.
 _MAX_PAGE_BYTES, _MAX_DICTIONARY_BYTES = 256 << 20, 32 << 20
+# Of one batch of an Arrow file with the dictionaries before it. Writers put 64k rows or more into one.
+_MAX_BATCH_BYTES = 1 << 30
 # Read at once as a dictionary, which Arrow copies for each batch.
 _MEASURED_ROWS = 1 << 14
 # Bytes of a value of fixed length, such as a UUID: no option reads such columns as dictionaries.
@@ -67,14 +71,62 @@ def open_arrow(place: Place) -> Iterator[tuple[Any, Iterator[Any], Any]]:
     """Open an Arrow stream or file: its schema, its batches, and the stream whose position counts as progress."""
     mapped = pa.memory_map(str(place)) if isinstance(place, Path) else pa.PythonFile(open_stream(place), "r")
     with mapped as source:
-        try:
-            stream = pa.ipc.open_stream(source)
-            yield stream.schema, iter(stream), source
-            return
-        except pa.ArrowInvalid:
-            source.seek(0)
-            opened = pa.ipc.open_file(source)
-        yield opened.schema, (opened.get_batch(number) for number in range(opened.num_record_batches)), source
+        # A file is a stream between two marks.
+        count = pa.ipc.open_file(source).num_record_batches if source.read(6) == b"ARROW1" else None
+        source.seek(0 if count is None else 8)
+        stream = pa.ipc.open_stream(source)
+        yield stream.schema, _batches(stream, source, str(place), count), source
+
+
+def _batches(stream: Any, source: Any, where: str, count: int | None) -> Iterator[Any]:
+    """Yield the batches of a stream, of which a file counts some; raise PrepError before one takes gigabytes."""
+    dictionaries = number = 0
+    while True:
+        at, last = source.tell(), 0
+        with contextlib.suppress(EOFError):
+            while (message := pa.ipc.read_message(source)).type == "dictionary":
+                dictionaries += _decompressed_bytes(message)
+            last = _decompressed_bytes(message)
+        if dictionaries + last > _MAX_BATCH_BYTES:
+            what = f"the batch decompresses to {dictionaries + last:,} bytes, more than {_MAX_BATCH_BYTES:,}"
+            raise PrepError(what, where=f"{where}, batch {number}", fix="write the file again in smaller batches")
+        source.seek(at)
+        if (batch := next(stream, None)) is None:
+            break
+        if batch.num_rows > max(_FREE_VALUES, _VALUES_PER_BYTE * (source.tell() - at)):
+            raise pa.ArrowInvalid(f"batch {number} declares {batch.num_rows:,} rows in {source.tell() - at:,} bytes")
+        batch.validate(full=True)  # offsets of a damaged file can lead outside its memory
+        yield batch
+        number += 1
+    if count not in (None, number):
+        raise pa.ArrowInvalid(f"it has {number:,} batches, and its footer lists {count:,}")
+
+
+def _decompressed_bytes(message: Any) -> int:
+    """Return the bytes that the compressed buffers of an Arrow message, whose metadata is a flatbuffer, declare."""
+    data, body = memoryview(message.metadata), memoryview(message.body)
+
+    def number(at: int, size: int = 4, of: memoryview = data) -> int:
+        return int.from_bytes(of[at : at + size], "little", signed=True)
+
+    def field(table: int, place: int) -> int:
+        bounds = table - number(table)
+        offset = number(bounds + 4 + 2 * place, 2) if 4 + 2 * place < number(bounds, 2) else 0
+        return table + offset if offset else 0
+
+    def target(at: int) -> int:
+        return at + number(at)
+
+    root = target(0)
+    batch = target(field(root, 2))
+    if message.type == "dictionary":
+        batch = target(field(batch, 1))
+    # Version 4 of the metadata names the compression in custom fields of the message.
+    if not field(batch, 3) and not (field(root, 4) and data[field(root, 0)] == 3):
+        return 0
+    start = target(field(batch, 2)) + 4
+    places = struct.iter_unpack("<qq", data[start : start + 16 * number(start - 4)])
+    return sum(max(0, number(at, 8, body)) for at, size in places if size >= 8)
 
 
 def cut_parquet(place: Place, size: int, shard_bytes: int) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
@@ -125,7 +177,7 @@ def read_parquet(
         check_expansion(parquet, size, numbers, values, str(place))
         num_rows = sum(metadata.row_group(number).num_rows for number in numbers)
         cost = sum(num for path, num in costs.items() if any(_is_in(path, name) for name in columns))
-        rows = _num_rows(cost / max(num_rows, 1))
+        rows = max(1, min(_CHUNK_ROWS, int(_CHUNK_BYTES / max(cost / max(num_rows, 1), 1))))
         failed: Exception | None = None
         for at, number in enumerate(numbers):
             try:
@@ -150,10 +202,8 @@ def read_arrow(place: Place, size: int, reader: RecordReader) -> Iterator[tuple[
         values, presence = _present(schema.names, reader)
         first, before = 0, 0
         for batch in batches:
-            cost = batch.select(values).nbytes / max(batch.num_rows, 1)
-            num_rows = _num_rows(cost)
-            for start in range(0, batch.num_rows, num_rows):
-                for piece in _pieces(batch.slice(start, num_rows), values, str(place), first):
+            for start in range(0, batch.num_rows, _CHUNK_ROWS):
+                for piece in _pieces(batch.slice(start, _CHUNK_ROWS), values, str(place), first):
                     records = _rows(piece, values, presence)
                     at = min(size, source.tell())
                     yield first, records, at - before
@@ -221,24 +271,21 @@ def _rows_at_once(place: Path, group: int, path: str, coded: int, rows: int) -> 
 def _pieces(batch: Any, values: Sequence[str], where: str, first: int) -> Iterator[Any]:
     """Yield a batch, whose first row is number `first`, in pieces of bounded size; raise PrepError for a larger row."""
     num_bytes = decoded_bytes(batch.select(list(values)))
-    if num_bytes <= MAX_RECORD_BYTES:
-        yield batch
-    elif batch.num_rows == 1:
-        what = f"the row decodes to {num_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}"
-        fix = "shorten the conversation"
-        raise PrepError(what, where=f"{where}, row {first}", fix=fix)
-    else:
+    if batch.num_rows > 1 and num_bytes > _CHUNK_BYTES:
         half = batch.num_rows // 2
         yield from _pieces(batch.slice(0, half), values, where, first)
         yield from _pieces(batch.slice(half), values, where, first + half)
+    elif num_bytes > MAX_RECORD_BYTES:
+        what = f"the row decodes to {num_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}"
+        raise PrepError(what, where=f"{where}, row {first}", fix="shorten the conversation")
+    else:
+        yield batch
 
 
 def decoded_bytes(column: Any) -> int:
-    """Return the bytes of a batch, table or column with each text written out where a dictionary only names it."""
-    if isinstance(column, pa.RecordBatch | pa.Table):
+    """Return the bytes of a batch or column with each text written out where a dictionary only names it."""
+    if isinstance(column, pa.RecordBatch):
         return sum(map(decoded_bytes, column.columns))
-    if isinstance(column, pa.ChunkedArray):
-        return sum(map(decoded_bytes, column.chunks))
     kind = column.type
     if pa.types.is_dictionary(kind):
         try:
@@ -250,8 +297,14 @@ def decoded_bytes(column: Any) -> int:
         # Lists may overlap: the bytes of their values count for each.
         count = pc.sum(pc.list_value_length(column)).as_py() or 0
         return int(count * decoded_bytes(column.values) / max(len(column.values), 1))
-    children = _children(column)
-    return sum(map(decoded_bytes, children)) if children else int(column.nbytes)
+    if children := _children(column):
+        return sum(map(decoded_bytes, children))
+    if pa.types.is_run_end_encoded(kind):
+        return len(column) * decoded_bytes(column.values)
+    if "view" in str(kind):  # of texts, which may overlap
+        lengths = np.frombuffer(column.buffers()[1], np.int32)[::4][column.offset :][: len(column)]
+        return int(lengths.sum(dtype=np.int64))
+    return max(int(column.nbytes), 8 * len(column))  # nulls take no bytes
 
 
 def _children(column: Any) -> list[Any]:
@@ -262,10 +315,6 @@ def _children(column: Any) -> list[Any]:
         first, end = (column.offsets[place].as_py() for place in (0, -1))
         return [part.slice(first, end - first) for part in (column.keys, column.items)]
     return [column.flatten()] if _is_list(kind) else []
-
-
-def _num_rows(row_bytes: float) -> int:
-    return max(1, min(_CHUNK_ROWS, int(_CHUNK_BYTES / max(row_bytes, 1))))
 
 
 def _present(names: Sequence[str], reader: RecordReader) -> tuple[list[str], list[str]]:
@@ -342,10 +391,8 @@ def _row(row: Any) -> Any:
 
 def _has_any(column: Any) -> list[bool]:
     """Return for each value whether it is there and, if a list, whether it has items."""
-    kind = column.type
-    if _is_list(kind):
-        return [bool(length) for length in pc.list_value_length(column).to_pylist()]
-    return [bool(valid) for valid in column.is_valid().to_pylist()]
+    found = pc.list_value_length(column) if _is_list(column.type) else column.is_valid()
+    return [bool(one) for one in found.to_pylist()]
 
 
 def _is_list(kind: Any) -> bool:

@@ -104,10 +104,6 @@ class RenderedChat:
         return self.upto(len(self.messages) - 1)
 
     @property
-    def num_assistant_turns(self) -> int:
-        return sum(message.role == "assistant" for message in self.conversation.messages)
-
-    @property
     def has_reasoning(self) -> bool:
         return any(message.reasoning or "</think>" in message.text for message in self.conversation.messages)
 

@@ -104,7 +104,7 @@ class Masker:
             what = "the chat template has no {% generation %} that marks the assistant's tokens"
             fix = "set tokenizer.mask=auto, or set tokenizer.chat_template to a template with the tag"
             raise ConfigError(what, where=where, fix=fix)
-        if self._stock is not None and self._stock.has_own_spans:
+        if self._stock is not None and (self._stock.opens or self._stock.skips):
             return "stock", f"the chat template is the published one of {self._stock.name}"
         why = "each turn is trained from the generation prompt that a server renders for it"
         if self._stock is not None:
@@ -144,7 +144,7 @@ class Masker:
         elif self.rule == "marks":
             found = self._marked_sequences(chat, trained, has_tags=known.has_tags)
         else:
-            found = self._served_sequences(chat, trained)
+            found = self._sequences_of_turns(chat, trained, lambda turn: [self._served_turn(chat, turn)])
         self._check_written(chat, known)
         return found
 
@@ -178,7 +178,7 @@ class Masker:
     def _marked_sequences(self, chat: RenderedChat, trained: list[int], *, has_tags: bool) -> list[Rendered]:
         text, spans = chat.marked(len(chat.messages))
         config = self._config
-        every = len(trained) == chat.num_assistant_turns
+        every = len(trained) == sum(message.role == "assistant" for message in chat.conversation.messages)
         plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
         is_usual = not (chat.has_reasoning or chat.has_late_system or chat.has_answers_in_a_row)
         has_end = bool(spans) and self._has_end(text, *spans[-1])
@@ -207,9 +207,6 @@ class Masker:
                 if not spans or spans != marks[: len(spans)] or not whole.startswith(text[: spans[-1][1]]):
                     return False
         return True
-
-    def _served_sequences(self, chat: RenderedChat, trained: list[int]) -> list[Rendered]:
-        return self._sequences_of_turns(chat, trained, lambda turn: [self._served_turn(chat, turn)])
 
     def _marked_turn(self, chat: RenderedChat, turn: int) -> list[Span]:
         """Return the marked spans of one turn in the text of the conversation up to and with it."""
@@ -287,7 +284,7 @@ class Masker:
                 if spans:
                     found.append(Rendered(text, spans, weights))
                 text, spans, weights, placed = own, [], [], turn_spans
-            spans, weights = placed + spans, turn_weights + weights
+            spans, weights = placed + spans, turn_weights[: len(placed)] + weights
         if spans:
             found.append(Rendered(text, spans, weights))
         return found[::-1]

@@ -29,11 +29,6 @@ class StockRule:
     ends: tuple[str, ...] = ()
     last_ends: tuple[str, ...] = ()
 
-    @property
-    def has_own_spans(self) -> bool:
-        """The rule says more than the generation prompt does."""
-        return bool(self.opens or self.skips)
-
     def start(self, prompt: str) -> int | None:
         """Return the character of a generation prompt from which on a turn is trained; None if it has no header."""
         if not self.opens:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from harness.recipes.parity import make_dataset
+from parity_reports import read_report
 from typer.testing import CliRunner
 
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
 from harness.parity.baselines import against, baseline_of, read_baseline, record
 from harness.parity.compare import Tolerances
-from harness.parity.result import REPORT_FILE, read_report
+from harness.parity.result import REPORT_FILE
 
 from ...samples.recorded_runs import write_run
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
-from parity_reports import DATA_DIFFERENCE, all_same, cell, checks, one_of_each, reference, report, series
+from parity_reports import DATA_DIFFERENCE, all_same, cell, checks, one_of_each, read_report, reference, report, series
 
 import harness.parity.pages
 from harness.errors import ConfigError
@@ -20,7 +20,7 @@ from harness.parity import result
 from harness.parity.pages import render_all, render_junit, render_page
 from harness.parity.pages.curves import FLOOR, differences, draw_charts
 from harness.parity.pages.matrix import arrange
-from harness.parity.result import Difference, Series, read_report, to_json
+from harness.parity.result import Difference, Series, to_json
 from harness.tables import Table
 
 SCHEMA = json.loads(Path(harness.parity.pages.__file__).with_name("report.schema.json").read_text())

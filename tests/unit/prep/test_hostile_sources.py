@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,62 @@ def test_an_arrow_file_whose_row_names_a_long_text_a_thousand_times_is_refused(t
     with pytest.raises(PrepError, match="the row decodes to 2,147,512,320 bytes") as error:
         list(read_chunks([tmp_path / "chats.arrow"]))
     assert error.value.where == f"{tmp_path / 'chats.arrow'}, row 0"
+
+
+def write_arrow(path: Path, column: pa.Array, *, opened: Any = pa.ipc.new_stream, codec: str | None = "zstd") -> Path:
+    table = pa.table({"messages": column})
+    with opened(str(path), table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+        writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.parametrize("opened", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_a_small_arrow_file_whose_batch_takes_gigabytes_is_refused(tmp_path: Path, opened: Any, codec: str) -> None:
+    column = pa.array(["x" * (1 << 28)]).take(pa.array([0] * 5, pa.int32())).cast(pa.large_string())
+    path = write_arrow(tmp_path / "chats.arrow", column, opened=opened, codec=codec)
+    assert path.stat().st_size < 6 << 20
+    del column
+    chats, *_ = whats_of(path)
+    assert chats == "the batch decompresses to 1,342,177,328 bytes, more than 1,073,741,824"
+
+
+def test_dictionaries_of_an_arrow_file_count_with_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_MAX_BATCH_BYTES", 3 << 20)
+    texts = [letter * (1 << 20) for letter in "abc"]
+    write_arrow(tmp_path / "two.arrow", pa.array(texts[:2]).dictionary_encode())
+    assert sum(len(chunk.records) for chunk in read_chunks([tmp_path / "two.arrow"])) == 2
+    write_arrow(tmp_path / "three.arrow", pa.array(texts).dictionary_encode())
+    with pytest.raises(PrepError, match=r"the batch decompresses to 3,145,7.. bytes, more than 3,145,728") as error:
+        list(read_chunks([tmp_path / "three.arrow"]))
+    assert error.value.where == f"{tmp_path / 'three.arrow'}, batch 0"
+
+
+def test_arrow_values_that_take_no_bytes_count(tmp_path: Path) -> None:
+    """Of nulls, of one value that is repeated, and of texts that are parts of the same bytes."""
+    view = pa.array([TEXT], pa.string_view()).buffers()
+    views = pa.Array.from_buffers(pa.string_view(), 64, [None, pa.py_buffer(view[1].to_pybytes() * 64), view[2]])
+    repeats = pa.RunEndEncodedArray.from_arrays(pa.array([1 << 16], pa.int32()), pa.array([TEXT]))
+    nulls = pa.nulls(1 << 30)
+    structs = pa.StructArray.from_arrays([nulls], ["role"])
+    for values, num_bytes in ((nulls, 8 << 30), (structs, 8 << 30), (repeats, (1 << 36) + (1 << 18)), (views, 1 << 26)):
+        lists = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
+        chats, *_ = whats_of(write_arrow(tmp_path / "chats.arrow", lists))
+        assert chats == f"the row decodes to {num_bytes:,} bytes, more than 33,554,432"
+    chats, *_ = whats_of(write_arrow(tmp_path / "chats.arrow", nulls))
+    assert chats.startswith("the file cannot be read: batch 0 declares 1,073,741,824 rows in 1")
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+@pytest.mark.parametrize("opened", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_a_damaged_arrow_file_is_read_or_refused(tmp_path: Path, opened: Any, codec: str | None) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 100}]
+    path = write_arrow(tmp_path / "chats.arrow", pa.array([turns] * 4), opened=opened, codec=codec)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        with suppress(PrepError):
+            assert len([list(chunk.parse()) for chunk in read_chunks([path], limit=16)]) <= 16
 
 
 @pytest.mark.parametrize(

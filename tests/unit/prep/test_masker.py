@@ -406,3 +406,18 @@ def test_white_space_that_is_marked_after_the_last_turn_alone_trains_nothing_of_
     (sequence,) = masker(template, "<|im_end|>").sequences(talk("Hi", "Hello", "And", "Bye"))
     trained = [sequence.text[start:end] for start, end in sequence.spans]
     assert trained == ["Hello<|im_end|>", "Bye<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("weights", [[], [50, 20, 20]])
+def test_white_space_that_has_marks_of_its_own_after_the_last_turn_alone_leaves_each_turn_its_weight(
+    weights: list[int],
+) -> None:
+    end = "<|im_end|>{% endgeneration %}"
+    template = OWN["marked"].replace(end, end + "{% generation %}{{ '\n' if loop.last }}{% endgeneration %}")
+    answers = [turn("assistant", "Hello", weight=0.5), turn("assistant", "Bye", weight=0.2)]
+    chat = conversation([turn("user", "a"), answers[0], turn("user", "b"), answers[1]], [])
+    made = masker(template, "<|im_end|>", **({"train_on": "weighted"} if weights else {}))
+    (sequence,) = made.sequences(chat if weights else talk("Hi", "Hello", "And", "Bye"))
+    trained = [sequence.text[start:end] for start, end in sequence.spans]
+    assert trained == ["Hello<|im_end|>", "Bye<|im_end|>", "\n"]
+    assert list(sequence.weights) == weights

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError
-from harness.prep.chat import BadReason, BadRecord, Conversation, Message, ToolCall, parse_record
+from harness.prep.chat import BadReason, BadRecord, Conversation, MediaPart, Message, ToolCall, parse_record
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig, train_bpe
 from harness.prep.tokenize.masks import _without_reasoning
 
@@ -618,3 +618,5 @@ def test_reasoning_inside_the_text_is_taken_out_of_every_part_of_it() -> None:
     assert _without_reasoning("<think>Hm</think>\n\nHello") == "Hello"
     assert _without_reasoning(("<think>Hm</think> Hello", "", " you<think>So</think>")) == ("Hello", "", " you")
     assert (_without_reasoning(""), _without_reasoning(None)) == ("", None)
+    image = MediaPart("image", b"png")
+    assert _without_reasoning((image, "<think>Hm</think> Hello")) == (image, "Hello")

@@ -122,11 +122,13 @@ def test_only_the_columns_of_the_schema_are_decoded(tmp_path):
     assert chunk.records == [{"messages": TURNS}]
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-def test_text_that_is_not_utf8_makes_one_row_bad(tmp_path, suffix):
+def test_text_that_is_not_utf8_makes_one_row_bad_of_parquet_and_the_file_of_arrow(tmp_path):
     texts = pa.array([b"one", b"t\xffo", b"three"]).cast(pa.binary())
     column = pa.Array.from_buffers(pa.string(), 3, texts.buffers())
-    file = write(tmp_path / f"chats{suffix}", pa.table({"prompt": column, "completion": ["a", "b", "c"]}))
+    table = pa.table({"prompt": column, "completion": ["a", "b", "c"]})
+    with pytest.raises(PrepError, match="Invalid UTF8 sequence at string index 1"):
+        read_all(write(tmp_path / "chats.arrow", table))
+    file = write(tmp_path / "chats.parquet", table)
     one, two, three = read_all(file)
     assert isinstance(one, Conversation)
     assert isinstance(three, Conversation)
