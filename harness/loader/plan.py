@@ -16,7 +16,7 @@ from harness.loader.blend import Blend, BlendOrder
 from harness.loader.config import LoaderConfig, RankLayout
 from harness.loader.order import BatchRange
 from harness.loader.state import LoaderState
-from harness.records import Int32Array, Int64Array, Medium, Pack, Schedule, UInt8Array
+from harness.records import Float64Array, Int32Array, Int64Array, Medium, Pack, Schedule, UInt8Array
 from harness.schedule import DYNAMIC, Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import check_lengths
 from harness.thd import RowMedia, ThdBatch, padded_lengths, rows_from_arrays, rows_from_model_tokens, shared_multiple
@@ -167,6 +167,7 @@ class BatchReader:
         offsets = np.concatenate([[0], np.cumsum(counts)])
         sequences = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], counts)
         lengths = padded_lengths(self._source.sequence_lengths[sequences], self._layout.pad_to_multiple)
+        costs: dict[str, Any] = {"cost": self._cost, "media_cost": self._media_cost(sequences)}
         placed = schedule(
             self._schedule.name,
             lengths,
@@ -175,11 +176,19 @@ class BatchReader:
             max_tokens_per_rank=self._schedule.max_tokens_per_rank,
             group_size=self._layout.group_size,
             pack_offsets=offsets,
-            cost=self._cost,
+            **costs,
         )
         row_tokens = self._schedule.max_tokens_per_rank * self._layout.cp_size
-        imbalance = measure_imbalance(placed, lengths, max_tokens_per_row=row_tokens, cost=self._cost)
-        return packs, sequences, placed, imbalance
+        return packs, sequences, placed, measure_imbalance(placed, lengths, max_tokens_per_row=row_tokens, **costs)
+
+    def _media_cost(self, sequences: Int64Array) -> Float64Array | None:
+        """Return the cost of encoding the media of each sequence, by their tokens in the index; None without any."""
+        if not self._has_media or self._cost.encode is None:
+            return None
+        source: Any = self._source
+        numbers, tokens = source.media_tokens(sequences)
+        costs = self._cost.encode(tokens.astype(np.float64))
+        return np.bincount(numbers, weights=costs, minlength=sequences.shape[0])
 
     def read(self, step: BatchRange) -> RawBatch:
         """Plan `step` and read this rank's sequences, only from the packs that hold them.

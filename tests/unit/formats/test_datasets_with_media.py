@@ -35,11 +35,14 @@ from harness.formats.media import MEDIA_DTYPE, check_rows, read_data
 from harness.integrations import RankStream
 from harness.integrations.packed_sft import create_sft_dataset
 from harness.integrations.torch import StoredRows
-from harness.loader import DataConfig, JoinedReader, open_datasets
+from harness.loader import BatchRange, DataConfig, JoinedReader, RankLayout, open_datasets
 from harness.loader.live.produce import read_packs
+from harness.loader.plan import BatchReader
+from harness.megatron.data.feed import LengthsOnly
 from harness.plan import PretrainConfig
 from harness.prep.pipeline import repack_store
 from harness.records import MEDIA_KINDS, Medium
+from harness.schedule import ScheduleConfig, SequenceCost
 from harness.storage.inputs import open_source
 
 SAME = b"the same logo in many conversations"
@@ -298,6 +301,38 @@ def test_joined_datasets_with_and_without_media_read_both(tmp_path: Path) -> Non
     with pytest.raises(IndexError):
         joined.read_media(np.array([22]))
     assert not JoinedReader([open_dataset(plain)] * 2).has_media
+
+
+def work_of_tokens(tokens: np.ndarray) -> np.ndarray:
+    return 1000.0 * tokens
+
+
+def test_the_schedule_of_every_rank_knows_the_work_of_all_media_from_the_index(tmp_path: Path) -> None:
+    """Also with text between datasets with media, and on ranks that read neither."""
+    paths = [write(tmp_path / str(seed), random_packs(seed, 30)) for seed in (1, 2)]
+    paths.insert(1, write(tmp_path / "text", PACKS * 5))
+    joined = JoinedReader([open_dataset(path) for path in paths])
+    packs, order = [*random_packs(1, 30), *PACKS * 5, *random_packs(2, 30)], np.random.default_rng(0)
+    wanted = [sum(one.tokens for one in view.media) for pack in packs for view in pack.sequences()]
+    ids = order.permutation(len(wanted))
+    for some in (ids, np.sort(ids), ids[:1], ids[:0]):
+        numbers, tokens = joined.media_tokens(some)
+        found = np.bincount(numbers, weights=tokens, minlength=some.shape[0])
+        assert found.tolist() == [wanted[number] for number in some.tolist()]
+    for path in paths:  # the files of media are not needed
+        for file in path.glob("*.media"):
+            file.unlink()
+    config, placed = LoaderConfig(global_batch_size=40, num_workers=0), []
+    for source, rank in ((joined, 0), (LengthsOnly(joined), 1)):
+        layout = RankLayout(dp_rank=rank, dp_size=4, is_first_stage=False)
+        for encode in (work_of_tokens, None):
+            schedule = ScheduleConfig("cost_balanced", 200)
+            reader = BatchReader(source, config, schedule=schedule, layout=layout, cost=SequenceCost(encode=encode))
+            placed.append(reader.plan(BatchRange(0, 0, 0, 40))[2:])
+    (with_media, measured), (without, blind), (again, _), _ = placed
+    assert with_media.order.tolist() == again.order.tolist() != without.order.tolist()
+    assert measured.cost_ratio < 1.02
+    assert measured.rank_cost.sum() > 100 * blind.rank_cost.sum()
 
 
 def test_datasets_whose_media_were_made_by_other_rules_are_not_joined(tmp_path: Path) -> None:
