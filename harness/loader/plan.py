@@ -188,7 +188,7 @@ class BatchReader:
         source: Any = self._source
         numbers, tokens = source.media_tokens(sequences)
         costs = self._cost.encode(tokens.astype(np.float64))
-        return np.bincount(numbers, weights=costs, minlength=sequences.shape[0])
+        return np.bincount(numbers, weights=costs, minlength=sequences.shape[0]).astype(np.float64, copy=False)
 
     def read(self, step: BatchRange) -> RawBatch:
         """Plan `step` and read this rank's sequences, only from the packs that hold them.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from harness.records import Float64Array
+from harness.records import Float64Array, Int64Array
 
 # Of the rotary embedding of models whose positions have three dimensions.
 _MROPE = ("mrope_section", "mrope_interleaved")
@@ -42,6 +43,11 @@ class EncoderWork:
 
     def __add__(self, other: EncoderWork) -> EncoderWork:
         return EncoderWork(self.flops + other.flops, self.kept + other.kept, np.maximum(self.once, other.once))
+
+    def by_sequence(self, sequences: Int64Array, count: int) -> EncoderWork:
+        """Return the sums over the media of each of `count` sequences, given the number of that of each medium."""
+        arrays = (self.flops, self.kept, self.once)
+        return EncoderWork(*(np.bincount(sequences, one, count).astype(np.float64, copy=False) for one in arrays))
 
 
 @dataclass(frozen=True)
@@ -210,36 +216,24 @@ def _work_of_llava(values: Mapping[str, Any], hidden: int, tokens: Float64Array)
     return seen + layers + _product(tokens, size, hidden) + _product(tokens, hidden, hidden)
 
 
-def _work_of_patches(
-    vision: Mapping[str, Any],
-    hidden: int,
-    tokens: Float64Array,
-    *,
-    mergers: int = 1,
-    windowed: int = 0,
-    window: int = 0,
-) -> EncoderWork:
-    merge, size, inner = (int(vision[name]) for name in ("spatial_merge_size", "hidden_size", "intermediate_size"))
-    patches, merged, numbers = tokens * merge**2, size * merge**2, 3 * int(vision["temporal_patch_size"])
-    work = _product(patches, numbers * int(vision["patch_size"]) ** 2, size)
-    for count, own in ((int(vision["depth"]) - windowed, 0), (windowed, window)):
-        # The norms of gated layers compute in float32, in several steps.
-        work += _layers(count, size, inner, patches, kept=15 if window else 11, window=own, is_gated=window > 0)
-    return work + _product(mergers * tokens, merged, merged) + _product(mergers * tokens, merged, hidden)
-
-
-def _work_of_qwen2_5_vl(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
-    """Return the work of images, as if no window were at an edge, where they are smaller."""
-    vision = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112}
-    vision |= {"fullatt_block_indexes": (7, 15, 23, 31), **values["vision_config"]}
-    windowed = len(set(range(int(vision["depth"]))) - set(vision["fullatt_block_indexes"]))
-    window = (int(vision["window_size"]) // int(vision["patch_size"])) ** 2
-    return _work_of_patches(vision, hidden, tokens, windowed=windowed, window=window)
-
-
-def _work_of_qwen3_vl(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
-    vision = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, **values["vision_config"]}
-    return _work_of_patches(vision, hidden, tokens, mergers=1 + deep_layers(values))
+def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
+    """Return the work of images of any size; of those with windows, as if none were at an edge, where it is smaller."""
+    has_windows = values["model_type"] == "qwen2_5_vl"
+    vision: dict[str, Any] = {"patch_size": 14 if has_windows else 16, "spatial_merge_size": 2, "window_size": 112}
+    vision |= {"temporal_patch_size": 2, "fullatt_block_indexes": (7, 15, 23, 31), **values["vision_config"]}
+    merge, size, patch = (int(vision[name]) for name in ("spatial_merge_size", "hidden_size", "patch_size"))
+    patches, merged, depth = tokens * merge**2, size * merge**2, int(vision["depth"])
+    windowed = len(set(range(depth)) - set(vision["fullatt_block_indexes"])) if has_windows else 0
+    work, inner = (
+        _product(patches, 3 * int(vision["temporal_patch_size"]) * patch**2, size),
+        vision["intermediate_size"],
+    )
+    # The norms of the gated layers compute in float32, in several steps.
+    layers = partial(_layers, size=size, inner=int(inner), kept=15 if has_windows else 11, is_gated=has_windows)
+    work += layers(depth - windowed, places=patches)
+    work += layers(windowed, places=patches, window=(int(vision["window_size"]) // patch) ** 2)
+    made = tokens * (1 + deep_layers(values))
+    return work + _product(made, merged, merged) + _product(made, merged, hidden)
 
 
 _VISION = ("vision_config", "video_token_id", "vision_start_token_id", "vision_end_token_id", *_MROPE)
@@ -303,7 +297,7 @@ MEDIA_MODELS = {
             ("visual",),
             {"qwen2_5_vl_text": "qwen2"},
             _count_qwen2_5_vl,
-            _work_of_qwen2_5_vl,
+            _work_of_patches,
         ),
         MediaModel(
             "qwen3_vl",
@@ -315,7 +309,7 @@ MEDIA_MODELS = {
             ("visual",),
             {"qwen3_vl_text": "qwen3"},
             _count_qwen3_vl,
-            _work_of_qwen3_vl,
+            _work_of_patches,
             is_nested=True,
         ),
     )

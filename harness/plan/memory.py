@@ -42,6 +42,7 @@ class Memory:
         logits: gradient of the logits, at the start of the last stage's backward pass.
         dispatch: buffers of tokens on their way to experts and back, and the workspace of grouped products.
         exchange: buffers of tensor-parallel exchanges that overlap with products.
+        encoder: activations of the encoder, on the first stage.
         host: of the optimizer, in the memory of the rank's host, which is no part of the total.
     """
 
@@ -54,6 +55,7 @@ class Memory:
     logits: int = 0
     dispatch: int = 0
     exchange: int = 0
+    encoder: int = 0
     host: int = 0
 
     @property
@@ -65,6 +67,7 @@ class Memory:
             "gradient of the logits": self.logits,
             "tokens to experts": self.dispatch,
             "tensor-parallel exchanges": self.exchange,
+            "activations of the encoder": self.encoder,
         }
         return always | {name: size for name, size in some.items() if size}
 
@@ -431,6 +434,7 @@ def plan_stage_memory(
     kernels: Kernels = _OWN,
     expert_load: float = 1.0,
     optimizer: OptimizerConfig = _PLAIN,
+    media_numbers: float = 0.0,
 ) -> Memory:
     """Return the memory of a rank of pipeline stage `stage`, 0 for the first.
 
@@ -438,6 +442,7 @@ def plan_stage_memory(
         max_tokens_per_rank: of a microbatch on one rank; with context parallelism, its slice.
         microbatches: of a step; a pipeline keeps the activations of up to as many as it has stages.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
+        media_numbers: that the encoder keeps for the media of a row, or has at a time if it is frozen.
     """
     item = DTYPE_BYTES[model.number]
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
@@ -463,6 +468,8 @@ def plan_stage_memory(
             once = max(once, max(first) + 4 * model.rotated_size - sum(whole[len(first) :]))
     most, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
     most += _waiting(sizes, parallel, stage, microbatches)
+    if media_numbers and model.train_encoder:
+        media_numbers = _waiting([media_numbers, *[0.0] * (len(chunks) - 1)], parallel, stage, microbatches)
     sent = math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load))
     ends = (stage == 0) + (stage == stages - 1) * (1 + bool(model.mtp_layers))
     fp8, parts = 0 if model.fp8 == "off" else weights - words * ends, dp_size if kernels.sharded else 1
@@ -477,6 +484,7 @@ def plan_stage_memory(
         logits=math.ceil(logits * max_tokens_per_rank),
         dispatch=any("E" in parts for chunk in chunks for parts in chunk)
         * dispatch_bytes(model, parallel, tokens=sent, is_grouped=kernels.grouped),
+        encoder=math.ceil(item * media_numbers) * (stage == 0),
         exchange=_EXCHANGES * item * max_tokens_per_rank * model.hidden_size * parallel.overlap_tensor_parallel,
     )
 
