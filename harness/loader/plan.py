@@ -74,6 +74,11 @@ class RankBatch:
     def num_microbatches(self) -> int:
         return len(self.rows)
 
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of images and sounds that were read for this rank's rows."""
+        return sum(row.media.num_bytes for row in self.rows if row.media is not None)
+
     def digest(self) -> str:
         """Return 32 hexadecimal digits over tokens, labels, masks, positions and boundaries of the rows, in order."""
         digest = xxhash.xxh3_128()
@@ -263,7 +268,8 @@ def row_media(of_sequences: Sequence[tuple[Medium, ...]], features: Features) ->
     numbers = [(number, one.start, one.tokens) for number, one in found]
     sequences, starts, tokens = (np.asarray(values, np.int64) for values in zip(*numbers, strict=True))
     digests = np.asarray([xxhash.xxh3_64_intdigest(one.data) for _, one in found], np.uint64)
-    return RowMedia(sequences, starts, tokens, digests, features([one for _, one in found]))
+    num_bytes = sum(dict(zip(digests.tolist(), (len(one.data) for _, one in found), strict=True)).values())
+    return RowMedia(sequences, starts, tokens, digests, features([one for _, one in found]), num_bytes)
 
 
 def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_packs: int | None) -> RankBatch:

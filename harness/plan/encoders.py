@@ -166,9 +166,7 @@ def _layers(
 ) -> EncoderWork:
     """Return the work of transformer layers whose places attend to all places of a medium, or of their window.
 
-    Args:
-        kept: numbers of a place outside the MLP, over `size`: inputs and outputs of norms, queries, keys, values, and
-            what attention gives, as PyTorch saves them.
+    Outside the MLP, PyTorch saves `kept` times `size` numbers of a place.
     """
     whole, rest = np.divmod(places, window) if window else (0, places)
     matrices = (4 * size + (2 + is_gated) * inner) * size
@@ -210,9 +208,9 @@ def _work_of_llava(values: Mapping[str, Any], hidden: int, tokens: Float64Array)
     # CLIP has a token of the class, and SigLIP a head with keys and values of all places.
     patches = np.full(tokens.shape, float((int(vision["image_size"]) // patch) ** 2))
     seen = _product(patches, 3 * patch**2, size) + _product(patches * is_siglip, size, 2 * size)
-    inner, kept = int(vision["intermediate_size"]), 8.0
-    kept += 0 if is_siglip else inner / size  # the sigmoid of CLIP's activation
-    layers = _layers(int(vision["num_hidden_layers"]), size, inner, patches + (not is_siglip), kept=kept)
+    inner, count = int(vision["intermediate_size"]), int(vision["num_hidden_layers"])
+    kept = 8 if is_siglip else 8 + inner / size  # with the sigmoid of CLIP's activation
+    layers = _layers(count, size, inner, patches + (not is_siglip), kept=kept)
     return seen + layers + _product(tokens, size, hidden) + _product(tokens, hidden, hidden)
 
 
@@ -221,15 +219,13 @@ def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Arra
     has_windows = values["model_type"] == "qwen2_5_vl"
     vision: dict[str, Any] = {"patch_size": 14 if has_windows else 16, "spatial_merge_size": 2, "window_size": 112}
     vision |= {"temporal_patch_size": 2, "fullatt_block_indexes": (7, 15, 23, 31), **values["vision_config"]}
-    merge, size, patch = (int(vision[name]) for name in ("spatial_merge_size", "hidden_size", "patch_size"))
+    names = ("spatial_merge_size", "hidden_size", "intermediate_size", "patch_size")
+    merge, size, inner, patch = (int(vision[name]) for name in names)
     patches, merged, depth = tokens * merge**2, size * merge**2, int(vision["depth"])
     windowed = len(set(range(depth)) - set(vision["fullatt_block_indexes"])) if has_windows else 0
-    work, inner = (
-        _product(patches, 3 * int(vision["temporal_patch_size"]) * patch**2, size),
-        vision["intermediate_size"],
-    )
+    work = _product(patches, 3 * int(vision["temporal_patch_size"]) * patch**2, size)
     # The norms of the gated layers compute in float32, in several steps.
-    layers = partial(_layers, size=size, inner=int(inner), kept=15 if has_windows else 11, is_gated=has_windows)
+    layers = partial(_layers, size=size, inner=inner, kept=15 if has_windows else 11, is_gated=has_windows)
     work += layers(depth - windowed, places=patches)
     work += layers(windowed, places=patches, window=(int(vision["window_size"]) // patch) ** 2)
     made = tokens * (1 + deep_layers(values))
@@ -363,11 +359,6 @@ def encoder_work(encoder: str, hidden_size: int, tokens: Float64Array) -> Encode
     """Return the work of media with these numbers of placeholder tokens, for a valid `model.encoder`."""
     model, values = read_encoder(encoder)
     return model.work(values, hidden_size, tokens)
-
-
-def encoder_cost(encoder: str, hidden_size: int, scale: float, tokens: Float64Array) -> Float64Array:
-    """Return the forward FLOPs of `encoder_work`, times `scale`."""
-    return scale * encoder_work(encoder, hidden_size, tokens).flops
 
 
 def is_part_of(part: str | None, whole: str | None) -> bool:

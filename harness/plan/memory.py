@@ -415,11 +415,19 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
     return router / tp + (dispatched * etp + inner) / tp + shared
 
 
-def plan_memory(model: ModelConfig, parallel: ParallelConfig, **sizes: Any) -> Memory:
-    """Return the memory of the fullest rank; further arguments are those of `plan_stage_memory` without `stage`."""
+def plan_memory(model: ModelConfig, parallel: ParallelConfig, *, media_numbers: float = 0, **sizes: Any) -> Memory:
+    """Return the memory of the fullest rank; further arguments are those of `plan_stage_memory` without `stage`.
+
+    Args:
+        media_numbers: that the encoder keeps for the media of a row, or has at a time if it is frozen.
+    """
     stages = range(parallel.pipeline_parallel_size)
-    memories = (plan_stage_memory(model, parallel, stage=stage, **sizes) for stage in stages)
-    return max(memories, key=lambda memory: memory.total)
+    first, *others = (plan_stage_memory(model, parallel, stage=stage, **sizes) for stage in stages)
+    if model.train_encoder:
+        chunks = [0.0] * (parallel.num_chunks // len(stages) - 1)
+        media_numbers = _waiting([media_numbers, *chunks], parallel, 0, sizes.get("microbatches", 1_000_000))
+    first = replace(first, encoder=math.ceil(DTYPE_BYTES[model.number] * media_numbers))
+    return max((first, *others), key=lambda memory: memory.total)
 
 
 def plan_stage_memory(
@@ -434,7 +442,6 @@ def plan_stage_memory(
     kernels: Kernels = _OWN,
     expert_load: float = 1.0,
     optimizer: OptimizerConfig = _PLAIN,
-    media_numbers: float = 0.0,
 ) -> Memory:
     """Return the memory of a rank of pipeline stage `stage`, 0 for the first.
 
@@ -442,7 +449,6 @@ def plan_stage_memory(
         max_tokens_per_rank: of a microbatch on one rank; with context parallelism, its slice.
         microbatches: of a step; a pipeline keeps the activations of up to as many as it has stages.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
-        media_numbers: that the encoder keeps for the media of a row, or has at a time if it is frozen.
     """
     item = DTYPE_BYTES[model.number]
     stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
@@ -468,8 +474,6 @@ def plan_stage_memory(
             once = max(once, max(first) + 4 * model.rotated_size - sum(whole[len(first) :]))
     most, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
     most += _waiting(sizes, parallel, stage, microbatches)
-    if media_numbers and model.train_encoder:
-        media_numbers = _waiting([media_numbers, *[0.0] * (len(chunks) - 1)], parallel, stage, microbatches)
     sent = math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load))
     ends = (stage == 0) + (stage == stages - 1) * (1 + bool(model.mtp_layers))
     fp8, parts = 0 if model.fp8 == "off" else weights - words * ends, dp_size if kernels.sharded else 1
@@ -484,7 +488,6 @@ def plan_stage_memory(
         logits=math.ceil(logits * max_tokens_per_rank),
         dispatch=any("E" in parts for chunk in chunks for parts in chunk)
         * dispatch_bytes(model, parallel, tokens=sent, is_grouped=kernels.grouped),
-        encoder=math.ceil(item * media_numbers) * (stage == 0),
         exchange=_EXCHANGES * item * max_tokens_per_rank * model.hidden_size * parallel.overlap_tensor_parallel,
     )
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from harness.checks import CheckedSettings, bounded, one_of
-from harness.plan.encoders import MediaModel, deep_layers, encoder_cost, read_encoder, rope_axes
+from harness.plan.encoders import MediaModel, deep_layers, encoder_work, read_encoder, rope_axes
 from harness.plan.families import FAMILIES
 from harness.plan.families.base import SCANS, Family, has_scan
 from harness.plan.layout import DTYPE_BYTES, FP8_BLOCKS, LORA_TARGETS, ParallelConfig
 from harness.plan.model_checks import LAYOUT_RULES, RULES, check_division, check_fields
+from harness.records import Float64Array
 from harness.schedule import SequenceCost
 
 _SWITCH = ("auto", "on", "off")
@@ -405,8 +406,12 @@ def sequence_cost(model: ModelConfig, model_ranks: int = 1) -> SequenceCost:
     encode = None
     if model.encoder is not None:
         scale = model_ranks * (1.0 if model.train_encoder else 1 / 3)
-        encode = partial(encoder_cost, model.encoder, model.hidden_size, scale)
+        encode = partial(_encoder_flops, model.encoder, model.hidden_size, scale)
     return SequenceCost(linear=linear, quadratic=quadratic, exchange=_FLOPS_PER_BYTE * sent, encode=encode)
+
+
+def _encoder_flops(encoder: str, hidden_size: int, scale: float, tokens: Float64Array) -> Float64Array:
+    return scale * encoder_work(encoder, hidden_size, tokens).flops
 
 
 def scan_products(model: ModelConfig) -> float:

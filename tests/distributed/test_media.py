@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.config import compose_config
 from harness.errors import ConfigError, HarnessError
+from harness.formats import open_dataset
 from harness.loader.plan import row_media
 from harness.megatron.batch import run_row, to_device
 from harness.megatron.export.folder import export_checkpoint
@@ -37,6 +38,7 @@ from harness.prep.media import measure
 from harness.recipes import sft
 from harness.records import Medium, SequenceView
 from harness.thd import build_thd_batch, context_parallel_indices
+from harness.train.metrics import read_metrics
 
 from .conftest import run_here
 
@@ -201,9 +203,12 @@ def test_an_export_of_a_run_on_images_generates_in_transformers(folders, tmp_pat
 
     data = make_dataset(tmp_path / "data", num_packs=4, encoder=model_of(folders[name]).encoder)
     settings = [f"model.init_from={folders[name]}", "model.max_sequence_length=512", "model.train_encoder=true"]
-    settings += ["loader.global_batch_size=2", "trainer.steps=1", "trainer.epochs=null", "trainer.device=cpu"]
+    settings += ["loader.global_batch_size=4", "trainer.steps=1", "trainer.epochs=null", "trainer.device=cpu"]
     settings += ["loader.num_workers=0", "schedule=as_packed", "schedule.max_tokens_per_rank=256"]
     run_here(sft, SftConfig, [f"data.path={data}", f"run_dir={tmp_path}/run", "optimizer.lr=0.01", *settings])
+    (step,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    sizes = [len(one.data) for pack in open_dataset(data / "train") for one in pack.media]
+    assert step.rank_media_bytes == [sum(sizes)]
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     kind = getattr(transformers, read_encoder(model_of(folders[name]).encoder)[0].architecture)
     trained, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
