@@ -42,7 +42,7 @@ class StepMetrics:
         fill: share of the largest rows that holds tokens; with `parallel.static_rows` the rest is padding.
         step_s: wall time of the step, with the wait for data, without validation and checkpoint.
         data_wait_s: wait for the loader on rank 0.
-        imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in attention cost;
+        imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in training cost;
             1 is even.
         packs_consumed: of this epoch, after this step.
         evaluation_losses: as validation_loss, of further validation sets by name.
