@@ -30,6 +30,7 @@ class RowMedia:
         digests: uint64 [media], of their files.
         arrays: what the model's encoder takes, by name: [media, ...], or [parts, ...] with equally many parts for every
             token, end to end. Stages after the first have `image_grid_thw` alone.
+        num_bytes: of the files, the same one counted once.
     """
 
     sequences: Int64Array
@@ -37,6 +38,7 @@ class RowMedia:
     tokens: Int64Array
     digests: UInt64Array
     arrays: dict[str, npt.NDArray[Any]]
+    num_bytes: int = 0
 
     def places(self, cu_seqlens_padded: Int32Array) -> Int64Array:
         """Return the places of all placeholder tokens in a row with these bounds, int64 [sum of tokens]."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from harness.errors import FormatError
-from harness.records import MEDIA_KINDS, Int32Array, Pack
+from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Pack
 from harness.storage import Folder, Place
 from harness.storage.inputs import ByteSource, read_ranges
 
@@ -105,6 +105,19 @@ def find_rows(rows: MediaRows, first: int, last: int) -> range:
     """Return the numbers of the rows of sequences `first` to `last`, without the last."""
     # Not np.searchsorted, which would copy the whole column.
     return range(bisect_left(rows["sequence"], first), bisect_left(rows["sequence"], last))
+
+
+def media_tokens(rows: MediaRows | None, sequence_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return of each medium of some sequences the place of its sequence among them, and its tokens, int64 [media]."""
+    numbers, tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    if rows is not None and sequence_ids.shape[0]:
+        firsts = np.append(0, np.flatnonzero(np.diff(sequence_ids) != 1) + 1)
+        for place, ids in zip(firsts.tolist(), np.split(sequence_ids, firsts[1:]), strict=True):
+            found = find_rows(rows, int(ids[0]), int(ids[-1]) + 1)
+            own = rows[found.start : found.stop]
+            numbers.append(own["sequence"] - ids[0] + place)
+            tokens.append(own["tokens"].astype(np.int64))
+    return np.concatenate(numbers), np.concatenate(tokens)
 
 
 def read_data(

@@ -18,7 +18,7 @@ from harness.formats.base import Format, ShardReader
 from harness.formats.digest import KeptFingerprint, content_digest, dataset_fingerprint, pack_digest
 from harness.formats.index import PackIndex
 from harness.formats.manifest import Manifest
-from harness.formats.media import find_rows, fold_media, read_data
+from harness.formats.media import find_rows, fold_media, media_tokens, read_data
 from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, moved
 from harness.storage import Place, stamp_of
 from harness.storage.inputs import ByteSource, open_source
@@ -225,6 +225,10 @@ class PackReader:
             return Medium(MEDIA_KINDS[row["kind"]], int(row["start"]), int(row["tokens"]), data[number])
 
         return [tuple(map(medium, some)) for some in wanted]
+
+    def media_tokens(self, sequence_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the places in `sequence_ids` of the sequences that media are of, and their tokens, from the index."""
+        return media_tokens(self._index.media, sequence_ids)
 
     def iterate(self, start: int, stop: int) -> Iterator[Pack]:
         """Yield packs from `start` to `stop`, which are read together, and the media of one pack at a time."""

@@ -226,6 +226,17 @@ class JoinedReader:
             first = last
         return [found[number] for number in ids.tolist()]
 
+    def media_tokens(self, sequence_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the places and the tokens of media as `PackReader` does, by dataset."""
+        found, first = [], 0
+        for reader in self.readers:
+            last = first + reader.sequence_lengths.shape[0]
+            inside = np.flatnonzero((sequence_ids >= first) & (sequence_ids < last))
+            numbers, tokens = reader.media_tokens(sequence_ids[inside] - first)
+            found.append((inside[numbers], tokens))
+            first = last
+        return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
+
     def _read(self, indices: list[int], readers: Sequence[Callable[[list[int]], list[Pack]]]) -> list[Pack]:
         if outside := [index for index in indices if not 0 <= index < len(self)]:
             raise IndexError(f"pack {outside[0]} of {len(self)} in {self.path}")

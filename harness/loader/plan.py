@@ -16,7 +16,7 @@ from harness.loader.blend import Blend, BlendOrder
 from harness.loader.config import LoaderConfig, RankLayout
 from harness.loader.order import BatchRange
 from harness.loader.state import LoaderState
-from harness.records import Int32Array, Int64Array, Medium, Pack, Schedule, UInt8Array
+from harness.records import Float64Array, Int32Array, Int64Array, Medium, Pack, Schedule, UInt8Array
 from harness.schedule import DYNAMIC, Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import check_lengths
 from harness.thd import RowMedia, ThdBatch, padded_lengths, rows_from_arrays, rows_from_model_tokens, shared_multiple
@@ -73,6 +73,11 @@ class RankBatch:
     @property
     def num_microbatches(self) -> int:
         return len(self.rows)
+
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of images and sounds that were read for this rank's rows."""
+        return sum(row.media.num_bytes for row in self.rows if row.media is not None)
 
     def digest(self) -> str:
         """Return 32 hexadecimal digits over tokens, labels, masks, positions and boundaries of the rows, in order."""
@@ -167,6 +172,7 @@ class BatchReader:
         offsets = np.concatenate([[0], np.cumsum(counts)])
         sequences = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], counts)
         lengths = padded_lengths(self._source.sequence_lengths[sequences], self._layout.pad_to_multiple)
+        costs: dict[str, Any] = {"cost": self._cost, "media_cost": self._media_cost(sequences)}
         placed = schedule(
             self._schedule.name,
             lengths,
@@ -175,11 +181,19 @@ class BatchReader:
             max_tokens_per_rank=self._schedule.max_tokens_per_rank,
             group_size=self._layout.group_size,
             pack_offsets=offsets,
-            cost=self._cost,
+            **costs,
         )
         row_tokens = self._schedule.max_tokens_per_rank * self._layout.cp_size
-        imbalance = measure_imbalance(placed, lengths, max_tokens_per_row=row_tokens, cost=self._cost)
-        return packs, sequences, placed, imbalance
+        return packs, sequences, placed, measure_imbalance(placed, lengths, max_tokens_per_row=row_tokens, **costs)
+
+    def _media_cost(self, sequences: Int64Array) -> Float64Array | None:
+        """Return the cost of encoding the media of each sequence, by their tokens in the index; None without any."""
+        if not self._has_media or self._cost.encode is None:
+            return None
+        source: Any = self._source
+        numbers, tokens = source.media_tokens(sequences)
+        costs = self._cost.encode(tokens.astype(np.float64))
+        return np.bincount(numbers, weights=costs, minlength=sequences.shape[0]).astype(np.float64, copy=False)
 
     def read(self, step: BatchRange) -> RawBatch:
         """Plan `step` and read this rank's sequences, only from the packs that hold them.
@@ -254,7 +268,8 @@ def row_media(of_sequences: Sequence[tuple[Medium, ...]], features: Features) ->
     numbers = [(number, one.start, one.tokens) for number, one in found]
     sequences, starts, tokens = (np.asarray(values, np.int64) for values in zip(*numbers, strict=True))
     digests = np.asarray([xxhash.xxh3_64_intdigest(one.data) for _, one in found], np.uint64)
-    return RowMedia(sequences, starts, tokens, digests, features([one for _, one in found]))
+    num_bytes = sum(dict(zip(digests.tolist(), (len(one.data) for _, one in found), strict=True)).values())
+    return RowMedia(sequences, starts, tokens, digests, features([one for _, one in found]), num_bytes)
 
 
 def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_packs: int | None) -> RankBatch:

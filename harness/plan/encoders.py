@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import numpy as np
+
+from harness.records import Float64Array, Int64Array
 
 # Of the rotary embedding of models whose positions have three dimensions.
 _MROPE = ("mrope_section", "mrope_interleaved")
@@ -20,6 +25,29 @@ _DEFAULTS = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderWork:
+    """Work of encoding media, each of them alone.
+
+    Attributes:
+        flops: float64 [media], of the forward pass.
+        kept: float64 [media], numbers that it keeps for the backward pass.
+        once: float64 [media], numbers of the largest layer, which are all that there are if nothing is kept.
+    """
+
+    flops: Float64Array
+    kept: Float64Array
+    once: Float64Array
+
+    def __add__(self, other: EncoderWork) -> EncoderWork:
+        return EncoderWork(self.flops + other.flops, self.kept + other.kept, np.maximum(self.once, other.once))
+
+    def by_sequence(self, sequences: Int64Array, count: int) -> EncoderWork:
+        """Return the sums over the media of each of `count` sequences, given the number of that of each medium."""
+        arrays = (self.flops, self.kept, self.once)
+        return EncoderWork(*(np.bincount(sequences, one, count).astype(np.float64, copy=False) for one in arrays))
 
 
 @dataclass(frozen=True)
@@ -40,6 +68,7 @@ class MediaModel:
         left_out: beginnings of the names of weights that are neither trained nor run.
         copied: those of them that an export contains, as the initial weights have them.
         count: returns the number of weights of an encoder with these values, for a text model of this hidden size.
+        work: returns the work of media with these numbers of placeholder tokens, float64 [media].
     """
 
     name: str
@@ -51,6 +80,7 @@ class MediaModel:
     parts: tuple[str, ...]
     text_types: Mapping[str, str]
     count: Callable[[Mapping[str, Any], int], int]
+    work: Callable[[Mapping[str, Any], int, Float64Array], EncoderWork]
     prefix: str = ""
     is_nested: bool = False
     left_out: tuple[str, ...] = ()
@@ -125,6 +155,83 @@ def _count_qwen3_vl(values: Mapping[str, Any], hidden: int) -> int:
     return int(vision["depth"]) * block + int(patches + 1 + vision["num_position_embeddings"]) * size + int(mergers)
 
 
+def _product(places: Float64Array, inputs: float, outputs: float, kernel: int = 1) -> EncoderWork:
+    """Return the work of a matrix, or of a convolution of `kernel` places, whose output is kept twice."""
+    numbers = places * ((inputs if kernel == 1 else outputs) + outputs)
+    return EncoderWork(2 * places * inputs * kernel * outputs, numbers, numbers)
+
+
+def _layers(
+    count: int, size: int, inner: int, places: Float64Array, *, kept: float, window: int = 0, is_gated: bool = False
+) -> EncoderWork:
+    """Return the work of transformer layers whose places attend to all places of a medium, or of their window.
+
+    Outside the MLP, PyTorch saves `kept` times `size` numbers of a place.
+    """
+    whole, rest = np.divmod(places, window) if window else (0, places)
+    matrices = (4 * size + (2 + is_gated) * inner) * size
+    once = places * (kept * size + (2 + 2 * is_gated) * inner) * bool(count)
+    flops = 2 * matrices * places + 4 * size * (whole * window**2 + rest**2)
+    return EncoderWork(count * flops, count * once, once)
+
+
+def _work_of_whisper(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
+    """Return the work of sounds, which are all padded to the longest."""
+    audio = values["audio_config"]
+    size, mels = int(audio["d_model"]), int(audio["num_mel_bins"])
+    places = np.full(tokens.shape, float(audio["max_source_positions"]))
+    heard = _product(2 * places, mels, size, 3) + _product(places, size, size, 3)
+    layers = _layers(int(audio["encoder_layers"]), size, int(audio["encoder_ffn_dim"]), places, kept=9)
+    return heard + layers + _product(places // 2, size, hidden)
+
+
+def _work_of_omni(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
+    """Return the work of sounds, whose last window is padded to the others where there are any."""
+    audio = {"n_window": 50, "n_window_infer": 800, **values["audio_config"]}
+    size, channels = int(audio["d_model"]), int(audio["downsample_hidden_size"])
+    frames, mels = [2 * int(audio["n_window"])], [int(audio["num_mel_bins"])]
+    for _ in range(3):
+        frames, mels = [*frames, -(-frames[-1] // 2)], [*mels, -(-mels[-1] // 2)]
+    windows = np.where(tokens < frames[3], tokens / frames[3], np.ceil(tokens / frames[3]))
+    work = _product(windows * frames[3], channels * mels[3], size)
+    for number, inputs in enumerate((1, channels, channels), 1):
+        work += _product(windows * frames[number] * mels[number], inputs, channels, 9)
+    window = frames[3] * (int(audio["n_window_infer"]) // frames[0])
+    work += _layers(int(audio["encoder_layers"]), size, int(audio["encoder_ffn_dim"]), tokens, kept=9, window=window)
+    return work + _product(tokens, size, size) + _product(tokens, size, hidden)
+
+
+def _work_of_llava(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
+    """Return the work of images, which are all brought to one size."""
+    vision = values["vision_config"]
+    size, patch, is_siglip = int(vision["hidden_size"]), int(vision["patch_size"]), "siglip" in vision["model_type"]
+    # CLIP has a token of the class, and SigLIP a head with keys and values of all places.
+    patches = np.full(tokens.shape, float((int(vision["image_size"]) // patch) ** 2))
+    seen = _product(patches, 3 * patch**2, size) + _product(patches * is_siglip, size, 2 * size)
+    inner, count = int(vision["intermediate_size"]), int(vision["num_hidden_layers"])
+    kept = 8 if is_siglip else 8 + inner / size  # with the sigmoid of CLIP's activation
+    layers = _layers(count, size, inner, patches + (not is_siglip), kept=kept)
+    return seen + layers + _product(tokens, size, hidden) + _product(tokens, hidden, hidden)
+
+
+def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
+    """Return the work of images of any size; of those with windows, as if none were at an edge, where it is smaller."""
+    has_windows = values["model_type"] == "qwen2_5_vl"
+    vision: dict[str, Any] = {"patch_size": 14 if has_windows else 16, "spatial_merge_size": 2, "window_size": 112}
+    vision |= {"temporal_patch_size": 2, "fullatt_block_indexes": (7, 15, 23, 31), **values["vision_config"]}
+    names = ("spatial_merge_size", "hidden_size", "intermediate_size", "patch_size")
+    merge, size, inner, patch = (int(vision[name]) for name in names)
+    patches, merged, depth = tokens * merge**2, size * merge**2, int(vision["depth"])
+    windowed = len(set(range(depth)) - set(vision["fullatt_block_indexes"])) if has_windows else 0
+    work = _product(patches, 3 * int(vision["temporal_patch_size"]) * patch**2, size)
+    # The norms of the gated layers compute in float32, in several steps.
+    layers = partial(_layers, size=size, inner=inner, kept=15 if has_windows else 11, is_gated=has_windows)
+    work += layers(depth - windowed, places=patches)
+    work += layers(windowed, places=patches, window=(int(vision["window_size"]) // patch) ** 2)
+    made = tokens * (1 + deep_layers(values))
+    return work + _product(made, merged, merged) + _product(made, merged, hidden)
+
+
 _VISION = ("vision_config", "video_token_id", "vision_start_token_id", "vision_end_token_id", *_MROPE)
 _OMNI = MediaModel(
     "qwen3_omni_moe_thinker",
@@ -136,6 +243,7 @@ _OMNI = MediaModel(
     ("audio_tower",),
     {"qwen3_omni_moe_text": "qwen3_moe"},
     _count_omni,
+    _work_of_omni,
     left_out=("visual.", "talker.", "code2wav."),
     copied=("visual.",),
 )
@@ -152,6 +260,7 @@ MEDIA_MODELS = {
             ("audio_tower", "multi_modal_projector"),
             {"qwen2": "qwen2"},
             _count_whisper,
+            _work_of_whisper,
             prefix="language_model.",
         ),
         _OMNI,
@@ -171,6 +280,7 @@ MEDIA_MODELS = {
             ("vision_tower", "multi_modal_projector"),
             {name: name for name in ("llama", "mistral", "qwen2")},
             _count_llava,
+            _work_of_llava,
             prefix="language_model.",
         ),
         MediaModel(
@@ -183,6 +293,7 @@ MEDIA_MODELS = {
             ("visual",),
             {"qwen2_5_vl_text": "qwen2"},
             _count_qwen2_5_vl,
+            _work_of_patches,
         ),
         MediaModel(
             "qwen3_vl",
@@ -194,6 +305,7 @@ MEDIA_MODELS = {
             ("visual",),
             {"qwen3_vl_text": "qwen3"},
             _count_qwen3_vl,
+            _work_of_patches,
             is_nested=True,
         ),
     )
@@ -241,6 +353,12 @@ def read_encoder(text: str) -> tuple[MediaModel, dict[str, Any]]:
         known = ", ".join(MEDIA_MODELS)
         raise ValueError(f"not the config.json of an encoder (model_type {known}): {error}") from None
     return model, values
+
+
+def encoder_work(encoder: str, hidden_size: int, tokens: Float64Array) -> EncoderWork:
+    """Return the work of media with these numbers of placeholder tokens, for a valid `model.encoder`."""
+    model, values = read_encoder(encoder)
+    return model.work(values, hidden_size, tokens)
 
 
 def is_part_of(part: str | None, whole: str | None) -> bool:

@@ -42,6 +42,7 @@ class Memory:
         logits: gradient of the logits, at the start of the last stage's backward pass.
         dispatch: buffers of tokens on their way to experts and back, and the workspace of grouped products.
         exchange: buffers of tensor-parallel exchanges that overlap with products.
+        encoder: activations of the encoder, on the first stage.
         host: of the optimizer, in the memory of the rank's host, which is no part of the total.
     """
 
@@ -54,6 +55,7 @@ class Memory:
     logits: int = 0
     dispatch: int = 0
     exchange: int = 0
+    encoder: int = 0
     host: int = 0
 
     @property
@@ -65,6 +67,7 @@ class Memory:
             "gradient of the logits": self.logits,
             "tokens to experts": self.dispatch,
             "tensor-parallel exchanges": self.exchange,
+            "activations of the encoder": self.encoder,
         }
         return always | {name: size for name, size in some.items() if size}
 
@@ -411,11 +414,19 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
     return (router + joined + dispatched * etp + inner) / tp + shared
 
 
-def plan_memory(model: ModelConfig, parallel: ParallelConfig, **sizes: Any) -> Memory:
-    """Return the memory of the fullest rank; further arguments are those of `plan_stage_memory` without `stage`."""
+def plan_memory(model: ModelConfig, parallel: ParallelConfig, *, media_numbers: float = 0, **sizes: Any) -> Memory:
+    """Return the memory of the fullest rank; further arguments are those of `plan_stage_memory` without `stage`.
+
+    Args:
+        media_numbers: that the encoder keeps for the media of a row, or has at a time if it is frozen.
+    """
     stages = range(parallel.pipeline_parallel_size)
-    memories = (plan_stage_memory(model, parallel, stage=stage, **sizes) for stage in stages)
-    return max(memories, key=lambda memory: memory.total)
+    first, *others = (plan_stage_memory(model, parallel, stage=stage, **sizes) for stage in stages)
+    if model.train_encoder:
+        chunks = [0.0] * (parallel.num_chunks // len(stages) - 1)
+        media_numbers = _waiting([media_numbers, *chunks], parallel, 0, sizes.get("microbatches", 1_000_000))
+    first = replace(first, encoder=math.ceil(DTYPE_BYTES[model.number] * media_numbers))
+    return max((first, *others), key=lambda memory: memory.total)
 
 
 def plan_stage_memory(

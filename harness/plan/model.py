@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from harness.checks import CheckedSettings, bounded, one_of
-from harness.plan.encoders import MediaModel, deep_layers, read_encoder, rope_axes
+from harness.plan.encoders import MediaModel, deep_layers, encoder_work, read_encoder, rope_axes
 from harness.plan.families import FAMILIES
 from harness.plan.families.base import SCANS, Family, has_scan
 from harness.plan.layout import DTYPE_BYTES, FP8_BLOCKS, LORA_TARGETS, ParallelConfig
 from harness.plan.model_checks import LAYOUT_RULES, RULES, check_division, check_fields
+from harness.records import Float64Array
 from harness.schedule import SequenceCost
 
 _SWITCH = ("auto", "on", "off")
@@ -384,14 +386,16 @@ class ModelConfig(CheckedSettings, section="model"):
         return sum(weights[part] for part in self.parts(layer))
 
 
-def sequence_cost(model: ModelConfig) -> SequenceCost:
+def sequence_cost(model: ModelConfig, model_ranks: int = 1) -> SequenceCost:
     """Return the forward FLOPs of one sequence, by tokens and by tokens squared, and those of an H100 that exchanges.
 
     A token costs 2 FLOPs a weight of the output matrix and of the layers, where it meets only the experts that it is
     sent to; attention adds, per layer, scores and
     weighted values of half the L x L square (it is causal): L^2 * heads * (head_dim of keys + that of values). A layer
     with a window adds them for as many keys a token, shorter sequences included. The exchange of a token's keys and
-    values over the network is as many FLOPs as large matrix products do meanwhile.
+    values over the network is as many FLOPs as large matrix products do meanwhile. Each of the `model_ranks` that hold
+    a copy of the model waits for the encoder, which is not divided over them; a frozen one has no backward pass, which
+    costs two forward passes.
 
     Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
     without recomputation.
@@ -408,7 +412,15 @@ def sequence_cost(model: ModelConfig) -> SequenceCost:
     sent = len(attending) * DTYPE_BYTES["bfloat16"] * (1 + values) * model.key_size
     scans = sum(has_scan(model.parts(layer)) for layer in numbers) * scan_products(model)
     linear = 2.0 * (layers + output + scans + sum(windows) * sizes)
-    return SequenceCost(linear=linear, quadratic=quadratic, exchange=_FLOPS_PER_BYTE * sent)
+    encode = None
+    if model.encoder is not None:
+        scale = model_ranks * (1.0 if model.train_encoder else 1 / 3)
+        encode = partial(_encoder_flops, model.encoder, model.hidden_size, scale)
+    return SequenceCost(linear=linear, quadratic=quadratic, exchange=_FLOPS_PER_BYTE * sent, encode=encode)
+
+
+def _encoder_flops(encoder: str, hidden_size: int, scale: float, tokens: Float64Array) -> Float64Array:
+    return scale * encoder_work(encoder, hidden_size, tokens).flops
 
 
 def scan_products(model: ModelConfig) -> float:

@@ -16,6 +16,7 @@ from rich.console import RenderableType
 
 from harness.errors import ConfigError, HarnessError
 from harness.loader import DataConfig, RunData, open_datasets
+from harness.plan.encoders import EncoderWork, encoder_work
 from harness.plan.hf_config import find_config, read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import (
@@ -143,7 +144,8 @@ class RunPlan:
         yield "microbatches", f"{self.work.microbatches:,} per rank and step"
         if self.work.padding:
             yield "padding", f"{self.work.padding:.1%} of the rows, which have one length: parallel.static_rows"
-        yield "work", f"{self.work.model_flops / 1e12:,.3g} TFLOPs per step"
+        encoder = f", {self.work.encoder_flops / self.work.model_flops:.0%} of them in the encoder"
+        yield "work", f"{self.work.model_flops / 1e12:,.3g} TFLOPs per step{encoder if self.work.encoder_flops else ''}"
         yield "MFU", f"{self.mfu:.1%}, {'an estimate' if self.parts else 'as given'}"
         yield "step", f"{self.step_s:,.3g} s, {self.work.tokens / self.step_s / self.ranks:,.0f} tokens/s per rank"
         for name, seconds in self.parts.items():
@@ -163,6 +165,7 @@ class Inputs:
     Attributes:
         config: its model has a dtype and a vocabulary size.
         lengths: int64 [sequences], model tokens; None for data that is not here, for the reason in `why_no_work`.
+        media: of the sequences' media; None for text.
     """
 
     config: SftConfig
@@ -171,6 +174,19 @@ class Inputs:
     pack_size: int | None
     why_no_work: str = ""
     notes: tuple[str, ...] = ()
+    media: EncoderWork | None = None
+
+    @property
+    def media_numbers(self) -> float:
+        """Numbers that the encoder has of a row that is filled with the sequences that have most for their length."""
+        if self.media is None or self.lengths is None:
+            return 0.0
+        numbers = self.media.kept if self.config.model.train_encoder else self.media.once
+        order = np.argsort(-numbers / self.lengths, kind="stable")
+        tokens = np.cumsum(self.lengths[order])
+        is_whole = tokens <= self.config.max_tokens_per_row
+        share = np.where(is_whole, 1.0, (self.config.max_tokens_per_row - tokens) / self.lengths[order] + 1)
+        return float((numbers[order] * np.maximum(0.0, share)).sum())
 
 
 def fine_tuning(config: RunConfig) -> SftConfig:
@@ -203,11 +219,18 @@ def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
         raise ConfigError(what, where="model.vocab_size", fix="set it to the size of the tokenizer")
     config = replace(config, model=replace(model, vocab_size=vocab_size))
     config = config.planned()
+    encoder = config.model.encoder
     if packs is not None:
+        if encoder is not None:
+            notes.append("text alone: the encoder's time and activations depend on the media of the data")
         return Inputs(config, packs.lengths, packs.packs, packs.pack_size, notes=tuple(notes))
     if data is not None:
-        lengths = np.asarray(data.train.sequence_lengths, dtype=np.int64) - 1
-        return Inputs(config, lengths, len(data.train), data.train.pack_size)
+        lengths, media = np.asarray(data.train.sequence_lengths, dtype=np.int64) - 1, None
+        if encoder is not None and data.train.has_media:
+            sequences, tokens = data.train.media_tokens(np.arange(lengths.shape[0]))
+            media = encoder_work(encoder, config.model.hidden_size, tokens.astype(np.float64))
+            media = media.by_sequence(sequences, lengths.shape[0])
+        return Inputs(config, lengths, len(data.train), data.train.pack_size, media=media)
     return Inputs(config, None, 0, None, why)
 
 
@@ -237,7 +260,8 @@ def plan_run(
     work = None
     if inputs.lengths is not None:
         batch = config.loader.global_batch_size
-        work = plan_work(inputs.config.model, inputs.lengths, num_packs=inputs.num_packs, global_batch_size=batch)
+        sizes = {"num_packs": inputs.num_packs, "global_batch_size": batch}
+        work = plan_work(inputs.config.model, inputs.lengths, media=inputs.media, **sizes)
         work = plan_rows(work, inputs, ranks)
         _check_longest(inputs.config, inputs.lengths, ranks)
     planned = plan_layout(inputs, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
@@ -369,6 +393,7 @@ def plan_layout(
         microbatches=work.microbatches if work is not None else 1_000_000,
         expert_load=expert_load,
         optimizer=config.optimizer,
+        media_numbers=inputs.media_numbers,
     )
     memory = memory_with(kernels=kernels)
     parts = {}

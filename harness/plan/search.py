@@ -156,7 +156,8 @@ def search_layouts(
         )
     base, model = replace(inputs.config, parallel=config.parallel), inputs.config.model
     batch = base.loader.global_batch_size
-    whole = plan_work(model, inputs.lengths, num_packs=inputs.num_packs, global_batch_size=batch)
+    sizes = {"num_packs": inputs.num_packs, "global_batch_size": batch}
+    whole = plan_work(model, inputs.lengths, media=inputs.media, **sizes)
     found, refused = [], []
     for parallel, recompute, tokens in _choices(base, ranks, inputs.pack_size):
         try:

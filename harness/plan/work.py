@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from harness.errors import ConfigError
+from harness.plan.encoders import EncoderWork
 from harness.plan.families.base import has_scan
 from harness.plan.layout import (
     DIVIDED_BY_COLUMNS,
@@ -122,6 +123,7 @@ class Work:
         microbatches: per rank and step, on average.
         linear_flops, attention_flops: of a step's forward pass, all ranks together, without padding.
         padding: share of the tokens of all rows that is padding of `parallel.static_rows`.
+        encoder_flops: of a step's media, all ranks together; those of the backward pass too if encoders are trained.
     """
 
     steps: int
@@ -130,11 +132,12 @@ class Work:
     linear_flops: float
     attention_flops: float
     padding: float = 0.0
+    encoder_flops: float = 0.0
 
     @property
     def model_flops(self) -> float:
         """FLOPs of a step, forward and backward, without recomputation."""
-        return 3 * (self.linear_flops + self.attention_flops)
+        return 3 * (self.linear_flops + self.attention_flops) + self.encoder_flops
 
     def mfu(self, step_s: float, *, ranks: int, peak_flops: float) -> float:
         """Return the share of the peak of all GPUs that `model_flops` uses."""
@@ -146,11 +149,14 @@ def count_microbatches(tokens: float, tokens_at_once: int, group_size: int) -> i
     return max(1, math.ceil(tokens / tokens_at_once / group_size)) * group_size
 
 
-def plan_work(model: ModelConfig, lengths: Int64Array, *, num_packs: int, global_batch_size: int) -> Work:
+def plan_work(
+    model: ModelConfig, lengths: Int64Array, *, num_packs: int, global_batch_size: int, media: EncoderWork | None = None
+) -> Work:
     """Return the work of an epoch, in steps of one microbatch.
 
     Args:
         lengths: int64 [sequences], model tokens of every sequence.
+        media: work of encoding the media of every sequence; None for text.
     """
     steps, cost, wide = math.ceil(num_packs / global_batch_size), sequence_cost(model), lengths.astype(np.float64)
     tokens = float(wide.sum())
@@ -160,6 +166,7 @@ def plan_work(model: ModelConfig, lengths: Int64Array, *, num_packs: int, global
         tokens=tokens / steps,
         linear_flops=cost.linear * tokens / steps,
         attention_flops=cost.quadratic * float((wide * wide).sum()) / steps,
+        encoder_flops=0.0 if media is None else (3 if model.train_encoder else 1) * float(media.flops.sum()) / steps,
     )
 
 
@@ -327,6 +334,11 @@ class _RankStep:
         rate = machine.peak_flops * share * self.ranks / self.parallel.pipeline_parallel_size
         return (_ATTENTION_PASSES + again) * flops / rate
 
+    def encoder_s(self) -> float:
+        """Return the time of a microbatch's media, which every rank of the first stage encodes for itself."""
+        flops = self.work.encoder_flops / self.parallel.dp_size(self.ranks) / self.work.microbatches
+        return flops / (self.machine.peak_flops * self.machine.matmul_share)
+
     def loss(self) -> dict[str, float]:
         """Return the times of a microbatch in the output matrix and the loss."""
         words = padded_vocab_size(self.model.vocab_size or 0) / self.parallel.tensor_parallel_size
@@ -455,10 +467,10 @@ def estimate_step(
         expert_load: as in `plan_memory`; all ranks wait for the busiest.
 
     Returns:
-        `matrix products`, `attention`, `memory`, the communication of `tensor`, `context` and `expert` parallelism that
-        products do not hide, `launches` (gaps between kernels, and waiting for the host), the `pipeline` (waiting for
-        its slowest stage, its start and its end, and its sends), the communication of `data` parallelism that is not
-        overlapped, and the `optimizer`.
+        `matrix products`, `attention`, `memory`, the `encoder` of media, the communication of `tensor`, `context` and
+        `expert` parallelism that products do not hide, `launches` (gaps between kernels, and waiting for the host), the
+        `pipeline` (waiting for its slowest stage, its start and its end, and its sends), the communication of `data`
+        parallelism that is not overlapped, and the `optimizer`.
     """
     step = _RankStep(model, parallel, work, ranks, machine, kernels, uneven_load(parallel, expert_load))
     kinds = {parts: step.layer(parts) for parts in set(map(model.parts, range(model.num_layers + model.mtp_layers)))}
@@ -470,6 +482,8 @@ def estimate_step(
         busy = sum(parts.values())
         parts = {name: seconds + outputs * loss.get(name, 0.0) for name, seconds in parts.items()}
         parts["launches"] = step.launch(layers, busy, sum(parts.values()) - busy)
+        if work.encoder_flops:
+            parts["encoder"] = step.encoder_s() * (stage == 0)
         stages.append(parts)
     parts = {name: sum(one[name] for one in stages) * work.microbatches / len(stages) for name in stages[0]}
     busy, slowest = sum(parts.values()), max(sum(one.values()) for one in stages) * work.microbatches

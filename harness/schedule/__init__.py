@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from harness.checks import CheckedSettings, bounded, one_of
 from harness.errors import ScheduleError
-from harness.records import Schedule
+from harness.records import Float64Array, Schedule
 from harness.schedule.as_packed import place_as_packed
 from harness.schedule.batch import (
     DYNAMIC,
@@ -75,6 +75,7 @@ def schedule(
     group_size: int = 1,
     pack_offsets: npt.NDArray[Any] | None = None,
     cost: SequenceCost | None = None,
+    media_cost: Float64Array | None = None,
 ) -> Schedule:
     """Place the sequences of one global batch on ranks and microbatches: a pure function, the same on every rank.
 
@@ -87,6 +88,7 @@ def schedule(
         group_size: the number of microbatches becomes a multiple of this.
         pack_offsets: [packs + 1] integers, the bounds of stored packs in `lengths`; required by `as_packed`.
         cost: of training a sequence, for `cost_balanced` and `dynamic_context`.
+        media_cost: float64 [sequences], of encoding the media of each, for `cost_balanced`; None without media.
 
     Returns:
         Every index of `lengths` once, in rows that fit, with the same number of rows for every rank.
@@ -116,5 +118,6 @@ def schedule(
         fix = "set it to 1: this schedule decides for each row how many data-parallel ranks share it"
         raise ScheduleError(f"cp_size is {cp_size}, and the schedule is {DYNAMIC}", where="cp_size", fix=fix)
     check_lengths(sizes, offsets, name, max_tokens_per_rank, dp_size=dp_size, cp_size=cp_size)
-    batch = GlobalBatch(sizes, dp_size, max_tokens_per_rank * cp_size, group_size, offsets, cost or SequenceCost())
+    row, cost = max_tokens_per_rank * cp_size, cost or SequenceCost()
+    batch = GlobalBatch(sizes, dp_size, row, group_size, offsets, cost, media_cost)
     return SCHEDULERS[name](batch)

@@ -25,11 +25,14 @@ class SequenceCost:
     Attributes:
         exchange: work in the time that the keys and values of a token take to another rank. Ranks that share a
             sequence send them around while they compute attention scores, and wait for what takes longer.
+        encode: returns the work of encoding media with these numbers of placeholder tokens, float64 [media]; None for
+            a model of text.
     """
 
     linear: float = 1.0
     quadratic: float = 1.0 / 8192
     exchange: float = 0.0
+    encode: Callable[[Float64Array], Float64Array] | None = None
 
     def __post_init__(self) -> None:
         if not (min(self.linear, self.quadratic, self.exchange) >= 0 and self.linear + self.quadratic > 0):
@@ -62,6 +65,7 @@ class GlobalBatch:
         group_size: the number of microbatches is a multiple of this (virtual pipeline stages run them in groups).
         pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
         cost: of training a sequence.
+        media_cost: float64 [sequences], of encoding the media of each; None where there are none.
     """
 
     lengths: Int64Array
@@ -70,6 +74,7 @@ class GlobalBatch:
     group_size: int
     pack_offsets: Int64Array | None
     cost: SequenceCost
+    media_cost: Float64Array | None = None
 
     @property
     def rows_per_group(self) -> int:
@@ -169,17 +174,23 @@ class Imbalance:
 
 
 def measure_imbalance(
-    schedule: Schedule, lengths: npt.NDArray[np.integer], *, max_tokens_per_row: int, cost: SequenceCost | None = None
+    schedule: Schedule,
+    lengths: npt.NDArray[np.integer],
+    *,
+    max_tokens_per_row: int,
+    cost: SequenceCost | None = None,
+    media_cost: Float64Array | None = None,
 ) -> Imbalance:
     """Measure `schedule` of sequences of these padded lengths, in rows of `max_tokens_per_row` tokens.
 
-    Where data-parallel ranks share rows, `max_tokens_per_row` is that of one rank.
+    `media_cost` is as in GlobalBatch. Where data-parallel ranks share rows, `max_tokens_per_row` is that of one rank.
     """
     ranks = np.ones_like(schedule.order)
     if schedule.shared_by is not None:
         ranks[schedule.order] = np.repeat(schedule.shared_by, np.diff(schedule.row_offsets))
     tokens = _row_sums(schedule, np.asarray(lengths, dtype=np.float64) / ranks)
-    work = _row_sums(schedule, (cost or SequenceCost()).of_rank(lengths, ranks))
+    costs = (cost or SequenceCost()).of_rank(lengths, ranks)
+    work = _row_sums(schedule, costs if media_cost is None else costs + media_cost)
     rank_tokens = tokens.sum(axis=0)
     rank_cost = work.sum(axis=0)
     return Imbalance(

@@ -40,6 +40,8 @@ def place_cost_balanced(batch: GlobalBatch) -> Schedule:
     more than best-fit packing needs. A placement of `dp_balanced` that is as balanced and as short is preferred.
     """
     costs = batch.cost.of(batch.lengths)
+    if batch.media_cost is not None:
+        costs = costs + batch.media_cost
     in_order = place_dp_balanced(batch)
     theirs = _measure(in_order, batch)
     goal, good = min(EVEN, theirs.cost_ratio), min(_GOOD_STEP, theirs.cost_ratio)
@@ -68,7 +70,8 @@ def _microbatches(rows: int, batch: GlobalBatch) -> int:
 
 
 def _measure(schedule: Schedule, batch: GlobalBatch) -> Imbalance:
-    return measure_imbalance(schedule, batch.lengths, max_tokens_per_row=batch.max_tokens_per_row, cost=batch.cost)
+    sizes: dict[str, Any] = {"max_tokens_per_row": batch.max_tokens_per_row, "media_cost": batch.media_cost}
+    return measure_imbalance(schedule, batch.lengths, cost=batch.cost, **sizes)
 
 
 def _excess(measured: Imbalance, good_step: float) -> float:

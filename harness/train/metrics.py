@@ -42,7 +42,7 @@ class StepMetrics:
         fill: share of the largest rows that holds tokens; with `parallel.static_rows` the rest is padding.
         step_s: wall time of the step, with the wait for data, without validation and checkpoint.
         data_wait_s: wait for the loader on rank 0.
-        imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in attention cost;
+        imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in training cost;
             1 is even.
         packs_consumed: of this epoch, after this step.
         evaluation_losses: as validation_loss, of further validation sets by name.
@@ -61,6 +61,7 @@ class StepMetrics:
         evaluation_expert_loads: load of the busiest expert over the mean in each validation set, by name; `validation`
             is that of the training data. Empty for a dense model.
         rank_compute_s: time of each rank in computation, without its loader and without waiting for other ranks.
+        rank_media_bytes: bytes of audio and images that were read for the rows of each rank; empty if there are none.
     """
 
     step: int
@@ -88,6 +89,7 @@ class StepMetrics:
     mtp_tokens: int = 0
     evaluation_expert_loads: dict[str, float] = field(default_factory=dict)
     rank_compute_s: list[float] = field(default_factory=list)
+    rank_media_bytes: list[int] = field(default_factory=list)
     stragglers: list[Straggler] = field(default_factory=list)
 
 
@@ -117,6 +119,7 @@ def step_metrics(
             name: found.expert_load for name, found in evaluations.items() if found.expert_load is not None
         },
         rank_compute_s=[round(each.compute_s, 6) for each in times],
+        rank_media_bytes=[int(each.media_bytes) for each in times] if any(each.media_bytes for each in times) else [],
         stragglers=list(stragglers),
     )
 

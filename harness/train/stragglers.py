@@ -38,6 +38,7 @@ class RankTimes:
         wait_s: in exchanges with other ranks.
         running_s: of the main thread on a core.
         queued_s: of the main thread ready to run while other processes had the core.
+        media_bytes: that were read for its rows, no time.
     """
 
     compute_s: float
@@ -45,6 +46,7 @@ class RankTimes:
     wait_s: float
     running_s: float
     queued_s: float
+    media_bytes: float = 0
 
     @property
     def busy_s(self) -> float:

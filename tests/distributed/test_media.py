@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 import torch
 from harness.recipes.parity import ParityConfig
+from media_models import picture, sound
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from harness.config import compose_config
 from harness.errors import ConfigError, HarnessError
+from harness.formats import open_dataset
 from harness.loader.plan import row_media
 from harness.megatron.batch import run_row, to_device
 from harness.megatron.export.folder import export_checkpoint
@@ -28,12 +32,13 @@ from harness.megatron.weights import hf_tensors
 from harness.parity.made_data import _image, _rules_of, _sound, make_dataset
 from harness.parity.reference import make_model
 from harness.plan import ModelConfig, ParallelConfig, SftConfig
-from harness.plan.encoders import MEDIA_MODELS, read_encoder
+from harness.plan.encoders import MEDIA_MODELS, encoder_work, read_encoder
 from harness.plan.hf_config import HfModel, complete_model, read_hf_config, to_hf_config
 from harness.prep.media import measure
 from harness.recipes import sft
 from harness.records import Medium, SequenceView
 from harness.thd import build_thd_batch, context_parallel_indices
+from harness.train.metrics import read_metrics
 
 from .conftest import run_here
 
@@ -198,9 +203,12 @@ def test_an_export_of_a_run_on_images_generates_in_transformers(folders, tmp_pat
 
     data = make_dataset(tmp_path / "data", num_packs=4, encoder=model_of(folders[name]).encoder)
     settings = [f"model.init_from={folders[name]}", "model.max_sequence_length=512", "model.train_encoder=true"]
-    settings += ["loader.global_batch_size=2", "trainer.steps=1", "trainer.epochs=null", "trainer.device=cpu"]
+    settings += ["loader.global_batch_size=4", "trainer.steps=1", "trainer.epochs=null", "trainer.device=cpu"]
     settings += ["loader.num_workers=0", "schedule=as_packed", "schedule.max_tokens_per_rank=256"]
     run_here(sft, SftConfig, [f"data.path={data}", f"run_dir={tmp_path}/run", "optimizer.lr=0.01", *settings])
+    (step,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    sizes = [len(one.data) for pack in open_dataset(data / "train") for one in pack.media]
+    assert step.rank_media_bytes == [sum(sizes)]
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     kind = getattr(transformers, read_encoder(model_of(folders[name]).encoder)[0].architecture)
     trained, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -290,6 +298,47 @@ def test_the_features_of_a_medium_do_not_depend_on_the_others_of_its_row(folders
         together = encoder(**tensors(rules.features(media)))
         alone = torch.cat([encoder(**tensors(rules.features([one]))) for one in media])
     assert (together - alone).abs().max() < 1e-5
+
+
+def wider(encoder: str) -> str:
+    """Return `model.encoder` with so wide layers that what does not grow with them is little."""
+    values = json.loads(encoder)
+    (part,) = (name for name in ("audio_config", "vision_config") if name in values)
+    names = {256: ("d_model", "hidden_size"), 1024: ("encoder_ffn_dim", "intermediate_size"), 4: ("num_heads",)}
+    names |= {6: ("encoder_layers", "num_hidden_layers", "depth"), 64: ("downsample_hidden_size",)}
+    names[4] += ("encoder_attention_heads", "num_attention_heads")
+    values[part] |= {name: size for size, some in names.items() for name in some if name in values[part]}
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_work_of_an_encoder_is_what_torch_counts_and_keeps(folders, name) -> None:
+    """By the numbers of placeholder tokens alone, of media of several sizes."""
+    model = model_of(folders[name])
+    model = replace(model, encoder=wider(model.encoder), train_encoder=True)
+    encoder, rules = MediaEncoder(model), _rules_of(model.encoder)
+    (kind,), own = rules.tokens, {weight.untyped_storage().data_ptr() for weight in encoder.parameters()}
+    sizes = (15_000, 16_000, 100_000) if rules.family == "qwen3_omni_moe" else (9_000, 16_000)
+    made = map(sound, sizes) if kind == "audio" else (picture(*size) for size in ((30, 40), (60, 60), (90, 20)))
+    for data in made:
+        tokens = rules.count_tokens(kind, measure(kind, data))
+        arrays = tensors(rules.features([Medium(kind, 0, tokens, data)]))
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            encoder(**arrays)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept |= {} if storage.data_ptr() in own else {storage.data_ptr(): storage.nbytes() // 4}
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            features = encoder(**arrays)
+        work = encoder_work(model.encoder, model.hidden_size, np.array([float(tokens)]))
+        assert work.flops[0] == pytest.approx(counter.get_total_flops(), rel=0.03)
+        assert work.kept[0] == pytest.approx(sum(kept.values()), rel=0.1)
+        assert 0 < work.once[0] < work.kept[0]
+        del features
 
 
 def tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from harness.formats.foreign.importing import CONVENTIONS
 from harness.formats.index import load_index
 from harness.formats.layouts.virtual import open_store, write_plan
 from harness.formats.manifest import content_checksum
+from harness.formats.media import INDEX, media_tokens, read_data
 from harness.indexed.token_shards import read_shards
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedWriter
@@ -34,10 +35,13 @@ from harness.parity.baselines import read_baseline
 from harness.parity.result import to_json as report_to_json
 from harness.plan.hf_config import read_hf_config
 from harness.prep.chat import SCHEMAS, RecordReader
+from harness.prep.media import AudioSize, MediaLimits, MediaRules, check_medium, draw_medium, measure
+from harness.prep.media.files import ImageSize
 from harness.prep.sources.reading import read_chunks
-from harness.records import Pack
+from harness.records import MEDIA_KINDS, Medium, Pack
 from harness.storage import LocalFolder
 from harness.storage.claims import parse_lease
+from harness.storage.inputs import open_source
 from harness.train.attempts import Stop, read_attempts
 from harness.train.checkpoints import RUN_FILE, Progress, read_progress, write_run_file
 from harness.train.digests import DIGESTS_FILE, RowDigests, StepDigests, read_digests, to_json
@@ -66,6 +70,14 @@ CHATS = [
     {"query": "Hi", "tools": json.dumps(CHAT["tools"]), "answers": '[{"name": "f", "arguments": {}}]'},
     {"prompt": "Hi", "chosen": [{"role": "assistant", "content": "Yes"}], "rejected": []},
     {"text": "Hi"},
+]
+_SOUND = {"feature_size": 16, "sampling_rate": 16000, "hop_length": 160, "chunk_length": 1, "n_fft": 400}
+_GRID = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 3136, "longest_edge": 78400}}
+RULES = [
+    json.dumps({"family": "qwen2_audio", "tokens": {"audio": 7}, "numbers": {**_SOUND, "padding_value": 0.0}}),
+    json.dumps({"family": "qwen3_omni_moe", "tokens": {"audio": 7}, "numbers": {**_SOUND, "n_window": 50}}),
+    json.dumps({"family": "qwen3_vl", "tokens": {"image": 7}, "numbers": _GRID}),
+    json.dumps({"family": "llava", "tokens": {"image": 7}, "numbers": {"tokens": 9}}),
 ]
 
 
@@ -471,6 +483,61 @@ def records(folder: Path) -> Target:
     return files_target(folder, folder.iterdir(), read)
 
 
+def stored_media(folder: Path) -> Target:
+    """The index of media, whose hash in the manifest is made right, and the files that its spans are of."""
+    media = (Medium("audio", 1, 2, b"RIFF a sound"), Medium("image", 6, 1, b"a picture"))
+    packs = [Pack([number, 9, 9, 7, 8, 6, 9, 5], [0, 0, 1, 0, 1, 0, 0, 0], [0, 6], media) for number in range(4)]
+    path = write_packs(folder / "data", packs, format="npy", pack_size=8, packs_per_shard=2)
+    manifest, own = load_manifest(path), LocalFolder(path)
+    assert manifest is not None
+
+    def read() -> None:
+        whole = replace(manifest, index=own.describe([stored.path for stored in manifest.index]))
+        index = load_index(own, whole)
+        media_tokens(index.media, np.arange(index.sequence_lengths.shape[0]))
+        places = sorted(path.glob("*.media"))
+        sources = [open_source(place) for place in places]
+        try:
+            read_data(index.media, range(len(index.media)), lambda shard: (sources[shard], places[shard]))
+        finally:
+            for source in sources:
+                source.close()
+
+    return files_target(path, [path / INDEX, *path.glob("*.media")], read)
+
+
+def media(_folder: Path) -> Target:
+    """Sounds and images, by their headers and decoded; the first byte is the kind."""
+    from tests.samples.media_models import picture, sound
+
+    sounds = [sound(400, format=name) for name in ("WAV", "FLAC", "OGG", "MP3")]
+    images = [picture(9, 7, format=name) for name in ("PNG", "JPEG", "WEBP", "GIF", "BMP")]
+    limits = MediaLimits(num_bytes=1 << 20, num_pixels=1 << 16, seconds=2.0)
+    rules = [MediaRules.from_text(text) for text in RULES]
+
+    def read(data: bytes) -> None:
+        kind = MEDIA_KINDS[data[0] % 2] if data else "audio"
+        size = measure(kind, data[1:], limits)
+        for one in rules:
+            with suppress(HarnessError):
+                assert one.count_tokens(kind, size) > 0
+        check_medium(kind, data[1:], limits)
+        draw_medium(kind, data[1:])
+
+    kinds = [(MEDIA_KINDS.index("audio"), sounds), (MEDIA_KINDS.index("image"), images)]
+    return Target([bytes([kind]) + data for kind, some in kinds for data in some], read)
+
+
+def media_rules(_folder: Path) -> Target:
+    def read(text: str) -> None:
+        rules = MediaRules.from_text(text)
+        for size in (AudioSize(9, 8000), AudioSize(1 << 22, 48_000), ImageSize(1, 1), ImageSize(9000, 4000)):
+            with suppress(HarnessError):
+                rules.count_tokens("audio" if isinstance(size, AudioSize) else "image", size)
+
+    return text_target(RULES, read)
+
+
 TARGETS: dict[str, Callable[[Path], Target]] = {
     **{name: partial(bare_files, format=name) for name in ("npy", "jsonl", "parquet", "memmap", "binidx")},
     **{f"whole {name}": partial(whole_dataset, format=name) for name in FORMATS},
@@ -492,4 +559,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "imports": imports,
     "token shards": token_shards,
     "records": records,
+    "stored media": stored_media,
+    "media": media,
+    "media rules": media_rules,
 }

@@ -16,7 +16,7 @@ from damage import damage_bytes, damage_json
 from harness.loader.live.folder import NO_RECORD
 from harness.train.digests import DIGESTS_FILE
 from tests.fuzz.__main__ import RUNS, fuzz
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.targets import RULES, TARGETS
 
 DEEP = b"[" * 100_000
 HF_CONFIG = {"model_type": "llama", "hidden_size": 8, "max_position_embeddings": 9}
@@ -41,6 +41,7 @@ REGRESSIONS = [
     ("imports", "megatron.jsonl", json.dumps({**MEGATRON, "loss_mask": {}}).encode() + b"\n"),
     ("imports", "megatron.jsonl", json.dumps({**MEGATRON, "loss_mask": [10**400]}).encode() + b"\n"),
     ("records", "lease", DEEP),
+    ("media rules", "", RULES[1].replace("16000", "16.000").replace("n_window", "n").encode()),
     ("settings", "", b"{model: {5: 1}, data: {}, loader: {}, optimizer: {}, parallel: {}, trainer: {}}"),
 ]
 

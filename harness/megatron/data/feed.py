@@ -68,6 +68,7 @@ class LengthsOnly:
     # Grids of images decide positions, which every stage needs.
     has_media = property(lambda self: getattr(self._source, "has_media", False))
     read_media = property(lambda self: self._source.read_media)
+    media_tokens = property(lambda self: self._source.media_tokens)
     read_tokens = property(lambda self: self.read)
 
     def __init__(self, source: PackSource) -> None:

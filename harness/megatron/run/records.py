@@ -108,8 +108,8 @@ class RunRecords:
         """Return the times of every rank in this step, the same on every rank."""
         before, self._thread = self._thread, thread_times()
         wait_s = max(0.0, record.step_s - record.compute_s - record.data_s)
-        thread_s = [now - was for now, was in zip(self._thread, before, strict=True)]
-        own = RankTimes(record.compute_s, record.data_s, wait_s, *thread_s)
+        running_s, queued_s = (now - was for now, was in zip(self._thread, before, strict=True))
+        own = RankTimes(record.compute_s, record.data_s, wait_s, running_s, queued_s, record.batch.media_bytes)
         if self._ranks.world_size == 1:
             return [own]
         mine = torch.tensor(astuple(own), dtype=torch.float64, device=self._ranks.device)

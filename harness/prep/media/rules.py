@@ -23,6 +23,8 @@ from harness.records import Medium
 
 # Beside a tokenizer that was saved with a dataset.
 RULES_FILE = "media_rules.json"
+# What a family raises for numbers that are not its own.
+_NOT_RULES = (ArithmeticError, LookupError, TypeError, ValueError)
 _AUDIO_NUMBERS = ("feature_size", "sampling_rate", "hop_length", "chunk_length", "n_fft", "padding_value")
 _IMAGE_PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "Qwen2VLImageProcessor")
 _GRID_NUMBERS = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}  # as transformers assumes
@@ -83,15 +85,7 @@ class MediaRules:
                 raise ValueError(f"the processor is {numbers['processor']}")
             if most := [name for name, one in numbers.items() if isinstance(one, int | float) and not 0 <= one < 1e6]:
                 raise ValueError(f"{most[0]} is {numbers[most[0]]}")
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            PrepError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except (PrepError, AttributeError, RecursionError, *_NOT_RULES) as error:
             what = f"the rules of media are not those of a model family that is known: {type(error).__name__}: {error}"
             raise FormatError(what, where=where, fix="use the version that wrote the dataset") from error
         return rules
@@ -109,7 +103,11 @@ class MediaRules:
         if kind not in self.tokens:
             what = f"is an {kind}, and a {self.family} model is trained with {' and '.join(self.tokens)} only"
             raise PrepError(what, where="a medium", fix="repair the record, or remove it")
-        count = FAMILIES[self.family].count(self.numbers, size)
+        try:
+            count = FAMILIES[self.family].count(self.numbers, size)
+        except _NOT_RULES as error:
+            what = f"cannot be counted by the rules of its dataset: {type(error).__name__}: {error}"
+            raise PrepError(what, where="a medium", fix="use the version that wrote the dataset") from error
         if count < 1:
             raise PrepError("is too short for a token", where="a medium", fix="repair the record, or remove it")
         return count

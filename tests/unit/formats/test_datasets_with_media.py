@@ -35,12 +35,15 @@ from harness.formats.media import MEDIA_DTYPE, check_rows, read_data
 from harness.integrations import RankStream
 from harness.integrations.packed_sft import create_sft_dataset
 from harness.integrations.torch import StoredRows
-from harness.loader import DataConfig, JoinedReader, open_datasets
+from harness.loader import BatchRange, DataConfig, JoinedReader, Loader, RankLayout, open_datasets
 from harness.loader.live.produce import read_packs
+from harness.loader.plan import BatchReader
+from harness.megatron.data.feed import LengthsOnly
 from harness.plan import PretrainConfig
 from harness.prep.pipeline import repack_store
 from harness.records import MEDIA_KINDS, Medium
-from harness.storage.inputs import open_source
+from harness.schedule import ScheduleConfig, SequenceCost
+from harness.storage.inputs import LocalSource, open_source
 
 SAME = b"the same logo in many conversations"
 SOUND = Medium("audio", 1, 2, b"RIFF a sound")
@@ -298,6 +301,70 @@ def test_joined_datasets_with_and_without_media_read_both(tmp_path: Path) -> Non
     with pytest.raises(IndexError):
         joined.read_media(np.array([22]))
     assert not JoinedReader([open_dataset(plain)] * 2).has_media
+
+
+def work_of_tokens(tokens: np.ndarray) -> np.ndarray:
+    return 1000.0 * tokens
+
+
+def test_the_schedule_of_every_rank_knows_the_work_of_all_media_from_the_index(tmp_path: Path) -> None:
+    """Also with text between datasets with media, and on ranks that read neither."""
+    paths = [write(tmp_path / str(seed), random_packs(seed, 30)) for seed in (1, 2)]
+    paths.insert(1, write(tmp_path / "text", PACKS * 5))
+    joined = JoinedReader([open_dataset(path) for path in paths])
+    packs, order = [*random_packs(1, 30), *PACKS * 5, *random_packs(2, 30)], np.random.default_rng(0)
+    wanted = [sum(one.tokens for one in view.media) for pack in packs for view in pack.sequences()]
+    ids = order.permutation(len(wanted))
+    for some in (ids, np.sort(ids), ids[:1], ids[:0]):
+        numbers, tokens = joined.media_tokens(some)
+        found = np.bincount(numbers, weights=tokens, minlength=some.shape[0])
+        assert found.tolist() == [wanted[number] for number in some.tolist()]
+    for path in paths:  # the files of media are not needed
+        for file in path.glob("*.media"):
+            file.unlink()
+    config, placed = LoaderConfig(global_batch_size=40, num_workers=0), []
+    for source, rank in ((joined, 0), (LengthsOnly(joined), 1)):
+        layout = RankLayout(dp_rank=rank, dp_size=4, is_first_stage=False)
+        for encode in (work_of_tokens, None):
+            schedule = ScheduleConfig("cost_balanced", 200)
+            reader = BatchReader(source, config, schedule=schedule, layout=layout, cost=SequenceCost(encode=encode))
+            placed.append(reader.plan(BatchRange(0, 0, 0, 40))[2:])
+    (with_media, measured), (without, blind), (again, _), _ = placed
+    assert with_media.order.tolist() == again.order.tolist() != without.order.tolist()
+    assert measured.cost_ratio < 1.02
+    assert measured.rank_cost.sum() > 100 * blind.rank_cost.sum()
+
+
+def test_a_rank_reads_the_bytes_of_its_own_media_alone_and_counts_them(tmp_path: Path, monkeypatch) -> None:
+    """Two ranks of a balancing schedule, each with sequences from every pack; a row reads the same bytes once."""
+    random = np.random.default_rng(3)
+    packs, logo = [], random.bytes(1000)
+    for number in range(12):
+        files = [logo if number == 5 else random.bytes(int(random.integers(300, 3000))) for _ in range(4)]
+        media = tuple(Medium("image", 10 * at, 3, data) for at, data in enumerate(files))
+        mask = [0, 0, 1, 1, 1, 1, 1, 1, 1, 0] * 4
+        packs.append(Pack([299, 299, 299, *range(7)] * 4, mask, [0, 10, 20, 30], media))
+    data = write(tmp_path / "data", packs)
+    read: list[tuple[str, int, int]] = []
+    original = LocalSource.read_at
+
+    def read_at(self: LocalSource, start: int, num_bytes: int) -> bytes:
+        read.extend([(self._path.name, start, num_bytes)] * (self._path.suffix == ".media"))
+        return original(self, start, num_bytes)
+
+    monkeypatch.setattr(LocalSource, "read_at", read_at)
+    spans = []
+    for rank in range(2):
+        read.clear()
+        config, schedule = LoaderConfig(global_batch_size=12, num_workers=0), ScheduleConfig("cost_balanced", 72)
+        loader = Loader(
+            open_dataset(data), config, schedule=schedule, dp_rank=rank, dp_size=2, features=lambda _: {}, num_steps=1
+        )
+        (batch,) = loader
+        assert batch.media_bytes == sum(size for *_, size in read) > 0
+        spans.append({(name, start + byte) for name, start, size in read for byte in range(size)})
+    assert len(spans[0] | spans[1]) == sum(file.stat().st_size for file in data.glob("*.media"))
+    assert len(spans[0] & spans[1]) <= len(logo)
 
 
 def test_datasets_whose_media_were_made_by_other_rules_are_not_joined(tmp_path: Path) -> None:

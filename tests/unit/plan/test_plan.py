@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +13,14 @@ from rich.console import Console
 
 from harness.config import compose_config
 from harness.errors import ConfigError
-from harness.formats import open_writer
+from harness.formats import open_dataset, open_writer
 from harness.megatron.batch import run_row, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.run.rehearsal import KeptBytes
 from harness.megatron.step import MegatronStep
+from harness.parity.made_data import make_dataset
+from harness.plan.encoders import encoder_work
 from harness.plan.hf_config import to_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import Kernels, count_weights, layer_activation_bytes, plan_memory
@@ -341,6 +344,44 @@ def test_a_run_is_planned_from_its_settings_and_its_data(tmp_path) -> None:
     settings.parallel.pipeline_parallel_size = 3
     with pytest.raises(ConfigError, match="4 layers cannot be cut into 3"):
         plan_run(settings, ranks=2)
+
+
+def test_the_media_of_the_data_count_in_time_and_in_the_memory_of_the_first_stage(tmp_path) -> None:
+    sizes = {"d_model": 64, "encoder_layers": 2, "encoder_ffn_dim": 128, "encoder_attention_heads": 4}
+    sizes |= {"num_mel_bins": 16, "max_source_positions": 50}
+    encoder = json.dumps({"model_type": "qwen2_audio", "audio_token_index": 299, "audio_config": sizes})
+    data = make_dataset(tmp_path, num_packs=8, encoder=encoder) / "train"
+    reader = open_dataset(data)
+    settings = compose_config(
+        "sft", SftConfig, ["model.vocab_size=300", "loader.global_batch_size=4", "schedule.max_tokens_per_rank=255"]
+    )
+    settings.data.path, text = str(data), replace(settings.model, family="qwen2")
+    one = encoder_work(encoder, text.hidden_size, np.ones(1))
+    settings.model = text
+    base, plans = plan_run(settings, ranks=2), {}
+    for train_encoder in (False, True):
+        settings.model = replace(text, encoder=encoder, train_encoder=train_encoder)
+        plans[train_encoder] = plan_run(settings, ranks=2)
+    frozen, trained = plans[False], plans[True]
+    per_step = reader.count_media()["audio"] * one.flops[0] / base.work.steps
+    assert (base.work.encoder_flops, base.memory.encoder, "encoder" in base.parts) == (0, 0, False)
+    assert frozen.work.model_flops == pytest.approx(base.work.model_flops + per_step)
+    assert trained.work.encoder_flops == pytest.approx(3 * per_step)
+    assert trained.parts["encoder"] == pytest.approx(3 * frozen.parts["encoder"]) != 0
+    # In bfloat16, on a GPU. All sounds are padded to one size.
+    sounds = trained.memory.encoder / (2 * one.kept[0])
+    assert frozen.memory.encoder == pytest.approx(sounds * 2 * one.once[0], abs=1)
+    assert max(len(pack.media) for pack in reader) <= sounds < reader.count_media()["audio"]
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(trained.render(gpu_bytes=2**30))
+    assert "of them in the encoder" in (printed := console.export_text())
+    assert "activations of the encoder" in printed
+    settings.parallel = replace(settings.parallel, pipeline_parallel_size=2)
+    divided = plan_run(settings, ranks=2)
+    assert divided.memory.stage == 0
+    assert divided.memory.encoder == pytest.approx(2 * trained.memory.encoder, abs=1)  # one more waits
+    assumed = plan_run(settings, ranks=2, packs=AssumedPacks(8, 256, 64))
+    assert "text alone" in " ".join(assumed.notes)
 
 
 def test_data_that_does_not_exist_yet_is_planned_by_its_packs() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records import Int64Array
+from harness.records import Float64Array, Int64Array
 from harness.schedule import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, schedule
 from harness.schedule.cost_balanced import _targets, exchange_sequences, rows_needed
 
@@ -47,6 +47,27 @@ def test_two_long_and_two_short_sequences_are_paired() -> None:
     placed = schedule("cost_balanced", [8, 2, 8, 2], dp_size=2, max_tokens_per_rank=8)
     assert sorted(placed.row(0, 0).tolist() + placed.row(0, 1).tolist()) == [0, 2]
     assert sorted(placed.row(1, 0).tolist() + placed.row(1, 1).tolist()) == [1, 3]
+
+
+@pytest.mark.parametrize("dp_size", [2, 8, 16])
+@pytest.mark.parametrize("grows", [True, False])
+def test_media_and_text_are_balanced_together(dp_size: int, grows: bool) -> None:
+    """Sounds of some sequences: their encoder takes as long for all, or longer for longer ones."""
+    lengths, random = lengths_of("lognormal", 30 * dp_size, 8192, seed=dp_size), np.random.default_rng(dp_size)
+    media_cost = np.where(random.random(lengths.shape[0]) < 0.4, 2.0 * lengths if grows else 2000.0, 0.0)
+
+    def busiest(media: Float64Array | None, name: str = "cost_balanced") -> Imbalance:
+        placed = schedule(name, lengths, dp_size=dp_size, max_tokens_per_rank=8192, media_cost=media)
+        return measure_imbalance(placed, lengths, max_tokens_per_row=8192, media_cost=media_cost)
+
+    text_alone, together, in_order = busiest(None), busiest(media_cost), busiest(media_cost, "dp_balanced")
+    assert together.cost_ratio < 1.01
+    assert together.rank_cost.max() < text_alone.rank_cost.max()
+    assert together.rank_cost.max() < in_order.rank_cost.max()
+    assert together.rank_cost.sum() == pytest.approx((SequenceCost().of(lengths) + media_cost).sum())
+    none, placed = np.zeros(lengths.shape[0]), {"dp_size": dp_size, "max_tokens_per_rank": 8192}
+    without = schedule("cost_balanced", lengths, **placed)
+    assert schedule("cost_balanced", lengths, **placed, media_cost=none).order.tolist() == without.order.tolist()
 
 
 def test_attention_counts() -> None:
