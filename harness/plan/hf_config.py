@@ -146,11 +146,7 @@ def text_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_odd_features(values: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield each feature of a config.json that no model of its family is trained with; `Family.read` finds more.
-
-    Raises:
-        KeyError: a value is missing.
-    """
+    """Yield each feature of a config.json that no model of its family is trained with; `Family.read` finds more."""
     quantized = (values.get("quantization_config") or {}).get("quant_method", "unknown means")
     is_read = quantized == "mxfp4" and family.experts is not None and family.experts.are_stacked
     if values.get("quantization_config") and not is_read:

@@ -183,11 +183,7 @@ def fine_tuning(config: RunConfig) -> SftConfig:
 
 
 def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
-    """Open the data of these settings, unless `packs` are assumed in its place.
-
-    Raises:
-        ConfigError: the vocabulary size is unknown and no packs are assumed.
-    """
+    """Open the data of these settings, unless `packs` are assumed in its place."""
     config = fine_tuning(config)
     model, (data, why) = config.model, _open(config.data) if packs is None else (None, "")
     vocab_size = model.vocab_size

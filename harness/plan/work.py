@@ -147,11 +147,7 @@ def count_microbatches(tokens: float, tokens_at_once: int, group_size: int) -> i
 
 
 def plan_work(model: ModelConfig, lengths: Int64Array, *, num_packs: int, global_batch_size: int) -> Work:
-    """Return the work of an epoch, in steps of one microbatch.
-
-    Args:
-        lengths: int64 [sequences], model tokens of every sequence.
-    """
+    """Return the work of an epoch, in steps of one microbatch."""
     steps, cost, wide = math.ceil(num_packs / global_batch_size), sequence_cost(model), lengths.astype(np.float64)
     tokens = float(wide.sum())
     return Work(

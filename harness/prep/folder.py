@@ -44,12 +44,7 @@ def files_digest(files: list[Path]) -> str:
 
 
 def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
-    """Return the report of an earlier run with the same settings, or None if there is work to do.
-
-    Raises:
-        ConfigError: a run with other settings wrote the folder, and `overwrite` is not set.
-        PrepError: the folder holds something else.
-    """
+    """Return the report of an earlier run with the same settings, or None if there is work to do."""
     where = folder.where()
     if isinstance(folder.place, Path) and folder.place.exists() and not folder.place.is_dir():
         raise ConfigError("the destination is a file", where=where, fix="set data.path to a folder")

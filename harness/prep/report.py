@@ -309,11 +309,7 @@ def to_markdown(report: PrepareReport) -> str:
 
 
 def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
-    """Return the first samples of each file, as many as a page shows.
-
-    Args:
-        shards: the source file and the folder of each finished shard; folders of which none are needed are not read.
-    """
+    """Return the first samples of each file, as many as a page shows."""
     chosen: list[Sample] = []
     counts: dict[str, int] = {}
     for file, folder in shards:

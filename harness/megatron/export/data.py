@@ -67,10 +67,6 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     Args:
         state: of the loader, in the checkpoint: a dataset of another fingerprint is not the one that was trained.
         moved_to: where the run's data is now, in the order of its settings; empty for where it was.
-
-    Raises:
-        ConfigError: there is other data, or none, at `moved_to`.
-        MemoryError: memory ran out.
     """
     data = settings["data"]
     live = data.get("live") or {}

@@ -344,11 +344,7 @@ class Masker:
         return not written or written.endswith(self._special_texts)
 
     def _with_end(self, chat: RenderedChat, turn: int, spans: list[Span]) -> list[Span]:
-        """Return the spans of a turn with the token that ends it, which is added where the template writes none.
-
-        Raises:
-            BadRecordError: neither the template nor a setting has such a token.
-        """
+        """Return the spans of a turn with the token that ends it, which is added where the template writes none."""
         own, message = chat.served(turn), chat.conversation.messages[turn]
         *others, (start, end) = spans
         if self._has_end(own, start, end):
@@ -391,14 +387,7 @@ class Masker:
         return _without(spans, left_out)
 
     def _weighed(self, text: str, chat: RenderedChat, turn: int, spans: list[Span]) -> tuple[list[Span], list[int]]:
-        """Divide a turn's spans at the parts that have a weight of their own; return them with their weights.
-
-        Args:
-            text: in which the spans are.
-
-        Raises:
-            BadRecordError: the template does not write the parts one after the other as they are.
-        """
+        """Divide a turn's spans at the parts that have a weight of their own; return them with their weights."""
         message = chat.conversation.messages[turn]
         if not self._has_weights:
             return spans, []

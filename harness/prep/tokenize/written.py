@@ -28,8 +28,6 @@ def unwritten_text(
     (`unwritten_reasoning`).
 
     Args:
-        text: of the whole conversation.
-        messages: of the conversation.
         upto: renders the conversation up to and with a turn, in which an answer may say what it says no more later.
         is_ordered: the template writes all texts in the order of the turns, not questions and answers alone.
     """
