@@ -113,8 +113,7 @@ class Options:
             raise ConfigError(f"{name} would replace every file", where=where, fix="--config-dir DIR adds one")
         else:
             flags = ", ".join(_FLAGS + _FLAGS_OF.get(where.rpartition(" ")[2], ()))
-            fix = f"settings are key=value; flags are {flags}"
-            raise ConfigError(f"unknown flag {name}", where=where, fix=fix)
+            raise ConfigError(f"unknown flag {name}", where=where, fix=f"settings are key=value; flags are {flags}")
 
 
 def _value_of(flag: str, value: str | None, rest: list[str], *, where: str, fix: str) -> str:

@@ -165,8 +165,7 @@ class CheckedSettings:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value, choices = getattr(self, field.name), choices_of(field)
             if choices is not None and value is not None:
-                where = f"{self.section}.{field.name}" if self.section else field.name
-                require_choice(value, choices, setting=where)
+                require_choice(value, choices, setting=f"{self.section}.{field.name}" if self.section else field.name)
         for rule in self.rules:
             rule.check(self, self.section)
 

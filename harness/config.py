@@ -102,8 +102,7 @@ def compose_config(
             _check_override(text, known)
         arguments = [*search, *map(known.as_hydra, overrides)]
         set_by = _check_files(known, root, arguments, [first] if second is None else [first, second])
-        composed = compose(root, overrides=arguments)
-        config = _to_settings(composed, set_by)
+        config = _to_settings(compose(root, overrides=arguments), set_by)
     if not isinstance(config, schema):
         raise known.other_recipe(root)
     return config

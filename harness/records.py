@@ -40,8 +40,7 @@ def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArra
     info = np.iinfo(dtype)  # type: ignore[type-var]
     low, high = array.min(), array.max()
     if low < info.min or high > info.max:
-        what = f"{field} holds values from {low} to {high}, which do not fit {np.dtype(dtype)}"
-        raise FormatError(what, fix=_WHOLE)
+        raise FormatError(f"{field} holds values from {low} to {high}, which do not fit {np.dtype(dtype)}", fix=_WHOLE)
     return array.astype(dtype)
 
 

@@ -203,8 +203,7 @@ def main(config: ParityConfig) -> int:
 
 def device_of(config: ParityConfig) -> str:
     """Return cpu or cuda; `auto` is refused, because tolerances depend on the device."""
-    settings = [*config.sft, *config.sft_more]
-    chosen = [text.split("=", 1)[1] for text in settings if text.startswith("trainer.device=")]
+    chosen = [text.split("=", 1)[1] for text in [*config.sft, *config.sft_more] if text.startswith("trainer.device=")]
     device = chosen[-1] if chosen else config.device
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"trainer.device is {device}", where="sft, sft_more", fix="trainer.device=cpu or cuda")

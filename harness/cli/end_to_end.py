@@ -154,8 +154,7 @@ def _check(stages: _Stages) -> list[int]:
     """
     from harness.config import compose_config, compose_run
 
-    names = KnownSettings("", PrepareConfig, [CONFIGS]).types
-    run = compose_run("sft", stages.train, also=names).config
+    run = compose_run("sft", stages.train, also=KnownSettings("", PrepareConfig, [CONFIGS]).types).config
     model = Path(str(run.model.init_from))
     if model.is_dir() and next(model.glob("*.safetensors"), None) is None:
         fix = "write them with save_pretrained(..., safe_serialization=True)"

@@ -212,8 +212,7 @@ def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None,
     lines = suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).fits(gpu_bytes))
     with suppress(ConfigError):  # of data that is not here
         divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
-        fastest = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting[:1]
-        lines += [" ".join(one.overrides) for one in fastest]
+        lines += [" ".join(one.overrides) for one in search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting[:1]]
     for line in lines:
         print_line(f"it fits with: {line}")
     if not lines:

@@ -95,8 +95,7 @@ def token_mean_over_microbatches(kit: Kit) -> str:
     """
     data = conversations(_UNEVEN)
     groups = {"rows": [data[:2], data[2:]], "conversations": [[one] for one in data]}
-    got = kit.build(data, microbatches=2)(data)
-    return kit.compare(got, kit.reference.step(data), _means(kit, groups))
+    return kit.compare(kit.build(data, microbatches=2)(data), kit.reference.step(data), _means(kit, groups))
 
 
 @check("NVIDIA-NeMo/RL#213")
@@ -116,8 +115,7 @@ def token_mean_over_ranks(kit: Kit) -> str:
     """
     data = conversations(_UNEVEN)
     groups = {"ranks": [data[::2], data[1::2]], "ranks, in order": [data[:2], data[2:]]}
-    got = kit.build(data)(data)
-    return kit.compare(got, kit.reference.step(data), _means(kit, groups))
+    return kit.compare(kit.build(data)(data), kit.reference.step(data), _means(kit, groups))
 
 
 @check("modelscope/ms-swift#8373", "PrimeIntellect-ai/prime-rl#2032")

@@ -424,9 +424,8 @@ def forget_interruption(path: str | PathLike[str]) -> None:
 
 
 def _already_there(where: str) -> FormatError:
-    what = "the destination already contains a dataset"
     fix = "choose another destination, or replace the dataset (--overwrite, overwrite=True)"
-    return FormatError(what, where=where, fix=fix)
+    return FormatError("the destination already contains a dataset", where=where, fix=fix)
 
 
 def _part_name(number: int) -> str:

@@ -68,8 +68,7 @@ class TokenSource(CheckedSettings):
                 raise PrepError(f"{batch.empty_documents:,} rows in one batch have no tokens", where=str(path), fix=fix)
             if self.vocab_size is not None and len(batch.tokens) and batch.tokens.max() > self._largest_token:
                 what = f"token id {int(batch.tokens.max()):,} is outside the vocabulary of {self.vocab_size:,}"
-                fix = "set vocab_size to that of the shards' tokenizer"
-                raise PrepError(what, where=str(path), fix=fix)
+                raise PrepError(what, where=str(path), fix="set vocab_size to that of the shards' tokenizer")
             yield batch if self.eod is None else batch.with_eod(self.eod)
 
 

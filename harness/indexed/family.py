@@ -160,8 +160,7 @@ def _write_pairs(
         counts = count_sequences([str(prefix) for prefix in prefixes.values()], vocab_size=family.source.vocab_size)
         save_counts(counts, counts_file)
     # Megatron expects every split; null stands for one without data.
-    splits = {name: [str(prefixes[name])] if name in prefixes else None for name in SPLITS}
-    write_atomically(splits_file, _json(splits))
+    write_atomically(splits_file, _json({name: [str(prefixes[name])] if name in prefixes else None for name in SPLITS}))
     files = [with_suffix(prefix, suffix) for prefix in prefixes.values() for suffix in (BIN, IDX)]
     content = {
         "name": family.name,
@@ -224,8 +223,7 @@ def _split(batch: TokenBatch, parts: Mapping[str, float]) -> Iterator[tuple[str,
     tokens = np.ascontiguousarray(batch.tokens, np.int32)
     ends = np.concatenate([[0], np.cumsum(batch.document_tokens())]).tolist()
     hashes = np.array([_xxh3(tokens[begin:end]) for begin, end in pairwise(ends)], np.uint64)
-    bounds = np.cumsum(list(parts.values()))[:-1]
-    chosen = np.searchsorted(bounds, hashes.astype(np.float64) / 2.0**64, "right")
+    chosen = np.searchsorted(np.cumsum(list(parts.values()))[:-1], hashes.astype(np.float64) / 2.0**64, "right")
     for number, name in enumerate(parts):
         yield name, batch.select(chosen == number)
 

@@ -259,5 +259,4 @@ def _parse_text(column: pa.Array, first_row: int) -> pa.Array:
             f"row {first_row + row:,} has the text {words[at].as_py()[:40]!r} instead of a token id",
             fix="the column must contain token ids as text; this command does not tokenize text",
         ) from None
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), numbers)
+    return pa.LargeListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64()), numbers)

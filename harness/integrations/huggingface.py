@@ -39,8 +39,7 @@ def join_rows(rows: list[Row]) -> Row:
     """
     tokens = {name: torch.cat([row[name] for row in rows], dim=1) for name in ("input_ids", "labels", "position_ids")}
     starts = torch.nonzero(tokens["position_ids"][0] == 0).flatten()
-    total = tokens["position_ids"].shape[1]
-    bounds = torch.cat([starts, torch.tensor([total])]).to(torch.int32)
+    bounds = torch.cat([starts, torch.tensor([tokens["position_ids"].shape[1]])]).to(torch.int32)
     longest = int(bounds.diff().max())
     return HuggingFaceRow(
         **tokens, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds.clone(), max_length_q=longest, max_length_k=longest

@@ -135,8 +135,7 @@ def _check_links(path: str, setting: str, sources: Iterable[str]) -> None:
         real = Path(os.path.realpath(place))
         if not any(real.is_relative_to(os.path.realpath(source)) for source in sources):
             what = f"{place} is a link to {real}, which no mount of the container shows"
-            fix = f"add a mount of {real.parent}, or copy it"
-            raise ConfigError(what, where=f"{setting}, cluster.mounts", fix=fix)
+            raise ConfigError(what, where=f"{setting}, cluster.mounts", fix=f"add a mount of {real.parent}, or copy it")
 
 
 def next_run_dir(runs: Path, name: str) -> Path:

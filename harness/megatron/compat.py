@@ -249,8 +249,7 @@ def accepts(function: Any, name: str) -> bool:
 
 def gpt_dataset_config(values: dict[str, Any]) -> GPTDatasetConfig:
     """Return Megatron's settings of a pretraining dataset; raise ConfigError if this version lacks one."""
-    known = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
-    unknown = sorted(set(values) - known)
+    unknown = sorted(set(values) - {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init})
     if unknown:
         raise ConfigError(
             f"megatron-core {MEGATRON_VERSION} has no {', '.join(unknown)}",

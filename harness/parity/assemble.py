@@ -131,7 +131,6 @@ def _commit() -> str:
 
 def command_line() -> str:
     """Return the command line that started this process, as far as it is known."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["python", "-m", spec.name] if spec is not None else [Path(sys.argv[0]).name]
     return shlex.join([*program, *sys.argv[1:]])

@@ -155,8 +155,7 @@ def update(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
         FormatError: there is no such baseline, or the run cannot be one.
     """
     path = baseline_path(name, folder)
-    old = read_baseline(path)
-    new = baseline_of(name, run, old.tolerances)
+    new = baseline_of(name, run, read_baseline(path).tolerances)
     # No tolerance, so that everything that moved is in the report.
     exact = Tolerances(0.0, 0.0, "an update reports everything that moved")
     report = _report(name, run, path, f"Update of baseline {name}", command, exact)

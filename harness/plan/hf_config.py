@@ -86,8 +86,7 @@ def read_hf_config(folder: Path) -> HfModel:
     if not path.is_file() and (explained := explain_path(folder, expected="a model's folder")):
         raise ConfigError(explained[0], where=str(folder), fix=explained[1])
     try:
-        values = json.loads(path.read_text())
-        return _convert(values, path)
+        return _convert(json.loads(path.read_text()), path)
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         fix = "specify a folder with config.json and *.safetensors, as written by save_pretrained"
         raise ConfigError(f"the model's config.json cannot be read: {error}", where=str(path), fix=fix) from None
@@ -97,8 +96,7 @@ def read_hf_config(folder: Path) -> HfModel:
 
 def _convert(values: dict[str, Any], path: Path) -> HfModel:
     def refuse(what: str) -> ConfigError:
-        fix = f"use a model of one of these families: {', '.join(FAMILIES)}"
-        return ConfigError(what, where=str(path), fix=fix)
+        return ConfigError(what, where=str(path), fix=f"use a model of one of these families: {', '.join(FAMILIES)}")
 
     encoder, values = encoder_text(values), text_config(values)
     name = values.get("model_type")

@@ -280,8 +280,7 @@ def compare_context_sizes(
                 max_tokens_per_rank=max_tokens_per_rank,
                 cost=cost,
             )
-            rows = np.arange(placed.row_offsets.shape[0] - 1)
-            group = np.repeat(rows % placed.dp_size, np.diff(placed.row_offsets))
+            group = np.repeat(np.arange(placed.row_offsets.shape[0] - 1) % placed.dp_size, np.diff(placed.row_offsets))
             work = cost.of_rank(drawn, np.full_like(drawn, size))[placed.order]
             found[str(size)] = float(np.bincount(group, weights=work).max()) / even
         size *= 2

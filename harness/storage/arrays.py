@@ -26,8 +26,7 @@ _HEADER_BYTES = 128
 
 def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Read shape, Fortran order and dtype of an open `.npy` file, and leave it at its first data byte."""
-    start = file.read(8)
-    width = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}.get(start)
+    width = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}.get(file.read(8))
     if width is None:
         raise FormatError("not a .npy file of version 1 or 2", where=str(path))
     num_bytes = int.from_bytes(file.read(width), "little")

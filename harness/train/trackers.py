@@ -263,8 +263,7 @@ class Tracker:
         try:
             (self._folder / self._name).mkdir(exist_ok=True)
             sent = SentState(self._folder / self._name)
-            settings = yaml.safe_load((self._folder / "config.yaml").read_text())
-            service = _OPEN[self._name](self._folder, sent, settings)
+            service = _OPEN[self._name](self._folder, sent, yaml.safe_load((self._folder / "config.yaml").read_text()))
             while not isinstance(steps := self._waiting.get(), str):
                 if new := [(step, values) for step, values in steps if step > sent.step]:
                     service.send(new)

@@ -258,8 +258,7 @@ def pack_of_bridge_row(words: Int32Array) -> Pack:
         raise FormatError(f"claims {num_starts:,} sequences in {words.shape[0]:,} words")
     tokens = words[begin:].view(np.uint32)
     mask = (tokens >> np.uint32(31)).astype(np.uint8)
-    ids = (tokens & np.uint32(0x7FFFFFFF)).astype(np.int32)
-    pack = Pack(ids, mask, words[_ROW_HEAD:begin].astype(np.int32))
+    pack = Pack((tokens & np.uint32(0x7FFFFFFF)).astype(np.int32), mask, words[_ROW_HEAD:begin].astype(np.int32))
     problem = pack.problem()
     if problem is not None:
         raise FormatError(problem)

@@ -125,8 +125,7 @@ class SequenceShardWriter(ShardWriter[NpyStream]):
         ids, mask, offsets, checksums, packs = self._files
         ids.write(pack.input_ids)
         mask.write(pack.loss_mask)
-        ends = np.append(pack.seq_start_id[1:], len(pack)).astype(np.int64)
-        offsets.write(ends + self._num_tokens)
+        offsets.write(np.append(pack.seq_start_id[1:], len(pack)).astype(np.int64) + self._num_tokens)
         digests = [sequence_digest(sequence.input_ids, sequence.loss_mask) for sequence in pack.sequences()]
         checksums.write(np.array(digests, np.uint64))
         self._num_tokens += len(pack)
@@ -171,8 +170,7 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
     if manifest is None or manifest.format != NAME:
         kind = "not a dataset" if manifest is None else f"a dataset of format {manifest.format}"
         what = f"{kind}, expected a sequence store"
-        fix = f"create one from a dataset: harness convert {path} STORE {NAME}"
-        raise FormatError(what, where=str(path), fix=fix)
+        raise FormatError(what, where=str(path), fix=f"create one from a dataset: harness convert {path} STORE {NAME}")
     name = f"{manifest.shards[0].path}/{PLAN}"
     text = folder.read(name, _MAX_PLAN_BYTES)
     if text is not None:
@@ -261,15 +259,13 @@ class PlanShard(ShardReader):
             ids.append(sequence)
             masks.append(mask)
         lengths = np.fromiter(map(len, ids), np.int32, len(ids))
-        starts = np.cumsum(lengths, dtype=np.int32) - lengths
-        return make_pack(np.concatenate(ids), np.concatenate(masks), starts)
+        return make_pack(np.concatenate(ids), np.concatenate(masks), np.cumsum(lengths, dtype=np.int32) - lengths)
 
     def media_place(self, place: Place, shard: int) -> Place:
         if shard >= len(self._shards):
             what = f"the plan refers to media of shard {shard:,} of {len(self._shards):,}"
             raise FormatError(what, where=str(place), fix=_PLAN_AGAIN)
-        store = self._open.get(shard, self._open_shard)
-        return store.media_place(self._store.place / self._shards[shard][0], shard)
+        return self._open.get(shard, self._open_shard).media_place(self._store.place / self._shards[shard][0], shard)
 
     def contents(self) -> ShardContents:
         raise FormatError("a plan cannot be opened without its manifest", where=str(self._path), fix=_PLAN_AGAIN)

@@ -243,8 +243,7 @@ def build_corpus(
         "epochs": [epochs_of(sources.built[source.path, Split.train]) for source in first],
     }
     facts = f"[{', '.join(sources.facts[source.path] for source in first)}]"
-    fingerprint = str(xxhash.xxh3_128(facts.encode()).hexdigest())
-    return Corpus(train, validation, test, fingerprint, json.dumps(order))
+    return Corpus(train, validation, test, str(xxhash.xxh3_128(facts.encode()).hexdigest()), json.dumps(order))
 
 
 def _megatron_config(config: CorpusConfig, seed: int, vocab_size: int, packs: dict[str, PackReader]) -> Any:
@@ -443,8 +442,7 @@ def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
     in_s3 = [path for path in remote if path.startswith("s3://")]
     if in_s3 and find_spec("boto3") is None:
         fix = "pip install 'megatron-sft-harness[s3]'"
-        what = "Megatron-Core reads from S3 with boto3, which is not installed"
-        raise ConfigError(what, where=in_s3[0], fix=fix)
+        raise ConfigError("Megatron-Core reads from S3 with boto3, which is not installed", where=in_s3[0], fix=fix)
     for path in remote if not config.fast_cache_load else ():
         for suffix in (IDX, BIN):
             stamp_of(parse_place(path + suffix))

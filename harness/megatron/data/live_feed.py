@@ -76,8 +76,7 @@ class LiveFeed(Feed):
         if state is not None:
             # Each rank checks the stream itself when it opens a chunk.
             started = replace(fresh, seed=state.seed, fingerprint=state.fingerprint)
-            resumed = state.resumed(started, num_packs=None, allow_other_data=allow_other_data)
-            state = replace(resumed, live=state.live)
+            state = replace(state.resumed(started, num_packs=None, allow_other_data=allow_other_data), live=state.live)
         self._marks = [folder.files.lock(CONSUMER_FILE) for folder in self._folders]
         self._marks_read = config.completed == "read"
         positions = positions_from_json(state.live if state is not None else "", count)

@@ -129,8 +129,7 @@ class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
         mine = lengths[documents].astype(np.int64)
         count, tokens = documents.shape[0], int(mine.sum())
         epochs = max(1, -(-((self.num_samples or 0) * size + 1) // tokens))
-        orders = [EpochOrder(self.order_config, count, epoch).packs(0, count) for epoch in range(epochs)]
-        order = np.concatenate(orders)
+        order = np.concatenate([EpochOrder(self.order_config, count, epoch).packs(0, count) for epoch in range(epochs)])
         # Token number at which each document ends. A sample has one token of the next one.
         ends = np.cumsum(mine[order])
         bounds = [(epoch * tokens - 1) // size if epoch else 0 for epoch in range(epochs + 1)]

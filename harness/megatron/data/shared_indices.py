@@ -121,7 +121,6 @@ class SharedIndices:
             if names and names[-1].endswith(_DESCRIPTION):
                 for name in names:
                     if not (self.folder / name).is_file():
-                        blocks = read_blocks(remote.place / name, remote.find_size(name))
-                        write_atomically(self.folder / name, blocks)
+                        write_atomically(self.folder / name, read_blocks(remote.place / name, remote.find_size(name)))
 
         return fetch

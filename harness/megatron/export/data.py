@@ -192,8 +192,7 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
             if (source / _TEMPLATES).is_dir():
                 shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
         else:
-            config = TokenizerConfig(name=found.tokenizer, chat_template=found.template, mask="all")
-            ChatTokenizer(config).save(folder)
+            ChatTokenizer(TokenizerConfig(name=found.tokenizer, chat_template=found.template, mask="all")).save(folder)
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -296,8 +296,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
         (folder / f"part-{number}").rename(folder / name)
     if len(files) > 1:
         weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / INDEX_FILE, index)
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return weights, total
 
 

@@ -45,8 +45,7 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
             console.print(indented(f"{one_line(cell.name)}: {trouble}"), soft_wrap=True)
     compared = [cell for cell in report.cells if not cell.is_reference]
     same = sum(cell.status == "same" for cell in compared)
-    verdict = f"{same} of {len(compared)} compared cells are the same: {report.verdict.upper()}"
-    console.print(verdict, soft_wrap=True)
+    console.print(f"{same} of {len(compared)} compared cells are the same: {report.verdict.upper()}", soft_wrap=True)
     if folder is not None:
         _write_files({REPORT_FILE: to_json(report)}, folder)
         render_all(report, folder)
@@ -55,8 +54,7 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
 
 def render_all(report: ParityReport, folder: Path) -> None:
     """Write `report.html` and `junit.xml` to `folder`, made if missing."""
-    files = {JUNIT_FILE: render_junit(report), HTML_FILE: render_page(report)}
-    _write_files(files, folder)
+    _write_files({JUNIT_FILE: render_junit(report), HTML_FILE: render_page(report)}, folder)
 
 
 def _write_files(files: dict[str, str], folder: Path) -> None:

@@ -67,8 +67,7 @@ def _write_experts(model: Any) -> dict[str, Any]:
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    normalize = bool(values.get("norm_topk_prob", True))
-    return _read_layers(values, refuse) | _read_experts(values, normalize=normalize)
+    return _read_layers(values, refuse) | _read_experts(values, normalize=bool(values.get("norm_topk_prob", True)))
 
 
 def _write(model: Any) -> dict[str, Any]:

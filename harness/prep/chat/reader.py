@@ -112,8 +112,7 @@ class RecordReader:
         """
         try:
             if not isinstance(record, Mapping):
-                detail = f"a JSON {type(record).__name__}, expected an object"
-                raise BadRecordError(BadReason.NOT_AN_OBJECT, detail)
+                raise BadRecordError(BadReason.NOT_AN_OBJECT, f"a JSON {type(record).__name__}, expected an object")
             record = self._function.record_of(record) if self._is_function else unwrapped(record)
             record = self._rewritten(record)
             dropped = None
@@ -379,8 +378,7 @@ def _detect(record: Mapping[str, Any]) -> str:
 def _refuse_unread(record: Mapping[str, Any]) -> None:
     held = sorted(name for name in _UNREAD_FIELDS if not is_empty(record.get(name)))
     if media := [name for name in held if name in MEDIA_FIELDS]:
-        detail = f"the record has `{media[0]}`; {TEXT_ALONE}"
-        raise BadRecordError(BadReason.MEDIA, detail)
+        raise BadRecordError(BadReason.MEDIA, f"the record has `{media[0]}`; {TEXT_ALONE}")
     if held:
         detail = (
             f"the record has `{held[0]}`, which no schema reads; to read it as tools: source.columns.tools={held[0]}"

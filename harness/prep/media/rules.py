@@ -181,8 +181,7 @@ def _read_json(name: str, file: str) -> dict[str, Any]:
 def _processor(name: str, part: str) -> dict[str, Any]:
     """Return the values of a processor: of its part alone, over those of the whole."""
     whole = _read_json(name, "processor_config.json")
-    values = {**whole, **_read_json(name, "preprocessor_config.json")}
-    return {**values, **(whole.get(part) or {})}
+    return {**whole, **_read_json(name, "preprocessor_config.json"), **(whole.get(part) or {})}
 
 
 # ---- sounds --------------------------------------------------------------------------------------------------------

@@ -119,8 +119,7 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
                 fix = "set source.split, or specify the folder of one split: test data must not be trained on"
                 raise PrepError(what, where=str(root / str(above)) if above.name else str(root), fix=fix)
             names = [other for other in names if not _is_below(other, above) or _is_below(other, above / split)]
-            found = _choose(root, names, replace(source, split=""), stamp)
-            return replace(found, facts={"split": split})
+            return replace(_choose(root, names, replace(source, split=""), stamp), facts={"split": split})
     data = data_files(names, (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES))
     data = _without_caches(root, names, data)
     unsure = [name for name in data if suffix_of(Path(name)) in (*JSON_SUFFIXES, *SEPARATORS)]

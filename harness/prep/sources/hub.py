@@ -106,17 +106,15 @@ def fetch(
     suffixes = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", *COMPRESSED))
     data = data_files(sizes, suffixes)
     if not data:
-        what = f"the dataset has no files that end in {' '.join(sorted(suffixes))}"
         fix = f"try hf://datasets/{place.name}@refs/convert/parquet, the hub's own Parquet conversion"
-        raise PrepError(what, where=str(place), fix=fix)
+        raise PrepError(f"the dataset has no files that end in {' '.join(sorted(suffixes))}", where=str(place), fix=fix)
     wanted = place.inner or split  # an address that no file matches ends with a split
     by_card = partial(_by_card, place, data, info, wanted, subset)
     chosen, named = _by_path(place, data, split) or by_card() or _by_names(place, data, wanted)
     kinds = sorted({PurePosixPath(name).suffix.lower() for name in chosen})
     if len(kinds) > 1:
         what = f"the files are of several kinds ({' '.join(kinds)}), which may contain the same records twice"
-        fix = f"select one kind: hf://datasets/{place.name}/**/*{kinds[0]}"
-        raise PrepError(what, where=str(place), fix=fix)
+        raise PrepError(what, where=str(place), fix=f"select one kind: hf://datasets/{place.name}/**/*{kinds[0]}")
     total = sum(sizes[name] for name in chosen)
     parts = "".join(f", {key} {named[key]}" for key in ("subset", "split") if key in named)
     size = f"{count_of(len(chosen), 'file')}, {total / 1e6:,.1f} MB"

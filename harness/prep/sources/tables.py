@@ -150,8 +150,7 @@ def read_arrow(place: Place, size: int, reader: RecordReader) -> Iterator[tuple[
         values, presence = _present(schema.names, reader)
         first, before = 0, 0
         for batch in batches:
-            cost = batch.select(values).nbytes / max(batch.num_rows, 1)
-            num_rows = _num_rows(cost)
+            num_rows = _num_rows(batch.select(values).nbytes / max(batch.num_rows, 1))
             for start in range(0, batch.num_rows, num_rows):
                 for piece in _pieces(batch.slice(start, num_rows), values, str(place), first):
                     records = _rows(piece, values, presence)
@@ -222,8 +221,7 @@ def _pieces(batch: Any, values: Sequence[str], where: str, first: int) -> Iterat
         yield batch
     elif batch.num_rows == 1:
         what = f"the row decodes to {num_bytes:,} bytes, more than {MAX_RECORD_BYTES:,}"
-        fix = "shorten the conversation"
-        raise PrepError(what, where=f"{where}, row {first}", fix=fix)
+        raise PrepError(what, where=f"{where}, row {first}", fix="shorten the conversation")
     else:
         half = batch.num_rows // 2
         yield from _pieces(batch.slice(0, half), values, where, first)

@@ -32,8 +32,7 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
 
     template = load_template(chat_template)
     tokens = BUILT_IN.get(chat_template) or spelled_tokens(template, end_of_text=END_OF_TEXT)
-    begin = [tokens.begin] if tokens.begin else []
-    special = list(dict.fromkeys([END_OF_TEXT, *begin, *tokens.marks, *tokens.ends]))
+    special = list(dict.fromkeys([END_OF_TEXT, *([tokens.begin] if tokens.begin else []), *tokens.marks, *tokens.ends]))
     remaining = iter(texts)
     first = next(remaining, None)
     if first is None:

@@ -118,8 +118,7 @@ class RenderedChat:
 
     @property
     def has_answers_in_a_row(self) -> bool:
-        roles = [message.role for message in self.conversation.messages]
-        return ("assistant", "assistant") in pairwise(roles)
+        return ("assistant", "assistant") in pairwise([message.role for message in self.conversation.messages])
 
     def upto(self, turn: int) -> str:
         """Return the text of the conversation up to and with a turn."""

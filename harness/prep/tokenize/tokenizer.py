@@ -95,8 +95,7 @@ class ChatTokenizer:
         special = sorted(special_tokens | set(self.hf.all_special_tokens), key=lambda token: (-len(token), token))
         if config.end_of_last_turn not in ("", *special):
             what = f"{config.end_of_last_turn!r} is not a special token of the tokenizer"
-            fix = f"use one of {', '.join(special[:8])}"
-            raise ConfigError(what, where="tokenizer.end_of_last_turn", fix=fix)
+            raise ConfigError(what, where="tokenizer.end_of_last_turn", fix=f"use one of {', '.join(special[:8])}")
         refuse = config.control_tokens == "refuse" and special
         self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
         # A cheap test for these characters spares most texts the regular expression.
@@ -252,8 +251,7 @@ class ChatTokenizer:
             if view.loss_mask.any():
                 made.append(Encoded(view, sequence.text, sequence.spans))
         if not made:
-            detail = "the chat template writes no trainable assistant token"
-            return BadRecord(where, BadReason.NOTHING_TRAINED, detail)
+            return BadRecord(where, BadReason.NOTHING_TRAINED, "the chat template writes no trainable assistant token")
         return made
 
     def _token_mask(self, ids: Int32Array, encoding: Any, sequence: Rendered) -> UInt8Array:
