@@ -141,15 +141,7 @@ def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False)
 def _check_files(
     known: KnownSettings, root: str, arguments: list[str], folders: Sequence[Path]
 ) -> dict[str, str | None]:
-    """Return where each setting was set, as in `model=qwen3_8b`, or None for one of a model that nobody has chosen.
-
-    Args:
-        arguments: as Hydra takes them.
-        folders: in the order of Hydra's search; Hydra is initialized.
-
-    Raises:
-        ConfigError: a chosen file has a value that OmegaConf would change.
-    """
+    """Return where each setting was set, as in `model=qwen3_8b`, or None for one of a model that nobody has chosen."""
     chosen = GlobalHydra.instance().config_loader().compute_defaults_list(root, arguments, RunMode.RUN)
     set_by: dict[str, str | None] = {}
     for default in chosen.defaults:

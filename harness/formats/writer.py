@@ -351,11 +351,7 @@ class FolderClaim:
         self._created = False
 
     def enter(self) -> None:
-        """Claim the folder and remove the leftovers of an interrupted write.
-
-        Raises:
-            FormatError: another process writes here, or the folder holds something else.
-        """
+        """Claim the folder and remove the leftovers of an interrupted write."""
         folder = self.folder
         self._created = folder.make()
         names = folder.names()

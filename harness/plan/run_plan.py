@@ -222,9 +222,6 @@ def plan_run(
         ranks: None for the settings' own number, or 8.
         mfu: share of the peak that a step reaches; None for an estimate.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
-
-    Raises:
-        ConfigError: the run could not train on so many ranks, or they leave a part of a node empty.
     """
     machine, ranks = machine or Machine(), ranks or config.parallel.ranks or 8
     machine.check(ranks, config.trainer.device)

@@ -79,15 +79,8 @@ def upload(
     Files that are there whole, from an upload that was interrupted, are not sent again, nor is anything where another
     process has finished the same preparation. Files of an earlier one are removed, its report and its manifests first.
 
-    Args:
-        advance: called with the bytes of each file.
-
     Returns:
         the bytes that were sent.
-
-    Raises:
-        FormatError: another process is uploading to the folder.
-        ConfigError: another process has finished one with other settings, and `overwrite` is not set.
     """
     paths = {path.relative_to(prepared).as_posix(): path for path in prepared.rglob("*") if path.is_file()}
     names = [name for name in paths if name.split("/")[0] in _OWNED and name != REPORT]

@@ -157,11 +157,7 @@ class SequenceStore:
 
 
 def open_store(path: str | os.PathLike[str]) -> SequenceStore:
-    """Open the store at a path or URI, or the store of the plan there.
-
-    Raises:
-        FormatError: there is none, or it is incomplete or damaged.
-    """
+    """Open the store at a path or URI, or the store of the plan there."""
     folder = open_folder(path)
     manifest = load_manifest(folder)
     is_there = not isinstance(folder, LocalFolder) or folder.place.is_dir()
@@ -316,10 +312,6 @@ def write_plan(
             there; a plan on a disk may have one.
         pack_offsets, sequence_ids: as in a PackPlan; each sequence of the store once.
         pack_size: tokens that no pack exceeds.
-
-    Raises:
-        ConfigError: the plan does not fit this store, or cannot refer to it.
-        FormatError: the destination is in use, holds something else or cannot be written.
     """
     folder, home = open_folder(path), store.folder.place
     if isinstance(home, Path) and not isinstance(folder.place, Path):

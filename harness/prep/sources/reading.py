@@ -292,7 +292,6 @@ def read_chunks(files: Iterable[Place], *, limit: int = 0, reader: RecordReader 
     """Yield the records of whole files in order, like `read_shard`.
 
     Args:
-        files: from `list_files`.
         limit: maximum number of records, blank lines not counted; 0 reads all.
         reader: parser of the records; None detects the schema of each.
     """

@@ -105,7 +105,6 @@ def read_parquet(
     """Yield number of the first row, rows, and their even share of the file's bytes.
 
     Args:
-        reader: says what columns are read.
         groups: first and past-the-end row group; None reads all.
         first: number of the first row of the first group.
     """

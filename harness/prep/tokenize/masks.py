@@ -322,9 +322,6 @@ class Masker:
 
         Returns:
             the new text, the spans of the turn in it, and how far what follows has moved.
-
-        Raises:
-            BadRecordError: the end of the turn is not found in the text.
         """
         own, shown = chat.served(turn), chat.upto(shown_at)
         end = self._special.search(shown, len(shown) - chat.shared_after(turn, shown_at))
