@@ -47,8 +47,7 @@ _ANY = {
 
 
 def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]:
-    """Save a small random model of a family, unless `folder` has it; return the settings of a run that begins with it.
-    """
+    """Save a small random model of a family, unless `folder` has it; return the settings of a run that begins with it."""
     if not (folder / "model.safetensors").exists():
         transformers = _transformers()
         torch.manual_seed(8)
