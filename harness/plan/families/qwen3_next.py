@@ -101,10 +101,6 @@ QWEN3_NEXT = Family(
 )
 
 
-def _read_3_5(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    return _read_layers(values, refuse) | _read_experts(values, normalize=True)
-
-
 QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", **_LAYERS, read=_read_layers, write=_write_layers)
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
@@ -115,6 +111,6 @@ QWEN3_5_MOE = Family(
     # No layer has an MLP, and config.json no size of one.
     standard=lambda values: {"intermediate_size": values["moe_intermediate_size"], **values},
     unwritten=("intermediate_size",),
-    read=_read_3_5,
+    read=lambda values, refuse: _read_layers(values, refuse) | _read_experts(values, normalize=True),
     write=lambda model: _write_layers(model) | _write_experts(model),
 )

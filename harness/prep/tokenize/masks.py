@@ -123,8 +123,8 @@ class Masker:
         known = self._forms.find(conversation)
         chat = RenderedChat(self._template, conversation, known.form, self._keeping)
         if self.rule == "all":
-            if (untrained := _first_untrained(conversation)) is not None:
-                detail = f"turn {untrained + 1} is not to be trained (a weight of 0, or a part of a prompt), and "
+            if untrained := [number for number, turn in enumerate(conversation.messages, start=1) if turn.weight == 0]:
+                detail = f"turn {untrained[0]} is not to be trained (a weight of 0, or a part of a prompt), and "
                 detail += "tokenizer.mask=all trains every token; use tokenizer.mask=auto"
                 raise BadRecordError(BadReason.BAD_WEIGHT, detail)
             self._check_written(chat, known)
@@ -144,7 +144,7 @@ class Masker:
         elif self.rule == "marks":
             found = self._marked_sequences(chat, trained, has_tags=known.has_tags)
         else:
-            found = self._served_sequences(chat, trained)
+            found = self._sequences_of_turns(chat, trained, lambda turn: [self._served_turn(chat, turn)])
         self._check_written(chat, known)
         return found
 
@@ -207,9 +207,6 @@ class Masker:
                 if not spans or spans != marks[: len(spans)] or not whole.startswith(text[: spans[-1][1]]):
                     return False
         return True
-
-    def _served_sequences(self, chat: RenderedChat, trained: list[int]) -> list[Rendered]:
-        return self._sequences_of_turns(chat, trained, lambda turn: [self._served_turn(chat, turn)])
 
     def _marked_turn(self, chat: RenderedChat, turn: int) -> list[Span]:
         """Return the marked spans of one turn in the text of the conversation up to and with it."""
@@ -471,10 +468,6 @@ class Masker:
             tokens = self._special.findall(text, self._core_end(text, 0, len(text)))
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
         return tuple(found)
-
-
-def _first_untrained(conversation: Conversation) -> int | None:
-    return next((number for number, message in enumerate(conversation.messages) if message.weight == 0), None)
 
 
 def _first_weighted(conversation: Conversation) -> int | None:
