@@ -113,9 +113,8 @@ def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, l
             fix = "harness sft MODEL CHATS [OUT] [KEY=VALUE]..."
             raise ConfigError(f"{text!r} is in the place of {name}", where="harness sft", fix=fix)
     if Path(model).is_file() and not Path(chats).is_file():
-        raise ConfigError(
-            "the arguments are reversed: MODEL is a file", where=model, fix=f"harness sft {chats} {model}"
-        )
+        what = "the arguments are reversed: MODEL is a file"
+        raise ConfigError(what, where=model, fix=f"harness sft {chats} {model}")
     known = {*KnownSettings("", PrepareConfig, []).types, *KnownSettings("", SftConfig, []).types}
     for text, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if text.startswith("-") and text != "--overwrite":

@@ -132,9 +132,8 @@ def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
     named = [(path, match) for path in folder.glob("*.out") if (match := _LOG_NAME.fullmatch(path.name))]
     jobs = {match["job"]: path for path, match in named if match["part"] is None}
     if not jobs:
-        raise ConfigError(
-            "there are no logs", where=str(folder), fix="check the path; only runs of `harness submit` have logs"
-        )
+        what = "there are no logs"
+        raise ConfigError(what, where=str(folder), fix="check the path; only runs of `harness submit` have logs")
     job = max(jobs, key=int)
     with suppress(OSError):  # a later one may have been refused because this one has the run
         owner = (run_dir / "_job").read_text().strip()

@@ -139,9 +139,8 @@ def export(
 ) -> None:
     """Export a checkpoint for serving: weights, end tokens, tokenizer, chat template and model card."""
     if is_run(out) and not (is_run(source) or is_there(source / "run.json")):
-        raise ConfigError(
-            "the arguments are reversed: OUT is a run's folder", where=str(out), fix=f"harness export {out} {source}"
-        )
+        what = "the arguments are reversed: OUT is a run's folder"
+        raise ConfigError(what, where=str(out), fix=f"harness export {out} {source}")
     from harness.megatron import prepare_process
 
     prepare_process()

@@ -77,9 +77,8 @@ def lengths_from_starts(
     bad[firsts] |= begins[firsts] != 0
     if bad.any():
         row = first_row + int(np.searchsorted(lasts, int(np.argmax(bad))))
-        raise FormatError(
-            f"the seq_start_id of pack {row:,} do not start at 0, do not increase, or exceed its tokens", where=where
-        )
+        what = f"the seq_start_id of pack {row:,} do not start at 0, do not increase, or exceed its tokens"
+        raise FormatError(what, where=where)
     return lengths.astype(np.int32)
 
 

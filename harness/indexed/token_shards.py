@@ -237,10 +237,8 @@ def _bad_token(kind: str, at: int, lengths: Int64Array, rows: Int64Array, first_
     ends = np.cumsum(lengths)
     sequence = int(np.searchsorted(ends, at, "right"))
     position = at - int(ends[sequence] - lengths[sequence])
-    return FormatError(
-        f"row {first_row + int(rows[sequence]):,} has {kind} at position {position:,}",
-        fix="fix the program that writes the shards; token ids are 0 or more and below the size of the vocabulary",
-    )
+    fix = "fix the program that writes the shards; token ids are 0 or more and below the size of the vocabulary"
+    return FormatError(f"row {first_row + int(rows[sequence]):,} has {kind} at position {position:,}", fix=fix)
 
 
 def _parse_text(column: pa.Array, first_row: int) -> pa.Array:
@@ -255,8 +253,7 @@ def _parse_text(column: pa.Array, first_row: int) -> pa.Array:
         is_number = pc.match_substring_regex(words, r"^[+-]?\d{1,18}$").to_numpy(zero_copy_only=False)
         at = int(np.argmin(is_number))
         row = int(np.searchsorted(np.cumsum(lengths), at, "right"))
-        raise FormatError(
-            f"row {first_row + row:,} has the text {words[at].as_py()[:40]!r} instead of a token id",
-            fix="the column must contain token ids as text; this command does not tokenize text",
-        ) from None
+        what = f"row {first_row + row:,} has the text {words[at].as_py()[:40]!r} instead of a token id"
+        fix = "the column must contain token ids as text; this command does not tokenize text"
+        raise FormatError(what, fix=fix) from None
     return pa.LargeListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64()), numbers)

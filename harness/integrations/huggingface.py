@@ -174,11 +174,9 @@ class PackedPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
         if state.global_step:
             stored = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("position")
             if stored is None:
-                raise LoaderError(
-                    f"the checkpoint of step {state.global_step} contains no position in packed data",
-                    where="trainer_state.json",
-                    fix="resume from a checkpoint that PackedTraining wrote",
-                )
+                what = f"the checkpoint of step {state.global_step} contains no position in packed data"
+                fix = "resume from a checkpoint that PackedTraining wrote"
+                raise LoaderError(what, where="trainer_state.json", fix=fix)
             data.load_state_dict(stored)
         position = data.stream.state
         per_epoch = data.stream.num_steps_per_epoch
@@ -224,8 +222,6 @@ def _check_arguments(arguments: Any, stream: RankStream) -> None:
 
 
 def _too_many(rows: int, accumulation: int) -> ConfigError:
-    return ConfigError(
-        f"a step has {count_of(rows, 'row')} on this rank, but gradient_accumulation_steps is {accumulation}",
-        where="arguments of the Trainer",
-        fix=f"set gradient_accumulation_steps={rows}, or a smaller LoaderConfig.global_batch_size",
-    )
+    what = f"a step has {count_of(rows, 'row')} on this rank, but gradient_accumulation_steps is {accumulation}"
+    fix = f"set gradient_accumulation_steps={rows}, or a smaller LoaderConfig.global_batch_size"
+    return ConfigError(what, where="arguments of the Trainer", fix=fix)

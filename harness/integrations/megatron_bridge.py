@@ -83,11 +83,8 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
     def __post_init__(self) -> None:
         require_as_packed(self.schedule, trainer="Megatron-Bridge", setting="dataset.schedule")
         if self.dataloader_type != "external":
-            raise ConfigError(
-                f"dataloader_type is {self.dataloader_type!r}",
-                where="dataset.dataloader_type",
-                fix="use 'external': the harness defines the order and the rows of each rank",
-            )
+            fix = "use 'external': the harness defines the order and the rows of each rank"
+            raise ConfigError(f"dataloader_type is {self.dataloader_type!r}", where="dataset.dataloader_type", fix=fix)
         check_numbers(self, "dataset")
         self._loader_config(1)
 
@@ -148,11 +145,9 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
 
     def _layout(self) -> RankLayout:
         if not parallel_state.model_parallel_is_initialized():
-            raise ConfigError(
-                "Megatron's global process groups do not exist",
-                where="HarnessDataset.build_datasets",
-                fix="build the dataset with Bridge and cfg.dist.use_decentralized_pg=False",
-            )
+            what = "Megatron's global process groups do not exist"
+            fix = "build the dataset with Bridge and cfg.dist.use_decentralized_pg=False"
+            raise ConfigError(what, where="HarnessDataset.build_datasets", fix=fix)
         num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         if num_stages > 1 and self.seq_length is None:
             what = "rows differ in length, but the stages of Bridge's pipeline exchange activations of model.seq_length"
@@ -200,11 +195,9 @@ class BridgeRows:
 
     def __next__(self) -> dict[str, torch.Tensor]:
         if not self._is_placed:
-            raise ConfigError(
-                "Bridge reads the rows in a forward step without their padding mask and without their position",
-                where="the forward step of finetune or pretrain",
-                fix="pass the one of this module: from harness.integrations.megatron_bridge import forward_step",
-            )
+            what = "Bridge reads the rows in a forward step without their padding mask and without their position"
+            fix = "pass the one of this module: from harness.integrations.megatron_bridge import forward_step"
+            raise ConfigError(what, where="the forward step of finetune or pretrain", fix=fix)
         if self._rows.starts_step:
             self._begin_step()
         batch = bridge_batch(next(self._rows))
@@ -284,11 +277,8 @@ def forward_step(state: GlobalState, data_iterator: Any, model: Any, return_sche
         HarnessError: the rows cannot be continued, or settings of Bridge do not fit them.
     """
     if return_schedule_plan:
-        raise ConfigError(
-            "Bridge plans overlapped communication of experts without the bounds of sequences",
-            where="comm_overlap.overlap_moe_expert_parallel_comm",
-            fix="set it to False",
-        )
+        what = "Bridge plans overlapped communication of experts without the bounds of sequences"
+        raise ConfigError(what, where="comm_overlap.overlap_moe_expert_parallel_comm", fix="set it to False")
     rows = getattr(data_iterator, "iterable", None)
     if not isinstance(rows, BridgeRows):
         what = f"this forward step trains a HarnessDataset, and the data is {type(rows).__name__}"
@@ -329,8 +319,5 @@ def bridge_batch(row: ThdBatch) -> dict[str, torch.Tensor]:
 
 
 def _changing_batch_size(what: str) -> ConfigError:
-    return ConfigError(
-        what,
-        where="train.rampup_batch_size",
-        fix="keep the global batch size: set rampup_batch_size=None and decrease_batch_size_if_needed=False",
-    )
+    fix = "keep the global batch size: set rampup_batch_size=None and decrease_batch_size_if_needed=False"
+    return ConfigError(what, where="train.rampup_batch_size", fix=fix)

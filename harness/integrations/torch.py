@@ -63,11 +63,8 @@ class PackedDataset(IterableDataset[Row]):
     ) -> None:
         super().__init__()
         if not isinstance(stream, RankStream):
-            raise ConfigError(
-                f"the data is {str(stream)[:100]!r}, not a stream",
-                where=type(self).__name__,
-                fix="open it with RankStream(path, LoaderConfig(...), dp_rank=..., dp_size=...)",
-            )
+            fix = "open it with RankStream(path, LoaderConfig(...), dp_rank=..., dp_size=...)"
+            raise ConfigError(f"the data is {str(stream)[:100]!r}, not a stream", where=type(self).__name__, fix=fix)
         self.stream = stream
         self._kind = require_dialect(dialect)
         self._device = None if device is None else torch.device(device)

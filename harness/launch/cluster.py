@@ -163,15 +163,12 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         address = {"master_addr": lambda text, where: check_word(text.replace("%N", ""), where)}
         check_texts(self, "cluster.", {**quoted, **directives, **lines, **address})
         if not _TIME.fullmatch(self.time):
-            raise ConfigError(
-                f"time is {self.time!r}", where="cluster.time", fix="minutes, HH:MM:SS or DAYS-HH:MM:SS, in quotes"
-            )
+            what = f"time is {self.time!r}"
+            raise ConfigError(what, where="cluster.time", fix="minutes, HH:MM:SS or DAYS-HH:MM:SS, in quotes")
         if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
-            raise ConfigError(
-                f"{count_of(self.ranks_per_node, 'rank')} per node on {count_of(self.gpus_per_node, 'GPU')}",
-                where="cluster.ranks_per_node, cluster.gpus_per_node",
-                fix="at most one rank per GPU",
-            )
+            what = f"{count_of(self.ranks_per_node, 'rank')} per node on {count_of(self.gpus_per_node, 'GPU')}"
+            fix = "at most one rank per GPU"
+            raise ConfigError(what, where="cluster.ranks_per_node, cluster.gpus_per_node", fix=fix)
         if self.signal_lead_s >= time_limit_s(self.time):
             raise ConfigError(
                 f"the ranks would be asked to stop {self.signal_lead_s:,} s before a time limit of "

@@ -29,11 +29,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
     for text in arguments:
         check_quoted(text, "settings")
         if text.startswith("resume="):
-            raise ConfigError(
-                f"{text} is set by the job itself",
-                where="settings",
-                fix="omit it: run_dir=DIR resumes a run, and a submission without run_dir starts a new one",
-            )
+            fix = "omit it: run_dir=DIR resumes a run, and a submission without run_dir starts a new one"
+            raise ConfigError(f"{text} is set by the job itself", where="settings", fix=fix)
 
 
 def plan_job(
@@ -100,11 +97,9 @@ def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterCon
             if not path or "://" in path:
                 continue
             if not Path(path).is_absolute():
-                raise ConfigError(
-                    f"{path} is relative, and would be looked up in the container's own folder",
-                    where=setting,
-                    fix=f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts",
-                )
+                what = f"{path} is relative, and would be looked up in the container's own folder"
+                fix = f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts"
+                raise ConfigError(what, where=setting, fix=fix)
             # Below a mount by its text, `/shared/../home` is not in it.
             above = [target for target in mounts if Path(os.path.normpath(path)).is_relative_to(target)]
             # The script, and the commands outside of the container, find a run at the same path.
@@ -163,11 +158,8 @@ def refuse_second_job(run_dir: Path) -> None:
         return  # then there is no sbatch either, which is refused later
     jobs = jobs_of_run(run_dir)
     if jobs:
-        raise ConfigError(
-            f"this run is already in the queue: {'; '.join(map(str, jobs))}",
-            where=str(run_dir),
-            fix=f"wait for it (`harness status {run_dir}`), or end it first: `harness cancel {run_dir}`",
-        )
+        fix = f"wait for it (`harness status {run_dir}`), or end it first: `harness cancel {run_dir}`"
+        raise ConfigError(f"this run is already in the queue: {'; '.join(map(str, jobs))}", where=str(run_dir), fix=fix)
 
 
 def submit_job(job: Job, text: str, *, is_private: bool) -> str:

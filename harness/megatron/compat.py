@@ -251,11 +251,8 @@ def gpt_dataset_config(values: dict[str, Any]) -> GPTDatasetConfig:
     """Return Megatron's settings of a pretraining dataset; raise ConfigError if this version lacks one."""
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init})
     if unknown:
-        raise ConfigError(
-            f"megatron-core {MEGATRON_VERSION} has no {', '.join(unknown)}",
-            where=f"data.{unknown[0]}",
-            fix="omit it, or install a version that supports it",
-        )
+        what = f"megatron-core {MEGATRON_VERSION} has no {', '.join(unknown)}"
+        raise ConfigError(what, where=f"data.{unknown[0]}", fix="omit it, or install a version that supports it")
     return GPTDatasetConfig(**values)
 
 

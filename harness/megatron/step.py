@@ -44,11 +44,8 @@ _NO_DECAY = 1 << 31
 
 
 def _no_limit(setting: str, arguments: str) -> ConfigError:
-    return ConfigError(
-        f"parallel.{setting} is for rows of one shape, and nothing limits them",
-        where=f"MegatronStep, {arguments}",
-        fix=f"give {arguments}, or parallel.{setting}=false",
-    )
+    what = f"parallel.{setting} is for rows of one shape, and nothing limits them"
+    return ConfigError(what, where=f"MegatronStep, {arguments}", fix=f"give {arguments}, or parallel.{setting}=false")
 
 
 def _build_optimizer(

@@ -134,11 +134,8 @@ def record(name: str, run: Path, folder: Path, tolerances: Tolerances) -> Path:
     """Write a new baseline; raises ConfigError where there is one of that name."""
     path = baseline_path(name, folder)
     if path.exists():
-        raise ConfigError(
-            f"the baseline {name} already exists",
-            where=str(path),
-            fix=f"`harness parity update {name} RUN` replaces it and reports what changed",
-        )
+        fix = f"`harness parity update {name} RUN` replaces it and reports what changed"
+        raise ConfigError(f"the baseline {name} already exists", where=str(path), fix=fix)
     write_baseline(baseline_of(name, run, tolerances), path)
     return path
 

@@ -56,11 +56,8 @@ def parse_case(text: str, *, where: str = "cases") -> RunCase:
     """Parse `"4 parallel=tp2 loader.num_workers=2"`; raises ConfigError for another form."""
     ranks, *overrides = text.split() or [""]
     if not ranks.isdigit() or int(ranks) < 1 or any("=" not in part for part in overrides):
-        raise ConfigError(
-            f"{text!r} is not a case",
-            where=where,
-            fix="write the number of ranks, then settings: '4 parallel=tp2 loader.num_workers=2'",
-        )
+        fix = "write the number of ranks, then settings: '4 parallel=tp2 loader.num_workers=2'"
+        raise ConfigError(f"{text!r} is not a case", where=where, fix=fix)
     return RunCase(int(ranks), tuple(overrides))
 
 

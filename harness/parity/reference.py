@@ -47,7 +47,7 @@ _ANY = {
 
 
 def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]:
-    """Save a small random model of a family, unless `folder` has it; return the settings of a run that begins with it."""
+    """Save a small random model of a family, unless `folder` has it; return the settings of a run from it."""
     if not (folder / "model.safetensors").exists():
         transformers = _transformers()
         torch.manual_seed(8)
@@ -124,11 +124,8 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError(
-            "the reference is a model of transformers, which is not installed",
-            where="check=reference",
-            fix="pip install 'megatron-sft-harness[tokenize]'",
-        ) from None
+        what = "the reference is a model of transformers, which is not installed"
+        raise ConfigError(what, where="check=reference", fix="pip install 'megatron-sft-harness[tokenize]'") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -265,11 +265,9 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     def check(self, world_size: int, *, global_batch_size: int, max_tokens_per_rank: int) -> None:
         """Raise ConfigError, with the arithmetic, if the ranks, the batch or the rows do not fit this layout."""
         if self.ranks not in (None, world_size):
-            raise ConfigError(
-                f"the settings are planned for {count_of(self.ranks, 'rank')}, but the job has {world_size}",
-                where="parallel.ranks",
-                fix=f"start {self.ranks} ranks, or plan again with parallel.ranks={world_size}",
-            )
+            what = f"the settings are planned for {count_of(self.ranks, 'rank')}, but the job has {world_size}"
+            fix = f"start {self.ranks} ranks, or plan again with parallel.ranks={world_size}"
+            raise ConfigError(what, where="parallel.ranks", fix=fix)
         dp_size = self.dp_size(world_size)
         if dp_size > global_batch_size:
             raise ConfigError(

@@ -164,11 +164,9 @@ def _check_family(model: ModelConfig) -> None:
     ):
         value, unset = getattr(model, name), getattr(type(model), name)
         if (value != unset) != belongs:
-            raise ConfigError(
-                f"{of} {'require' if belongs else 'do not have'} the setting {name}, but it is {show_value(value)}",
-                where=f"model.{name}, model.family",
-                fix=f"model.{name}={example if belongs else show_value(unset)}, or another family",
-            )
+            what = f"{of} {'require' if belongs else 'do not have'} the setting {name}, but it is {show_value(value)}"
+            fix = f"model.{name}={example if belongs else show_value(unset)}, or another family"
+            raise ConfigError(what, where=f"model.{name}, model.family", fix=fix)
     if model.rope_scaling == "yarn" and family.rotated_part != 1:
         what = f"Megatron-Core's yarn does not support the partial rotary embedding of the family {model.family}"
         raise ConfigError(what, where="model.rope_scaling, model.family", fix="model.rope_scaling=none, or linear")
@@ -239,11 +237,9 @@ def _check_unused(model: ModelConfig) -> None:
     of_experts = [one for one in fields(model) if one.name.startswith(_OF_EXPERTS)]
     unused = [one.name for one in of_experts if getattr(model, one.name) != one.default]
     if unused:
-        raise ConfigError(
-            f"the model has no experts, so {', '.join(unused)} would have no effect",
-            where=", ".join(f"model.{name}" for name in unused),
-            fix="use the defaults, or set model.num_experts",
-        )
+        what = f"the model has no experts, so {', '.join(unused)} would have no effect"
+        fix = "use the defaults, or set model.num_experts"
+        raise ConfigError(what, where=", ".join(f"model.{name}" for name in unused), fix=fix)
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -251,22 +247,18 @@ def _check_experts(model: ModelConfig) -> None:
         what = f"a token cannot be routed to {model.experts_per_token} of {model.num_experts} experts"
         raise ConfigError(what, where="model.experts_per_token", fix=f"{model.num_experts} or fewer")
     if model.dense_layers >= model.num_layers:
-        raise ConfigError(
-            f"{model.dense_layers} of {model.num_layers} layers are dense, so no layer has experts",
-            where="model.dense_layers",
-            fix=f"{model.num_layers - 1} or fewer, or model.num_experts=0",
-        )
+        what = f"{model.dense_layers} of {model.num_layers} layers are dense, so no layer has experts"
+        fix = f"{model.num_layers - 1} or fewer, or model.num_experts=0"
+        raise ConfigError(what, where="model.dense_layers", fix=fix)
     _check_groups(model)
     names = model.traits.experts
     if names is not None and names.shared_gate and not model.shared_ffn_hidden_size:
         what = f"models of the family {model.family} have shared experts, and shared_ffn_hidden_size is 0"
         raise ConfigError(what, where="model.shared_ffn_hidden_size", fix="set it, such as to expert_ffn_hidden_size")
     if model.grouped_gemm == "on" and (reason := model.why_not_grouped):
-        raise ConfigError(
-            f"grouped matrix products of experts are not supported: {reason}",
-            where="model.grouped_gemm",
-            fix="model.grouped_gemm=auto, which computes one expert after another",
-        )
+        what = f"grouped matrix products of experts are not supported: {reason}"
+        fix = "model.grouped_gemm=auto, which computes one expert after another"
+        raise ConfigError(what, where="model.grouped_gemm", fix=fix)
 
 
 def _check_groups(model: ModelConfig) -> None:
@@ -377,11 +369,9 @@ def _check_fp8_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
         sizes["the inner size of an expert"] = model.expert_size // parallel.expert_tensor_parallel_size
     uneven = next((name for name, size in sizes.items() if size % block), None)
     if uneven is not None:
-        raise ConfigError(
-            f"model.fp8 is {model.fp8}, whose blocks are {block} wide, and {uneven} on a rank are {sizes[uneven]}",
-            where="model.fp8, parallel.tensor_parallel_size",
-            fix="a smaller tensor_parallel_size, tensorwise, or off",
-        )
+        what = f"model.fp8 is {model.fp8}, whose blocks are {block} wide, and {uneven} on a rank are {sizes[uneven]}"
+        fix = "a smaller tensor_parallel_size, tensorwise, or off"
+        raise ConfigError(what, where="model.fp8, parallel.tensor_parallel_size", fix=fix)
 
 
 def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:

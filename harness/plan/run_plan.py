@@ -176,9 +176,8 @@ class Inputs:
 def fine_tuning(config: RunConfig) -> SftConfig:
     """Return these settings; raise ConfigError for those of another recipe, which are not planned."""
     if not isinstance(config, SftConfig):
-        raise ConfigError(
-            "only fine-tuning runs can be planned", where=config.name, fix="choose an experiment of fine-tuning, or sft"
-        )
+        what = "only fine-tuning runs can be planned"
+        raise ConfigError(what, where=config.name, fix="choose an experiment of fine-tuning, or sft")
     return config
 
 
@@ -326,11 +325,9 @@ def _check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
         row *= largest_share(config.parallel.dp_size(ranks))
     longest = int(padded_lengths(lengths + 1, config.parallel.pad_to_multiple).max(initial=0))
     if longest > row:
-        raise ConfigError(
-            f"the longest sequence has {longest:,} model tokens after padding, more than the {row:,} of a row",
-            where="schedule.max_tokens_per_rank",
-            fix=f"raise it to {longest:,} tokens per row, share rows between more ranks, or plan shorter sequences",
-        )
+        what = f"the longest sequence has {longest:,} model tokens after padding, more than the {row:,} of a row"
+        fix = f"raise it to {longest:,} tokens per row, share rows between more ranks, or plan shorter sequences"
+        raise ConfigError(what, where="schedule.max_tokens_per_rank", fix=fix)
 
 
 def plan_layout(

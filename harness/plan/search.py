@@ -142,11 +142,9 @@ def search_layouts(
     machine.check(ranks, config.trainer.device)
     inputs = open_inputs(config, packs)
     if inputs.lengths is None or inputs.pack_size is None:
-        raise ConfigError(
-            f"layouts are compared by the work of their data, which is unknown: {inputs.why_no_work}",
-            where="data.path",
-            fix="assume data with packs=100000 data.pack_size=8192 sequence_tokens=1024",
-        )
+        what = f"layouts are compared by the work of their data, which is unknown: {inputs.why_no_work}"
+        fix = "assume data with packs=100000 data.pack_size=8192 sequence_tokens=1024"
+        raise ConfigError(what, where="data.path", fix=fix)
     base, model = replace(inputs.config, parallel=config.parallel), inputs.config.model
     batch = base.loader.global_batch_size
     whole = plan_work(model, inputs.lengths, num_packs=inputs.num_packs, global_batch_size=batch)

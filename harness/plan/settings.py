@@ -303,11 +303,8 @@ class RunConfig(CheckedSettings, ABC):
         super().__post_init__()
         self.resume = str(self.resume).lower()
         if self.trainer.epochs is not None and not self.has_epochs:
-            raise ConfigError(
-                f"trainer.epochs is {self.trainer.epochs:,}, but only packed datasets support epochs",
-                where="trainer.epochs",
-                fix="trainer.steps=N trainer.epochs=null",
-            )
+            what = f"trainer.epochs is {self.trainer.epochs:,}, but only packed datasets support epochs"
+            raise ConfigError(what, where="trainer.epochs", fix="trainer.steps=N trainer.epochs=null")
         if self.parallel.ranks is not None:
             self.check_layout(self.parallel.ranks)
 
@@ -499,11 +496,9 @@ class SftConfig(RunConfig):
         live = self.data.live
         check_rules(self, (*_BALANCED, *_SHARED))
         if live.window_sequences is not None and not live.folders:
-            raise ConfigError(
-                "data.live.window_sequences is set, but the run has no live data",
-                where="data.live.window_sequences",
-                fix="omit it, or train on live chunks with data=live data.live.path=DIR",
-            )
+            what = "data.live.window_sequences is set, but the run has no live data"
+            fix = "omit it, or train on live chunks with data=live data.live.path=DIR"
+            raise ConfigError(what, where="data.live.window_sequences", fix=fix)
         if live.folders and self.parallel.cuda_graphs:
             what = "parallel.cuda_graphs requires the maximum number of sequences in a row, unknown for live data"
             raise ConfigError(what, where="parallel.cuda_graphs, data.live", fix="parallel.cuda_graphs=false")

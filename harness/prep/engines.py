@@ -27,9 +27,8 @@ _MAX_RETRIES = 10
 def check_engine(engine: str) -> None:
     """Raise ConfigError where the engine's package is not installed."""
     if engine == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "Ray is not installed", where="engine", fix="pip install 'megatron-sft-harness[ray]', or set engine=local"
-        )
+        what = "Ray is not installed"
+        raise ConfigError(what, where="engine", fix="pip install 'megatron-sft-harness[ray]', or set engine=local")
 
 
 def do_shards(

@@ -95,9 +95,8 @@ def schedule(
         ScheduleError: no sequences, a length below 1 or above that of a row, packs that do not fit the lengths.
     """
     if name not in SCHEDULERS:
-        raise ScheduleError(
-            f"{name!r} is not a schedule", where="schedule.name", fix=f"choose one of: {', '.join(SCHEDULERS)}"
-        )
+        what = f"{name!r} is not a schedule"
+        raise ScheduleError(what, where="schedule.name", fix=f"choose one of: {', '.join(SCHEDULERS)}")
     for what, number in (("dp_size", dp_size), ("cp_size", cp_size), ("group_size", group_size)):
         if number < 1:
             raise ScheduleError(f"{what} is {number}", where=what, fix="set it to 1 or more")

@@ -57,9 +57,8 @@ def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = No
                 raise FormatError(f"contains an array of {len(stored_shape)} dimensions, expected 1", where=str(path))
             shape = stored_shape if shape is None else shape
             if stored != dtype or stored_shape != shape or (fortran and len(shape) > 1):
-                raise FormatError(
-                    f"holds {stored} {list(stored_shape)[:4]}, expected {dtype} {list(shape)}", where=str(path)
-                )
+                what = f"holds {stored} {list(stored_shape)[:4]}, expected {dtype} {list(shape)}"
+                raise FormatError(what, where=str(path))
             offset = int(file.tell())
             expected = offset + math.prod(shape) * dtype.itemsize
             num_bytes = int(file.seek(0, 2))

@@ -43,9 +43,8 @@ def read_checksums(folder: Path) -> list[StoredFile] | None:
         if _render(files) != data:
             raise ValueError("its own hash does not match")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(
-            f"{CHECKSUMS_FILE} is damaged: {error}", where=str(path), fix="copy the folder again"
-        ) from None
+        what = f"{CHECKSUMS_FILE} is damaged: {error}"
+        raise FormatError(what, where=str(path), fix="copy the folder again") from None
     return files
 
 

@@ -218,11 +218,9 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
 def _refuse_stalled(folder: Path) -> None:
     stalled, furthest = _stalled(read_attempts(folder))
     if stalled >= _MAX_STALLED:
-        raise HarnessError(
-            f"the last {stalled} attempts made no progress beyond step {furthest}",
-            where=str(folder / ATTEMPTS_FILE),
-            fix="see what Slurm reports about the nodes (sacct, slurmd.log); remove the file and submit again",
-        )
+        what = f"the last {stalled} attempts made no progress beyond step {furthest}"
+        fix = "see what Slurm reports about the nodes (sacct, slurmd.log); remove the file and submit again"
+        raise HarnessError(what, where=str(folder / ATTEMPTS_FILE), fix=fix)
 
 
 def _append(

@@ -56,11 +56,9 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
         if resume == "false" or (resume == "auto" and not resumable):
             return Path(runs) / f"{name}-{max(numbered, default=0) + 1:03d}"
         if not resumable:
-            raise ConfigError(
-                f"there is no run named {name} with a complete checkpoint to resume",
-                where=str(Path(runs) / f"{name}-*"),
-                fix="resume=auto starts a new one; run_dir=FOLDER selects another",
-            )
+            what = f"there is no run named {name} with a complete checkpoint to resume"
+            fix = "resume=auto starts a new one; run_dir=FOLDER selects another"
+            raise ConfigError(what, where=str(Path(runs) / f"{name}-*"), fix=fix)
         _refuse_if_running(numbered[max(resumable)])
         return numbered[max(resumable)]
     folder = Path(run_dir)

@@ -44,11 +44,9 @@ def check_trackers(names: Sequence[str]) -> None:
         spec = find_spec(name)
         # A folder of that name, which wandb makes where it runs, has a spec too, but no origin.
         if spec is None or spec.origin is None:
-            raise ConfigError(
-                f"the package {name} is not installed",
-                where=f"trainer.trackers, {sys.executable}",
-                fix=f"pip install 'megatron-sft-harness[{name}]', or remove {name} from trainer.trackers",
-            )
+            what = f"the package {name} is not installed"
+            fix = f"pip install 'megatron-sft-harness[{name}]', or remove {name} from trainer.trackers"
+            raise ConfigError(what, where=f"trainer.trackers, {sys.executable}", fix=fix)
 
 
 def curves_of(line: Mapping[str, Any]) -> list[tuple[int, dict[str, float]]]:

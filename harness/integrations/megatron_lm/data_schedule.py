@@ -131,11 +131,9 @@ class BasePackingScheduler:
             len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(self.dp_size)
         )
         if self.max_num_seqs is not None and most > self.max_num_seqs:
-            raise ScheduleError(
-                f"a row has {most:,} sequences, more than the maximum of {self.max_num_seqs:,}",
-                where="config.thd_max_packed_sequences",
-                fix=f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank",
-            )
+            what = f"a row has {most:,} sequences, more than the maximum of {self.max_num_seqs:,}"
+            fix = f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank"
+            raise ScheduleError(what, where="config.thd_max_packed_sequences", fix=fix)
         return [
             [
                 [numbers[index] for index in placed.row(microbatch, rank // self.cp_size).tolist()]
@@ -284,11 +282,9 @@ def wrap_data_iterator(
     dp_cp_group, dp_group, tp_group, pp_group = _groups(pg_collection, "dp_cp", "dp", "tp", "pp")
     name, tokens = config.sequence_packing_scheduler, config.max_seqlen_per_dp_cp_rank
     if name not in scheduler_map:
-        raise ConfigError(
-            f"packing scheduler {name!r} does not exist",
-            where="config.sequence_packing_scheduler",
-            fix=f"choose one of {', '.join(scheduler_map)}: all rows have the same context-parallel size",
-        )
+        what = f"packing scheduler {name!r} does not exist"
+        fix = f"choose one of {', '.join(scheduler_map)}: all rows have the same context-parallel size"
+        raise ConfigError(what, where="config.sequence_packing_scheduler", fix=fix)
     if not tokens:
         what = f"config.max_seqlen_per_dp_cp_rank is {tokens}"
         raise ConfigError(what, where="config", fix="set it to the maximum number of tokens per rank in a microbatch")
@@ -411,25 +407,17 @@ def _own_slice(
 ) -> dict[str, torch.Tensor]:
     """Return the bounds of the next row and this rank's slice of its fields and of its padding mask, [1, T / cp]."""
     if data_iterator is None:
-        raise LoaderError(
-            "the first tensor-parallel rank has no data iterator",
-            where=_PHASE_2,
-            fix="pass the result of wrap_data_iterator; with virtual pipeline stages, the entry of this stage",
-        )
+        fix = "pass the result of wrap_data_iterator; with virtual pipeline stages, the entry of this stage"
+        raise LoaderError("the first tensor-parallel rank has no data iterator", where=_PHASE_2, fix=fix)
     row = next(data_iterator, None)
     if row is None:
-        raise LoaderError(
-            "the iterator of this global batch is exhausted",
-            where=_PHASE_2,
-            fix="run as many microbatches as wrap_data_iterator returned, then call it again for the next global batch",
-        )
+        fix = "run as many microbatches as wrap_data_iterator returned, then call it again for the next global batch"
+        raise LoaderError("the iterator of this global batch is exhausted", where=_PHASE_2, fix=fix)
     needed = (*fields, *_BOUNDS, "max_seqlen")
     if missing := [name for name in needed if row.get(name) is None]:
-        raise LoaderError(
-            f"a row has no {', '.join(missing)}; it has {', '.join(row)}",
-            where="the data iterator",
-            fix="iterate over the result of wrap_data_iterator for this pipeline stage",
-        )
+        what = f"a row has no {', '.join(missing)}; it has {', '.join(row)}"
+        fix = "iterate over the result of wrap_data_iterator for this pipeline stage"
+        raise LoaderError(what, where="the data iterator", fix=fix)
     # Rows of another scheduler may have padding only at their end.
     real, padded = visible_bounds(*(row[name].cpu().reshape(-1) for name in _BOUNDS))
     values = {"cu_seqlens": torch.from_numpy(real).to(device), "cu_seqlens_padded": torch.from_numpy(padded).to(device)}
@@ -446,11 +434,9 @@ def _own_slice(
     for name, tensor in whole.items():
         value = tensor.reshape(-1).to(device, FIELDS.get(name, torch.bool))
         if value.shape[0] != total:
-            raise LoaderError(
-                f"a row has {value.shape[0]:,} {name}, and its sequences end at {total:,}",
-                where="the data iterator",
-                fix="the last cu_seqlens_padded of a row must be its length",
-            )
+            what = f"a row has {value.shape[0]:,} {name}, and its sequences end at {total:,}"
+            fix = "the last cu_seqlens_padded of a row must be its length"
+            raise LoaderError(what, where="the data iterator", fix=fix)
         values[name] = (value if keep is None else value.index_select(0, keep)).unsqueeze(0)
     values["max_seqlen"] = torch.as_tensor(row["max_seqlen"])
     return values

@@ -90,11 +90,9 @@ def get_batch_and_global_seqlens(
         raise StopIteration
     if _ENDED in counts:
         ranks = torch.distributed.get_process_group_ranks(dp_group)
-        raise LoaderError(
-            f"the stream of rank {ranks[counts.index(_ENDED)]} has ended before those of other ranks",
-            where="the data iterator",
-            fix="provide the same number of microbatches on every data-parallel rank",
-        )
+        what = f"the stream of rank {ranks[counts.index(_ENDED)]} has ended before those of other ranks"
+        fix = "provide the same number of microbatches on every data-parallel rank"
+        raise LoaderError(what, where="the data iterator", fix=fix)
     mine = torch.zeros(max(counts), dtype=torch.int64, device=device)
     mine[: len(samples)] = torch.tensor([int(sample["padded_seq_len"]) for sample in samples], dtype=torch.int64)
     gathered = _all_gather(mine, dp_group).cpu()
@@ -112,11 +110,9 @@ def _read_samples(data_iterator: Iterator[Any], num_microbatches: int) -> list[S
     if not items:
         raise StopIteration
     if len(items) < num_microbatches:
-        raise LoaderError(
-            f"the stream ended after {len(items)} of {num_microbatches} microbatches of a global batch",
-            where="the data iterator",
-            fix="end the stream after a complete global batch, or pad it with samples without trained tokens",
-        )
+        what = f"the stream ended after {len(items)} of {num_microbatches} microbatches of a global batch"
+        fix = "end the stream after a complete global batch, or pad it with samples without trained tokens"
+        raise LoaderError(what, where="the data iterator", fix=fix)
     samples: list[Sample] = []
     for number, item in enumerate(items):
         for part in item if isinstance(item, (list, tuple)) else [item]:

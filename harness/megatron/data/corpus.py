@@ -346,11 +346,9 @@ def find_packs(config: CorpusConfig) -> dict[str, PackReader]:
         packs[source.path] = reader = open_train(source.path)[0]
         refuse_media(reader, "pretraining")
         if reader.pack_size - 1 > config.sequence_length:
-            raise ConfigError(
-                f"packs of up to {reader.pack_size:,} tokens are longer than a sample of {config.sequence_length:,}",
-                where=source.path,
-                fix=f"set data.sequence_length={reader.pack_size} or more, or prepare smaller packs",
-            )
+            what = f"packs of up to {reader.pack_size:,} tokens are longer than a sample of {config.sequence_length:,}"
+            fix = f"set data.sequence_length={reader.pack_size} or more, or prepare smaller packs"
+            raise ConfigError(what, where=source.path, fix=fix)
     return packs
 
 

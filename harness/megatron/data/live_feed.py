@@ -217,11 +217,9 @@ class LiveFeed(Feed):
 
 def _check_size(pack_size: int, max_tokens_per_row: int) -> None:
     if pack_size > max_tokens_per_row:
-        raise ConfigError(
-            f"packs of {pack_size:,} tokens do not fit the {max_tokens_per_row:,} of a row",
-            where="data.live.pack_size",
-            fix=f"set it to {max_tokens_per_row:,} or less, or increase schedule.max_tokens_per_rank",
-        )
+        what = f"packs of {pack_size:,} tokens do not fit the {max_tokens_per_row:,} of a row"
+        fix = f"set it to {max_tokens_per_row:,} or less, or increase schedule.max_tokens_per_rank"
+        raise ConfigError(what, where="data.live.pack_size", fix=fix)
 
 
 def _without_lost(folder: LiveFolder, position: LivePosition) -> LivePosition:

@@ -173,11 +173,9 @@ def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | 
             "id. For chunks of packs, set model.vocab_size to their tokenizer's vocabulary size instead",
         )
     if wanted is None and stored is None:
-        raise ConfigError(
-            "the vocabulary size is unknown: the dataset does not specify it",
-            where="model.vocab_size",
-            fix="set it to the vocabulary size of the dataset's tokenizer",
-        )
+        what = "the vocabulary size is unknown: the dataset does not specify it"
+        fix = "set it to the vocabulary size of the dataset's tokenizer"
+        raise ConfigError(what, where="model.vocab_size", fix=fix)
     if wanted is not None and stored is not None and wanted < stored:
         what = f"model.vocab_size is {wanted:,}, but the dataset's tokenizer has {stored:,} tokens"
         raise ConfigError(what, where=where, fix=f"set model.vocab_size to {stored} or more, or omit it")

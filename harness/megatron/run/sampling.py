@@ -108,11 +108,8 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
             with suppress(ConfigError):
                 name = str(find_tokenizer_folder(readers[0]))
         if not name:
-            raise ConfigError(
-                "sample prompts require the tokenizer of the data, but the data does not specify one",
-                where="trainer.sample_prompts",
-                fix="set data.tokenizer, or omit the prompts",
-            )
+            what = "sample prompts require the tokenizer of the data, but the data does not specify one"
+            raise ConfigError(what, where="trainer.sample_prompts", fix="set data.tokenizer, or omit the prompts")
         # A prompt has no mask: any rule that works with every template will do.
         tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
         masks = [reader.manifest.provenance.mask for reader in readers if reader.manifest is not None]

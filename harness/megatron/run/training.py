@@ -348,8 +348,5 @@ def _slurm_folder(config: RunConfig) -> Path | None:
 
 def _check_validations(config: RunConfig, validation: Mapping[str, Feed]) -> None:
     if config.trainer.early_stop and not (config.trainer.eval_interval and OWN_VALIDATION in validation):
-        raise ConfigError(
-            "early_stop requires validations before the last step",
-            where="trainer.early_stop",
-            fix="set trainer.eval_interval, and a validation set: data.validation_path, or a share in data.split",
-        )
+        fix = "set trainer.eval_interval, and a validation set: data.validation_path, or a share in data.split"
+        raise ConfigError("early_stop requires validations before the last step", where="trainer.early_stop", fix=fix)

@@ -77,9 +77,8 @@ class DelimitedReader:
         """
         row, where = self._next(), f"{self._place}, {LINE} 1"
         if isinstance(row, BadRecord):
-            raise PrepError(
-                f"the header cannot be read: {row.detail}", where=where, fix="write the file again, as UTF-8"
-            )
+            what = f"the header cannot be read: {row.detail}"
+            raise PrepError(what, where=where, fix="write the file again, as UTF-8")
         names = [name.strip() or f"Unnamed: {number}" for number, name in enumerate(row or [])]
         if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), "")):
             what = f"the header is one column, {names[0]!r}, which {other!r} seems to separate"

@@ -28,7 +28,7 @@ Show = Callable[[str], None]
 
 
 def list_files(path: str) -> list[Place]:
-    """Return the chat files that `path` names; those of a folder or glob in natural order (`part-2` before `part-10`)."""
+    """Return the chat files that `path` names; those of a folder or glob in natural order."""
     return list(find_files(SourceConfig(path=path)).files)
 
 

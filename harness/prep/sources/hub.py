@@ -122,9 +122,8 @@ def _client(place: HubName) -> Any:
     except ImportError as error:
         missing = f"there is no such local path, and {error.name} is not installed"
         what = missing if place.is_id else f"{error.name} is not installed"
-        raise ConfigError(
-            what, where=str(place), fix="check the path, or pip install 'megatron-sft-harness[tokenize]'"
-        ) from error
+        fix = "check the path, or pip install 'megatron-sft-harness[tokenize]'"
+        raise ConfigError(what, where=str(place), fix=fix) from error
     # Read by huggingface_hub when it is first imported, which may have been before it was set.
     return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
 

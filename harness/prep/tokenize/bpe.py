@@ -36,9 +36,8 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
     remaining = iter(texts)
     first = next(remaining, None)
     if first is None:
-        raise PrepError(
-            "there is no text to train a tokenizer on", where="source.path", fix="check source.path and the bad records"
-        )
+        what = "there is no text to train a tokenizer on"
+        raise PrepError(what, where="source.path", fix="check source.path and the bad records")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
