@@ -83,11 +83,8 @@ def compose_config(
     folders = _folders(config_dir)
     if config_name is not None and not any((folder / f"{config_name}.yaml").is_file() for folder in folders):
         near = nearest_name(config_name, sorted(file.stem for folder in folders for file in folder.glob("*.yaml")))
-        raise ConfigError(
-            f"there is no file {config_name}.yaml",
-            where=" and ".join(map(str, folders)),
-            fix=(f"did you mean {near}? " if near else "") + "--config-name specifies a file in one of these folders",
-        )
+        fix = (f"did you mean {near}? " if near else "") + "--config-name specifies a file in one of these folders"
+        raise ConfigError(f"there is no file {config_name}.yaml", where=" and ".join(map(str, folders)), fix=fix)
     known = KnownSettings(command_of(name), schema, folders, frozenset(also))
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     GlobalHydra.instance().clear()

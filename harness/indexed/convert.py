@@ -170,12 +170,10 @@ def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -
         header = MappedIndex(with_suffix(Path(prefix), IDX)).header
         expected = header.dtype if vocab_size is None else smallest_dtype(vocab_size)
         if header.dtype != expected:
-            raise FormatError(
-                f"holds {header.dtype.name}, but Megatron will read {expected.name}: given these counts it takes "
-                f"the dtype from the vocabulary of {vocab_size:,}",
-                where=prefix + IDX,
-                fix="write the pair again with this vocab_size, or train without --per-dataset-sequences-path",
-            )
+            what = f"holds {header.dtype.name}, but Megatron will read {expected.name}: given these counts it takes "
+            what += f"the dtype from the vocabulary of {vocab_size:,}"
+            fix = "write the pair again with this vocab_size, or train without --per-dataset-sequences-path"
+            raise FormatError(what, where=prefix + IDX, fix=fix)
         counts[prefix] = (header.num_sequences, header.num_bounds)
     return counts
 

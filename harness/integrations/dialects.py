@@ -96,13 +96,11 @@ class Row(dict[str, Any]):
     def _refuse(self, key: str) -> None:
         for other in DIALECTS.values():
             if key in other.keys_of_dialect and key not in self.keys_of_dialect:
-                raise DialectError(
-                    f"{key!r} is a key of the {other.dialect} dialect, but this row uses the {self.dialect} dialect "
-                    f"({', '.join(self)})",
-                    where=type(self).__name__,
-                    fix=f"open the data with dialect={other.dialect!r}, or use the keys of {self.dialect}, whose "
-                    "labels are shifted differently",
-                )
+                what = f"{key!r} is a key of the {other.dialect} dialect, but this row uses the {self.dialect} dialect "
+                what += f"({', '.join(self)})"
+                fix = f"open the data with dialect={other.dialect!r}, or use the keys of {self.dialect}, whose "
+                fix += "labels are shifted differently"
+                raise DialectError(what, where=type(self).__name__, fix=fix)
 
 
 class MegatronRow(Row):

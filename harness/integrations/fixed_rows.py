@@ -65,12 +65,10 @@ class FixedRows:
             LoaderError: rows of a step were taken and others not.
         """
         if self._rows:
-            raise LoaderError(
-                f"the position was requested within a step: {self.rows_per_step - len(self._rows)} of its "
-                f"{self.rows_per_step} rows were read",
-                where="state_dict",
-                fix="save between steps; the data and the trainer must use the same global batch size",
-            )
+            what = f"the position was requested within a step: {self.rows_per_step - len(self._rows)} of its "
+            what += f"{self.rows_per_step} rows were read"
+            fix = "save between steps; the data and the trainer must use the same global batch size"
+            raise LoaderError(what, where="state_dict", fix=fix)
         return self._stream.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -154,12 +154,10 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
             raise ConfigError(what, where="dataset.seq_length", fix="set it to model.seq_length")
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         if (chunks or 1) > 1 and (self.dataloader_save or self.dataloader_load):
-            raise ConfigError(
-                f"the pipeline has {chunks} model chunks per rank: Bridge reads each with a separate iterator and "
-                "does not save their positions",
-                where="dataset.dataloader_save",
-                fix="set model.virtual_pipeline_model_parallel_size=None, or do not save positions",
-            )
+            what = f"the pipeline has {chunks} model chunks per rank: Bridge reads each with a separate iterator and "
+            what += "does not save their positions"
+            fix = "set model.virtual_pipeline_model_parallel_size=None, or do not save positions"
+            raise ConfigError(what, where="dataset.dataloader_save", fix=fix)
         layout = place_in_groups()
         # Whether the model is sequence-parallel is not known here; its padding is right for both.
         tp_size, cp_size = layout.tp_size, layout.cp_size

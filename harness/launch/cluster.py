@@ -170,12 +170,10 @@ class ClusterConfig(CheckedSettings, section="cluster"):
             fix = "at most one rank per GPU"
             raise ConfigError(what, where="cluster.ranks_per_node, cluster.gpus_per_node", fix=fix)
         if self.signal_lead_s >= time_limit_s(self.time):
-            raise ConfigError(
-                f"the ranks would be asked to stop {self.signal_lead_s:,} s before a time limit of "
-                f"{time_limit_s(self.time):,} s",
-                where="cluster.signal_lead_s, cluster.time",
-                fix="raise the time limit, or lower cluster.signal_lead_s to what one step and one checkpoint take",
-            )
+            what = f"the ranks would be asked to stop {self.signal_lead_s:,} s before a time limit of "
+            what += f"{time_limit_s(self.time):,} s"
+            fix = "raise the time limit, or lower cluster.signal_lead_s to what one step and one checkpoint take"
+            raise ConfigError(what, where="cluster.signal_lead_s, cluster.time", fix=fix)
         # A colon or a comma would end it in the list of mounts.
         if self.local_dir and not re.fullmatch(r"/+[^:,/][^:,]*", self.local_dir):
             what = f"{self.local_dir!r} is not an absolute path of a folder"

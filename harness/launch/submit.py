@@ -79,13 +79,11 @@ def _check_ranks(settings: dict[str, Any], nodes: int, cluster: ClusterConfig) -
         return
     name, (whole, rest) = settings["name"], divmod(planned, cluster.ranks_per_node)
     by_nodes = f"nodes={whole} on nodes of {cluster.ranks_per_node} or " if not rest else ""
-    raise ConfigError(
-        f"{name} is planned for {planned} ranks, and {nodes} node{'s' * (nodes > 1)} of {cluster.ranks_per_node} "
-        f"ha{'ve' if nodes > 1 else 's'} {ranks}",
-        where="nodes",
-        fix=f"{by_nodes}cluster=NAME of nodes that {planned} ranks fill, or parallel.ranks={ranks} if "
-        f"`harness plan {name} parallel.ranks={ranks}` finds that it fits",
-    )
+    what = f"{name} is planned for {planned} ranks, and {nodes} node{'s' * (nodes > 1)} of {cluster.ranks_per_node} "
+    what += f"ha{'ve' if nodes > 1 else 's'} {ranks}"
+    fix = f"{by_nodes}cluster=NAME of nodes that {planned} ranks fill, or parallel.ranks={ranks} if "
+    fix += f"`harness plan {name} parallel.ranks={ranks}` finds that it fits"
+    raise ConfigError(what, where="nodes", fix=fix)
 
 
 def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterConfig) -> None:
@@ -192,11 +190,9 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
     if done.returncode != 0:
         if is_new:
             shutil.rmtree(folder)
-        raise HarnessError(
-            f"sbatch rejected the job: {(done.stderr or done.stdout).strip()}",
-            where="configs/cluster",
-            fix="`sinfo` and `sacctmgr show assoc user=$USER` list partitions and accounts; `harness submit ... "
-            "--dry-run` prints the script",
-        )
+        what = f"sbatch rejected the job: {(done.stderr or done.stdout).strip()}"
+        fix = "`sinfo` and `sacctmgr show assoc user=$USER` list partitions and accounts; `harness submit ... "
+        fix += "--dry-run` prints the script"
+        raise HarnessError(what, where="configs/cluster", fix=fix)
     # "ID;CLUSTER" if there are several clusters.
     return done.stdout.strip().partition(";")[0]

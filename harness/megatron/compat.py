@@ -317,12 +317,10 @@ def require_moments() -> None:
     """Raise ConfigError unless Megatron's Adam is Transformer Engine's, which can keep its moments in bfloat16."""
     if accepts(optimizer.Adam, "exp_avg_dtype"):
         return
-    raise ConfigError(
-        f"optimizer.moments_dtype is bfloat16, but Adam of {optimizer.Adam.__module__.partition('.')[0]} does not "
-        "support it: it requires Transformer Engine's Adam on a GPU",
-        where="optimizer.moments_dtype",
-        fix="install the `gpu` extra or use a container with it, or set optimizer.moments_dtype=float32",
-    )
+    what = f"optimizer.moments_dtype is bfloat16, but Adam of {optimizer.Adam.__module__.partition('.')[0]} does not "
+    what += "support it: it requires Transformer Engine's Adam on a GPU"
+    fix = "install the `gpu` extra or use a container with it, or set optimizer.moments_dtype=float32"
+    raise ConfigError(what, where="optimizer.moments_dtype", fix=fix)
 
 
 class _HostCopies(TorchFunctionMode):

@@ -319,12 +319,10 @@ class MegatronStep:
 
     def check_tokens(self, arrays: ThdBatch) -> None:
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
-            raise ConfigError(
-                f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, and the model has "
-                f"{self.vocab_size} tokens",
-                where="model.vocab_size",
-                fix="set it to the vocabulary size of the dataset's tokenizer",
-            )
+            what = f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, and the model has "
+            what += f"{self.vocab_size} tokens"
+            fix = "set it to the vocabulary size of the dataset's tokenizer"
+            raise ConfigError(what, where="model.vocab_size", fix=fix)
 
     def _reduce(self, sums: torch.Tensor) -> list[float]:
         """Return the sums of `sum_loss` over the whole job, which start on the last pipeline stage."""

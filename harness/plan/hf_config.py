@@ -299,11 +299,9 @@ def check_exported(model: ModelConfig) -> None:
             values["head_dim"] = None
     if lost := [name for name, value in own.items() if value != read[name]]:
         both = ", ".join(f"{name} {show_value(own[name])} (read back as {show_value(read[name])})" for name in lost)
-        raise ConfigError(
-            f"a config.json of the family {model.family} cannot express {both}, so the model could not be exported",
-            where=", ".join(f"model.{name}" for name in [*lost, "family"]),
-            fix=" ".join(f"model.{name}={show_value(read[name])}" for name in lost) + ", or another family",
-        )
+        what = f"a config.json of the family {model.family} cannot express {both}, so the model could not be exported"
+        fix = " ".join(f"model.{name}={show_value(read[name])}" for name in lost) + ", or another family"
+        raise ConfigError(what, where=", ".join(f"model.{name}" for name in [*lost, "family"]), fix=fix)
 
 
 def find_config(init_from: str) -> Path:

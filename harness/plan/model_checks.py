@@ -268,23 +268,19 @@ def _check_groups(model: ModelConfig) -> None:
         return
     is_even = groups and top and top <= groups and not (model.num_experts % groups or each % top)
     if not groups or not top or not is_even or each // top > model.num_experts // groups:
-        raise ConfigError(
-            f"{each} experts per token cannot come evenly from {show_value(top)} of {show_value(groups)} groups of "
-            f"{model.num_experts} experts",
-            where=where,
-            fix="set both or neither; groups that divide num_experts and hold enough experts, and top groups that "
-            "divide experts_per_token",
-        )
+        what = f"{each} experts per token cannot come evenly from {show_value(top)} of {show_value(groups)} groups of "
+        what += f"{model.num_experts} experts"
+        fix = "set both or neither; groups that divide num_experts and hold enough experts, and top groups that "
+        fix += "divide experts_per_token"
+        raise ConfigError(what, where=where, fix=fix)
     # Megatron-Core ranks a group by as many of its experts as a token takes of each.
     ranked_by = model.traits.ranks_groups_by
     if each // top != ranked_by:
         has = f"rank a group by the sum of its best {ranked_by} experts" if ranked_by else "have no groups of experts"
-        raise ConfigError(
-            f"models of the family {model.family} {has}, and Megatron-Core would choose {top} of {groups} groups by "
-            f"the sum of the best {each // top}",
-            where=f"{where}, model.experts_per_token, model.family",
-            fix="model.router_groups=null model.router_top_groups=null, or an experts_per_token that fits",
-        )
+        what = f"models of the family {model.family} {has}, and Megatron-Core would choose {top} of {groups} groups by "
+        what += f"the sum of the best {each // top}"
+        fix = "model.router_groups=null model.router_top_groups=null, or an experts_per_token that fits"
+        raise ConfigError(what, where=f"{where}, model.experts_per_token, model.family", fix=fix)
 
 
 def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -310,12 +306,9 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
     _check_fp8_sizes(model, parallel)
     check_rules(SimpleNamespace(model=model, parallel=parallel), LAYOUT_RULES)
     if VOCAB_MULTIPLE % tp:
-        raise ConfigError(
-            f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "
-            "divide evenly",
-            where="parallel.tensor_parallel_size",
-            fix="a power of two up to 128",
-        )
+        what = f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "
+        what += "divide evenly"
+        raise ConfigError(what, where="parallel.tensor_parallel_size", fix="a power of two up to 128")
     _check_stages(model, parallel)
     if (deep := model.deep_layers) and deep > (first := len(parallel.chunks_of_stage(model.num_layers, 0)[0])):
         what = f"features of images are added after each of the first {deep} layers, and the first stage or model "

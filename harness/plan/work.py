@@ -98,13 +98,11 @@ class Machine:
         """Raise ConfigError, with the arithmetic, if ranks on GPUs are on several nodes and do not fill the last."""
         nodes, rest = divmod(ranks, self.ranks)
         if device != "cpu" and nodes and rest:
-            raise ConfigError(
-                f"{ranks} ranks fill {nodes} node{'s' * (nodes > 1)} of {self.ranks} GPUs, and {rest} would be on "
-                "another: a job has the same number of ranks on each node",
-                where="parallel.ranks, gpus_per_node",
-                fix=f"parallel.ranks={nodes * self.ranks} or {(nodes + 1) * self.ranks}, or a gpus_per_node that "
-                f"divides {ranks}",
-            )
+            what = f"{ranks} ranks fill {nodes} node{'s' * (nodes > 1)} of {self.ranks} GPUs, and {rest} would be on "
+            what += "another: a job has the same number of ranks on each node"
+            fix = f"parallel.ranks={nodes * self.ranks} or {(nodes + 1) * self.ranks}, or a gpus_per_node that "
+            fix += f"divides {ranks}"
+            raise ConfigError(what, where="parallel.ranks, gpus_per_node", fix=fix)
 
     def link(self, group: int, stride: int) -> float:
         """Return the bytes per second that each of `group` ranks, `stride` apart, sends around their ring."""

@@ -202,12 +202,9 @@ class _Plan:
         ):
             digest = store.digest(MANIFEST_NAME)
         if digest != self.manifest_xxh3:
-            raise FormatError(
-                "this is not the sequence store of the plan",
-                where=store.where(),
-                fix="restore the store of the plan, or plan this one again: "
-                f"harness repack {store.where()} {folder.where()} --overwrite",
-            )
+            fix = "restore the store of the plan, or plan this one again: "
+            fix += f"harness repack {store.where()} {folder.where()} --overwrite"
+            raise FormatError("this is not the sequence store of the plan", where=store.where(), fix=fix)
         return store
 
 

@@ -367,12 +367,9 @@ def get_batch_on_this_rank_for_sequence_packing(
 
 def _check_call(refused: dict[str, Any], config: Any) -> None:
     for name in (name for name, value in refused.items() if value):
-        raise ConfigError(
-            f"{name} is not supported",
-            where=_PHASE_2,
-            fix="pass arguments after vp_stage by name, because their order differs between versions, and omit those "
-            "of newer ones: all rows have the same context-parallel size, and the tuple is returned",
-        )
+        fix = "pass arguments after vp_stage by name, because their order differs between versions, and omit those "
+        fix += "of newer ones: all rows have the same context-parallel size, and the tuple is returned"
+        raise ConfigError(f"{name} is not supported", where=_PHASE_2, fix=fix)
     if config is not None:
         _check_config(config)
 
@@ -446,12 +443,10 @@ def _check_padding(id_lengths: Sequence[tuple[int, int]], pad_to_multiple: int) 
     wrong = [(number, length) for number, length in id_lengths if length % pad_to_multiple]
     if wrong:
         number, length = wrong[0]
-        raise LoaderError(
-            f"sample {number} of the global batch has a padded_seq_len of {length}, and {len(wrong):,} of "
-            f"{len(id_lengths):,} are like it; the layout needs multiples of {pad_to_multiple}",
-            where="the data iterator",
-            fix=f"pad samples to a multiple of {pad_to_multiple} (harness.thd.padding_multiple)",
-        )
+        what = f"sample {number} of the global batch has a padded_seq_len of {length}, and {len(wrong):,} of "
+        what += f"{len(id_lengths):,} are like it; the layout needs multiples of {pad_to_multiple}"
+        fix = f"pad samples to a multiple of {pad_to_multiple} (harness.thd.padding_multiple)"
+        raise LoaderError(what, where="the data iterator", fix=fix)
 
 
 def _check_config(config: Any) -> None:

@@ -160,12 +160,9 @@ def share_folder(run_dir: Path, place: NodePlace, *, timeout_s: float) -> Facts:
 
 
 def _not_shared(run_dir: Path, reason: str) -> HarnessError:
-    return HarnessError(
-        f"the run's folder is not shared: {reason}",
-        where=str(run_dir),
-        fix="set runs=FOLDER to a folder on a file system that all nodes mount (in a container: list it in "
-        "cluster.mounts)",
-    )
+    fix = "set runs=FOLDER to a folder on a file system that all nodes mount (in a container: list it in "
+    fix += "cluster.mounts)"
+    return HarnessError(f"the run's folder is not shared: {reason}", where=str(run_dir), fix=fix)
 
 
 def read_dataset(path: str) -> Facts:

@@ -125,12 +125,10 @@ class _Sources:
             # With counts Megatron reads no header, and assumes a dtype.
             stored = HEADER.unpack_from(dataset.index.bin_buffer)[2]
             if self._config.counts() is not None and stored != DType.code_from_dtype(dataset.index.dtype):
-                raise FormatError(
-                    f"with per_dataset_sequences_path Megatron-Core reads {np.dtype(dataset.index.dtype).name} for "
-                    "this vocabulary, but the pair has another dtype",
-                    where=path + IDX,
-                    fix="set data.per_dataset_sequences_path=null, or write the pair again for model.vocab_size",
-                )
+                what = f"with per_dataset_sequences_path Megatron-Core reads {np.dtype(dataset.index.dtype).name} for "
+                what += "this vocabulary, but the pair has another dtype"
+                fix = "set data.per_dataset_sequences_path=null, or write the pair again for model.vocab_size"
+                raise FormatError(what, where=path + IDX, fix=fix)
             return dataset
         cache, chunk = config.object_storage_cache_path, self._config.object_storage_chunk_bytes
         storage = ObjectStorageConfig(path_to_idx_cache=cache, bin_chunk_nbytes=chunk)
@@ -406,12 +404,9 @@ def _check_split(
         what = f"{indices.shape[0]:,} of {opened.sequence_lengths.shape[0]:,} documents with {tokens:,} tokens"
         enough = tokens > (sequence_length if num_samples is None else 0)
     if not enough:
-        raise ConfigError(
-            f"{split} gets {what} of a source, less than one sample",
-            where=path,
-            fix="give it a larger part of data.split, or none (\"data.split='100'\"), or its own sources in "
-            "data.blend_per_split",
-        )
+        fix = "give it a larger part of data.split, or none (\"data.split='100'\"), or its own sources in "
+        fix += "data.blend_per_split"
+        raise ConfigError(f"{split} gets {what} of a source, less than one sample", where=path, fix=fix)
 
 
 def _check_pair(prefix: Path) -> None:
@@ -426,11 +421,9 @@ def _check_pair(prefix: Path) -> None:
     size = with_suffix(prefix, BIN).stat().st_size
     if end > size:
         problems = verify_indexed(prefix)
-        raise FormatError(
-            problems[0].what if problems else f"the file has {size:,} bytes, but its index requires {end:,}",
-            where=str(with_suffix(prefix, BIN)),
-            fix="copy the pair again; `harness verify` checks all of it",
-        )
+        what = problems[0].what if problems else f"the file has {size:,} bytes, but its index requires {end:,}"
+        fix = "copy the pair again; `harness verify` checks all of it"
+        raise FormatError(what, where=str(with_suffix(prefix, BIN)), fix=fix)
 
 
 def _check_storage(config: CorpusConfig, remote: list[str]) -> None:

@@ -246,12 +246,9 @@ def _require_chunks(folder: LiveFolder, position: LivePosition) -> None:
     contents, end = folder.look(), folder.end()
     is_past = max((*contents.ready, *contents.completed), default=-1) > first or (end and end.chunks > first)
     if is_past and first not in contents.chunks:
-        raise LoaderError(
-            f"{chunk_name(first, '')} was deleted, but later chunks exist",
-            where=folder.where,
-            fix="it was trained: continue that run (run_dir=... resume=true), or write the chunks again to another "
-            "folder; a run that marks chunks when they are read continues with data.live.completed=read",
-        )
+        fix = "it was trained: continue that run (run_dir=... resume=true), or write the chunks again to another "
+        fix += "folder; a run that marks chunks when they are read continues with data.live.completed=read"
+        raise LoaderError(f"{chunk_name(first, '')} was deleted, but later chunks exist", where=folder.where, fix=fix)
 
 
 def _log(line: str) -> None:

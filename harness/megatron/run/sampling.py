@@ -118,12 +118,9 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
         len(tokenizer.prompt({"role": "user", "content": prompt})) for prompt in config.trainer.sample_prompts
     )
     if longest + config.trainer.sample_tokens > config.model.max_sequence_length:
-        raise ConfigError(
-            f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "
-            f"model's max_sequence_length {config.model.max_sequence_length:,}",
-            where="trainer.sample_prompts, trainer.sample_tokens",
-            fix="shorten them",
-        )
+        what = f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "
+        what += f"model's max_sequence_length {config.model.max_sequence_length:,}"
+        raise ConfigError(what, where="trainer.sample_prompts, trainer.sample_tokens", fix="shorten them")
     return tokenizer, ends
 
 

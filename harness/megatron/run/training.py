@@ -160,12 +160,10 @@ def _check_memory(config: RunConfig, task: Task, layout: RankLayout, ranks: runt
     needed = (planned.total + planned.host) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     there = memory_bytes()
     if needed > there:
-        raise ConfigError(
-            f"weights, gradients and optimizer need {needed / 1e9:,.1f} GB of memory, but this machine has "
-            f"{there / 1e9:,.1f} GB",
-            where="model, model.vocab_size",
-            fix="use a smaller model or more machines; `harness plan` estimates the memory per rank",
-        )
+        what = f"weights, gradients and optimizer need {needed / 1e9:,.1f} GB of memory, but this machine has "
+        what += f"{there / 1e9:,.1f} GB"
+        fix = "use a smaller model or more machines; `harness plan` estimates the memory per rank"
+        raise ConfigError(what, where="model, model.vocab_size", fix=fix)
 
 
 class _Run(Hooks):

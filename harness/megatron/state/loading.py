@@ -193,12 +193,10 @@ def _check_common(path: Path) -> None:
         with file.open("rb") as common:
             _load(common, COMMON_FILE, path)
     elif compat.COMMON_VALUES_HAVE_A_FILE:
-        raise CheckpointError(
-            f"the checkpoint has no {COMMON_FILE}: megatron-core 0.17 and later store its values in a form that "
-            f"{compat.MEGATRON_VERSION} cannot read",
-            where=str(path),
-            fix="load it with the version of megatron_core in its run.json; every version loads checkpoints of 0.16",
-        )
+        what = f"the checkpoint has no {COMMON_FILE}: megatron-core 0.17 and later store its values in a form that "
+        what += f"{compat.MEGATRON_VERSION} cannot read"
+        fix = "load it with the version of megatron_core in its run.json; every version loads checkpoints of 0.16"
+        raise CheckpointError(what, where=str(path), fix=fix)
 
 
 def _load(file: IO[bytes], name: str, folder: Path) -> Any:

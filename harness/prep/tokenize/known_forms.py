@@ -104,11 +104,9 @@ class KnownForms:
     def _probe(self, conversation: Conversation) -> KnownForm | BadRecordError:
         for name in conversation.template_kwargs:
             if name not in self._template.reads:
-                return BadRecordError(
-                    BadReason.NOT_WRITTEN,
-                    f"the chat template does not read `{name}` of chat_template_kwargs; "
-                    "source.ignore_fields=[chat_template_kwargs] ignores it",
-                )
+                detail = f"the chat template does not read `{name}` of chat_template_kwargs; "
+                detail += "source.ignore_fields=[chat_template_kwargs] ignores it"
+                return BadRecordError(BadReason.NOT_WRITTEN, detail)
         first: BadRecordError | None = None
         probe, words = with_unique_words(conversation, self._template.tags)
         tried = set()

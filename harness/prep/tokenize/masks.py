@@ -228,11 +228,9 @@ class Masker:
             start = chat.begin_with_empty_reasoning(turn) if start is None else start
             if start is None:
                 shown = chat.prompt(turn)[-24:]
-                raise BadRecordError(
-                    BadReason.NOT_AS_SERVED,
-                    f"turn {turn + 1} does not begin with the chat template's generation prompt (which ends in "
-                    f"{shown!r}), so a served model would not generate this text",
-                )
+                detail = f"turn {turn + 1} does not begin with the chat template's generation prompt (which ends in "
+                detail += f"{shown!r}), so a served model would not generate this text"
+                raise BadRecordError(BadReason.NOT_AS_SERVED, detail)
             text = chat.served(turn)
         end = len(text.rstrip())
         if self._stock is not None:
