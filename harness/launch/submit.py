@@ -171,12 +171,8 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
         raise HarnessError(what, where="PATH", fix="submit on a login node; --dry-run prints the script anywhere")
     folder = Path(job.run_dir)
     is_new = not folder.exists()
-    with os_errors_as(
-        ConfigError,
-        "the run's folder cannot be created",
-        where=folder,
-        fix="submit again, or set runs= to another folder",
-    ):
+    fix = "submit again, or set runs= to another folder"
+    with os_errors_as(ConfigError, "the run's folder cannot be created", where=folder, fix=fix):
         folder.mkdir(parents=True, exist_ok=not is_new)
         # Slurm creates no folders: without this one a job fails before its first line, and without a log.
         Path(job.logs).mkdir(exist_ok=True)

@@ -193,13 +193,9 @@ class _Plan:
     def find_store(self, folder: Folder) -> Folder:
         """Return the store of a plan in a dataset's folder; raises FormatError if it is missing or has changed."""
         store = open_folder(str(resolve_path(folder.place, self.store)))
-        with os_errors_as(
-            FormatError,
-            "the plan's sequence store cannot be read",
-            where=store.where(),
-            fix=f"restore the store at {self.store}, relative to the plan, or plan again: "
-            f"harness repack STORE {folder.where()}",
-        ):
+        fix = f"restore the store at {self.store}, relative to the plan, or plan again: "
+        fix += f"harness repack STORE {folder.where()}"
+        with os_errors_as(FormatError, "the plan's sequence store cannot be read", where=store.where(), fix=fix):
             digest = store.digest(MANIFEST_NAME)
         if digest != self.manifest_xxh3:
             fix = "restore the store of the plan, or plan this one again: "
@@ -222,9 +218,8 @@ class PlanShard(ShardReader):
     def __init__(self, path: Path, folder: Folder | None = None) -> None:
         self._path = path
         self._folder = LocalFolder(path.parent) if folder is None else folder
-        with os_errors_as(
-            FormatError, "the plan cannot be read", where=path / PLAN, fix="check permissions and mounts"
-        ):
+        fix = "check permissions and mounts"
+        with os_errors_as(FormatError, "the plan cannot be read", where=path / PLAN, fix=fix):
             text = (path / PLAN).read_bytes()
         plan = self._plan = _parse_plan(text, str(path / PLAN))
         self._store = plan.find_store(self._folder)

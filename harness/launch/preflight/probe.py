@@ -177,12 +177,8 @@ def read_dataset(path: str) -> Facts:
 
 def read_weights(folder: Path) -> Facts:
     """Return the number of files of a model's folder, and their bytes."""
-    with os_errors_as(
-        HarnessError,
-        "cannot be read",
-        where=folder,
-        fix="mount it on every node (in a container: list it in cluster.mounts)",
-    ):
+    fix = "mount it on every node (in a container: list it in cluster.mounts)"
+    with os_errors_as(HarnessError, "cannot be read", where=folder, fix=fix):
         sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
     return {"files": len(sizes), "bytes": sum(sizes)}
 

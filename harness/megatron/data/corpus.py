@@ -380,12 +380,8 @@ def _check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
     for path in named if not config.fast_cache_load else ():
         if path not in remote:
             _check_pair(Path(path))
-    with os_errors_as(
-        ConfigError,
-        "built indices cannot be written",
-        where=Path(config.cache),
-        fix="set data.path_to_cache to a writable folder",
-    ):
+    fix = "set data.path_to_cache to a writable folder"
+    with os_errors_as(ConfigError, "built indices cannot be written", where=Path(config.cache), fix=fix):
         Path(config.cache).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=config.cache).close()
 

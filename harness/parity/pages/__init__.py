@@ -58,9 +58,8 @@ def render_all(report: ParityReport, folder: Path) -> None:
 
 
 def _write_files(files: dict[str, str], folder: Path) -> None:
-    with os_errors_as(
-        ConfigError, "the report cannot be written", where=folder, fix="use another folder, such as out=DIR"
-    ):
+    fix = "use another folder, such as out=DIR"
+    with os_errors_as(ConfigError, "the report cannot be written", where=folder, fix=fix):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             # Names of runs and errors can hold halves of surrogate pairs, which UTF-8 has no bytes for.

@@ -25,6 +25,8 @@ from harness.records import Medium
 RULES_FILE = "media_rules.json"
 _AUDIO_NUMBERS = ("feature_size", "sampling_rate", "hop_length", "chunk_length", "n_fft", "padding_value")
 _IMAGE_PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "Qwen2VLImageProcessor")
+# Raised where a value has another type or size than it should.
+_ODD_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _GRID_NUMBERS = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}  # as transformers assumes
 _IMAGE_NUMBERS = (
     *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor"),
@@ -83,15 +85,7 @@ class MediaRules:
                 raise ValueError(f"the processor is {numbers['processor']}")
             if most := [name for name, one in numbers.items() if isinstance(one, int | float) and not 0 <= one < 1e6]:
                 raise ValueError(f"{most[0]} is {numbers[most[0]]}")
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            PrepError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except (*_ODD_VALUES, PrepError) as error:
             what = f"the rules of media are not those of a model family that is known: {type(error).__name__}: {error}"
             raise FormatError(what, where=where, fix="use the version that wrote the dataset") from error
         return rules
