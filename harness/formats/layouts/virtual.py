@@ -209,11 +209,7 @@ def _parse_plan(text: bytes, where: str) -> _Plan:
 
 
 class PlanShard(ShardReader):
-    """An open plan and its store.
-
-    Args:
-        folder: of the dataset, from which the plan names its store; None for that of the files.
-    """
+    """An open plan and its store."""
 
     def __init__(self, path: Path, folder: Folder | None = None) -> None:
         self._path = path

@@ -79,12 +79,7 @@ def _has_parts(turn: object) -> bool:
 
 
 class _MediaPlacer:
-    """Puts the media of one record into its turns.
-
-    Args:
-        lists: fields of the record beside the turns.
-        folder, limits: as in `with_media`.
-    """
+    """Puts the media of one record into its turns."""
 
     def __init__(self, lists: Mapping[str, Any], folder: str | None, limits: MediaLimits) -> None:
         self._folder, self._limits = folder, limits

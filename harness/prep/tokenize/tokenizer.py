@@ -296,11 +296,7 @@ class ChatTokenizer:
 
 
 class _Media:
-    """Placeholder tokens of the media of one conversation.
-
-    Raises:
-        BadRecordError: the model does not take one of them.
-    """
+    """Placeholder tokens of the media of one conversation."""
 
     def __init__(self, rules: MediaRules, conversation: Conversation, config: TokenizerConfig) -> None:
         self._rules, self._media = rules, conversation.media
@@ -323,11 +319,7 @@ class _Media:
         self._allowed = sorted({*answers, len(self._media)})
 
     def place(self, view: SequenceView, *, is_last: bool) -> SequenceView:
-        """Return a sequence with each placeholder as often as its medium has tokens, none of them trained.
-
-        Raises:
-            BadRecordError: the template does not write one placeholder for each medium.
-        """
+        """Return a sequence with each placeholder as often as its medium has tokens, none of them trained."""
         tokens = self._rules.tokens
         at = np.flatnonzero(np.isin(view.input_ids, list(tokens.values())))
         kinds = [tokens[part.kind] for part in self._media[: len(at)]]
