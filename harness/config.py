@@ -254,9 +254,8 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
             become_rank_of_slurm()
             hydra_config = HydraConfig.get()
             with _in_our_words(known, name, options.overrides):
-                folders = [
-                    Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"
-                ]
+                sources = hydra_config.runtime.config_sources
+                folders = [Path(source.path) for source in sources if source.schema == "file"]
                 root = hydra_config.job.config_name or name
                 config = _to_settings(composed, _check_files(known, root, [*hydra_config.overrides.task], folders))
             if getattr(config, "run_dir", "") is None:

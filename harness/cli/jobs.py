@@ -140,9 +140,7 @@ def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
         job = owner if owner in jobs else job
     if rank is None:
         return jobs[job], re.compile("")
-    parts = {
-        (match["part"], int(match["number"])): path for path, match in named if match["job"] == job and match["part"]
-    }
+    parts = {(name["part"], int(name["number"])): path for path, name in named if name["job"] == job and name["part"]}
     if ("rank", rank) in parts:
         return parts["rank", rank], re.compile("")
     # The log of a node has the lines of its ranks, each with its number on the node.
@@ -152,9 +150,7 @@ def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
     if ("node", rank // ranks_per_node) in parts:
         return parts["node", rank // ranks_per_node], re.compile(rf"^\[[a-z]*{rank % ranks_per_node}\]:")
     found = [number for part, number in parts if part == "rank"]
-    found += [
-        number * ranks_per_node + own for part, number in parts if part == "node" for own in range(ranks_per_node)
-    ]
+    found += [node * ranks_per_node + own for part, node in parts if part == "node" for own in range(ranks_per_node)]
     raise ConfigError(
         f"job {job} has no log of rank {rank}",
         where=str(folder),

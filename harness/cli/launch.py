@@ -160,9 +160,8 @@ def plan(
     options: Options = context.obj[1]
     names = [setting.key for setting in explain_settings(PlanSettings)]
     searches = experiment == "auto"
-    config = compose_run(
-        "sft" if searches else experiment, options.overrides, config_dir=options.config_dir, also=names
-    ).config
+    recipe = "sft" if searches else experiment
+    config = compose_run(recipe, options.overrides, config_dir=options.config_dir, also=names).config
     if options.show:
         print_text(render_settings(settings) + render_settings(config), end="")
         return

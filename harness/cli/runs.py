@@ -96,11 +96,8 @@ def train(
         raise ConfigError(f"there is no recipe {recipe!r}", where="harness train", fix=fix)
     options = Options.parse(arguments or [], where=f"harness train {recipe}")
     # Settings are printed on any machine.
-    is_shown = (
-        options.show
-        or options.help
-        or any(flag.startswith(("--cfg", "-c", "--info", "-i")) for flag in options.hydra_flags)
-    )
+    shows = ("--cfg", "-c", "--info", "-i")
+    is_shown = options.show or options.help or any(flag.startswith(shows) for flag in options.hydra_flags)
     if not is_shown:
         require_training("training")
     if ranks is None and not {"RANK", "SLURM_PROCID"} & os.environ.keys():

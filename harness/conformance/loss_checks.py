@@ -123,9 +123,8 @@ def conversation_mean(kit: Kit) -> str:
     """Ask for a loss in which each conversation weighs the same, over two microbatches."""
     data = conversations(_UNEVEN)
     got = kit.build(data, microbatches=2, loss_average="conversation")(data)
-    return kit.compare(
-        got, kit.reference.step(data, "conversation"), {"the mean over tokens": kit.reference.step(data)}
-    )
+    by_token = {"the mean over tokens": kit.reference.step(data)}
+    return kit.compare(got, kit.reference.step(data, "conversation"), by_token)
 
 
 @check("huggingface/transformers#39241", "huggingface/transformers#24839", "NVIDIA/Megatron-LM#7207")

@@ -112,9 +112,8 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
     def _open(self, path: str, layout: RankLayout, size: int, *, evaluation_steps: int | None) -> BridgeRows:
         reader = open_dataset(path)
         # Evaluations read the first packs as they are stored.
-        config = self._loader_config(
-            size, **({} if evaluation_steps is None else {"shuffle": False, "drop_last": False})
-        )
+        changes = {} if evaluation_steps is None else {"shuffle": False, "drop_last": False}
+        config = self._loader_config(size, **changes)
         schedule = as_packed_rows(
             reader.pack_offsets,
             reader.sequence_lengths,

@@ -132,9 +132,8 @@ class PackedDataset(IterableDataset[Row]):
             for batch in batches:
                 rows = [self._place(self._kind.of(row)) for row in batch.rows]
                 self._position = batch.state
-                yield StepRows(
-                    batch.epoch, batch.step_in_epoch, rows, sum(row.num_trained_tokens for row in batch.rows)
-                )
+                trained = sum(row.num_trained_tokens for row in batch.rows)
+                yield StepRows(batch.epoch, batch.step_in_epoch, rows, trained)
 
         return steps()
 

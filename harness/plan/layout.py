@@ -248,9 +248,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
 
     def expert_copies(self, world_size: int) -> int:
         """Return the number of ranks that hold the same experts."""
-        return world_size // (
-            self.pipeline_parallel_size * self.expert_parallel_size * self.expert_tensor_parallel_size
-        )
+        experts = self.expert_parallel_size * self.expert_tensor_parallel_size
+        return world_size // (self.pipeline_parallel_size * experts)
 
     def max_tokens_per_row(self, max_tokens_per_rank: int) -> int:
         """Return the tokens of a whole row, over its context-parallel ranks."""

@@ -109,9 +109,8 @@ class EventFile:
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         """Append the values of a step by the names of their curves."""
-        summary = self._summary(
-            value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        )
+        points = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        summary = self._summary(value=points)
         self._write(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:

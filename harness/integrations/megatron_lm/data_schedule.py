@@ -181,9 +181,8 @@ class BasePackingScheduler:
             # All at both ends of the pipeline, as in Megatron, and none between them.
             is_end = pp_group.rank() in (0, pp_group.size() - 1)
             fields = tuple(FIELDS) if is_end or getattr(config, "mtp_num_layers", None) else ()
-            kept = [
-                {name: sample[name] for name in (*fields, "original_seq_len", "padded_seq_len")} for sample in samples
-            ]
+            needed = (*fields, "original_seq_len", "padded_seq_len")
+            kept = [{name: sample[name] for name in needed} for sample in samples]
             mine = reroute_samples_to_dcp_ranks(
                 kept, ids, id_lengths, placed, offsets, dp_group, dp_cp_group=dp_cp_group
             )

@@ -91,11 +91,8 @@ def _gpu_faults(gpu: ElementTree.Element) -> list[str]:
     if (action := _text_of(gpu, "gpu_recovery_action")) not in ("", "None") and not _NO_ANSWER.fullmatch(action):
         faults.append(f"the driver asks for recovery: {action}")
     for group in ("clocks_event_reasons/clocks_event_reason_", "clocks_throttle_reasons/clocks_throttle_reason_"):
-        faults += [
-            f"its clocks are lowered: {name.replace('_', ' ')}"
-            for name in _SLOWED
-            if _text_of(gpu, group + name) == "Active"
-        ]
+        active = [name.replace("_", " ") for name in _SLOWED if _text_of(gpu, group + name) == "Active"]
+        faults += [f"its clocks are lowered: {name}" for name in active]
     lanes, most = (
         _text_of(gpu, f"pci/pci_gpu_link_info/link_widths/{name}_link_width").removesuffix("x")
         for name in ("current", "max")

@@ -202,9 +202,8 @@ def _special_tokens(tokenizer: Any, ends: set[int], vocab_size: int) -> SpecialT
     added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     # Not the placeholder tokens of media, for which an encoder has to give features.
     named = [id for id, text in sorted(added.items()) if re.search(r"(?i)^(?!.*(image|audio|video)).*pad", text)]
-    known = [
-        id for id in (tokenizer.pad_token_id, *named, tokenizer.unk_token_id) if id is not None and id < vocab_size
-    ]
+    ids = (tokenizer.pad_token_id, *named, tokenizer.unk_token_id)
+    known = [id for id in ids if id is not None and id < vocab_size]
     # A trainer that masks the padding must not mask the end of an answer too.
     pad = next((id for id in known if id not in ends), next(iter(known), min(ends, default=None)))
     used = {*ends, *(id for id in (pad, tokenizer.bos_token_id) if id is not None)}

@@ -114,9 +114,8 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
         tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
         masks = [reader.manifest.provenance.mask for reader in readers if reader.manifest is not None]
         ends = sorted({token for mask in masks or [{}] for token in tokenizer.ends_of(mask)})
-    longest = max(
-        len(tokenizer.prompt({"role": "user", "content": prompt})) for prompt in config.trainer.sample_prompts
-    )
+    questions = ({"role": "user", "content": prompt} for prompt in config.trainer.sample_prompts)
+    longest = max(len(tokenizer.prompt(question)) for question in questions)
     if longest + config.trainer.sample_tokens > config.model.max_sequence_length:
         what = f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "
         what += f"model's max_sequence_length {config.model.max_sequence_length:,}"

@@ -264,10 +264,8 @@ class RecordReader:
 
     def _mapped(self, detail: str) -> str:
         """Return which columns the fields in a message were read from."""
-        mapped = [
-            f"`{name}` is the column `{column}`" for name, column in self.columns.items() if f"`{name}`" in detail
-        ]
-        return f" ({', '.join(mapped)})" if mapped else ""
+        named = [(name, column) for name, column in self.columns.items() if f"`{name}`" in detail]
+        return f" ({', '.join(f'`{name}` is the column `{column}`' for name, column in named)})" if named else ""
 
 
 _READER = RecordReader()
@@ -321,9 +319,8 @@ def detect_schema(
     fields = ", ".join(name.encode(errors="replace").decode() for name in islice(names, 20))
     fix = f"set one with source.schema={'|'.join(SCHEMAS)}"
     if not problem and found:
-        problem = "the first records use several schemas: " + ", ".join(
-            f"{count} {name}" for name, count in found.items()
-        )
+        listed = ", ".join(f"{count} {name}" for name, count in found.items())
+        problem = f"the first records use several schemas: {listed}"
         fix += ", or prepare the files of each schema separately"
     elif not problem:
         problem = "no schema matches the first records"

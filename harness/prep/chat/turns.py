@@ -182,9 +182,8 @@ def parse_turn(turn: object, number: int) -> Message:
         _refuse_unknown(held, what)
     for owner, fields in _OWNED_FIELDS:
         if role != owner and not fields.isdisjoint(held):
-            detail = (
-                f"{what} has the field {first_name(fields & held.keys())}, which belongs to turns of role {owner!r}"
-            )
+            name = first_name(fields & held.keys())
+            detail = f"{what} has the field {name}, which belongs to turns of role {owner!r}"
             raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
     part_weights: tuple[int | None, ...] = ()
     if isinstance(content, list):
@@ -237,9 +236,7 @@ def _parse_part(part: object, what: str) -> str | MediaPart:
         raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {type(part).__name__}, expected text")
     kind = part.get("type")
     # Where a request may be cached changes nothing that the model sees.
-    others = [
-        key for key, value in part.items() if key not in ("type", "text", "cache_control") and not is_empty(value)
-    ]
+    others = [key for key in part if key not in ("type", "text", "cache_control") and not is_empty(part[key])]
     if isinstance(kind, str) and _MEDIA_PART.search(kind):
         raise BadRecordError(BadReason.MEDIA, f"{what} is of type {show(kind)}; {TEXT_ALONE}")
     if kind not in _TEXT_PARTS:

@@ -198,10 +198,8 @@ def _count_qwen2_audio(numbers: Mapping[str, Any], size: AudioSize) -> int:
     """Count as Qwen2AudioProcessor: two layers of stride 2 over the frames, which are cut after `chunk_length`."""
     samples = size.samples_at(numbers["sampling_rate"])
     if samples > numbers["chunk_length"] * numbers["sampling_rate"]:
-        what = (
-            f"has {samples / numbers['sampling_rate']:,.2f} s, more than the {numbers['chunk_length']} s that a model"
-        )
-        raise PrepError(f"{what} of this family hears", where="a medium", fix="cut it into shorter ones")
+        what = f"has {samples / numbers['sampling_rate']:,.2f} s, more than the {numbers['chunk_length']} s that a "
+        raise PrepError(f"{what}model of this family hears", where="a medium", fix="cut it into shorter ones")
     frames = -(-samples // int(numbers["hop_length"]))
     return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 

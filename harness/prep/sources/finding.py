@@ -112,9 +112,8 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
     unsure = [name for name in data if suffix_of(Path(name)) in (*JSON_SUFFIXES, *SEPARATORS)]
     others = {name for name in unsure if not holds_chats(root / name, source)}
     # A folder of CSV files alone is refused with the names of their columns.
-    data = [name for name in data if name not in others] or [
-        name for name in data if suffix_of(Path(name)) in SEPARATORS
-    ]
+    tables = [name for name in data if suffix_of(Path(name)) in SEPARATORS]
+    data = [name for name in data if name not in others] or tables
     facts = {}
     named = {one for name in data if (one := split_of(name)) is not None}
     if split:

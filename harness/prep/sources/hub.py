@@ -225,10 +225,8 @@ def _errors(place: HubName, file: str = "") -> Iterator[None]:
         elif isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
             what, fix = "the hub has no such file", "try again: the dataset may have changed"
         elif isinstance(error, OSError) and error.filename and error.errno:
-            what, fix = (
-                f"the cache cannot be written: {error.strerror}",
-                "free disk space, or set HF_HOME to another folder",
-            )
+            what = f"the cache cannot be written: {error.strerror}"
+            fix = "free disk space, or set HF_HOME to another folder"
         else:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             what, fix = f"{local}the hub cannot be reached: {reason[:200]}", _FIX_OFFLINE.replace("NAME", place.name)

@@ -49,9 +49,8 @@ class Form:
             turn["content"] = None
         if message.tool_calls and self.arguments != "given":
             convert = as_object if self.arguments == "object" else _as_text
-            turn["tool_calls"] = [
-                replace(call, arguments=convert(call.arguments)).as_dict() for call in message.tool_calls
-            ]
+            converted = (replace(call, arguments=convert(call.arguments)) for call in message.tool_calls)
+            turn["tool_calls"] = [call.as_dict() for call in converted]
         return turn
 
 

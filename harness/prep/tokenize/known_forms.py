@@ -169,9 +169,8 @@ def _is_plain(conversation: Conversation, tags: tuple[str, ...]) -> bool:
     """Return whether a conversation has nothing but roles and texts, no reasoning in these, and no template's tags."""
     if conversation.tools or conversation.template_kwargs:
         return False
-    has_texts = all(
-        type(turn.content) is str and not turn.reasoning and not turn.tool_calls for turn in conversation.messages
-    )
+    turns = conversation.messages
+    has_texts = all(type(turn.content) is str and not turn.reasoning and not turn.tool_calls for turn in turns)
     return has_texts and not _has_tags(conversation, tags)
 
 

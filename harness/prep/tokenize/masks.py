@@ -311,11 +311,8 @@ class Masker:
         if end is None or not written.endswith(end.group()) or not text.startswith(shown[: end.end()]):
             detail = f"the chat template writes turn {turn + 1} differently once later turns follow"
             raise BadRecordError(BadReason.NOT_AS_SERVED, f"{detail}; use tokenizer.history=as_served")
-        return (
-            written + text[end.end() :],
-            [(start, min(stop, len(written))) for start, stop in spans],
-            len(written) - end.end(),
-        )
+        spans = [(start, min(stop, len(written))) for start, stop in spans]
+        return written + text[end.end() :], spans, len(written) - end.end()
 
     def _has_end(self, text: str, start: int, end: int) -> bool:
         written = text[start:end].rstrip()
