@@ -195,9 +195,8 @@ def _run(command: Sequence[str]) -> None:
     print_line(f"$ {shlex.join(['harness', *redact_all(list(command))])}")
     code = run_command([sys.executable, "-m", "harness", *command])
     if code:
-        print_line(
-            f"`harness {command[0]}` ended with {code}; to continue, run the same command again", file=sys.stderr
-        )
+        text = f"`harness {command[0]}` ended with {code}; to continue, run the same command again"
+        print_line(text, file=sys.stderr)
         raise typer.Exit(code)
 
 

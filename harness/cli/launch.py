@@ -305,9 +305,8 @@ def submit(
         check_memory(run.config, ranks, gpu_gib=cluster.gpu_gib)
     failed = read_excluded(Path(job.run_dir))
     if failed:
-        print_line(
-            f"excluded because they failed (remove the line to include them): {', '.join(failed)}", file=sys.stderr
-        )
+        excluded = f"excluded because they failed (remove the line to include them): {', '.join(failed)}"
+        print_line(excluded, file=sys.stderr)
         # Checked as what the user wrote is: anybody may have written the file.
         cluster = replace(cluster, exclude=",".join([*filter(None, [cluster.exclude]), *failed]))
     text = render(job, cluster)

@@ -278,10 +278,8 @@ class MegatronStep:
         if self.pad_rows_to is not None:
             rows = [pad_row(row, self.pad_rows_to * row.shared_by) for row in rows]
         multiples = [self._row_multiple * row.shared_by for row in rows]
-        rows = [
-            pad_row(row, math.ceil(len(row) / multiple) * multiple)
-            for row, multiple in zip(rows, multiples, strict=True)
-        ]
+        sizes = [math.ceil(len(row) / multiple) * multiple for row, multiple in zip(rows, multiples, strict=True)]
+        rows = [pad_row(row, size) for row, size in zip(rows, sizes, strict=True)]
         iterators = [RowsAhead(rows, self.copy_row, self.copies) for _ in self.chunks]
         reports: list[Any] = self.forward_backward(
             forward_step_func=forward,

@@ -282,10 +282,8 @@ class _RankStep:
 
     def layer(self, parts: str) -> dict[str, float]:
         """Return the times of a microbatch in one layer with these parts, without launches."""
-        once, products = (
-            replace(self.model, recompute="none", recompute_layers=None, fp8="off"),
-            list(self.products(parts)),
-        )
+        once = replace(self.model, recompute="none", recompute_layers=None, fp8="off")
+        products = list(self.products(parts))
         kept = layer_activation_bytes(once, self.parallel, parts=parts, kernels=self.kernels)
         # What a layer keeps is written, and read by the next kernel and by the backward pass.
         moved = (_PASSES + self.again) * kept * self.tokens + (self.permuted_bytes() if "E" in parts else 0.0)

@@ -66,9 +66,8 @@ def bus_error_at(address: int) -> FormatError:
         begin, end = (int(part, 16) for part in span.split("-"))
         if begin <= address < end and name:
             return _of_file(name[0], int(inode), int(offset, 16) + address - begin)
-    return FormatError(
-        "a memory page cannot be read", where=f"address {address:#x} of process {os.getpid()}", fix="see dmesg"
-    )
+    where = f"address {address:#x} of process {os.getpid()}"
+    return FormatError("a memory page cannot be read", where=where, fix="see dmesg")
 
 
 def _of_file(name: str, inode: int, position: int) -> FormatError:

@@ -110,9 +110,8 @@ def read_metadata(file: IO[bytes], where: Path) -> Metadata:
             raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
         for stored in metadata.storage_data.values():
             if Path(stored.relative_path).name != stored.relative_path:
-                raise pickle.UnpicklingError(
-                    f"it names {stored.relative_path!r}, which is not a file of the checkpoint"
-                )
+                what = f"it names {stored.relative_path!r}, which is not a file of the checkpoint"
+                raise pickle.UnpicklingError(what)
     except OSError:
         raise
     except Exception as error:  # a damaged pickle can raise anything

@@ -60,10 +60,8 @@ def _read_experts(values: Mapping[str, Any], *, normalize: bool) -> dict[str, An
 
 def _write_experts(model: Any) -> dict[str, Any]:
     """Return their values of a config.json."""
-    return {
-        **write_softmax(model, inner="moe_intermediate_size"),
-        "shared_expert_intermediate_size": model.shared_ffn_hidden_size,
-    }
+    experts = write_softmax(model, inner="moe_intermediate_size")
+    return {**experts, "shared_expert_intermediate_size": model.shared_ffn_hidden_size}
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
