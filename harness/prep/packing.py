@@ -149,7 +149,8 @@ def shuffled(count: int, *, seed: int, stream: int) -> Int64Array:
     pairs would double the time of a whole plan.
     """
     generator = np.random.Philox(key=np.array([seed % 2**64, stream], np.uint64))
-    return np.argsort(generator.random_raw((count + 3) // 4).astype("<u8").view("<u2")[:count], kind="stable")
+    keys = generator.random_raw((count + 3) // 4).astype("<u8").view("<u2")[:count]
+    return np.argsort(keys, kind="stable")
 
 
 def _by_length(lengths: npt.NDArray[Any], pack_size: int, order: Int64Array) -> Int64Array:
@@ -165,7 +166,8 @@ def _best_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -
     sizes = np.flatnonzero(counts)[::-1]
     placed = best_fit_decreasing(sizes, counts[sizes], pack_size)
     pack_of_place = shuffled(placed.total_bins, seed=seed, stream=_STREAM_PACKS)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(placed.items_per_bin()[pack_of_place])])
+    per_pack = placed.items_per_bin()
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_pack[pack_of_place])])
     bin_starts = np.empty(placed.total_bins, np.int64)
     bin_starts[pack_of_place] = offsets[:-1]
     return PackPlan(offsets, placed.assign(_by_length(lengths, pack_size, order), bin_starts))
@@ -183,13 +185,16 @@ def _first_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int, *, is_decre
     return PackPlan(offsets, order[np.argsort(packs, kind="stable")])
 
 
+def _next_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
+    offsets = next_fit(lengths.astype(np.int64), pack_size)
+    return PackPlan(offsets, np.arange(len(lengths), dtype=np.int64))
+
+
 PACKERS: dict[str, Callable[[npt.NDArray[Any], int, int], PackPlan]] = {
     "best_fit_decreasing": _best_fit_decreasing,
     "first_fit_decreasing": partial(_first_fit, is_decreasing=True),
     "first_fit": _first_fit,
-    "next_fit": lambda lengths, pack_size, _seed: PackPlan(
-        next_fit(lengths.astype(np.int64), pack_size), np.arange(len(lengths), dtype=np.int64)
-    ),
+    "next_fit": _next_fit,
 }
 
 
