@@ -50,13 +50,9 @@ class Options:
         """Divide the command line of a recipe, or of a command that has settings.
 
         Args:
-            where: the command.
             switches: flags of the command itself.
             num_names: names that the command takes before a recipe; None for a command without a recipe, whose own
                 parser checks all words that are no settings.
-
-        Raises:
-            ConfigError: a flag is unknown, an argument is not a setting, or `--config-dir` names no folder.
         """
         options, rest = cls(), list(arguments)
         while rest:
@@ -113,8 +109,7 @@ class Options:
             raise ConfigError(f"{name} would replace every file", where=where, fix="--config-dir DIR adds one")
         else:
             flags = ", ".join(_FLAGS + _FLAGS_OF.get(where.rpartition(" ")[2], ()))
-            fix = f"settings are key=value; flags are {flags}"
-            raise ConfigError(f"unknown flag {name}", where=where, fix=fix)
+            raise ConfigError(f"unknown flag {name}", where=where, fix=f"settings are key=value; flags are {flags}")
 
 
 def _value_of(flag: str, value: str | None, rest: list[str], *, where: str, fix: str) -> str:

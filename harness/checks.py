@@ -165,31 +165,20 @@ class CheckedSettings:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value, choices = getattr(self, field.name), choices_of(field)
             if choices is not None and value is not None:
-                where = f"{self.section}.{field.name}" if self.section else field.name
-                require_choice(value, choices, setting=where)
+                require_choice(value, choices, setting=f"{self.section}.{field.name}" if self.section else field.name)
         for rule in self.rules:
             rule.check(self, self.section)
 
 
 def check_numbers(config: Any, section: str) -> None:
-    """Raise ConfigError unless each number of a dataclass is finite and within its bounds; None passes.
-
-    Args:
-        config: the dataclass.
-        section: where its settings are in a run's configuration, such as `loader`; "" for the top.
-    """
+    """Raise ConfigError unless each number of a dataclass is finite and within its bounds; None passes."""
     for field in dataclasses.fields(config):
         if (bounds := bounds_of(field)) is not None:
             require_bounds(getattr(config, field.name), bounds, field.name, section)
 
 
 def require_bounds(value: Any, bounds: Bounds, name: str, section: str) -> None:
-    """Raise ConfigError unless a number, or each of several, is finite and within its bounds; None passes.
-
-    Args:
-        name: of the setting.
-        section: where it is in a run's configuration, such as `loader`; "" for the top.
-    """
+    """Raise ConfigError unless a number, or each of several, is finite and within its bounds; None passes."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     for one in values:
         if one is None:

@@ -83,11 +83,8 @@ def compose_config(
     folders = _folders(config_dir)
     if config_name is not None and not any((folder / f"{config_name}.yaml").is_file() for folder in folders):
         near = nearest_name(config_name, sorted(file.stem for folder in folders for file in folder.glob("*.yaml")))
-        raise ConfigError(
-            f"there is no file {config_name}.yaml",
-            where=" and ".join(map(str, folders)),
-            fix=(f"did you mean {near}? " if near else "") + "--config-name specifies a file in one of these folders",
-        )
+        fix = (f"did you mean {near}? " if near else "") + "--config-name specifies a file in one of these folders"
+        raise ConfigError(f"there is no file {config_name}.yaml", where=" and ".join(map(str, folders)), fix=fix)
     known = KnownSettings(command_of(name), schema, folders, frozenset(also))
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
     GlobalHydra.instance().clear()
@@ -102,8 +99,7 @@ def compose_config(
             _check_override(text, known)
         arguments = [*search, *map(known.as_hydra, overrides)]
         set_by = _check_files(known, root, arguments, [first] if second is None else [first, second])
-        composed = compose(root, overrides=arguments)
-        config = _to_settings(composed, set_by)
+        config = _to_settings(compose(root, overrides=arguments), set_by)
     if not isinstance(config, schema):
         raise known.other_recipe(root)
     return config
@@ -142,15 +138,7 @@ def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False)
 def _check_files(
     known: KnownSettings, root: str, arguments: list[str], folders: Sequence[Path]
 ) -> dict[str, str | None]:
-    """Return where each setting was set, as in `model=qwen3_8b`, or None for one of a model that nobody has chosen.
-
-    Args:
-        arguments: as Hydra takes them.
-        folders: in the order of Hydra's search; Hydra is initialized.
-
-    Raises:
-        ConfigError: a chosen file has a value that OmegaConf would change.
-    """
+    """Return where each setting was set, as in `model=qwen3_8b`, or None for one of a model that nobody has chosen."""
     chosen = GlobalHydra.instance().config_loader().compute_defaults_list(root, arguments, RunMode.RUN)
     set_by: dict[str, str | None] = {}
     for default in chosen.defaults:
@@ -266,9 +254,8 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
             become_rank_of_slurm()
             hydra_config = HydraConfig.get()
             with _in_our_words(known, name, options.overrides):
-                folders = [
-                    Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"
-                ]
+                sources = hydra_config.runtime.config_sources
+                folders = [Path(source.path) for source in sources if source.schema == "file"]
                 root = hydra_config.job.config_name or name
                 config = _to_settings(composed, _check_files(known, root, [*hydra_config.overrides.task], folders))
             if getattr(config, "run_dir", "") is None:

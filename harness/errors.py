@@ -139,11 +139,9 @@ def _of_disk(error: OSError) -> HarnessError:
     place = str(error.filename or "")
     if not place and _end_output() is not None:
         place = "standard output"
-    return HarnessError(
-        f"the disk refused to write or to read: {error.strerror or error}",
-        where=place or f"a file or the output of `{' '.join(sys.argv)[:200]}`",
-        fix="free disk space or check the disk (dmesg), then run the same command again",
-    )
+    what = f"the disk refused to write or to read: {error.strerror or error}"
+    fix = "free disk space or check the disk (dmesg), then run the same command again"
+    return HarnessError(what, where=place or f"a file or the output of `{' '.join(sys.argv)[:200]}`", fix=fix)
 
 
 def _end_output() -> OSError | None:

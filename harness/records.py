@@ -40,8 +40,7 @@ def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArra
     info = np.iinfo(dtype)  # type: ignore[type-var]
     low, high = array.min(), array.max()
     if low < info.min or high > info.max:
-        what = f"{field} holds values from {low} to {high}, which do not fit {np.dtype(dtype)}"
-        raise FormatError(what, fix=_WHOLE)
+        raise FormatError(f"{field} holds values from {low} to {high}, which do not fit {np.dtype(dtype)}", fix=_WHOLE)
     return array.astype(dtype)
 
 
@@ -224,9 +223,8 @@ class Schedule:
         rows = self.row_offsets.shape[0] - 1
         if rows % self.dp_size:
             what = f"{rows} rows cannot be dealt to {self.dp_size} data-parallel ranks evenly"
-            raise ScheduleError(
-                what, where="Schedule", fix="give every rank a row in every microbatch, an empty one too"
-            )
+            fix = "give every rank a row in every microbatch, an empty one too"
+            raise ScheduleError(what, where="Schedule", fix=fix)
 
     @property
     def num_microbatches(self) -> int:
@@ -235,9 +233,8 @@ class Schedule:
     def row(self, microbatch: int, dp_rank: int) -> Int64Array:
         """Return the indices into the scheduled lengths of one row, int64 [sequences of the row]."""
         if not 0 <= microbatch < self.num_microbatches or not 0 <= dp_rank < self.dp_size:
-            raise IndexError(
-                f"row ({microbatch}, {dp_rank}) of {self.num_microbatches} microbatches x {self.dp_size} ranks"
-            )
+            what = f"row ({microbatch}, {dp_rank}) of {self.num_microbatches} microbatches x {self.dp_size} ranks"
+            raise IndexError(what)
         index = microbatch * self.dp_size + dp_rank // (size := self.ranks_of_row(microbatch, dp_rank)) * size
         return self.order[self.row_offsets[index] : self.row_offsets[index + 1]]
 

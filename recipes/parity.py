@@ -123,17 +123,13 @@ class ParityConfig:
     def __post_init__(self) -> None:
         unknown = [name for name in self.checks if name not in CHECKS]
         if unknown or not self.checks:
-            raise ConfigError(
-                f"check {self.check!r} is unknown", where="check", fix=f"one or more of {', '.join(CHECKS)}, or all"
-            )
+            what = f"check {self.check!r} is unknown"
+            raise ConfigError(what, where="check", fix=f"one or more of {', '.join(CHECKS)}, or all")
         # They come after a cell's own dataset: every cell would train on this one, and agree.
         own = [text for text in (*self.sft, *self.sft_more) if text.lstrip("+").startswith(_DATA_SETTINGS)]
         if own:
-            raise ConfigError(
-                f"{own[0]} would replace the data of every cell",
-                where="sft, sft_more",
-                fix="dataset=PATH for all cells, datasets='[\"FORMAT=PATH\"]' for those of a format",
-            )
+            fix = "dataset=PATH for all cells, datasets='[\"FORMAT=PATH\"]' for those of a format"
+            raise ConfigError(f"{own[0]} would replace the data of every cell", where="sft, sft_more", fix=fix)
         check_numbers(self, "")
         require_choice(self.device, ("cpu", "cuda"), setting="device")
         for name in ("datasets", "versions"):
@@ -141,11 +137,8 @@ class ParityConfig:
                 if not all(text.partition("=")):
                     raise ConfigError(f"{text!r} is not NAME=PATH", where=name, fix=f"{name}='[\"NAME=PATH\"]'")
         if self.check == "versions" and not self.versions:
-            raise ConfigError(
-                "no interpreter of another version is specified, so there is nothing to compare",
-                where="versions",
-                fix="versions='[\"mcore_0.19=/path/to/venv/bin/python\"]'",
-            )
+            what = "no interpreter of another version is specified, so there is nothing to compare"
+            raise ConfigError(what, where="versions", fix="versions='[\"mcore_0.19=/path/to/venv/bin/python\"]'")
 
     @property
     def checks(self) -> list[str]:
@@ -203,8 +196,7 @@ def main(config: ParityConfig) -> int:
 
 def device_of(config: ParityConfig) -> str:
     """Return cpu or cuda; `auto` is refused, because tolerances depend on the device."""
-    settings = [*config.sft, *config.sft_more]
-    chosen = [text.split("=", 1)[1] for text in settings if text.startswith("trainer.device=")]
+    chosen = [text.split("=", 1)[1] for text in [*config.sft, *config.sft_more] if text.startswith("trainer.device=")]
     device = chosen[-1] if chosen else config.device
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"trainer.device is {device}", where="sft, sft_more", fix="trainer.device=cpu or cuda")
@@ -300,11 +292,8 @@ def dataset_in(format: str, config: ParityConfig, source: Path, folder: Path) ->
     if format in existing:
         return existing[format]
     if format not in FORMATS:
-        raise ConfigError(
-            f"format {format!r} does not exist",
-            where="format",
-            fix=f"one of {', '.join(FORMATS)}, or specify its dataset",
-        )
+        what = f"format {format!r} does not exist"
+        raise ConfigError(what, where="format", fix=f"one of {', '.join(FORMATS)}, or specify its dataset")
     target = folder / "data" / format
     splits = [split for split in ("train", "validation") if (source / split).exists()]
     for split in splits:

@@ -232,9 +232,8 @@ def convert(
     """
     settings: ConvertSettings = context.obj
     if format != BRIDGE and settings.bridge != BridgeFiles():
-        raise ConfigError(
-            f"the settings of bridge do not apply to the format {format}", where="bridge", fix=f"convert to {BRIDGE}"
-        )
+        what = f"the settings of bridge do not apply to the format {format}"
+        raise ConfigError(what, where="bridge", fix=f"convert to {BRIDGE}")
     if format in (BRIDGE, SWIFT):
         _convert_for_trainer(source, destination, format, settings, overwrite=overwrite, as_json=as_json)
         return

@@ -113,9 +113,8 @@ def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, l
             fix = "harness sft MODEL CHATS [OUT] [KEY=VALUE]..."
             raise ConfigError(f"{text!r} is in the place of {name}", where="harness sft", fix=fix)
     if Path(model).is_file() and not Path(chats).is_file():
-        raise ConfigError(
-            "the arguments are reversed: MODEL is a file", where=model, fix=f"harness sft {chats} {model}"
-        )
+        what = "the arguments are reversed: MODEL is a file"
+        raise ConfigError(what, where=model, fix=f"harness sft {chats} {model}")
     known = {*KnownSettings("", PrepareConfig, []).types, *KnownSettings("", SftConfig, []).types}
     for text, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if text.startswith("-") and text != "--overwrite":
@@ -154,8 +153,7 @@ def _check(stages: _Stages) -> list[int]:
     """
     from harness.config import compose_config, compose_run
 
-    names = KnownSettings("", PrepareConfig, [CONFIGS]).types
-    run = compose_run("sft", stages.train, also=names).config
+    run = compose_run("sft", stages.train, also=KnownSettings("", PrepareConfig, [CONFIGS]).types).config
     model = Path(str(run.model.init_from))
     if model.is_dir() and next(model.glob("*.safetensors"), None) is None:
         fix = "write them with save_pretrained(..., safe_serialization=True)"
@@ -177,11 +175,7 @@ def _check(stages: _Stages) -> list[int]:
 
 
 def plan_layout(settings: Sequence[str], gpus: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Return the settings of the fastest layout that fits this machine's GPUs, and the command that plans it.
-
-    Args:
-        gpus: bytes of each.
-    """
+    """Return the settings of the fastest layout that fits this machine's GPUs, and the command that plans it."""
     from harness.config import compose_run
     from harness.plan.search import search_layouts
     from harness.plan.work import Machine
@@ -201,9 +195,8 @@ def _run(command: Sequence[str]) -> None:
     print_line(f"$ {shlex.join(['harness', *redact_all(list(command))])}")
     code = run_command([sys.executable, "-m", "harness", *command])
     if code:
-        print_line(
-            f"`harness {command[0]}` ended with {code}; to continue, run the same command again", file=sys.stderr
-        )
+        text = f"`harness {command[0]}` ended with {code}; to continue, run the same command again"
+        print_line(text, file=sys.stderr)
         raise typer.Exit(code)
 
 

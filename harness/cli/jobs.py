@@ -127,27 +127,20 @@ def detect(context: typer.Context) -> None:
 
 
 def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
-    """Return the newest log of a run's script or of one rank, and the pattern of the lines that belong to it.
-
-    Raises:
-        ConfigError: there is none, or no such rank.
-    """
+    """Return the newest log of a run's script or of one rank, and the pattern of the lines that belong to it."""
     folder = run_dir / "logs"
     named = [(path, match) for path in folder.glob("*.out") if (match := _LOG_NAME.fullmatch(path.name))]
     jobs = {match["job"]: path for path, match in named if match["part"] is None}
     if not jobs:
-        raise ConfigError(
-            "there are no logs", where=str(folder), fix="check the path; only runs of `harness submit` have logs"
-        )
+        what = "there are no logs"
+        raise ConfigError(what, where=str(folder), fix="check the path; only runs of `harness submit` have logs")
     job = max(jobs, key=int)
     with suppress(OSError):  # a later one may have been refused because this one has the run
         owner = (run_dir / "_job").read_text().strip()
         job = owner if owner in jobs else job
     if rank is None:
         return jobs[job], re.compile("")
-    parts = {
-        (match["part"], int(match["number"])): path for path, match in named if match["job"] == job and match["part"]
-    }
+    parts = {(name["part"], int(name["number"])): path for path, name in named if name["job"] == job and name["part"]}
     if ("rank", rank) in parts:
         return parts["rank", rank], re.compile("")
     # The log of a node has the lines of its ranks, each with its number on the node.
@@ -157,9 +150,7 @@ def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
     if ("node", rank // ranks_per_node) in parts:
         return parts["node", rank // ranks_per_node], re.compile(rf"^\[[a-z]*{rank % ranks_per_node}\]:")
     found = [number for part, number in parts if part == "rank"]
-    found += [
-        number * ranks_per_node + own for part, number in parts if part == "node" for own in range(ranks_per_node)
-    ]
+    found += [node * ranks_per_node + own for part, node in parts if part == "node" for own in range(ranks_per_node)]
     raise ConfigError(
         f"job {job} has no log of rank {rank}",
         where=str(folder),

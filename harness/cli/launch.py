@@ -160,9 +160,8 @@ def plan(
     options: Options = context.obj[1]
     names = [setting.key for setting in explain_settings(PlanSettings)]
     searches = experiment == "auto"
-    config = compose_run(
-        "sft" if searches else experiment, options.overrides, config_dir=options.config_dir, also=names
-    ).config
+    recipe = "sft" if searches else experiment
+    config = compose_run(recipe, options.overrides, config_dir=options.config_dir, also=names).config
     if options.show:
         print_text(render_settings(settings) + render_settings(config), end="")
         return
@@ -212,8 +211,7 @@ def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None,
     lines = suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).fits(gpu_bytes))
     with suppress(ConfigError):  # of data that is not here
         divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
-        fastest = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting[:1]
-        lines += [" ".join(one.overrides) for one in fastest]
+        lines += [" ".join(one.overrides) for one in search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting[:1]]
     for line in lines:
         print_line(f"it fits with: {line}")
     if not lines:
@@ -307,9 +305,8 @@ def submit(
         check_memory(run.config, ranks, gpu_gib=cluster.gpu_gib)
     failed = read_excluded(Path(job.run_dir))
     if failed:
-        print_line(
-            f"excluded because they failed (remove the line to include them): {', '.join(failed)}", file=sys.stderr
-        )
+        excluded = f"excluded because they failed (remove the line to include them): {', '.join(failed)}"
+        print_line(excluded, file=sys.stderr)
         # Checked as what the user wrote is: anybody may have written the file.
         cluster = replace(cluster, exclude=",".join([*filter(None, [cluster.exclude]), *failed]))
     text = render(job, cluster)

@@ -150,11 +150,8 @@ def produce(
         live.produce_chunks(producer, items, packing=packing, on_bad=of.on_bad, log=_print_line, **begun)
         if not leave_open:
             if not producer.num_chunks:
-                raise ConfigError(
-                    "the input contains no rows",
-                    where=source,
-                    fix=f"check SRC; to end a stream without rows, run `harness live end {folder}`",
-                )
+                fix = f"check SRC; to end a stream without rows, run `harness live end {folder}`"
+                raise ConfigError("the input contains no rows", where=source, fix=fix)
             producer.end()
         total = f"{count_of(producer.num_rows, 'row')} in {count_of(producer.num_chunks, 'chunk')}"
         was_there = "the stream has ended and contains all of the input, " if had_ended else ""
@@ -180,9 +177,8 @@ def end(folder: Folder) -> None:
     from harness.loader.live.folder import LiveFolder
 
     if not LiveFolder(folder).files.exists():
-        raise ConfigError(
-            "there is no folder of live chunks", where=str(folder), fix="use the folder of data.live.path"
-        )
+        what = "there is no folder of live chunks"
+        raise ConfigError(what, where=str(folder), fix="use the folder of data.live.path")
     with LiveProducer(folder) as producer:
         producer.end()
         _print_line(f"{folder}: ends after {count_of(producer.num_chunks, 'chunk')}")

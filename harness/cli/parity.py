@@ -186,10 +186,8 @@ def _print_comparison(compared: RunComparison, *, tolerance: float) -> None:
     head = ("curve", *both, "at step", "largest", "at step", "mean")
     console.print(Table(head, [_row(curve) for curve in compared.curves], "lrrrrrr").to_terminal())
     if compared.settings:
-        rows = [
-            (name, *("null" if value is None else str(value) for value in values))
-            for name, values in compared.settings.items()
-        ]
+        differing = compared.settings.items()
+        rows = [(name, *("null" if value is None else str(value) for value in values)) for name, values in differing]
         console.print(Table(("different setting", *both), rows).to_terminal())
     if compared.other_data is None:
         print_line("data: every common step has the same numbers of tokens and packs")

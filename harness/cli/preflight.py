@@ -164,9 +164,8 @@ def judge(
         print_line(f"preflight: {summary}")
     without = culprits(faults, names)
     if settings.failed and without:
-        Path(settings.failed).write_text(
-            "".join(f"{node} {' '.join(what.split())}\n" for node, what in without.items())
-        )
+        lines = [f"{node} {' '.join(what.split())}\n" for node, what in without.items()]
+        Path(settings.failed).write_text("".join(lines))
         raise typer.Exit(3)
     raise typer.Exit(1 if faults else 0)
 

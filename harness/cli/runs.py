@@ -96,11 +96,8 @@ def train(
         raise ConfigError(f"there is no recipe {recipe!r}", where="harness train", fix=fix)
     options = Options.parse(arguments or [], where=f"harness train {recipe}")
     # Settings are printed on any machine.
-    is_shown = (
-        options.show
-        or options.help
-        or any(flag.startswith(("--cfg", "-c", "--info", "-i")) for flag in options.hydra_flags)
-    )
+    shows = ("--cfg", "-c", "--info", "-i")
+    is_shown = options.show or options.help or any(flag.startswith(shows) for flag in options.hydra_flags)
     if not is_shown:
         require_training("training")
     if ranks is None and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
@@ -139,9 +136,8 @@ def export(
 ) -> None:
     """Export a checkpoint for serving: weights, end tokens, tokenizer, chat template and model card."""
     if is_run(out) and not (is_run(source) or is_there(source / "run.json")):
-        raise ConfigError(
-            "the arguments are reversed: OUT is a run's folder", where=str(out), fix=f"harness export {out} {source}"
-        )
+        what = "the arguments are reversed: OUT is a run's folder"
+        raise ConfigError(what, where=str(out), fix=f"harness export {out} {source}")
     from harness.megatron import prepare_process
 
     prepare_process()

@@ -122,11 +122,8 @@ class SettingsCommand(TyperCommand):
 def require_training(what: str) -> None:
     """Raise HarnessError with the extra to install if torch or Megatron-Core is missing."""
     if missing := [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]:
-        raise HarnessError(
-            f"{what} needs {' and '.join(missing)}, not installed here",
-            where=sys.executable,
-            fix="pip install 'megatron-sft-harness[train]'",
-        )
+        fix = "pip install 'megatron-sft-harness[train]'"
+        raise HarnessError(f"{what} needs {' and '.join(missing)}, not installed here", where=sys.executable, fix=fix)
 
 
 def complete_keys(schema: type[Any], incomplete: str) -> list[str]:
@@ -172,10 +169,6 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
 
     Args:
         base: values of the settings that are not given; omit for the defaults of the dataclass.
-
-    Raises:
-        ConfigError: an argument is not `key=value`, a key is unknown, a value has another type, a required setting is
-            missing, or the dataclass refuses a value.
     """
     known, settings = KnownSettings(command, schema, []), explain_settings(schema)
     missing = [one.key for one in settings if base is None and one.default == REQUIRED and "[]" not in one.key]

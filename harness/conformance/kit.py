@@ -128,8 +128,7 @@ class Kit:
         if _agree(got, expected):
             return f"{seen}, as expected" if got[1] is not None else f"{seen}, as expected; no norm is reported"
         fits = "".join(f", which is {name}" for name, values in otherwise.items() if _agree(got, values))
-        shown = expected if got[1] is not None else (expected[0], None)
-        raise Failed(f"{seen}{fits}; expected {_describe(shown)}")
+        raise Failed(f"{seen}{fits}; expected {_describe(expected if got[1] is not None else (expected[0], None))}")
 
     def rows_of(self, data: Sequence[Tokens], steps: int | None = None, **layout: Any) -> list[list[list[Tokens]]]:
         """Build the target, train some steps of an epoch; return the rows by rank and step."""

@@ -96,8 +96,7 @@ def token_mean_over_microbatches(kit: Kit) -> str:
     """
     data = conversations(_UNEVEN)
     groups = {"rows": [data[:2], data[2:]], "conversations": [[one] for one in data]}
-    got = kit.build(data, microbatches=2)(data)
-    return kit.compare(got, kit.reference.step(data), _means(kit, groups))
+    return kit.compare(kit.build(data, microbatches=2)(data), kit.reference.step(data), _means(kit, groups))
 
 
 @check("NVIDIA-NeMo/RL#213")
@@ -117,8 +116,7 @@ def token_mean_over_ranks(kit: Kit) -> str:
     """
     data = conversations(_UNEVEN)
     groups = {"ranks": [data[::2], data[1::2]], "ranks, in order": [data[:2], data[2:]]}
-    got = kit.build(data)(data)
-    return kit.compare(got, kit.reference.step(data), _means(kit, groups))
+    return kit.compare(kit.build(data)(data), kit.reference.step(data), _means(kit, groups))
 
 
 @check("modelscope/ms-swift#8373", "PrimeIntellect-ai/prime-rl#2032")
@@ -126,9 +124,8 @@ def conversation_mean(kit: Kit) -> str:
     """Ask for a loss in which each conversation weighs the same, over two microbatches."""
     data = conversations(_UNEVEN)
     got = kit.build(data, microbatches=2, loss_average="conversation")(data)
-    return kit.compare(
-        got, kit.reference.step(data, "conversation"), {"the mean over tokens": kit.reference.step(data)}
-    )
+    by_token = {"the mean over tokens": kit.reference.step(data)}
+    return kit.compare(got, kit.reference.step(data, "conversation"), by_token)
 
 
 @check("huggingface/transformers#39241", "huggingface/transformers#24839", "NVIDIA/Megatron-LM#7207")

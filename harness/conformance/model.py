@@ -150,10 +150,8 @@ def write_tokenizer(folder: Path, template: str = TEMPLATE, special: Sequence[st
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": 256 + place, "content": text, "special": True, **flags}
-        for place, text in enumerate((*SPECIAL, *special))
-    ]
+    numbered = enumerate((*SPECIAL, *special), start=256)
+    added = [{"id": number, "content": text, "special": True, **flags} for number, text in numbered]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []}
     whole = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}

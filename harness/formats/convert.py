@@ -87,12 +87,10 @@ def convert_dataset(
 
 
 def _other_content(reader: PackReader, written: PackReader, fingerprint: str, where: str) -> FormatError:
-    return FormatError(
-        f"the fingerprints differ: {reader.fingerprint} of the source, {fingerprint} of the destination; "
-        f"first difference: {diff_readers(reader, written) or 'none when read again'}",
-        where=where,
-        fix="remove the destination and convert again; if this happens again, check the disk and the memory",
-    )
+    what = f"the fingerprints differ: {reader.fingerprint} of the source, {fingerprint} of the destination; "
+    what += f"first difference: {diff_readers(reader, written) or 'none when read again'}"
+    fix = "remove the destination and convert again; if this happens again, check the disk and the memory"
+    return FormatError(what, where=where, fix=fix)
 
 
 def _provenance(reader: PackReader, destination: str, format: str) -> Provenance:

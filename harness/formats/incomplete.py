@@ -90,8 +90,7 @@ def incomplete_error(folder: Folder, traces: Traces) -> FormatError:
     shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
     found = sum(map(len, traces.shards.values()))
     what = f"the dataset is incomplete: {shown} missing ({count_of(found, 'shard')} found)"
-    fix = restore_hint(folder.where())
-    return FormatError(what, where=folder.where(), fix=fix)
+    return FormatError(what, where=folder.where(), fix=restore_hint(folder.where()))
 
 
 def _gaps(shards: dict[int, str]) -> list[int]:
@@ -123,11 +122,7 @@ class Survey:
 
 
 def survey_folder(folder: LocalFolder, progress: Callable[[int, int], None] | None = None) -> Survey:
-    """Read all shards of a folder without a whole manifest, and compare them with what is left of the index.
-
-    Args:
-        progress: called with shards read and shards in total.
-    """
+    """Read all shards of a folder without a whole manifest, and compare them with what is left of the index."""
     survey = Survey()
     names, traces = folder.names(), find_traces(folder)
     if MARKER_NAME in names:

@@ -106,8 +106,7 @@ class Manifest:
 
     def sealed(self) -> Manifest:
         """Return this manifest with its own checksum."""
-        version = MEDIA_VERSION if self.num_media else MANIFEST_VERSION
-        versioned = replace(self, version=version)
+        versioned = replace(self, version=MEDIA_VERSION if self.num_media else MANIFEST_VERSION)
         return replace(versioned, checksum=content_checksum(versioned.to_plain()))
 
     def to_plain(self) -> dict[str, Any]:
@@ -152,8 +151,7 @@ def content_checksum(values: Mapping[str, Any]) -> str:
     Every key counts, known or not, except `checksum` at the top.
     """
     content = {name: value for name, value in values.items() if name != "checksum"}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return str(xxhash.xxh3_128_hexdigest(text.encode("ascii")))
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")))
 
 
 def load_manifest(folder: Path | Folder) -> Manifest | None:

@@ -254,8 +254,7 @@ def _size_problems(folder: Folder, stored: StoredFile, kind: str) -> Iterator[Fo
         yield FormatError(f"a {kind} {error.what}", where=where, fix=error.fix)
     else:
         if num_bytes != stored.num_bytes:
-            what = f"a {kind} has {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}"
-            yield FormatError(what, where=where)
+            yield FormatError(f"a {kind} has {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}", where=where)
 
 
 # ---- files without a manifest

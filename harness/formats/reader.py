@@ -280,8 +280,7 @@ class PackReader:
             raise _explained(error, place) from error
         if handle.num_packs != num_packs:
             handle.close()
-            what = f"contains {handle.num_packs:,} packs, expected {num_packs:,}"
-            raise FormatError(what, where=str(place))
+            raise FormatError(f"contains {handle.num_packs:,} packs, expected {num_packs:,}", where=str(place))
         self._check_stamp(shard)
         return handle
 
@@ -364,8 +363,7 @@ def _explained(error: OSError | MemoryError | FormatError, place: Place) -> Form
     if isinstance(error, MemoryError):
         return FormatError("requires more memory than is available: damaged or too large", where=str(place))
     if isinstance(error, OSError):
-        what = f"reading failed: {error.strerror or error}"
-        return FormatError(what, where=str(error.filename or place))
+        return FormatError(f"reading failed: {error.strerror or error}", where=str(error.filename or place))
     if error.where:
         return error
     return FormatError(error.what, where=str(place), fix=error.fix)

@@ -144,8 +144,7 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
         if not np.array_equal(reader.sequence_lengths[first:last], pack.sequence_lengths):
             yield Problem(f"pack {pack_id:,} contains sequences of other lengths than the index", reader.where(pack_id))
         digests[pack_id] = pack_digest(pack)
-        trained = int(np.count_nonzero(pack.loss_mask))
-        totals += Totals(1, pack.num_sequences, len(pack), trained, len(pack.media))
+        totals += Totals(1, pack.num_sequences, len(pack), int(np.count_nonzero(pack.loss_mask)), len(pack.media))
         if progress is not None:
             progress(pack_id + 1, len(reader))
     manifest = reader.manifest

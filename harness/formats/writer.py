@@ -351,11 +351,7 @@ class FolderClaim:
         self._created = False
 
     def enter(self) -> None:
-        """Claim the folder and remove the leftovers of an interrupted write.
-
-        Raises:
-            FormatError: another process writes here, or the folder holds something else.
-        """
+        """Claim the folder and remove the leftovers of an interrupted write."""
         folder = self.folder
         self._created = folder.make()
         names = folder.names()
@@ -412,11 +408,7 @@ class FolderClaim:
 
 
 def forget_interruption(path: str | PathLike[str]) -> None:
-    """Remove the marker of a write that was killed once its dataset, which a caller has checked, was whole.
-
-    Raises:
-        FormatError: another process writes there, or the marker cannot be removed.
-    """
+    """Remove the marker of a write that was killed once its dataset, which a caller has checked, was whole."""
     folder = open_folder(path)
     if isinstance(folder, LocalFolder):
         of_file = LocalFolder(folder.place.parent).lock(f".{folder.place.name}{MARKER_NAME}")
@@ -428,9 +420,8 @@ def forget_interruption(path: str | PathLike[str]) -> None:
 
 
 def _already_there(where: str) -> FormatError:
-    what = "the destination already contains a dataset"
     fix = "choose another destination, or replace the dataset (--overwrite, overwrite=True)"
-    return FormatError(what, where=where, fix=fix)
+    return FormatError("the destination already contains a dataset", where=where, fix=fix)
 
 
 def _part_name(number: int) -> str:

@@ -68,8 +68,7 @@ class TokenSource(CheckedSettings):
                 raise PrepError(f"{batch.empty_documents:,} rows in one batch have no tokens", where=str(path), fix=fix)
             if self.vocab_size is not None and len(batch.tokens) and batch.tokens.max() > self._largest_token:
                 what = f"token id {int(batch.tokens.max()):,} is outside the vocabulary of {self.vocab_size:,}"
-                fix = "set vocab_size to that of the shards' tokenizer"
-                raise PrepError(what, where=str(path), fix=fix)
+                raise PrepError(what, where=str(path), fix="set vocab_size to that of the shards' tokenizer")
             yield batch if self.eod is None else batch.with_eod(self.eod)
 
 
@@ -89,10 +88,6 @@ def convert_tokens(
         sources: Parquet files, folders or patterns.
         source: settings for reading; None reads `input_ids` unchanged.
         progress: called with numbers of documents as they are written.
-
-    Raises:
-        PrepError: a shard is missing or damaged, or a row holds an invalid token; names file and row.
-        FormatError: the pair cannot be written, exists already, or would be empty.
     """
     from harness.indexed.token_shards import list_shards
 
@@ -115,16 +110,6 @@ def merge_indexed(
 
     Memory does not grow with the data. A mix of uint16 and int32 pairs becomes int32. Multimodal pairs keep the mode of
     every sequence, and merge only with each other.
-
-    Args:
-        sources: X, X.bin or X.idx of each.
-        prefix: of the pair to write.
-        progress: called with tokens written and tokens in total.
-
-    Raises:
-        ConfigError: there are no sources, or the destination is one of them.
-        FormatError: a source is damaged, packed, has modes and others have none, or has a dtype that cannot hold
-            tokens.
     """
     pairs = [prefix_of(source) for source in sources]
     destination = prefix_of(prefix)
@@ -179,22 +164,16 @@ def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -
     Args:
         prefixes: exactly as in `--data-path`.
         vocab_size: of the tokenizer used for training; None checks no dtype.
-
-    Raises:
-        FormatError: an index cannot be read or its size does not match its counts, or a dtype is not the one that
-            Megatron will assume.
     """
     counts = {}
     for prefix in prefixes:
         header = MappedIndex(with_suffix(Path(prefix), IDX)).header
         expected = header.dtype if vocab_size is None else smallest_dtype(vocab_size)
         if header.dtype != expected:
-            raise FormatError(
-                f"holds {header.dtype.name}, but Megatron will read {expected.name}: given these counts it takes "
-                f"the dtype from the vocabulary of {vocab_size:,}",
-                where=prefix + IDX,
-                fix="write the pair again with this vocab_size, or train without --per-dataset-sequences-path",
-            )
+            what = f"holds {header.dtype.name}, but Megatron will read {expected.name}: given these counts it takes "
+            what += f"the dtype from the vocabulary of {vocab_size:,}"
+            fix = "write the pair again with this vocab_size, or train without --per-dataset-sequences-path"
+            raise FormatError(what, where=prefix + IDX, fix=fix)
         counts[prefix] = (header.num_sequences, header.num_bounds)
     return counts
 

@@ -87,12 +87,6 @@ def write_family(
         folder: OUT. Prefixes in the JSON files begin with this path as given.
         overwrite: replace an existing family of that name.
         progress: called with numbers of documents as they are written.
-
-    Returns:
-        the report of each split's pair.
-
-    Raises:
-        PrepError, FormatError: like `convert_tokens`; or a split would have no document.
     """
     from harness.indexed.token_shards import list_shards
 
@@ -160,8 +154,7 @@ def _write_pairs(
         counts = count_sequences([str(prefix) for prefix in prefixes.values()], vocab_size=family.source.vocab_size)
         save_counts(counts, counts_file)
     # Megatron expects every split; null stands for one without data.
-    splits = {name: [str(prefixes[name])] if name in prefixes else None for name in SPLITS}
-    write_atomically(splits_file, _json(splits))
+    write_atomically(splits_file, _json({name: [str(prefixes[name])] if name in prefixes else None for name in SPLITS}))
     files = [with_suffix(prefix, suffix) for prefix in prefixes.values() for suffix in (BIN, IDX)]
     content = {
         "name": family.name,
@@ -188,12 +181,7 @@ def family_pairs(path: str) -> list[Path]:
 
 
 def verify_family(path: str, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """Return every problem of a family's pairs, checked against the hashes in its record; [] if there is none.
-
-    Args:
-        path: OUT/NAME.json.
-        progress: called with tokens read and tokens in total, pair by pair.
-    """
+    """Return every problem of a family's pairs, checked against the hashes in its record; [] if there is none."""
     record, folder = _read_record(Path(path)), Path(path).parent
     if record is None:
         return [Problem("is not a record of a token family", path)]
@@ -224,8 +212,7 @@ def _split(batch: TokenBatch, parts: Mapping[str, float]) -> Iterator[tuple[str,
     tokens = np.ascontiguousarray(batch.tokens, np.int32)
     ends = np.concatenate([[0], np.cumsum(batch.document_tokens())]).tolist()
     hashes = np.array([_xxh3(tokens[begin:end]) for begin, end in pairwise(ends)], np.uint64)
-    bounds = np.cumsum(list(parts.values()))[:-1]
-    chosen = np.searchsorted(bounds, hashes.astype(np.float64) / 2.0**64, "right")
+    chosen = np.searchsorted(np.cumsum(list(parts.values()))[:-1], hashes.astype(np.float64) / 2.0**64, "right")
     for number, name in enumerate(parts):
         yield name, batch.select(chosen == number)
 

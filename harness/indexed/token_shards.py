@@ -72,11 +72,7 @@ class TokenBatch:
 
 
 def list_shards(sources: Iterable[str]) -> list[Path]:
-    """Return the Parquet files that paths, folders and patterns name; those of a folder or pattern in natural order.
-
-    Raises:
-        PrepError: a path names nothing.
-    """
+    """Return the Parquet files that paths, folders and patterns name; those of a folder or pattern in natural order."""
     shards: list[Path] = []
     for source in sources:
         path = Path(source)
@@ -95,12 +91,7 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
 
 
 def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, TokenBatch]]:
-    """Yield the documents of shards in order, each batch with its file; at most one batch per thread is in memory.
-
-    Raises:
-        PrepError: a shard cannot be read, has no such column or one of another type, or holds an invalid token id;
-            names the file and the row.
-    """
+    """Yield the documents of shards in order, each batch with its file; at most one batch per thread is in memory."""
     with ThreadPoolExecutor(_THREADS) as pool:
         waiting: deque[tuple[Path, Future[list[TokenBatch]]]] = deque()
 
@@ -190,10 +181,6 @@ def _read_groups(
 def parse_column(column: pa.Array, *, first_row: int = 0) -> TokenBatch:
     """Convert a column of token ids, or a slice of one.
 
-    Args:
-        column: lists of integers, lists of such lists, or text.
-        first_row: number of its first row, for errors.
-
     Raises:
         FormatError: the column has another type, or a null, or a number that is not a token id; names the row.
     """
@@ -250,10 +237,8 @@ def _bad_token(kind: str, at: int, lengths: Int64Array, rows: Int64Array, first_
     ends = np.cumsum(lengths)
     sequence = int(np.searchsorted(ends, at, "right"))
     position = at - int(ends[sequence] - lengths[sequence])
-    return FormatError(
-        f"row {first_row + int(rows[sequence]):,} has {kind} at position {position:,}",
-        fix="fix the program that writes the shards; token ids are 0 or more and below the size of the vocabulary",
-    )
+    fix = "fix the program that writes the shards; token ids are 0 or more and below the size of the vocabulary"
+    return FormatError(f"row {first_row + int(rows[sequence]):,} has {kind} at position {position:,}", fix=fix)
 
 
 def _parse_text(column: pa.Array, first_row: int) -> pa.Array:
@@ -268,9 +253,7 @@ def _parse_text(column: pa.Array, first_row: int) -> pa.Array:
         is_number = pc.match_substring_regex(words, r"^[+-]?\d{1,18}$").to_numpy(zero_copy_only=False)
         at = int(np.argmin(is_number))
         row = int(np.searchsorted(np.cumsum(lengths), at, "right"))
-        raise FormatError(
-            f"row {first_row + row:,} has the text {words[at].as_py()[:40]!r} instead of a token id",
-            fix="the column must contain token ids as text; this command does not tokenize text",
-        ) from None
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), numbers)
+        what = f"row {first_row + row:,} has the text {words[at].as_py()[:40]!r} instead of a token id"
+        fix = "the column must contain token ids as text; this command does not tokenize text"
+        raise FormatError(what, fix=fix) from None
+    return pa.LargeListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64()), numbers)

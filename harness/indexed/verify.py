@@ -55,8 +55,7 @@ def verify_indexed(
             done += len(tokens)
             if progress is not None:
                 progress(done, total)
-    missing = f"only {done:,} of {total:,} tokens could be read"
-    return [] if done == total else [Problem(missing, str(bin_path))]
+    return [] if done == total else [Problem(f"only {done:,} of {total:,} tokens could be read", str(bin_path))]
 
 
 def check_indexed(prefix: Path) -> MappedIndex:

@@ -59,8 +59,7 @@ class IndexedWriter:
         self._paths = (with_suffix(prefix, BIN), with_suffix(prefix, IDX))
         self._can_widen = dtype is None
         self._overwrite = overwrite
-        marker = Marker(prefix.with_name(f".{prefix.name}_writing"))
-        self._claim = PlacingClaim(marker, self._refuse_existing)
+        self._claim = PlacingClaim(Marker(prefix.with_name(f".{prefix.name}_writing")), self._refuse_existing)
 
     def __enter__(self) -> Self:
         folder = self.prefix.parent

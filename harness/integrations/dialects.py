@@ -47,11 +47,9 @@ class Row(dict[str, Any]):
         super().update(*values, **named)
         for key, value in self.items():
             if getattr(value, "ndim", 0) > 2:
-                raise ConfigError(
-                    f"{key} of a row has the shape {tuple(value.shape)}: the row was batched again",
-                    where="DataLoader",
-                    fix="use batch_size=None in the DataLoader: a row is already a batch",
-                )
+                what = f"{key} of a row has the shape {tuple(value.shape)}: the row was batched again"
+                fix = "use batch_size=None in the DataLoader: a row is already a batch"
+                raise ConfigError(what, where="DataLoader", fix=fix)
 
     @classmethod
     def of(cls, row: ThdBatch) -> Self:
@@ -98,13 +96,11 @@ class Row(dict[str, Any]):
     def _refuse(self, key: str) -> None:
         for other in DIALECTS.values():
             if key in other.keys_of_dialect and key not in self.keys_of_dialect:
-                raise DialectError(
-                    f"{key!r} is a key of the {other.dialect} dialect, but this row uses the {self.dialect} dialect "
-                    f"({', '.join(self)})",
-                    where=type(self).__name__,
-                    fix=f"open the data with dialect={other.dialect!r}, or use the keys of {self.dialect}, whose "
-                    "labels are shifted differently",
-                )
+                what = f"{key!r} is a key of the {other.dialect} dialect, but this row uses the {self.dialect} dialect "
+                what += f"({', '.join(self)})"
+                fix = f"open the data with dialect={other.dialect!r}, or use the keys of {self.dialect}, whose "
+                fix += "labels are shifted differently"
+                raise DialectError(what, where=type(self).__name__, fix=fix)
 
 
 class MegatronRow(Row):
@@ -179,11 +175,8 @@ class HuggingFaceRow(Row):
         input_ids[~is_last] = row.tokens
         input_ids[is_last] = row.labels[np.cumsum(lengths) - 1]
         if not np.array_equal(input_ids[~is_first], row.labels):
-            raise ScheduleError(
-                "a row has labels that differ from the next tokens, which the huggingface dialect does not support",
-                where="the row",
-                fix="use dialect='megatron'",
-            )
+            what = "a row has labels that differ from the next tokens, which the huggingface dialect does not support"
+            raise ScheduleError(what, where="the row", fix="use dialect='megatron'")
         labels = np.full_like(input_ids, IGNORED)
         labels[~is_first] = np.where(row.loss_mask > 0, row.labels, IGNORED)
         bounds = np.concatenate([[0], stops]).astype(np.int32)

@@ -65,12 +65,10 @@ class FixedRows:
             LoaderError: rows of a step were taken and others not.
         """
         if self._rows:
-            raise LoaderError(
-                f"the position was requested within a step: {self.rows_per_step - len(self._rows)} of its "
-                f"{self.rows_per_step} rows were read",
-                where="state_dict",
-                fix="save between steps; the data and the trainer must use the same global batch size",
-            )
+            what = f"the position was requested within a step: {self.rows_per_step - len(self._rows)} of its "
+            what += f"{self.rows_per_step} rows were read"
+            fix = "save between steps; the data and the trainer must use the same global batch size"
+            raise LoaderError(what, where="state_dict", fix=fix)
         return self._stream.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -89,11 +87,9 @@ class FixedRows:
             self._batches = self._stream.one_epoch() if self._one_epoch else iter(self._stream)
         batch = next(self._batches)
         if len(batch.rows) > self.rows_per_step:
-            raise ScheduleError(
-                f"a global batch has {len(batch.rows)} microbatches, but the trainer runs {self.rows_per_step}",
-                where=f"epoch {batch.epoch}, step {batch.step_in_epoch}",
-                fix="open the data with the global batch size of the trainer",
-            )
+            what = f"a global batch has {len(batch.rows)} microbatches, but the trainer runs {self.rows_per_step}"
+            fix = "open the data with the global batch size of the trainer"
+            raise ScheduleError(what, where=f"epoch {batch.epoch}, step {batch.step_in_epoch}", fix=fix)
         missing = self.rows_per_step - len(batch.rows)
         rows = [*batch.rows, *(zero_loss_row(self._stream.layout.pad_to_multiple) for _ in range(missing))]
         return rows if self._pad_rows_to is None else [pad_row(row, self._pad_rows_to) for row in rows]
@@ -103,11 +99,8 @@ def require_as_packed(schedule: str, *, trainer: str, setting: str) -> None:
     """Raise ConfigError for a schedule whose number of microbatches changes from step to step."""
     if schedule == "as_packed":
         return
-    raise ConfigError(
-        f"{trainer} fixes the number of microbatches before it reads a step, and the schedule is {schedule}",
-        where=setting,
-        fix="choose as_packed, which trains every stored pack as one row",
-    )
+    what = f"{trainer} fixes the number of microbatches before it reads a step, and the schedule is {schedule}"
+    raise ConfigError(what, where=setting, fix="choose as_packed, which trains every stored pack as one row")
 
 
 def as_packed_rows(
@@ -148,9 +141,6 @@ def saved_position(folders: Sequence[str], step: int, *, where: str, fix: str) -
     Args:
         folders: of checkpoints; the first that has a position counts.
         where: settings of the folders, for errors.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be read.
     """
     import torch
 

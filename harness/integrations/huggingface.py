@@ -39,8 +39,7 @@ def join_rows(rows: list[Row]) -> Row:
     """
     tokens = {name: torch.cat([row[name] for row in rows], dim=1) for name in ("input_ids", "labels", "position_ids")}
     starts = torch.nonzero(tokens["position_ids"][0] == 0).flatten()
-    total = tokens["position_ids"].shape[1]
-    bounds = torch.cat([starts, torch.tensor([total])]).to(torch.int32)
+    bounds = torch.cat([starts, torch.tensor([tokens["position_ids"].shape[1]])]).to(torch.int32)
     longest = int(bounds.diff().max())
     return HuggingFaceRow(
         **tokens, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds.clone(), max_length_q=longest, max_length_k=longest
@@ -122,12 +121,10 @@ class PackedTraining:
         trainer: Any = self
         trainer.add_callback(PackedPosition())
         if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
-            raise ConfigError(
-                f"{type(trainer.model).__name__} does not accept num_items_in_batch, so all rows would be weighted "
-                "equally",
-                where="forward of the model",
-                fix="accept **kwargs in its forward and pass them to its loss, or set compute_loss_func of the Trainer",
-            )
+            what = f"{type(trainer.model).__name__} does not accept num_items_in_batch, so all rows would be weighted "
+            what += "equally"
+            fix = "accept **kwargs in its forward and pass them to its loss, or set compute_loss_func of the Trainer"
+            raise ConfigError(what, where="forward of the model", fix=fix)
 
     def get_train_dataloader(self) -> Any:
         """Return a loader that only counts rows; `get_batch_samples` reads them."""
@@ -175,23 +172,19 @@ class PackedPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
         if state.global_step:
             stored = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("position")
             if stored is None:
-                raise LoaderError(
-                    f"the checkpoint of step {state.global_step} contains no position in packed data",
-                    where="trainer_state.json",
-                    fix="resume from a checkpoint that PackedTraining wrote",
-                )
+                what = f"the checkpoint of step {state.global_step} contains no position in packed data"
+                fix = "resume from a checkpoint that PackedTraining wrote"
+                raise LoaderError(what, where="trainer_state.json", fix=fix)
             data.load_state_dict(stored)
         position = data.stream.state
         per_epoch = data.stream.num_steps_per_epoch
         size = data.stream.config.global_batch_size
         epoch, step = (0, state.global_step) if per_epoch is None else divmod(state.global_step, per_epoch)
         if (position.epoch, position.packs_consumed) != (epoch, step * size):
-            raise LoaderError(
-                f"the data is in epoch {position.epoch} after {count_of(position.packs_consumed, 'pack')}, but step "
-                f"{state.global_step} of the Trainer is in epoch {epoch} after {count_of(step * size, 'pack')}",
-                where=f"LoaderConfig.global_batch_size {size}",
-                fix="resume with the global batch size of the checkpoint, or start a new run with a new stream",
-            )
+            what = f"the data is in epoch {position.epoch} after {count_of(position.packs_consumed, 'pack')}, but step "
+            what += f"{state.global_step} of the Trainer is in epoch {epoch} after {count_of(step * size, 'pack')}"
+            fix = "resume with the global batch size of the checkpoint, or start a new run with a new stream"
+            raise LoaderError(what, where=f"LoaderConfig.global_batch_size {size}", fix=fix)
 
 
 class _Endless(IterableDataset[int]):
@@ -203,12 +196,10 @@ class _Endless(IterableDataset[int]):
 def _check_arguments(arguments: Any, stream: RankStream) -> None:
     layout = stream.layout
     if (layout.dp_rank, layout.dp_size) != (arguments.process_index, arguments.world_size):
-        raise ConfigError(
-            f"the stream reads rank {layout.dp_rank} of {layout.dp_size}, but the Trainer is rank "
-            f"{arguments.process_index} of {arguments.world_size}",
-            where="RankStream",
-            fix="open it with dp_rank=args.process_index, dp_size=args.world_size",
-        )
+        what = f"the stream reads rank {layout.dp_rank} of {layout.dp_size}, but the Trainer is rank "
+        what += f"{arguments.process_index} of {arguments.world_size}"
+        fix = "open it with dp_rank=args.process_index, dp_size=args.world_size"
+        raise ConfigError(what, where="RankStream", fix=fix)
     wrong = {
         "per_device_train_batch_size": (arguments.per_device_train_batch_size != 1, "1: a row is already a batch"),
         "packing": (getattr(arguments, "packing", False), "False: the rows are already packed"),
@@ -225,8 +216,6 @@ def _check_arguments(arguments: Any, stream: RankStream) -> None:
 
 
 def _too_many(rows: int, accumulation: int) -> ConfigError:
-    return ConfigError(
-        f"a step has {count_of(rows, 'row')} on this rank, but gradient_accumulation_steps is {accumulation}",
-        where="arguments of the Trainer",
-        fix=f"set gradient_accumulation_steps={rows}, or a smaller LoaderConfig.global_batch_size",
-    )
+    what = f"a step has {count_of(rows, 'row')} on this rank, but gradient_accumulation_steps is {accumulation}"
+    fix = f"set gradient_accumulation_steps={rows}, or a smaller LoaderConfig.global_batch_size"
+    return ConfigError(what, where="arguments of the Trainer", fix=fix)

@@ -83,11 +83,8 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
     def __post_init__(self) -> None:
         require_as_packed(self.schedule, trainer="Megatron-Bridge", setting="dataset.schedule")
         if self.dataloader_type != "external":
-            raise ConfigError(
-                f"dataloader_type is {self.dataloader_type!r}",
-                where="dataset.dataloader_type",
-                fix="use 'external': the harness defines the order and the rows of each rank",
-            )
+            fix = "use 'external': the harness defines the order and the rows of each rank"
+            raise ConfigError(f"dataloader_type is {self.dataloader_type!r}", where="dataset.dataloader_type", fix=fix)
         check_numbers(self, "dataset")
         self._loader_config(1)
 
@@ -115,9 +112,8 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
     def _open(self, path: str, layout: RankLayout, size: int, *, evaluation_steps: int | None) -> BridgeRows:
         reader = open_dataset(path)
         # Evaluations read the first packs as they are stored.
-        config = self._loader_config(
-            size, **({} if evaluation_steps is None else {"shuffle": False, "drop_last": False})
-        )
+        changes = {} if evaluation_steps is None else {"shuffle": False, "drop_last": False}
+        config = self._loader_config(size, **changes)
         schedule = as_packed_rows(
             reader.pack_offsets,
             reader.sequence_lengths,
@@ -148,23 +144,19 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
 
     def _layout(self) -> RankLayout:
         if not parallel_state.model_parallel_is_initialized():
-            raise ConfigError(
-                "Megatron's global process groups do not exist",
-                where="HarnessDataset.build_datasets",
-                fix="build the dataset with Bridge and cfg.dist.use_decentralized_pg=False",
-            )
+            what = "Megatron's global process groups do not exist"
+            fix = "build the dataset with Bridge and cfg.dist.use_decentralized_pg=False"
+            raise ConfigError(what, where="HarnessDataset.build_datasets", fix=fix)
         num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         if num_stages > 1 and self.seq_length is None:
             what = "rows differ in length, but the stages of Bridge's pipeline exchange activations of model.seq_length"
             raise ConfigError(what, where="dataset.seq_length", fix="set it to model.seq_length")
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         if (chunks or 1) > 1 and (self.dataloader_save or self.dataloader_load):
-            raise ConfigError(
-                f"the pipeline has {chunks} model chunks per rank: Bridge reads each with a separate iterator and "
-                "does not save their positions",
-                where="dataset.dataloader_save",
-                fix="set model.virtual_pipeline_model_parallel_size=None, or do not save positions",
-            )
+            what = f"the pipeline has {chunks} model chunks per rank: Bridge reads each with a separate iterator and "
+            what += "does not save their positions"
+            fix = "set model.virtual_pipeline_model_parallel_size=None, or do not save positions"
+            raise ConfigError(what, where="dataset.dataloader_save", fix=fix)
         layout = place_in_groups()
         # Whether the model is sequence-parallel is not known here; its padding is right for both.
         tp_size, cp_size = layout.tp_size, layout.cp_size
@@ -179,8 +171,6 @@ class BridgeRows:
     loading, for which an iterator has a `restore_state`, refuses a rank that had no file when the checkpoint was saved.
 
     Args:
-        dataset: its settings.
-        pin_memory: return tensors in pinned memory.
         repeat_steps: begin again after this many steps, as evaluations do; None to read on.
     """
 
@@ -200,11 +190,9 @@ class BridgeRows:
 
     def __next__(self) -> dict[str, torch.Tensor]:
         if not self._is_placed:
-            raise ConfigError(
-                "Bridge reads the rows in a forward step without their padding mask and without their position",
-                where="the forward step of finetune or pretrain",
-                fix="pass the one of this module: from harness.integrations.megatron_bridge import forward_step",
-            )
+            what = "Bridge reads the rows in a forward step without their padding mask and without their position"
+            fix = "pass the one of this module: from harness.integrations.megatron_bridge import forward_step"
+            raise ConfigError(what, where="the forward step of finetune or pretrain", fix=fix)
         if self._rows.starts_step:
             self._begin_step()
         batch = bridge_batch(next(self._rows))
@@ -284,11 +272,8 @@ def forward_step(state: GlobalState, data_iterator: Any, model: Any, return_sche
         HarnessError: the rows cannot be continued, or settings of Bridge do not fit them.
     """
     if return_schedule_plan:
-        raise ConfigError(
-            "Bridge plans overlapped communication of experts without the bounds of sequences",
-            where="comm_overlap.overlap_moe_expert_parallel_comm",
-            fix="set it to False",
-        )
+        what = "Bridge plans overlapped communication of experts without the bounds of sequences"
+        raise ConfigError(what, where="comm_overlap.overlap_moe_expert_parallel_comm", fix="set it to False")
     rows = getattr(data_iterator, "iterable", None)
     if not isinstance(rows, BridgeRows):
         what = f"this forward step trains a HarnessDataset, and the data is {type(rows).__name__}"
@@ -329,8 +314,5 @@ def bridge_batch(row: ThdBatch) -> dict[str, torch.Tensor]:
 
 
 def _changing_batch_size(what: str) -> ConfigError:
-    return ConfigError(
-        what,
-        where="train.rampup_batch_size",
-        fix="keep the global batch size: set rampup_batch_size=None and decrease_batch_size_if_needed=False",
-    )
+    fix = "keep the global batch size: set rampup_batch_size=None and decrease_batch_size_if_needed=False"
+    return ConfigError(what, where="train.rampup_batch_size", fix=fix)

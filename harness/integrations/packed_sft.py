@@ -84,11 +84,8 @@ class GPTSFTDataset:
             raise IndexError(f"pack {index} of {len(self)}")
         pack = self.reader[index % len(self)]
         mask = pack.loss_mask if index >= 0 else np.zeros_like(pack.loss_mask)
-        return {
-            "input_ids": pack.input_ids,
-            "loss_mask": mask,
-            "seq_boundaries": [*pack.seq_start_id.tolist(), len(pack)],
-        }
+        boundaries = [*pack.seq_start_id.tolist(), len(pack)]
+        return {"input_ids": pack.input_ids, "loss_mask": mask, "seq_boundaries": boundaries}
 
 
 class GPTSFTPackedDataset(GPTSFTDataset):

@@ -63,11 +63,8 @@ class PackedDataset(IterableDataset[Row]):
     ) -> None:
         super().__init__()
         if not isinstance(stream, RankStream):
-            raise ConfigError(
-                f"the data is {str(stream)[:100]!r}, not a stream",
-                where=type(self).__name__,
-                fix="open it with RankStream(path, LoaderConfig(...), dp_rank=..., dp_size=...)",
-            )
+            fix = "open it with RankStream(path, LoaderConfig(...), dp_rank=..., dp_size=...)"
+            raise ConfigError(f"the data is {str(stream)[:100]!r}, not a stream", where=type(self).__name__, fix=fix)
         self.stream = stream
         self._kind = require_dialect(dialect)
         self._device = None if device is None else torch.device(device)
@@ -107,12 +104,10 @@ class PackedDataset(IterableDataset[Row]):
         read = getattr(accelerate and accelerate.GradientState().active_dataloader, "dataset", None)
         # On several ranks accelerate may wrap the dataset.
         if self in (read, getattr(read, "dataset", None)):
-            raise LoaderError(
-                "a PackedDataset is read by a loader that accelerate prepared, which would divide this rank's rows "
-                "among all ranks and read them ahead of the position",
-                where="Accelerator.prepare",
-                fix="prepare only model and optimizer, and read the dataset, or a DataLoader with batch_size=None",
-            )
+            what = "a PackedDataset is read by a loader that accelerate prepared, which would divide this rank's rows "
+            what += "among all ranks and read them ahead of the position"
+            fix = "prepare only model and optimizer, and read the dataset, or a DataLoader with batch_size=None"
+            raise LoaderError(what, where="Accelerator.prepare", fix=fix)
         self.stream.seek(self._position)
         steps = self.stream.one_epoch()
 
@@ -137,9 +132,8 @@ class PackedDataset(IterableDataset[Row]):
             for batch in batches:
                 rows = [self._place(self._kind.of(row)) for row in batch.rows]
                 self._position = batch.state
-                yield StepRows(
-                    batch.epoch, batch.step_in_epoch, rows, sum(row.num_trained_tokens for row in batch.rows)
-                )
+                trained = sum(row.num_trained_tokens for row in batch.rows)
+                yield StepRows(batch.epoch, batch.step_in_epoch, rows, trained)
 
         return steps()
 
@@ -204,9 +198,7 @@ class StoredRows(Dataset[Row]):
 
 def _refuse_workers() -> None:
     if (info := get_worker_info()) is not None:
-        raise LoaderError(
-            f"a PackedDataset is read in a worker of a DataLoader with {info.num_workers} workers, which would keep "
-            "the position from the training process",
-            where="DataLoader",
-            fix="use num_workers=0 and batch_size=None in the DataLoader, and set LoaderConfig.num_workers",
-        )
+        what = f"a PackedDataset is read in a worker of a DataLoader with {info.num_workers} workers, which would keep "
+        what += "the position from the training process"
+        fix = "use num_workers=0 and batch_size=None in the DataLoader, and set LoaderConfig.num_workers"
+        raise LoaderError(what, where="DataLoader", fix=fix)

@@ -91,12 +91,10 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
         rows_of_microbatch = local_batch_size * dp_world_size
         size = rows_of_microbatch if config.global_batch_size < 0 else config.global_batch_size
         if size < 1 or size % rows_of_microbatch:
-            raise ConfigError(
-                f"a global batch of {size} packs cannot be divided into microbatches of {local_batch_size} on "
-                f"{dp_world_size} ranks",
-                where="dataloader.global_batch_size",
-                fix=f"set it, and training.global_batch_size, to a multiple of {rows_of_microbatch}",
-            )
+            what = f"a global batch of {size} packs cannot be divided into microbatches of {local_batch_size} on "
+            what += f"{dp_world_size} ranks"
+            fix = f"set it, and training.global_batch_size, to a multiple of {rows_of_microbatch}"
+            raise ConfigError(what, where="dataloader.global_batch_size", fix=fix)
         own, known = self.Config.__annotations__, LoaderConfig.__dataclass_fields__
         shared = {name: getattr(config, name) for name in own if name in known}
         settings = LoaderConfig(**{**shared, "global_batch_size": size})

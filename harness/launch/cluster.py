@@ -163,22 +163,17 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         address = {"master_addr": lambda text, where: check_word(text.replace("%N", ""), where)}
         check_texts(self, "cluster.", {**quoted, **directives, **lines, **address})
         if not _TIME.fullmatch(self.time):
-            raise ConfigError(
-                f"time is {self.time!r}", where="cluster.time", fix="minutes, HH:MM:SS or DAYS-HH:MM:SS, in quotes"
-            )
+            what = f"time is {self.time!r}"
+            raise ConfigError(what, where="cluster.time", fix="minutes, HH:MM:SS or DAYS-HH:MM:SS, in quotes")
         if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
-            raise ConfigError(
-                f"{count_of(self.ranks_per_node, 'rank')} per node on {count_of(self.gpus_per_node, 'GPU')}",
-                where="cluster.ranks_per_node, cluster.gpus_per_node",
-                fix="at most one rank per GPU",
-            )
+            what = f"{count_of(self.ranks_per_node, 'rank')} per node on {count_of(self.gpus_per_node, 'GPU')}"
+            fix = "at most one rank per GPU"
+            raise ConfigError(what, where="cluster.ranks_per_node, cluster.gpus_per_node", fix=fix)
         if self.signal_lead_s >= time_limit_s(self.time):
-            raise ConfigError(
-                f"the ranks would be asked to stop {self.signal_lead_s:,} s before a time limit of "
-                f"{time_limit_s(self.time):,} s",
-                where="cluster.signal_lead_s, cluster.time",
-                fix="raise the time limit, or lower cluster.signal_lead_s to what one step and one checkpoint take",
-            )
+            what = f"the ranks would be asked to stop {self.signal_lead_s:,} s before a time limit of "
+            what += f"{time_limit_s(self.time):,} s"
+            fix = "raise the time limit, or lower cluster.signal_lead_s to what one step and one checkpoint take"
+            raise ConfigError(what, where="cluster.signal_lead_s, cluster.time", fix=fix)
         # A colon or a comma would end it in the list of mounts.
         if self.local_dir and not re.fullmatch(r"/+[^:,/][^:,]*", self.local_dir):
             what = f"{self.local_dir!r} is not an absolute path of a folder"
@@ -224,9 +219,6 @@ def check_texts(config: Any, section: str, checks: Mapping[str, Callable[[str, s
 
     Args:
         checks: check of a field's texts by its name. A field without one holds words of the shell.
-
-    Raises:
-        ConfigError: the script would not hold a text as it is written.
     """
     for one in fields(config):
         value = getattr(config, one.name)

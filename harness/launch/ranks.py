@@ -52,9 +52,8 @@ def become_rank_of_slurm() -> None:
     env = os.environ
     if "RANK" in env or "SLURM_PROCID" not in env or int(env.get("SLURM_NTASKS", "1")) == 1:
         return
-    nodes = subprocess.run(
-        ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
-    )
+    command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
+    nodes = subprocess.run(command, capture_output=True, text=True, check=True)
     env.update(
         RANK=env["SLURM_PROCID"],
         WORLD_SIZE=env["SLURM_NTASKS"],

@@ -29,11 +29,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
     for text in arguments:
         check_quoted(text, "settings")
         if text.startswith("resume="):
-            raise ConfigError(
-                f"{text} is set by the job itself",
-                where="settings",
-                fix="omit it: run_dir=DIR resumes a run, and a submission without run_dir starts a new one",
-            )
+            fix = "omit it: run_dir=DIR resumes a run, and a submission without run_dir starts a new one"
+            raise ConfigError(f"{text} is set by the job itself", where="settings", fix=fix)
 
 
 def plan_job(
@@ -45,12 +42,7 @@ def plan_job(
     cluster: ClusterConfig,
     run_dir: str | None = None,
 ) -> Job:
-    """Plan the job that runs a recipe on a cluster.
-
-    Raises:
-        ConfigError: there is no such run, a container does not show a path, or the settings are planned for another
-            number of ranks.
-    """
+    """Plan the job that runs a recipe on a cluster."""
     _check_ranks(settings, nodes, cluster)
     weights = settings["model"]["init_from"]
     if weights and not Path(weights).is_dir() and not Path(weights).is_absolute():
@@ -87,13 +79,11 @@ def _check_ranks(settings: dict[str, Any], nodes: int, cluster: ClusterConfig) -
         return
     name, (whole, rest) = settings["name"], divmod(planned, cluster.ranks_per_node)
     by_nodes = f"nodes={whole} on nodes of {cluster.ranks_per_node} or " if not rest else ""
-    raise ConfigError(
-        f"{name} is planned for {planned} ranks, and {nodes} node{'s' * (nodes > 1)} of {cluster.ranks_per_node} "
-        f"ha{'ve' if nodes > 1 else 's'} {ranks}",
-        where="nodes",
-        fix=f"{by_nodes}cluster=NAME of nodes that {planned} ranks fill, or parallel.ranks={ranks} if "
-        f"`harness plan {name} parallel.ranks={ranks}` finds that it fits",
-    )
+    what = f"{name} is planned for {planned} ranks, and {nodes} node{'s' * (nodes > 1)} of {cluster.ranks_per_node} "
+    what += f"ha{'ve' if nodes > 1 else 's'} {ranks}"
+    fix = f"{by_nodes}cluster=NAME of nodes that {planned} ranks fill, or parallel.ranks={ranks} if "
+    fix += f"`harness plan {name} parallel.ranks={ranks}` finds that it fits"
+    raise ConfigError(what, where="nodes", fix=fix)
 
 
 def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterConfig) -> None:
@@ -105,11 +95,9 @@ def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterCon
             if not path or "://" in path:
                 continue
             if not Path(path).is_absolute():
-                raise ConfigError(
-                    f"{path} is relative, and would be looked up in the container's own folder",
-                    where=setting,
-                    fix=f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts",
-                )
+                what = f"{path} is relative, and would be looked up in the container's own folder"
+                fix = f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts"
+                raise ConfigError(what, where=setting, fix=fix)
             # Below a mount by its text, `/shared/../home` is not in it.
             above = [target for target in mounts if Path(os.path.normpath(path)).is_relative_to(target)]
             # The script, and the commands outside of the container, find a run at the same path.
@@ -135,8 +123,7 @@ def _check_links(path: str, setting: str, sources: Iterable[str]) -> None:
         real = Path(os.path.realpath(place))
         if not any(real.is_relative_to(os.path.realpath(source)) for source in sources):
             what = f"{place} is a link to {real}, which no mount of the container shows"
-            fix = f"add a mount of {real.parent}, or copy it"
-            raise ConfigError(what, where=f"{setting}, cluster.mounts", fix=fix)
+            raise ConfigError(what, where=f"{setting}, cluster.mounts", fix=f"add a mount of {real.parent}, or copy it")
 
 
 def next_run_dir(runs: Path, name: str) -> Path:
@@ -169,11 +156,8 @@ def refuse_second_job(run_dir: Path) -> None:
         return  # then there is no sbatch either, which is refused later
     jobs = jobs_of_run(run_dir)
     if jobs:
-        raise ConfigError(
-            f"this run is already in the queue: {'; '.join(map(str, jobs))}",
-            where=str(run_dir),
-            fix=f"wait for it (`harness status {run_dir}`), or end it first: `harness cancel {run_dir}`",
-        )
+        fix = f"wait for it (`harness status {run_dir}`), or end it first: `harness cancel {run_dir}`"
+        raise ConfigError(f"this run is already in the queue: {'; '.join(map(str, jobs))}", where=str(run_dir), fix=fix)
 
 
 def submit_job(job: Job, text: str, *, is_private: bool) -> str:
@@ -181,22 +165,14 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
 
     Args:
         is_private: the script holds values of the environment: only its owner may read it.
-
-    Raises:
-        HarnessError: sbatch is not installed here, or refuses the job; a new folder is removed again.
-        ConfigError: the run's folder cannot be created.
     """
     if shutil.which("sbatch") is None:
         what = "sbatch is not installed here"
         raise HarnessError(what, where="PATH", fix="submit on a login node; --dry-run prints the script anywhere")
     folder = Path(job.run_dir)
     is_new = not folder.exists()
-    with os_errors_as(
-        ConfigError,
-        "the run's folder cannot be created",
-        where=folder,
-        fix="submit again, or set runs= to another folder",
-    ):
+    fix = "submit again, or set runs= to another folder"
+    with os_errors_as(ConfigError, "the run's folder cannot be created", where=folder, fix=fix):
         folder.mkdir(parents=True, exist_ok=not is_new)
         # Slurm creates no folders: without this one a job fails before its first line, and without a log.
         Path(job.logs).mkdir(exist_ok=True)
@@ -210,11 +186,9 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
     if done.returncode != 0:
         if is_new:
             shutil.rmtree(folder)
-        raise HarnessError(
-            f"sbatch rejected the job: {(done.stderr or done.stdout).strip()}",
-            where="configs/cluster",
-            fix="`sinfo` and `sacctmgr show assoc user=$USER` list partitions and accounts; `harness submit ... "
-            "--dry-run` prints the script",
-        )
+        what = f"sbatch rejected the job: {(done.stderr or done.stdout).strip()}"
+        fix = "`sinfo` and `sacctmgr show assoc user=$USER` list partitions and accounts; `harness submit ... "
+        fix += "--dry-run` prints the script"
+        raise HarnessError(what, where="configs/cluster", fix=fix)
     # "ID;CLUSTER" if there are several clusters.
     return done.stdout.strip().partition(";")[0]

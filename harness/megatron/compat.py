@@ -270,14 +270,10 @@ def accepts(function: Any, name: str) -> bool:
 
 def gpt_dataset_config(values: dict[str, Any]) -> GPTDatasetConfig:
     """Return Megatron's settings of a pretraining dataset; raise ConfigError if this version lacks one."""
-    known = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
-    unknown = sorted(set(values) - known)
+    unknown = sorted(set(values) - {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init})
     if unknown:
-        raise ConfigError(
-            f"megatron-core {MEGATRON_VERSION} has no {', '.join(unknown)}",
-            where=f"data.{unknown[0]}",
-            fix="omit it, or install a version that supports it",
-        )
+        what = f"megatron-core {MEGATRON_VERSION} has no {', '.join(unknown)}"
+        raise ConfigError(what, where=f"data.{unknown[0]}", fix="omit it, or install a version that supports it")
     return GPTDatasetConfig(**values)
 
 
@@ -344,12 +340,10 @@ def require_moments() -> None:
     """Raise ConfigError unless Megatron's Adam is Transformer Engine's, which can keep its moments in bfloat16."""
     if accepts(optimizer.Adam, "exp_avg_dtype"):
         return
-    raise ConfigError(
-        f"optimizer.moments_dtype is bfloat16, but Adam of {optimizer.Adam.__module__.partition('.')[0]} does not "
-        "support it: it requires Transformer Engine's Adam on a GPU",
-        where="optimizer.moments_dtype",
-        fix="install the `gpu` extra or use a container with it, or set optimizer.moments_dtype=float32",
-    )
+    what = f"optimizer.moments_dtype is bfloat16, but Adam of {optimizer.Adam.__module__.partition('.')[0]} does not "
+    what += "support it: it requires Transformer Engine's Adam on a GPU"
+    fix = "install the `gpu` extra or use a container with it, or set optimizer.moments_dtype=float32"
+    raise ConfigError(what, where="optimizer.moments_dtype", fix=fix)
 
 
 class _HostCopies(TorchFunctionMode):

@@ -44,8 +44,7 @@ def copies(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, tor
     yield "expert-data-parallel", parallel_state.get_expert_data_parallel_group(), experts
     yield "expert-tensor-parallel", parallel_state.get_expert_tensor_parallel_group(), whole(experts)
     # Tied embeddings, and those of layers that predict further tokens, are on the first and the last stage.
-    config = chunks[0].module.config
-    is_shared = chunks[0].module.share_embeddings_and_output_weights or config.mtp_num_layers
+    is_shared = chunks[0].module.share_embeddings_and_output_weights or chunks[0].module.config.mtp_num_layers
     if is_shared and parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
         place = 0 if parallel_state.is_pipeline_first_stage(ignore_virtual=True) else -1
         weight = chunks[place].module.shared_embedding_or_output_weight()

@@ -44,9 +44,6 @@ class HfWeights(ExitStack):
     """The safetensors files of a folder, mapped into memory. Use as a context manager.
 
     Tensors have the names of a text model whose experts are apart, whatever the files have.
-
-    Raises:
-        FormatError: there are none, or one cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,9 +71,8 @@ class HfWeights(ExitStack):
                         self._quantized.add(name)
         except (OSError, ValueError, SafetensorError) as error:
             self.close()
-            raise FormatError(
-                f"the weights cannot be read: {error}", where=str(folder), fix="download or export the model again"
-            ) from None
+            what = f"the weights cannot be read: {error}"
+            raise FormatError(what, where=str(folder), fix="download or export the model again") from None
         if not self._files:
             fix = "write them with save_pretrained(..., safe_serialization=True)"
             raise FormatError("the folder has no *.safetensors", where=str(folder), fix=fix)

@@ -62,12 +62,9 @@ class Pretrained:
                     f"the dataset was made with tokenizer {dataset_tokenizer}, and the weights have tokenizer {own}"
                 )
         if problem:
-            raise ConfigError(
-                problem,
-                where=f"{where} and model.init_from={self.model.init_from}",
-                fix="prepare the data with the tokenizer of the weights: "
-                f"tokenizer=huggingface tokenizer.name={self.model.init_from}",
-            )
+            fix = "prepare the data with the tokenizer of the weights: "
+            fix += f"tokenizer=huggingface tokenizer.name={self.model.init_from}"
+            raise ConfigError(problem, where=f"{where} and model.init_from={self.model.init_from}", fix=fix)
 
     def filler(self, layout: RankLayout) -> Callable[[list[GPTModel]], None]:
         """Return a function that loads this rank's part of the weights into its chunks."""
@@ -82,21 +79,15 @@ class Pretrained:
 
 
 def find_pretrained(model: ModelConfig) -> Pretrained | None:
-    """Return the weights that `model.init_from` names, or None.
-
-    Raises:
-        ConfigError: there is no such model, or it does not have the sizes of `model`.
-    """
+    """Return the weights that `model.init_from` names, or None."""
     if model.init_from is None:
         return None
     folder = find_weights(model.init_from)
     stored = read_hf_config(folder)
     check_model(model, stored, where=model.init_from)
     if model.mtp_layers not in (0, stored.mtp_layers):
-        raise ConfigError(
-            f"model.mtp_layers is {model.mtp_layers}, and the weights have {stored.mtp_layers} layers that predict "
-            "further tokens",
-            where=f"model.init_from={model.init_from}",
-            fix=f"model.mtp_layers={stored.mtp_layers} trains them, 0 omits them" if stored.mtp_layers else "0",
-        )
+        what = f"model.mtp_layers is {model.mtp_layers}, and the weights have {stored.mtp_layers} layers that predict "
+        what += "further tokens"
+        fix = f"model.mtp_layers={stored.mtp_layers} trains them, 0 omits them" if stored.mtp_layers else "0"
+        raise ConfigError(what, where=f"model.init_from={model.init_from}", fix=fix)
     return Pretrained(folder, model, stored.vocab_size, stored.mtp_layers - model.mtp_layers)

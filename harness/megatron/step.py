@@ -44,11 +44,8 @@ _NO_DECAY = 1 << 31
 
 
 def _no_limit(setting: str, arguments: str) -> ConfigError:
-    return ConfigError(
-        f"parallel.{setting} is for rows of one shape, and nothing limits them",
-        where=f"MegatronStep, {arguments}",
-        fix=f"give {arguments}, or parallel.{setting}=false",
-    )
+    what = f"parallel.{setting} is for rows of one shape, and nothing limits them"
+    return ConfigError(what, where=f"MegatronStep, {arguments}", fix=f"give {arguments}, or parallel.{setting}=false")
 
 
 def _build_optimizer(
@@ -281,10 +278,8 @@ class MegatronStep:
         if self.pad_rows_to is not None:
             rows = [pad_row(row, self.pad_rows_to * row.shared_by) for row in rows]
         multiples = [self._row_multiple * row.shared_by for row in rows]
-        rows = [
-            pad_row(row, math.ceil(len(row) / multiple) * multiple)
-            for row, multiple in zip(rows, multiples, strict=True)
-        ]
+        sizes = [math.ceil(len(row) / multiple) * multiple for row, multiple in zip(rows, multiples, strict=True)]
+        rows = [pad_row(row, size) for row, size in zip(rows, sizes, strict=True)]
         iterators = [RowsAhead(rows, self.copy_row, self.copies) for _ in self.chunks]
         reports: list[Any] = self.forward_backward(
             forward_step_func=forward,
@@ -322,12 +317,10 @@ class MegatronStep:
 
     def check_tokens(self, arrays: ThdBatch) -> None:
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
-            raise ConfigError(
-                f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, and the model has "
-                f"{self.vocab_size} tokens",
-                where="model.vocab_size",
-                fix="set it to the vocabulary size of the dataset's tokenizer",
-            )
+            what = f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, and the model has "
+            what += f"{self.vocab_size} tokens"
+            fix = "set it to the vocabulary size of the dataset's tokenizer"
+            raise ConfigError(what, where="model.vocab_size", fix=fix)
 
     def _reduce(self, sums: torch.Tensor) -> list[float]:
         """Return the sums of `sum_loss` over the whole job, which start on the last pipeline stage."""

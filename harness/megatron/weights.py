@@ -255,11 +255,9 @@ def check_weights(
             fix = "they are damaged or do not match config.json: download them again"
             raise FormatError(f"the weights {verb} {odd[0]}{more}", where=str(weights.folder), fix=fix)
     for name, shape in wrong.items():
-        raise FormatError(
-            f"{name} is {list(shape)}, and config.json requires {list(expected[name])}",
-            where=str(weights.folder),
-            fix="download the model again: its files belong to different models",
-        )
+        what = f"{name} is {list(shape)}, and config.json requires {list(expected[name])}"
+        fix = "download the model again: its files belong to different models"
+        raise FormatError(what, where=str(weights.folder), fix=fix)
 
 
 def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
@@ -283,11 +281,8 @@ def _check_copies(weights: HfWeights, model: ModelConfig, shard: TensorShard) ->
             continue
         rows = shard.of(weights.shape(own)[0])
         if not torch.equal(weights.rows(copy, *rows), weights.rows(own, *rows)):
-            raise FormatError(
-                f"{copy} differs from {own}, which Megatron-Core uses instead",
-                where=str(weights.folder),
-                fix="model.mtp_layers=0 omits the MTP layers",
-            )
+            what = f"{copy} differs from {own}, which Megatron-Core uses instead"
+            raise FormatError(what, where=str(weights.folder), fix="model.mtp_layers=0 omits the MTP layers")
 
 
 def global_parameters(chunk: GPTModel, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

@@ -46,9 +46,8 @@ def cell_result(
                 reference = known[cell.reference]
                 expected, found = recorded_run(reference.run_folder(folder)), recorded
                 if reference.plan.program == REFERENCE:  # which has no statistics of routers
-                    found = replace(
-                        found, steps=[replace(step, experts={}, evaluation_expert_loads={}) for step in steps]
-                    )
+                    plain = [replace(step, experts={}, evaluation_expert_loads={}) for step in steps]
+                    found = replace(found, steps=plain)
                 num_ranks = max(cell.case.ranks, reference.case.ranks)
                 tolerances = on_device(cell.plan.tolerances, device, num_ranks=num_ranks)
                 checks = compare_runs(expected, found, tolerances, same_layout=cell.layout == reference.layout)
@@ -131,7 +130,6 @@ def _commit() -> str:
 
 def command_line() -> str:
     """Return the command line that started this process, as far as it is known."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["python", "-m", spec.name] if spec is not None else [Path(sys.argv[0]).name]
     return shlex.join([*program, *sys.argv[1:]])

@@ -58,11 +58,7 @@ def baseline_path(name: str, folder: Path) -> Path:
 
 
 def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
-    """Make a baseline from the run of `recipes.sft` in `run`.
-
-    Raises:
-        FormatError: it made no step, or did not record the data of each.
-    """
+    """Make a baseline from the run of `recipes.sft` in `run`."""
     recorded = recorded_run(run)
     digests = read_digests(run)
     if not recorded.steps or [step.step for step in recorded.steps] != [step.step for step in digests]:
@@ -138,11 +134,8 @@ def record(name: str, run: Path, folder: Path, tolerances: Tolerances) -> Path:
     """Write a new baseline; raises ConfigError where there is one of that name."""
     path = baseline_path(name, folder)
     if path.exists():
-        raise ConfigError(
-            f"the baseline {name} already exists",
-            where=str(path),
-            fix=f"`harness parity update {name} RUN` replaces it and reports what changed",
-        )
+        fix = f"`harness parity update {name} RUN` replaces it and reports what changed"
+        raise ConfigError(f"the baseline {name} already exists", where=str(path), fix=fix)
     write_baseline(baseline_of(name, run, tolerances), path)
     return path
 
@@ -159,8 +152,7 @@ def update(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
         FormatError: there is no such baseline, or the run cannot be one.
     """
     path = baseline_path(name, folder)
-    old = read_baseline(path)
-    new = baseline_of(name, run, old.tolerances)
+    new = baseline_of(name, run, read_baseline(path).tolerances)
     # No tolerance, so that everything that moved is in the report.
     exact = Tolerances(0.0, 0.0, "an update reports everything that moved")
     report = _report(name, run, path, f"Update of baseline {name}", command, exact)

@@ -56,11 +56,8 @@ def parse_case(text: str, *, where: str = "cases") -> RunCase:
     """Parse `"4 parallel=tp2 loader.num_workers=2"`; raises ConfigError for another form."""
     ranks, *overrides = text.split() or [""]
     if not ranks.isdigit() or int(ranks) < 1 or any("=" not in part for part in overrides):
-        raise ConfigError(
-            f"{text!r} is not a case",
-            where=where,
-            fix="write the number of ranks, then settings: '4 parallel=tp2 loader.num_workers=2'",
-        )
+        fix = "write the number of ranks, then settings: '4 parallel=tp2 loader.num_workers=2'"
+        raise ConfigError(f"{text!r} is not a case", where=where, fix=fix)
     return RunCase(int(ranks), tuple(overrides))
 
 
@@ -168,9 +165,6 @@ def plan_check(
         datasets: path by format; "" for cases that name none.
         pythons: interpreter by version; "" for cases that name none.
         steps: of every cell; `steps_before` more, before them, where the check starts from a checkpoint.
-
-    Raises:
-        ConfigError: a malformed case, two cases of one name, or nothing to compare with the reference.
     """
     parsed = [case for case in (parse_case(text, where=check) for text in cases) if case.ranks <= max_ranks]
     if len(parsed) < (2 if plan.has_reference else 1):

@@ -133,8 +133,7 @@ class IsolationCheck:
         before = self._train(self.row, prepare)
         owners = self._owners()
         # Kernels that add in another order each time would look like leaks.
-        repeated = self._train(self.row, prepare)
-        pairs = zip(before, repeated, strict=True)
+        pairs = zip(before, self._train(self.row, prepare), strict=True)
         unequal = [place for (place, values), (_, again) in pairs if not torch.equal(values, again)]
         findings = [f"{place}: two equal passes differ, so isolation cannot be shown" for place in unequal]
         yield "equal passes", _of_all_ranks(findings)
@@ -142,8 +141,7 @@ class IsolationCheck:
         for changed in [*range(len(self.sequences)), PADDING]:
             findings = []
             if (owners == changed).any():
-                after = self._train(self._with_changed(changed), prepare)
-                findings = self._find_leaks(before, after, owners, changed)
+                findings = self._find_leaks(before, self._train(self._with_changed(changed), prepare), owners, changed)
             yield _describe(changed), _of_all_ranks(findings)
 
     def _owners(self) -> npt.NDArray[np.int64]:

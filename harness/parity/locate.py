@@ -110,10 +110,8 @@ def placement_difference(reference: Recorded, run: Recorded) -> Difference | Non
 
 
 def _difference_in(row: RowDigests, step: int, field: str, message: str, place: str = "", **details: Any) -> Difference:
-    where = f"step {step}, microbatch {row.microbatch}, rank {row.rank}{place}"
-    return Difference(
-        f"{where}: {message}", step=step, microbatch=row.microbatch, rank=row.rank, field=field, **details
-    )
+    text = f"step {step}, microbatch {row.microbatch}, rank {row.rank}{place}: {message}"
+    return Difference(text, step=step, microbatch=row.microbatch, rank=row.rank, field=field, **details)
 
 
 def _common_steps(reference: Recorded, run: Recorded) -> Iterator[tuple[StepDigests, StepDigests]]:

@@ -40,9 +40,7 @@ def make_dataset(folder: Path, *, pack_size: int = 256, num_packs: int = 160, en
             for _ in range(count):
                 lengths = rng.integers(5, pack_size // 3, size=rng.integers(1, 4))
                 starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-                ids = np.concatenate(
-                    [rng.integers(0, 290) + np.arange(length, dtype=np.int32) % 7 for length in lengths]
-                )
+                ids = np.concatenate([rng.integers(0, 290) + np.arange(size, dtype=np.int32) % 7 for size in lengths])
                 mask = np.minimum(rng.integers(0, 4, size=ids.shape[0], dtype=np.uint8), 1)
                 mask[np.append(starts[1:], ids.shape[0]) - 1] = 0
                 media: tuple[Medium, ...] = ()

@@ -73,12 +73,7 @@ class RunComparison:
 
 
 def read_curves(folder: Path) -> RunCurves:
-    """Read the curves of a run's folder; a step that is being written is left out.
-
-    Raises:
-        ConfigError: the folder is not that of a run, or the run has no step yet.
-        FormatError: its files are damaged.
-    """
+    """Read the curves of a run's folder; a step that is being written is left out."""
     if not is_run(folder):
         usual = ("there is no run in this folder", "use the folder of a run, such as runs/sft-001")
         what, fix = explain_path(folder, expected="a run") or usual
@@ -96,11 +91,7 @@ def read_curves(folder: Path) -> RunCurves:
 
 
 def compare_curves(reference: RunCurves, run: RunCurves, *, tolerance: float) -> RunComparison:
-    """Compare a run with another over the steps that both have.
-
-    Raises:
-        ConfigError: there is no such step.
-    """
+    """Compare a run with another over the steps that both have."""
     before, after = ({step.step: step for step in one.steps} for one in (reference, run))
     common = sorted(before.keys() & after.keys())
     if not common:

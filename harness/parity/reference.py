@@ -47,11 +47,7 @@ _ANY = {
 
 
 def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]:
-    """Save a small random model of a family, unless `folder` has it; return the settings of a run that begins with it.
-
-    Raises:
-        ConfigError: transformers is missing.
-    """
+    """Save a small random model of a family, unless `folder` has it; return the settings of a run from it."""
     if not (folder / "model.safetensors").exists():
         transformers = _transformers()
         torch.manual_seed(8)
@@ -77,11 +73,7 @@ def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]
 
 
 def train_reference(config: SftConfig) -> int:
-    """Train the reference of a run with these settings; write its metrics and digests, as the run does.
-
-    Raises:
-        ConfigError: transformers is missing, or a setting is one that the reference does not have.
-    """
+    """Train the reference of a run with these settings; write its metrics and digests, as the run does."""
     if config.model.init_from is None or config.run_dir is None or config.trainer.steps is None:
         where = "model.init_from, run_dir, trainer.steps"
         raise ConfigError("weights, a folder and a number of steps are required", where=where, fix="set all of them")
@@ -132,11 +124,8 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ConfigError(
-            "the reference is a model of transformers, which is not installed",
-            where="check=reference",
-            fix="pip install 'megatron-sft-harness[tokenize]'",
-        ) from None
+        what = "the reference is a model of transformers, which is not installed"
+        raise ConfigError(what, where="check=reference", fix="pip install 'megatron-sft-harness[tokenize]'") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

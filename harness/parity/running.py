@@ -73,9 +73,6 @@ def run_cells(
 
     Returns:
         the outcome of every cell by name.
-
-    Raises:
-        ConfigError: another process works in `folder`.
     """
     with _lock(folder):
         known = {cell.name: cell for cell in cells}
@@ -257,12 +254,11 @@ class CellBatch:
             runs.append([port, cell.overrides, str(cell.run_folder(folder)), start])
         listed = first.folder(folder) / "runs.json"
         listed.write_text(json.dumps({"program": first.plan.program, "runs": runs}))
+        command = [*first.launcher, "-m", "harness.recipes.sft_runs", str(listed)]
         fix = "set `versions` to the Python of a virtual environment"
         what = f"the interpreter of {first.name} cannot be started"
         with os_errors_as(ConfigError, what, where=first.python, fix=fix):
-            self.process = start_job(
-                [*first.launcher, "-m", "harness.recipes.sft_runs", str(listed)], first.log_file(folder)
-            )
+            self.process = start_job(command, first.log_file(folder))
 
     @property
     def ranks(self) -> int:

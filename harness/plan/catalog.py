@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from harness.errors import ConfigError
-from harness.plan.encoders import MEDIA_MODELS, read_encoder
+from harness.plan.encoders import MEDIA_MODELS, MediaModel, read_encoder
 from harness.plan.families import FAMILIES, MISSING
+from harness.plan.families.base import Family
 from harness.plan.hf_config import find_config, list_odd_features, read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import count_experts, count_weights
@@ -84,17 +85,13 @@ def list_families() -> list[TrainableFamily]:
         family = read_encoder(encoder)[0].name if encoder else values.get("family", ModelConfig.family)
         presets.setdefault(family, []).append(file.stem)
     features = {name: [text for has, text in _FEATURES.items() if getattr(FAMILIES[name], has)] for name in FAMILIES}
+    features |= {
+        name: [f"{one.kind} before {', '.join(one.text_types.values())}"] for name, one in MEDIA_MODELS.items()
+    }
+    families: dict[str, Family | MediaModel] = {**FAMILIES, **MEDIA_MODELS}
     return [
         TrainableFamily(name, family.architecture, presets.get(name, []), features[name])
-        for name, family in FAMILIES.items()
-    ] + [
-        TrainableFamily(
-            one.name,
-            one.architecture,
-            presets.get(one.name, []),
-            [f"{one.kind} before {', '.join(one.text_types.values())}"],
-        )
-        for one in MEDIA_MODELS.values()
+        for name, family in families.items()
     ]
 
 
@@ -107,11 +104,7 @@ def list_missing() -> dict[str, list[str]]:
 
 
 def describe_model(model: str) -> ModelReport:
-    """Read the config.json of a folder or of a model of the hub, and nothing else of it.
-
-    Raises:
-        ConfigError: there is no such model, or its config.json cannot be read.
-    """
+    """Read the config.json of a folder or of a model of the hub, and nothing else of it."""
     folder = find_config(model)
     try:
         stored = read_hf_config(folder)

@@ -31,8 +31,7 @@ def dispatch_bytes(model: ModelConfig, parallel: ParallelConfig, *, tokens: int,
     """
     if not model.num_experts:
         return 0
-    name = parallel.expert_dispatcher
-    count = {"alltoall": _alltoall, "allgather": _allgather, "flex": _flex}[name]
+    count = {"alltoall": _alltoall, "allgather": _allgather, "flex": _flex}[parallel.expert_dispatcher]
     own = tokens / parallel.tensor_parallel_size
     # Without grouped products each expert's output is a tensor, and all of them are joined.
     joins = not is_grouped and model.num_experts > parallel.expert_parallel_size

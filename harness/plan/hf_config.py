@@ -86,8 +86,7 @@ def read_hf_config(folder: Path) -> HfModel:
     if not path.is_file() and (explained := explain_path(folder, expected="a model's folder")):
         raise ConfigError(explained[0], where=str(folder), fix=explained[1])
     try:
-        values = json.loads(path.read_text())
-        return _convert(values, path)
+        return _convert(json.loads(path.read_text()), path)
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         fix = "specify a folder with config.json and *.safetensors, as written by save_pretrained"
         raise ConfigError(f"the model's config.json cannot be read: {error}", where=str(path), fix=fix) from None
@@ -97,8 +96,7 @@ def read_hf_config(folder: Path) -> HfModel:
 
 def _convert(values: dict[str, Any], path: Path) -> HfModel:
     def refuse(what: str) -> ConfigError:
-        fix = f"use a model of one of these families: {', '.join(FAMILIES)}"
-        return ConfigError(what, where=str(path), fix=fix)
+        return ConfigError(what, where=str(path), fix=f"use a model of one of these families: {', '.join(FAMILIES)}")
 
     encoder, values = encoder_text(values), text_config(values)
     name = values.get("model_type")
@@ -146,11 +144,7 @@ def text_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_odd_features(values: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield each feature of a config.json that no model of its family is trained with; `Family.read` finds more.
-
-    Raises:
-        KeyError: a value is missing.
-    """
+    """Yield each feature of a config.json that no model of its family is trained with; `Family.read` finds more."""
     quantized = (values.get("quantization_config") or {}).get("quant_method", "unknown means")
     is_read = quantized == "mxfp4" and family.experts is not None and family.experts.are_stacked
     if values.get("quantization_config") and not is_read:
@@ -214,9 +208,6 @@ def complete_model(
 
     Args:
         set_by: where each field was set that somebody has set, such as `model=qwen3_8b`.
-
-    Raises:
-        ConfigError: a field was set to another value than that of the weights; with both values and its place.
     """
     known = stored.settings | {"vocab_size": stored.vocab_size, "max_sequence_length": stored.max_positions}
     chosen = {name: values[name] for name in known if name in set_by and values[name] is not None}
@@ -308,11 +299,9 @@ def check_exported(model: ModelConfig) -> None:
             values["head_dim"] = None
     if lost := [name for name, value in own.items() if value != read[name]]:
         both = ", ".join(f"{name} {show_value(own[name])} (read back as {show_value(read[name])})" for name in lost)
-        raise ConfigError(
-            f"a config.json of the family {model.family} cannot express {both}, so the model could not be exported",
-            where=", ".join(f"model.{name}" for name in [*lost, "family"]),
-            fix=" ".join(f"model.{name}={show_value(read[name])}" for name in lost) + ", or another family",
-        )
+        what = f"a config.json of the family {model.family} cannot express {both}, so the model could not be exported"
+        fix = " ".join(f"model.{name}={show_value(read[name])}" for name in lost) + ", or another family"
+        raise ConfigError(what, where=", ".join(f"model.{name}" for name in [*lost, "family"]), fix=fix)
 
 
 def find_config(init_from: str) -> Path:

@@ -148,22 +148,18 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pipeline_layout and (found := len(read_stages(self.pipeline_layout))) != self.num_chunks:
-            raise ConfigError(
-                f"pipeline_layout has {found} stages instead of {self.num_chunks} (pipeline "
-                f"{self.pipeline_parallel_size} x virtual pipeline {self.virtual_pipeline_parallel_size or 1})",
-                where="parallel.pipeline_layout, parallel.pipeline_parallel_size",
-                fix=f"{self.num_chunks} stages with | between them, or other sizes",
-            )
+            what = f"pipeline_layout has {found} stages instead of {self.num_chunks} (pipeline "
+            what += f"{self.pipeline_parallel_size} x virtual pipeline {self.virtual_pipeline_parallel_size or 1})"
+            fix = f"{self.num_chunks} stages with | between them, or other sizes"
+            raise ConfigError(what, where="parallel.pipeline_layout, parallel.pipeline_parallel_size", fix=fix)
         shared = self.expert_parallel_size * self.expert_tensor_parallel_size
         # On a GPU; on a CPU `on` comes here again.
         is_static = self.pipeline_parallel_size > 1 if self.static_rows is None else self.static_rows
         if self.expert_dispatcher == "allgather" and max(shared, self.pipeline_parallel_size) > 1 and not is_static:
-            raise ConfigError(
-                f"allgather requires rows of equal length for {shared} ranks that share experts on "
-                f"{self.pipeline_parallel_size} pipeline stages",
-                where="parallel.expert_dispatcher, parallel.static_rows",
-                fix="parallel.static_rows=true, or parallel.expert_dispatcher=alltoall",
-            )
+            what = f"allgather requires rows of equal length for {shared} ranks that share experts on "
+            what += f"{self.pipeline_parallel_size} pipeline stages"
+            fix = "parallel.static_rows=true, or parallel.expert_dispatcher=alltoall"
+            raise ConfigError(what, where="parallel.expert_dispatcher, parallel.static_rows", fix=fix)
         if self.expert_dispatcher == "flex" and shared not in DEEPEP_RANKS:
             ranks = ", ".join(map(str, DEEPEP_RANKS))
             raise ConfigError(
@@ -221,13 +217,11 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     def dp_size(self, world_size: int) -> int:
         """Return the data-parallel size of a job; raise ConfigError if ranks would be left over."""
         if world_size % self.model_ranks:
-            raise ConfigError(
-                f"{count_of(world_size, 'rank')} cannot hold whole copies of a model on {self.model_ranks} ranks "
-                f"(tensor {self.tensor_parallel_size} x pipeline {self.pipeline_parallel_size} x context "
-                f"{self.context_parallel_size})",
-                where="parallel",
-                fix=f"start a multiple of {self.model_ranks} ranks, or lower the parallel sizes",
-            )
+            what = f"{count_of(world_size, 'rank')} cannot hold whole copies of a model on {self.model_ranks} ranks "
+            what += f"(tensor {self.tensor_parallel_size} x pipeline {self.pipeline_parallel_size} x context "
+            what += f"{self.context_parallel_size})"
+            fix = f"start a multiple of {self.model_ranks} ranks, or lower the parallel sizes"
+            raise ConfigError(what, where="parallel", fix=fix)
         experts, stage = self.expert_parallel_size * self.expert_tensor_parallel_size, self.pipeline_parallel_size
         if (world_size // stage) % experts:
             raise ConfigError(
@@ -254,9 +248,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
 
     def expert_copies(self, world_size: int) -> int:
         """Return the number of ranks that hold the same experts."""
-        return world_size // (
-            self.pipeline_parallel_size * self.expert_parallel_size * self.expert_tensor_parallel_size
-        )
+        experts = self.expert_parallel_size * self.expert_tensor_parallel_size
+        return world_size // (self.pipeline_parallel_size * experts)
 
     def max_tokens_per_row(self, max_tokens_per_rank: int) -> int:
         """Return the tokens of a whole row, over its context-parallel ranks."""
@@ -265,19 +258,15 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     def check(self, world_size: int, *, global_batch_size: int, max_tokens_per_rank: int) -> None:
         """Raise ConfigError, with the arithmetic, if the ranks, the batch or the rows do not fit this layout."""
         if self.ranks not in (None, world_size):
-            raise ConfigError(
-                f"the settings are planned for {count_of(self.ranks, 'rank')}, but the job has {world_size}",
-                where="parallel.ranks",
-                fix=f"start {self.ranks} ranks, or plan again with parallel.ranks={world_size}",
-            )
+            what = f"the settings are planned for {count_of(self.ranks, 'rank')}, but the job has {world_size}"
+            fix = f"start {self.ranks} ranks, or plan again with parallel.ranks={world_size}"
+            raise ConfigError(what, where="parallel.ranks", fix=fix)
         dp_size = self.dp_size(world_size)
         if dp_size > global_batch_size:
-            raise ConfigError(
-                f"a global batch of {count_of(global_batch_size, 'pack')} is too small for {dp_size} data-parallel "
-                f"ranks ({world_size} ranks / {self.model_ranks} that share a model)",
-                where="loader.global_batch_size",
-                fix=f"use at least {dp_size} packs, or fewer ranks",
-            )
+            what = f"a global batch of {count_of(global_batch_size, 'pack')} is too small for {dp_size} data-parallel "
+            what += f"ranks ({world_size} ranks / {self.model_ranks} that share a model)"
+            fix = f"use at least {dp_size} packs, or fewer ranks"
+            raise ConfigError(what, where="loader.global_batch_size", fix=fix)
         max_tokens_per_row, pad_to_multiple = self.max_tokens_per_row(max_tokens_per_rank), self.pad_to_multiple
         if max_tokens_per_row % pad_to_multiple:
             raise ConfigError(

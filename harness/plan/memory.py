@@ -356,9 +356,8 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels
     if model.lora_rank:
         whole += (item * model.hidden_size) * ("linear_qkv" in model.lora_targets) * ("*" in parts)
         mlps = len({"linear_fc1", "linear_fc2"} & set(model.lora_targets)) * (parts[-1] in "-E")
-        divided += (
-            tp * item * model.lora_rank * (mlps + sum(len(model.adapted_in(one)) for one in parts if one not in "-E"))
-        )
+        mixers = sum(len(model.adapted_in(one)) for one in parts if one not in "-E")
+        divided += tp * item * model.lora_rank * (mlps + mixers)
     if "*" not in parts:
         return whole / (tp if parallel.sequence_parallel else 1) + divided / tp
     # Queries and keys before and after they are turned, values, the output of attention, and its sums of exponents.

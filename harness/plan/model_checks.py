@@ -169,11 +169,9 @@ def _check_family(model: ModelConfig) -> None:
     ):
         value, unset = getattr(model, name), getattr(type(model), name)
         if (value != unset) != belongs:
-            raise ConfigError(
-                f"{of} {'require' if belongs else 'do not have'} the setting {name}, but it is {show_value(value)}",
-                where=f"model.{name}, model.family",
-                fix=f"model.{name}={example if belongs else show_value(unset)}, or another family",
-            )
+            what = f"{of} {'require' if belongs else 'do not have'} the setting {name}, but it is {show_value(value)}"
+            fix = f"model.{name}={example if belongs else show_value(unset)}, or another family"
+            raise ConfigError(what, where=f"model.{name}, model.family", fix=fix)
     if model.rope_scaling == "yarn" and family.rotated_part != 1:
         what = f"Megatron-Core's yarn does not support the partial rotary embedding of the family {model.family}"
         raise ConfigError(what, where="model.rope_scaling, model.family", fix="model.rope_scaling=none, or linear")
@@ -244,11 +242,9 @@ def _check_unused(model: ModelConfig) -> None:
     of_experts = [one for one in fields(model) if one.name.startswith(_OF_EXPERTS)]
     unused = [one.name for one in of_experts if getattr(model, one.name) != one.default]
     if unused:
-        raise ConfigError(
-            f"the model has no experts, so {', '.join(unused)} would have no effect",
-            where=", ".join(f"model.{name}" for name in unused),
-            fix="use the defaults, or set model.num_experts",
-        )
+        what = f"the model has no experts, so {', '.join(unused)} would have no effect"
+        fix = "use the defaults, or set model.num_experts"
+        raise ConfigError(what, where=", ".join(f"model.{name}" for name in unused), fix=fix)
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -256,22 +252,18 @@ def _check_experts(model: ModelConfig) -> None:
         what = f"a token cannot be routed to {model.experts_per_token} of {model.num_experts} experts"
         raise ConfigError(what, where="model.experts_per_token", fix=f"{model.num_experts} or fewer")
     if model.dense_layers >= model.num_layers:
-        raise ConfigError(
-            f"{model.dense_layers} of {model.num_layers} layers are dense, so no layer has experts",
-            where="model.dense_layers",
-            fix=f"{model.num_layers - 1} or fewer, or model.num_experts=0",
-        )
+        what = f"{model.dense_layers} of {model.num_layers} layers are dense, so no layer has experts"
+        fix = f"{model.num_layers - 1} or fewer, or model.num_experts=0"
+        raise ConfigError(what, where="model.dense_layers", fix=fix)
     _check_groups(model)
     names = model.traits.experts
     if names is not None and names.shared_gate and not model.shared_ffn_hidden_size:
         what = f"models of the family {model.family} have shared experts, and shared_ffn_hidden_size is 0"
         raise ConfigError(what, where="model.shared_ffn_hidden_size", fix="set it, such as to expert_ffn_hidden_size")
     if model.grouped_gemm == "on" and (reason := model.why_not_grouped):
-        raise ConfigError(
-            f"grouped matrix products of experts are not supported: {reason}",
-            where="model.grouped_gemm",
-            fix="model.grouped_gemm=auto, which computes one expert after another",
-        )
+        what = f"grouped matrix products of experts are not supported: {reason}"
+        fix = "model.grouped_gemm=auto, which computes one expert after another"
+        raise ConfigError(what, where="model.grouped_gemm", fix=fix)
 
 
 def _check_groups(model: ModelConfig) -> None:
@@ -281,23 +273,19 @@ def _check_groups(model: ModelConfig) -> None:
         return
     is_even = groups and top and top <= groups and not (model.num_experts % groups or each % top)
     if not groups or not top or not is_even or each // top > model.num_experts // groups:
-        raise ConfigError(
-            f"{each} experts per token cannot come evenly from {show_value(top)} of {show_value(groups)} groups of "
-            f"{model.num_experts} experts",
-            where=where,
-            fix="set both or neither; groups that divide num_experts and hold enough experts, and top groups that "
-            "divide experts_per_token",
-        )
+        what = f"{each} experts per token cannot come evenly from {show_value(top)} of {show_value(groups)} groups of "
+        what += f"{model.num_experts} experts"
+        fix = "set both or neither; groups that divide num_experts and hold enough experts, and top groups that "
+        fix += "divide experts_per_token"
+        raise ConfigError(what, where=where, fix=fix)
     # Megatron-Core ranks a group by as many of its experts as a token takes of each.
     ranked_by = model.traits.ranks_groups_by
     if each // top != ranked_by:
         has = f"rank a group by the sum of its best {ranked_by} experts" if ranked_by else "have no groups of experts"
-        raise ConfigError(
-            f"models of the family {model.family} {has}, and Megatron-Core would choose {top} of {groups} groups by "
-            f"the sum of the best {each // top}",
-            where=f"{where}, model.experts_per_token, model.family",
-            fix="model.router_groups=null model.router_top_groups=null, or an experts_per_token that fits",
-        )
+        what = f"models of the family {model.family} {has}, and Megatron-Core would choose {top} of {groups} groups by "
+        what += f"the sum of the best {each // top}"
+        fix = "model.router_groups=null model.router_top_groups=null, or an experts_per_token that fits"
+        raise ConfigError(what, where=f"{where}, model.experts_per_token, model.family", fix=fix)
 
 
 def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -323,12 +311,9 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
     _check_fp8_sizes(model, parallel)
     check_rules(SimpleNamespace(model=model, parallel=parallel), LAYOUT_RULES)
     if VOCAB_MULTIPLE % tp:
-        raise ConfigError(
-            f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "
-            "divide evenly",
-            where="parallel.tensor_parallel_size",
-            fix="a power of two up to 128",
-        )
+        what = f"the vocabulary is padded to a multiple of {VOCAB_MULTIPLE}, which {tp} tensor-parallel ranks do not "
+        what += "divide evenly"
+        raise ConfigError(what, where="parallel.tensor_parallel_size", fix="a power of two up to 128")
     _check_stages(model, parallel)
     if (deep := model.deep_layers) and deep > (first := len(parallel.chunks_of_stage(model.num_layers, 0)[0])):
         what = f"features of images are added after each of the first {deep} layers, and the first stage or model "
@@ -382,11 +367,9 @@ def _check_fp8_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
         sizes["the inner size of an expert"] = model.expert_size // parallel.expert_tensor_parallel_size
     uneven = next((name for name, size in sizes.items() if size % block), None)
     if uneven is not None:
-        raise ConfigError(
-            f"model.fp8 is {model.fp8}, whose blocks are {block} wide, and {uneven} on a rank are {sizes[uneven]}",
-            where="model.fp8, parallel.tensor_parallel_size",
-            fix="a smaller tensor_parallel_size, tensorwise, or off",
-        )
+        what = f"model.fp8 is {model.fp8}, whose blocks are {block} wide, and {uneven} on a rank are {sizes[uneven]}"
+        fix = "a smaller tensor_parallel_size, tensorwise, or off"
+        raise ConfigError(what, where="model.fp8, parallel.tensor_parallel_size", fix=fix)
 
 
 def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:

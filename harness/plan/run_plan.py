@@ -192,18 +192,13 @@ class Inputs:
 def fine_tuning(config: RunConfig) -> SftConfig:
     """Return these settings; raise ConfigError for those of another recipe, which are not planned."""
     if not isinstance(config, SftConfig):
-        raise ConfigError(
-            "only fine-tuning runs can be planned", where=config.name, fix="choose an experiment of fine-tuning, or sft"
-        )
+        what = "only fine-tuning runs can be planned"
+        raise ConfigError(what, where=config.name, fix="choose an experiment of fine-tuning, or sft")
     return config
 
 
 def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
-    """Open the data of these settings, unless `packs` are assumed in its place.
-
-    Raises:
-        ConfigError: the vocabulary size is unknown and no packs are assumed.
-    """
+    """Open the data of these settings, unless `packs` are assumed in its place."""
     config = fine_tuning(config)
     model, (data, why) = config.model, _open(config.data) if packs is None else (None, "")
     vocab_size = model.vocab_size
@@ -249,9 +244,6 @@ def plan_run(
         ranks: None for the settings' own number, or 8.
         mfu: share of the peak that a step reaches; None for an estimate.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
-
-    Raises:
-        ConfigError: the run could not train on so many ranks, or they leave a part of a node empty.
     """
     machine, ranks = machine or Machine(), ranks or config.parallel.ranks or 8
     machine.check(ranks, config.trainer.device)
@@ -308,8 +300,7 @@ def compare_context_sizes(
                 max_tokens_per_rank=max_tokens_per_rank,
                 cost=cost,
             )
-            rows = np.arange(placed.row_offsets.shape[0] - 1)
-            group = np.repeat(rows % placed.dp_size, np.diff(placed.row_offsets))
+            group = np.repeat(np.arange(placed.row_offsets.shape[0] - 1) % placed.dp_size, np.diff(placed.row_offsets))
             work = cost.of_rank(drawn, np.full_like(drawn, size))[placed.order]
             found[str(size)] = float(np.bincount(group, weights=work).max()) / even
         size *= 2
@@ -358,11 +349,9 @@ def _check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
         row *= largest_share(config.parallel.dp_size(ranks))
     longest = int(padded_lengths(lengths + 1, config.parallel.pad_to_multiple).max(initial=0))
     if longest > row:
-        raise ConfigError(
-            f"the longest sequence has {longest:,} model tokens after padding, more than the {row:,} of a row",
-            where="schedule.max_tokens_per_rank",
-            fix=f"raise it to {longest:,} tokens per row, share rows between more ranks, or plan shorter sequences",
-        )
+        what = f"the longest sequence has {longest:,} model tokens after padding, more than the {row:,} of a row"
+        fix = f"raise it to {longest:,} tokens per row, share rows between more ranks, or plan shorter sequences"
+        raise ConfigError(what, where="schedule.max_tokens_per_rank", fix=fix)
 
 
 def plan_layout(

@@ -137,23 +137,14 @@ def search_layouts(
     gpu_bytes: float | None,
     expert_load: float = 1.0,
 ) -> LayoutSearch:
-    """Plan the run with these settings on every layout of its ranks (8 by default) that they accept.
-
-    Args:
-        gpu_bytes: memory of a GPU; None for any.
-
-    Raises:
-        ConfigError: there is no data to plan for, or no layout divides the model over so many ranks.
-    """
+    """Plan the run with these settings on every layout of its ranks (8 by default) that they accept."""
     ranks = config.parallel.ranks or 8
     machine.check(ranks, config.trainer.device)
     inputs = open_inputs(config, packs)
     if inputs.lengths is None or inputs.pack_size is None:
-        raise ConfigError(
-            f"layouts are compared by the work of their data, which is unknown: {inputs.why_no_work}",
-            where="data.path",
-            fix="assume data with packs=100000 data.pack_size=8192 sequence_tokens=1024",
-        )
+        what = f"layouts are compared by the work of their data, which is unknown: {inputs.why_no_work}"
+        fix = "assume data with packs=100000 data.pack_size=8192 sequence_tokens=1024"
+        raise ConfigError(what, where="data.path", fix=fix)
     base, model = replace(inputs.config, parallel=config.parallel), inputs.config.model
     batch = base.loader.global_batch_size
     sizes = {"num_packs": inputs.num_packs, "global_batch_size": batch}

@@ -303,11 +303,8 @@ class RunConfig(CheckedSettings, ABC):
         super().__post_init__()
         self.resume = str(self.resume).lower()
         if self.trainer.epochs is not None and not self.has_epochs:
-            raise ConfigError(
-                f"trainer.epochs is {self.trainer.epochs:,}, but only packed datasets support epochs",
-                where="trainer.epochs",
-                fix="trainer.steps=N trainer.epochs=null",
-            )
+            what = f"trainer.epochs is {self.trainer.epochs:,}, but only packed datasets support epochs"
+            raise ConfigError(what, where="trainer.epochs", fix="trainer.steps=N trainer.epochs=null")
         if self.parallel.ranks is not None:
             self.check_layout(self.parallel.ranks)
 
@@ -499,11 +496,9 @@ class SftConfig(RunConfig):
         live = self.data.live
         check_rules(self, (*_BALANCED, *_SHARED))
         if live.window_sequences is not None and not live.folders:
-            raise ConfigError(
-                "data.live.window_sequences is set, but the run has no live data",
-                where="data.live.window_sequences",
-                fix="omit it, or train on live chunks with data=live data.live.path=DIR",
-            )
+            what = "data.live.window_sequences is set, but the run has no live data"
+            fix = "omit it, or train on live chunks with data=live data.live.path=DIR"
+            raise ConfigError(what, where="data.live.window_sequences", fix=fix)
         if live.folders and self.parallel.cuda_graphs:
             what = "parallel.cuda_graphs requires the maximum number of sequences in a row, unknown for live data"
             raise ConfigError(what, where="parallel.cuda_graphs, data.live", fix="parallel.cuda_graphs=false")
@@ -518,12 +513,9 @@ class SftConfig(RunConfig):
                 fix=f"a multiple of {chunks}, or schedule=cost_balanced",
             )
         if live.window_sequences is not None and live.window_sequences < self.parallel.dp_size(world_size):
-            raise ConfigError(
-                f"a window of {count_of(live.window_sequences, 'sequence')} is too small for "
-                f"{self.parallel.dp_size(world_size)} data-parallel ranks",
-                where="data.live.window_sequences",
-                fix="use a larger window or fewer ranks",
-            )
+            what = f"a window of {count_of(live.window_sequences, 'sequence')} is too small for "
+            what += f"{self.parallel.dp_size(world_size)} data-parallel ranks"
+            raise ConfigError(what, where="data.live.window_sequences", fix="use a larger window or fewer ranks")
 
 
 _CORPUS = (
@@ -603,12 +595,9 @@ class PretrainConfig(RunConfig):
                 fix="change it, data.micro_batch_size, or the layout",
             )
         if data.sequence_length > self.model.max_sequence_length:
-            raise ConfigError(
-                f"samples of {data.sequence_length:,} tokens are longer than the model's max_sequence_length "
-                f"{self.model.max_sequence_length:,}",
-                where="data.sequence_length",
-                fix="lower it, or raise model.max_sequence_length",
-            )
+            what = f"samples of {data.sequence_length:,} tokens are longer than the model's max_sequence_length "
+            what += f"{self.model.max_sequence_length:,}"
+            raise ConfigError(what, where="data.sequence_length", fix="lower it, or raise model.max_sequence_length")
         weighted = any(source.weight is not None for some in data.sources().values() for source in some)
         if weighted and self.trainer.eval_batches is None:
             what = "a weighted blend is endless, so the length of its validation must be set"

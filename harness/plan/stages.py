@@ -20,10 +20,6 @@ def read_stages(layout: str) -> tuple[str, ...]:
 
     `Et|(tt|)*2mL` gives `Et`, `tt`, `tt` and `mL`: E is the embedding, t a layer, m a layer that predicts a further
     token, and L the loss.
-
-    Raises:
-        ConfigError: the first chunk is not the embedding and layers, the last not layers and the loss, or one between
-            them not layers alone.
     """
     letters = layout.replace(",", "")
     for pattern in _REPEATED:
@@ -36,12 +32,10 @@ def read_stages(layout: str) -> tuple[str, ...]:
     wanted = ("Et*", *["t+"] * (len(chunks) - 2), "t*m*L")
     for number, (chunk, pattern) in enumerate(zip(chunks, wanted, strict=False)):
         if re.fullmatch(pattern, chunk) is None:
-            raise ConfigError(
-                f"stage {number} of {len(chunks)} of pipeline_layout {layout!r} is {chunk!r}",
-                where=_WHERE,
-                fix="E and layers (t) in the first stage, layers in the stages between, and layers, MTP layers (m) and "
-                "L in the last, with | between stages, such as Et*3|t*4|t*4|t*3L",
-            )
+            what = f"stage {number} of {len(chunks)} of pipeline_layout {layout!r} is {chunk!r}"
+            fix = "E and layers (t) in the first stage, layers in the stages between, and layers, MTP layers (m) and "
+            fix += "L in the last, with | between stages, such as Et*3|t*4|t*4|t*3L"
+            raise ConfigError(what, where=_WHERE, fix=fix)
     return chunks
 
 

@@ -99,13 +99,11 @@ class Machine:
         """Raise ConfigError, with the arithmetic, if ranks on GPUs are on several nodes and do not fill the last."""
         nodes, rest = divmod(ranks, self.ranks)
         if device != "cpu" and nodes and rest:
-            raise ConfigError(
-                f"{ranks} ranks fill {nodes} node{'s' * (nodes > 1)} of {self.ranks} GPUs, and {rest} would be on "
-                "another: a job has the same number of ranks on each node",
-                where="parallel.ranks, gpus_per_node",
-                fix=f"parallel.ranks={nodes * self.ranks} or {(nodes + 1) * self.ranks}, or a gpus_per_node that "
-                f"divides {ranks}",
-            )
+            what = f"{ranks} ranks fill {nodes} node{'s' * (nodes > 1)} of {self.ranks} GPUs, and {rest} would be on "
+            what += "another: a job has the same number of ranks on each node"
+            fix = f"parallel.ranks={nodes * self.ranks} or {(nodes + 1) * self.ranks}, or a gpus_per_node that "
+            fix += f"divides {ranks}"
+            raise ConfigError(what, where="parallel.ranks, gpus_per_node", fix=fix)
 
     def link(self, group: int, stride: int) -> float:
         """Return the bytes per second that each of `group` ranks, `stride` apart, sends around their ring."""
@@ -299,10 +297,8 @@ class _RankStep:
 
     def layer(self, parts: str) -> dict[str, float]:
         """Return the times of a microbatch in one layer with these parts, without launches."""
-        once, products = (
-            replace(self.model, recompute="none", recompute_layers=None, fp8="off"),
-            list(self.products(parts)),
-        )
+        once = replace(self.model, recompute="none", recompute_layers=None, fp8="off")
+        products = list(self.products(parts))
         kept = layer_activation_bytes(once, self.parallel, parts=parts, kernels=self.kernels)
         # What a layer keeps is written, and read by the next kernel and by the backward pass.
         moved = (_PASSES + self.again) * kept * self.tokens + (self.permuted_bytes() if "E" in parts else 0.0)

@@ -27,9 +27,8 @@ _MAX_RETRIES = 10
 def check_engine(engine: str) -> None:
     """Raise ConfigError where the engine's package is not installed."""
     if engine == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "Ray is not installed", where="engine", fix="pip install 'megatron-sft-harness[ray]', or set engine=local"
-        )
+        what = "Ray is not installed"
+        raise ConfigError(what, where="engine", fix="pip install 'megatron-sft-harness[ray]', or set engine=local")
 
 
 def do_shards(
@@ -40,12 +39,6 @@ def do_shards(
     Args:
         engine: `local`, or `ray` for the cluster at RAY_ADDRESS (one on this machine if that is unset).
         num_workers: processes of the local engine; 0 works in this process, -1 decides by `source_bytes`.
-        source_bytes: size of the source.
-
-    Raises:
-        HarnessError: of the first shard that cannot be made.
-        PrepError: a worker died.
-        ConfigError: the cluster of Ray cannot be reached.
     """
     if engine == "ray":
         outcomes = _run_on_ray(job, shards)

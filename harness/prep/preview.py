@@ -108,8 +108,7 @@ def _show(
     if record.messages and record.messages[-1].role == "user":
         console.print(Text("ends with a user turn without an answer", style="yellow"))
     if not fitted.pieces:
-        longest = max(len(one.view) for one in made)
-        console.print(Text(f"left out, {fitted.reason}: {longest:,} tokens", style="red"))
+        console.print(Text(f"left out, {fitted.reason}: {max(len(one.view) for one in made):,} tokens", style="red"))
     if fitted.is_cut or fitted.is_split or fitted.is_partial:
         done = "cut" if fitted.is_cut else "divided" if fitted.is_split else "in part too long"
         console.print(Text(f"longer than a pack, {done}: {fitted.num_lost:,} trained tokens are lost", style="yellow"))

@@ -157,10 +157,8 @@ class PrepareReport(Counts):
     def provenance_counts(self) -> dict[str, int]:
         """Return the counts for a dataset's manifest."""
         counts = {"records": self.records, "truncated": self.truncated, "vocab_size": self.vocab_size}
-        counts |= {
-            name: getattr(self, name)
-            for name in ("split", "partial", "lost_tokens", "media", "placeholders", "user_last")
-        }
+        names = ("split", "partial", "lost_tokens", "media", "placeholders", "user_last")
+        counts |= {name: getattr(self, name) for name in names}
         if self.media_by_kind:
             counts |= {f"kept_{kind}": number for kind, number in sorted(self.media_by_kind.items())}
             counts |= {"media_tokens": self.media_tokens, "audio_seconds": round(self.audio_seconds)}
@@ -275,10 +273,8 @@ class PrepareReport(Counts):
 def render_report(report: PrepareReport) -> RenderableType:
     """Return a table with one column per split, and what became of the records."""
     below: list[Row] = [("records read", f"{report.records:,}")]
-    below += [
-        (title, f"{count:,}" + (f", first {places[0]}" if places else ""))
-        for title, _, count, places in report.findings()
-    ]
+    for finding, _, count, places in report.findings():
+        below.append((finding, f"{count:,}" + (f", first {places[0]}" if places else "")))
     below += [*report.facts_table().rows, ("seconds", f"{sum(report.seconds.values()):.1f}")]
     title = Text(one_line(report.path), style="bold")
     return Group(title, report.split_table().to_terminal(), "", Table((), below).to_terminal())
@@ -309,11 +305,7 @@ def to_markdown(report: PrepareReport) -> str:
 
 
 def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
-    """Return the first samples of each file, as many as a page shows.
-
-    Args:
-        shards: the source file and the folder of each finished shard; folders of which none are needed are not read.
-    """
+    """Return the first samples of each file, as many as a page shows."""
     chosen: list[Sample] = []
     counts: dict[str, int] = {}
     for file, folder in shards:

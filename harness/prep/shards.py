@@ -142,8 +142,7 @@ def refuse(bad: list[BadRecord]) -> None:
         for text, places in list(equal.items())[:_SHOWN_BAD]
     ]
     if len(equal) > _SHOWN_BAD:
-        rest = sum(map(len, list(equal.values())[_SHOWN_BAD:]))
-        shown.append(f"and {rest:,} more")
+        shown.append(f"and {sum(map(len, list(equal.values())[_SHOWN_BAD:])):,} more")
     fix = "fix the records, or skip bad ones with source.on_bad=skip"
     if any(record.reason == BadReason.CONTROL_TOKEN for record in bad):
         fix += "; tokenizer.control_tokens=allow encodes such text as the token"
@@ -175,8 +174,7 @@ def _read_receipt(path: Path, job: ShardJob, shard: SourceShard) -> Receipt | No
 @lru_cache(maxsize=1)
 def _load_tokenizer(config: str, content: str, today: str) -> ChatTokenizer:
     """Load a tokenizer once a process; `content` reloads a folder that was written again."""
-    day = date.fromisoformat(today) if today else None
-    return ChatTokenizer(TokenizerConfig(**json.loads(config)), today=day)
+    return ChatTokenizer(TokenizerConfig(**json.loads(config)), today=date.fromisoformat(today) if today else None)
 
 
 def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:

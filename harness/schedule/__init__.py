@@ -97,9 +97,8 @@ def schedule(
         ScheduleError: no sequences, a length below 1 or above that of a row, packs that do not fit the lengths.
     """
     if name not in SCHEDULERS:
-        raise ScheduleError(
-            f"{name!r} is not a schedule", where="schedule.name", fix=f"choose one of: {', '.join(SCHEDULERS)}"
-        )
+        what = f"{name!r} is not a schedule"
+        raise ScheduleError(what, where="schedule.name", fix=f"choose one of: {', '.join(SCHEDULERS)}")
     for what, number in (("dp_size", dp_size), ("cp_size", cp_size), ("group_size", group_size)):
         if number < 1:
             raise ScheduleError(f"{what} is {number}", where=what, fix="set it to 1 or more")
@@ -108,12 +107,10 @@ def schedule(
         raise ScheduleError("there are no sequences to schedule", where="lengths", fix="schedule at least one sequence")
     offsets = None if pack_offsets is None else np.asarray(pack_offsets, dtype=np.int64)
     if offsets is not None and ([*offsets[:1], *offsets[-1:]] != [0, sizes.shape[0]] or (np.diff(offsets) < 1).any()):
-        raise ScheduleError(
-            f"pack_offsets do not cut {sizes.shape[0]:,} sequences into packs: "
-            "they must increase strictly from 0 to the number of sequences",
-            where="pack_offsets",
-            fix="pass the offsets of exactly these sequences, such as reader.pack_offsets",
-        )
+        what = f"pack_offsets do not cut {sizes.shape[0]:,} sequences into packs: "
+        what += "they must increase strictly from 0 to the number of sequences"
+        fix = "pass the offsets of exactly these sequences, such as reader.pack_offsets"
+        raise ScheduleError(what, where="pack_offsets", fix=fix)
     if name == DYNAMIC and cp_size > 1:
         fix = "set it to 1: this schedule decides for each row how many data-parallel ranks share it"
         raise ScheduleError(f"cp_size is {cp_size}, and the schedule is {DYNAMIC}", where="cp_size", fix=fix)

@@ -10,15 +10,10 @@ from harness.schedule.batch import GlobalBatch, row_offsets
 
 
 def place_as_packed(batch: GlobalBatch) -> Schedule:
-    """Place each stored pack in a row of its own; missing rows at the end are empty.
-
-    Raises:
-        ScheduleError: the packs are unknown.
-    """
+    """Place each stored pack in a row of its own; missing rows at the end are empty."""
     if batch.pack_offsets is None:
-        what = "as_packed requires the bounds of the stored packs"
         fix = "pass pack_offsets, or use another schedule for a source without packs"
-        raise ScheduleError(what, where="schedule.name", fix=fix)
+        raise ScheduleError("as_packed requires the bounds of the stored packs", where="schedule.name", fix=fix)
     counts = np.diff(batch.pack_offsets)
     return Schedule(
         batch.dp_size,

@@ -38,8 +38,7 @@ class SequenceCost:
         if not (min(self.linear, self.quadratic, self.exchange) >= 0 and self.linear + self.quadratic > 0):
             what = f"a sequence cannot cost {self.linear} per token and {self.quadratic} per squared token"
             what += f", and {self.exchange} per exchanged token"
-            fix = "set all to 0 or more, and linear or quadratic above 0"
-            raise ConfigError(what, where="SequenceCost", fix=fix)
+            raise ConfigError(what, where="SequenceCost", fix="set all to 0 or more, and linear or quadratic above 0")
 
     def of(self, lengths: npt.NDArray[np.integer]) -> Float64Array:
         """Return the cost of sequences of these numbers of model tokens, float64 in the shape of `lengths`."""

@@ -98,9 +98,8 @@ def _cost_of_taken(batch: GlobalBatch, sizes: Int64Array, at: Int64Array, num_mi
     """Return the cost of each rank's row of a shared sequence, float64 [microbatches, dp_size], 0 for other rows."""
     taken = np.zeros(num_microbatches * batch.dp_size)
     shared = np.flatnonzero(at >= 0)
-    taken[_rows_of(at[shared], sizes[shared])] = np.repeat(
-        batch.cost.of_rank(batch.lengths[shared], sizes[shared]), sizes[shared]
-    )
+    costs = batch.cost.of_rank(batch.lengths[shared], sizes[shared])
+    taken[_rows_of(at[shared], sizes[shared])] = np.repeat(costs, sizes[shared])
     return taken.reshape(num_microbatches, batch.dp_size)
 
 

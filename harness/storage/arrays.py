@@ -26,8 +26,7 @@ _HEADER_BYTES = 128
 
 def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Read shape, Fortran order and dtype of an open `.npy` file, and leave it at its first data byte."""
-    start = file.read(8)
-    width = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}.get(start)
+    width = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}.get(file.read(8))
     if width is None:
         raise FormatError("not a .npy file of version 1 or 2", where=str(path))
     num_bytes = int.from_bytes(file.read(width), "little")
@@ -44,11 +43,7 @@ def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dt
 
 
 def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-    """Map a `.npy` file of exactly this dtype and shape, read-only; without a shape, any one-dimensional one.
-
-    Raises:
-        FormatError: the file cannot be read, or holds anything else.
-    """
+    """Map a `.npy` file of exactly this dtype and shape, read-only; without a shape, any one-dimensional one."""
     try:
         with path.open("rb") as file:
             if dtype.names and shape is not None:
@@ -62,9 +57,8 @@ def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = No
                 raise FormatError(f"contains an array of {len(stored_shape)} dimensions, expected 1", where=str(path))
             shape = stored_shape if shape is None else shape
             if stored != dtype or stored_shape != shape or (fortran and len(shape) > 1):
-                raise FormatError(
-                    f"holds {stored} {list(stored_shape)[:4]}, expected {dtype} {list(shape)}", where=str(path)
-                )
+                what = f"holds {stored} {list(stored_shape)[:4]}, expected {dtype} {list(shape)}"
+                raise FormatError(what, where=str(path))
             offset = int(file.tell())
             expected = offset + math.prod(shape) * dtype.itemsize
             num_bytes = int(file.seek(0, 2))

@@ -43,9 +43,8 @@ def read_checksums(folder: Path) -> list[StoredFile] | None:
         if _render(files) != data:
             raise ValueError("its own hash does not match")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(
-            f"{CHECKSUMS_FILE} is damaged: {error}", where=str(path), fix="copy the folder again"
-        ) from None
+        what = f"{CHECKSUMS_FILE} is damaged: {error}"
+        raise FormatError(what, where=str(path), fix="copy the folder again") from None
     return files
 
 
@@ -67,11 +66,7 @@ def list_size_problems(folder: Path, files: Iterable[StoredFile]) -> list[Proble
 
 
 def list_hash_problems(folder: Path, files: Sequence[StoredFile]) -> list[Problem]:
-    """Name the files whose bytes are not those that were written. Reads all content, some files at a time.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Name the files whose bytes are not those that were written. Reads all content, some files at a time."""
     if not files:
         return []
     with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:

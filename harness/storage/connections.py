@@ -33,12 +33,7 @@ _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "MSC_", TIMEOUT_NAME)
 
 
 def connect(place: ObjectPath) -> Any:
-    """Return the client of a place's bucket: a store of `obstore`, or `MscStore`.
-
-    Raises:
-        ConfigError: settings are missing or malformed, or a package is not installed.
-        OSError: the region of the bucket cannot be found out.
-    """
+    """Return the client of a place's bucket: a store of `obstore`, or `MscStore`."""
     timeout_s()
     settings = tuple(sorted(one for one in os.environ.items() if one[0].startswith(_PREFIXES)))
     return _connect(os.getpid(), place.scheme, place.bucket, settings)
@@ -57,9 +52,8 @@ def _connect(pid: int, scheme: str, bucket: str, settings: tuple[tuple[str, str]
     container, _, host = bucket.partition("@")
     account = host.partition(".")[0] or os.environ.get("AZURE_STORAGE_ACCOUNT", "")
     if not account:
-        what = f"no storage account for the container {container}"
         fix = "set AZURE_STORAGE_ACCOUNT, or write abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY"
-        raise ConfigError(what, where=f"{scheme}://{bucket}", fix=fix)
+        raise ConfigError(f"no storage account for the container {container}", where=f"{scheme}://{bucket}", fix=fix)
     given: dict[str, Any] = {"account_key": os.environ.get("AZURE_STORAGE_KEY")}
     known = ("KEY", "SAS_TOKEN", "ACCOUNT_KEY", "CLIENT_ID", "FEDERATED_TOKEN_FILE", "TOKEN")
     if not any(os.environ.get(f"AZURE_{kind}{name}") for kind in ("", "STORAGE_") for name in known):
@@ -74,8 +68,7 @@ def _connect_s3(store: Any, bucket: str) -> Any:
     endpoint, region = s3_endpoint(), os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if "@" in endpoint:
         what = "credentials do not belong in AWS_ENDPOINT_URL"
-        fix = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        raise ConfigError(what, where="environment", fix=fix)
+        raise ConfigError(what, where="environment", fix="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     given: dict[str, Any] = {}
     if _has_aws_files():
         session = _load_boto3().session.Session()

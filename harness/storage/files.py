@@ -169,8 +169,7 @@ class Marker:
         self._descriptor = descriptor
         left = _marker_body(os.pread(descriptor, _MARKER_BYTES, 0))
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-        self._owner = json.dumps(owner).encode() + b"\n"
+        self._owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode() + b"\n"
         with suppress(OSError):  # a full disk loses the name of the owner, and nothing else
             self._replace(self._owner + left + b"\n")
         return left

@@ -130,9 +130,8 @@ class LocalFolder(_Folder):
     def describe(self, names: Sequence[str]) -> tuple[StoredFile, ...]:
         """Return size and hash of files that were finished here."""
         # Hashed as the disk has them, not as they were written.
-        return tuple(
-            StoredFile(name, (self.place / name).stat().st_size, file_digest(self.place / name)) for name in names
-        )
+        paths = ((name, self.place / name) for name in names)
+        return tuple(StoredFile(name, path.stat().st_size, file_digest(path)) for name, path in paths)
 
     def remove(self, name: str, keep: Collection[str] = ()) -> None:
         """Remove a file, or a folder with its content, except the files to keep."""
@@ -288,11 +287,7 @@ class BucketMarker:
     _acquired: bool = False
 
     def acquire(self) -> bytes:
-        """Take the lease, create the object, and return what an interrupted writer left in it.
-
-        Raises:
-            FormatError: another process writes to the prefix.
-        """
+        """Take the lease, create the object, and return what an interrupted writer left in it."""
         folder = self.folder
         if folder.place.scheme != "msc":
             self._lease = Lease(ClaimStore(folder.place), _LEASE_NAME)

@@ -66,16 +66,14 @@ def bus_error_at(address: int) -> FormatError:
         begin, end = (int(part, 16) for part in span.split("-"))
         if begin <= address < end and name:
             return _of_file(name[0], int(inode), int(offset, 16) + address - begin)
-    return FormatError(
-        "a memory page cannot be read", where=f"address {address:#x} of process {os.getpid()}", fix="see dmesg"
-    )
+    where = f"address {address:#x} of process {os.getpid()}"
+    return FormatError("a memory page cannot be read", where=where, fix="see dmesg")
 
 
 def _of_file(name: str, inode: int, position: int) -> FormatError:
     if name.startswith(_SHM):
         what = "a page of shared memory cannot be used: /dev/shm is full, or another process removed the file"
-        fix = "free space in /dev/shm; for a container, increase --shm-size"
-        return FormatError(what, where=name, fix=fix)
+        return FormatError(what, where=name, fix="free space in /dev/shm; for a container, increase --shm-size")
     try:
         found = os.stat(name)  # noqa: PTH116 - nothing that can fail in a new way
         size = found.st_size if found.st_ino == inode else None

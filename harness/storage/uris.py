@@ -42,9 +42,8 @@ class ObjectPath:
         scheme, bucket, key = match.groups() if match is not None else ("", "", "")
         if scheme not in SCHEMES:
             known = ", ".join(f"{name}://" for name in SCHEMES)
-            raise ConfigError(
-                f"no object storage with the scheme {scheme[:20]!r}", where=uri, fix=f"use one of {known}"
-            )
+            what = f"no object storage with the scheme {scheme[:20]!r}"
+            raise ConfigError(what, where=uri, fix=f"use one of {known}")
         if re.search(r"\?[\w.-]+=", uri) or (("@" in bucket) if scheme in ("s3", "gs") else (":" in bucket)):
             # Before an @ even text without a colon could be a key.
             where = re.sub(r"://[^/@]*@", "://***@", uri)
@@ -73,17 +72,12 @@ Place = Path | ObjectPath
 
 
 def relative_path(place: Place, base: Place) -> str:
-    """Return the path of a place from a folder: relative if both can be moved together, else the whole URI.
-
-    Raises:
-        ConfigError: the place is on a disk, and the folder in object storage.
-    """
+    """Return the path of a place from a folder: relative if both can be moved together, else the whole URI."""
     if isinstance(place, Path) and isinstance(base, Path):
         return Path(os.path.relpath(place.resolve(), base.resolve())).as_posix()
     if isinstance(place, Path):
-        raise ConfigError(
-            "data in object storage cannot refer to data on a disk", where=str(place), fix=f"copy it to {base}"
-        )
+        what = "data in object storage cannot refer to data on a disk"
+        raise ConfigError(what, where=str(place), fix=f"copy it to {base}")
     if isinstance(base, Path) or (place.scheme, place.bucket) != (base.scheme, base.bucket):
         return str(place)
     return posixpath.relpath(f"/{place.key}", f"/{base.key}")

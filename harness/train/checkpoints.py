@@ -63,11 +63,8 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 def unreadable(path: Path, error: OSError) -> UnreadableError:
     """Return the error for a checkpoint of which the system refuses to read a file."""
     file = Path(str(error.filename or RUN_FILE)).name
-    return UnreadableError(
-        f"the checkpoint's {file} cannot be read: {error.strerror or error} (on {socket.gethostname()})",
-        where=str(path),
-        fix=f"check that file system; {CHECKPOINT_FIX}",
-    )
+    what = f"the checkpoint's {file} cannot be read: {error.strerror or error} (on {socket.gethostname()})"
+    return UnreadableError(what, where=str(path), fix=f"check that file system; {CHECKPOINT_FIX}")
 
 
 def write_run_file(

@@ -56,11 +56,9 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
         if resume == "false" or (resume == "auto" and not resumable):
             return Path(runs) / f"{name}-{max(numbered, default=0) + 1:03d}"
         if not resumable:
-            raise ConfigError(
-                f"there is no run named {name} with a complete checkpoint to resume",
-                where=str(Path(runs) / f"{name}-*"),
-                fix="resume=auto starts a new one; run_dir=FOLDER selects another",
-            )
+            what = f"there is no run named {name} with a complete checkpoint to resume"
+            fix = "resume=auto starts a new one; run_dir=FOLDER selects another"
+            raise ConfigError(what, where=str(Path(runs) / f"{name}-*"), fix=fix)
         _refuse_if_running(numbered[max(resumable)])
         return numbered[max(resumable)]
     folder = Path(run_dir)
@@ -94,11 +92,7 @@ _REMOVED = ("local_checkpoints", "local_checkpoint_interval")
 
 
 def check_settings(values: Any) -> dict[str, Any]:
-    """Return a run's settings, a mapping of plain values, with the defaults of those that its version did not have.
-
-    Raises:
-        ValueError: a section is missing, or they are no settings of this version.
-    """
+    """Return a run's settings, a mapping of plain values, with the defaults of those that its version did not have."""
     missing = [name for name in _SECTIONS if not isinstance(values, dict) or name not in values]
     if missing:
         raise ValueError(f"have no {', '.join(missing)}")
@@ -123,9 +117,6 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[I
 
     Yield the identity of the attempt. If the settings of an earlier part differ, they are kept as
     `config.before-N.yaml`.
-
-    Raises:
-        ConfigError: another run has just taken the folder, or is still writing to it.
     """
     if not resumes and folder.is_dir() and any(folder.iterdir()):
         _refuse_if_running(folder)

@@ -230,8 +230,7 @@ class _Loop:
                 fix="lower optimizer.lr or lengthen optimizer.warmup_steps; earlier checkpoints are not affected",
             )
         (waited, data_s), (computed, compute_s) = self._read_s, self._time()
-        is_validated = is_due(number, self.config.eval_interval, self.config.last_step)
-        evaluations = self._evaluate(number) if is_validated else {}
+        evaluations = self._evaluate(number) if is_due(number, self.config.eval_interval, self.config.last_step) else {}
         own = evaluations.get(OWN_VALIDATION)
         took = waited + computed
         initial, self._initial = self._initial, {}

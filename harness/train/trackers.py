@@ -44,11 +44,9 @@ def check_trackers(names: Sequence[str]) -> None:
         spec = find_spec(name)
         # A folder of that name, which wandb makes where it runs, has a spec too, but no origin.
         if spec is None or spec.origin is None:
-            raise ConfigError(
-                f"the package {name} is not installed",
-                where=f"trainer.trackers, {sys.executable}",
-                fix=f"pip install 'megatron-sft-harness[{name}]', or remove {name} from trainer.trackers",
-            )
+            what = f"the package {name} is not installed"
+            fix = f"pip install 'megatron-sft-harness[{name}]', or remove {name} from trainer.trackers"
+            raise ConfigError(what, where=f"trainer.trackers, {sys.executable}", fix=fix)
 
 
 def curves_of(line: Mapping[str, Any]) -> list[tuple[int, dict[str, float]]]:
@@ -111,9 +109,8 @@ class EventFile:
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         """Append the values of a step by the names of their curves."""
-        summary = self._summary(
-            value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        )
+        points = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        summary = self._summary(value=points)
         self._write(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
@@ -263,8 +260,7 @@ class Tracker:
         try:
             (self._folder / self._name).mkdir(exist_ok=True)
             sent = SentState(self._folder / self._name)
-            settings = yaml.safe_load((self._folder / "config.yaml").read_text())
-            service = _OPEN[self._name](self._folder, sent, settings)
+            service = _OPEN[self._name](self._folder, sent, yaml.safe_load((self._folder / "config.yaml").read_text()))
             while not isinstance(steps := self._waiting.get(), str):
                 if new := [(step, values) for step, values in steps if step > sent.step]:
                     service.send(new)

@@ -139,8 +139,7 @@ def _step_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
     path, digests_path = folder / METRICS_FILE, folder / DIGESTS_FILE
     metrics, problems = _read_steps(path, parse_metrics, "metrics")
     digests, damaged = _read_steps(digests_path, from_json, "digests")
-    parse_answer = partial(from_plain, _Answer, lenient=True)
-    answers, others = _read_steps(folder / SAMPLES_FILE, parse_answer, "sample answers")
+    answers, others = _read_steps(folder / SAMPLES_FILE, partial(from_plain, _Answer, lenient=True), "sample answers")
     yield from (*problems, *damaged, *others)
     if not path.is_file():
         yield Problem("the run's metrics are missing", str(path))

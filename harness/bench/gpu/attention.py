@@ -151,9 +151,8 @@ def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch,
     _make_plain(chunks)
     plain = run_once(chunks, row, device)
     # The reference has the same weights, in float32.
-    exact = build_model(
-        replace(model, dtype="float32", fp8="off"), ParallelConfig(), vocab_size=_VOCABULARY, device=device
-    )
+    whole = replace(model, dtype="float32", fp8="off")
+    exact = build_model(whole, ParallelConfig(), vocab_size=_VOCABULARY, device=device)
     with torch.no_grad():
         for weight, rounded in zip(exact[0].parameters(), chunks[0].parameters(), strict=True):
             weight.copy_(rounded)

@@ -90,8 +90,7 @@ def _compare(
             continue
         differs = max(abs(loss / other - 1) for loss, other in zip(losses, whole, strict=True))
         title = f"{job.world_size} ranks, {name}"
-        nearness = _NEARNESS[model.dtype]
-        report.add(Figure(f"{title}: losses differ from one rank's", differs, "", at_most=nearness))
+        report.add(Figure(f"{title}: losses differ from one rank's", differs, "", at_most=_NEARNESS[model.dtype]))
         if (not parallel.static_rows or parallel.pipeline_parallel_size > 1) and not has_experts:
             parallel_state.destroy_model_parallel()
             findings = IsolationCheck.of_job(SftConfig(model=model, parallel=parallel), job).run()

@@ -183,8 +183,7 @@ def _join(machine: Mapping[str, Any], results: Mapping[str, dict[str, Any]], lef
         made = read_figures(result["report"])
         report.notes += [f"{name}: {note}" for note in made.notes]
         for figure in made.figures:
-            of = tuple(f"{name}: {one}" for one in figure.of)
-            report.add(replace(figure, name=f"{name}: {figure.name}", of=of))
+            report.add(replace(figure, name=f"{name}: {figure.name}", of=tuple(f"{name}: {one}" for one in figure.of)))
     report.notes += [f"{name} was not begun within total_limit_s: call again to continue" for name in left]
     return report
 

@@ -117,9 +117,8 @@ def measure_packed(sizes: Sizes, workspace: Workspace, shape: str) -> BenchRepor
         }
         name = "MFU of packed chats over dense ones of the same tokens and attention"
         report.run(Case(name, sides, sizes.rounds, "", at_least=sizes.aim(_LEAST_OF_DENSE)))
-        report.add_ratio(
-            "MFU of packed chats over one dense sequence", "MFU, packed chats", "MFU, one dense sequence of the row"
-        )
+        title = "MFU of packed chats over one dense sequence"
+        report.add_ratio(title, "MFU, packed chats", "MFU, one dense sequence of the row")
         planned = plan_memory(model, parallel, vocab_size=vocabulary, dp_size=1, max_tokens_per_rank=tokens).total
         add_memory(report, job.device, planned)
     report.notes += [

@@ -125,11 +125,8 @@ def import_dataset(
 
 
 def _ours(source: str | PathLike[str]) -> FormatError:
-    return FormatError(
-        "this dataset was written by the harness, not by another tool",
-        where=str(source),
-        fix="use it directly; to change its format, run `harness convert SRC DST FORMAT`",
-    )
+    fix = "use it directly; to change its format, run `harness convert SRC DST FORMAT`"
+    return FormatError("this dataset was written by the harness, not by another tool", where=str(source), fix=fix)
 
 
 def _read_megatron_bridge(source: str, _split: str) -> ForeignPacks:
@@ -188,11 +185,8 @@ def _read_bridge_rows(prefix: Path) -> ForeignPacks:
 
 def _read_swift(source: str, _split: str) -> ForeignPacks:
     if (Path(source) / "state.json").is_file():
-        raise FormatError(
-            "a cached dataset of ms-swift stores chats, which it renders and packs during training, not packs",
-            where=source,
-            fix="pack the chats: harness prepare source.path=CACHE data.path=DIR",
-        )
+        what = "a cached dataset of ms-swift stores chats, which it renders and packs during training, not packs"
+        raise FormatError(what, where=source, fix="pack the chats: harness prepare source.path=CACHE data.path=DIR")
     return _read_jsonl(source, pack_of_swift)
 
 
@@ -258,8 +252,7 @@ def pack_of_bridge_row(words: Int32Array) -> Pack:
         raise FormatError(f"claims {num_starts:,} sequences in {words.shape[0]:,} words")
     tokens = words[begin:].view(np.uint32)
     mask = (tokens >> np.uint32(31)).astype(np.uint8)
-    ids = (tokens & np.uint32(0x7FFFFFFF)).astype(np.int32)
-    pack = Pack(ids, mask, words[_ROW_HEAD:begin].astype(np.int32))
+    pack = Pack((tokens & np.uint32(0x7FFFFFFF)).astype(np.int32), mask, words[_ROW_HEAD:begin].astype(np.int32))
     problem = pack.problem()
     if problem is not None:
         raise FormatError(problem)
@@ -272,9 +265,8 @@ def pack_of_swift(fields: dict[str, Any], counts: Counter[str]) -> Pack:
     # As Python numbers: a sum of huge lengths wraps around in int64.
     real = sum(lengths.tolist())
     if lengths.shape[0] == 0 or (lengths <= 0).any() or real > ids.shape[0] or labels.shape != ids.shape:
-        raise FormatError(
-            f"has {ids.shape[0]:,} input_ids, {labels.shape[0]:,} labels and lengths that sum to {real:,}"
-        )
+        what = f"has {ids.shape[0]:,} input_ids, {labels.shape[0]:,} labels and lengths that sum to {real:,}"
+        raise FormatError(what)
     counts[REMOVED_PADDING] += ids.shape[0] - real
     pack, firsts = pack_of_labels(ids[:real], labels[:real], np.cumsum(lengths) - lengths)
     counts[CLEARED_FIRST] += int(np.count_nonzero(firsts))

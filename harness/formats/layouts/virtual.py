@@ -125,8 +125,7 @@ class SequenceShardWriter(ShardWriter[NpyStream]):
         ids, mask, offsets, checksums, packs = self._files
         ids.write(pack.input_ids)
         mask.write(pack.loss_mask)
-        ends = np.append(pack.seq_start_id[1:], len(pack)).astype(np.int64)
-        offsets.write(ends + self._num_tokens)
+        offsets.write(np.append(pack.seq_start_id[1:], len(pack)).astype(np.int64) + self._num_tokens)
         digests = [sequence_digest(sequence.input_ids, sequence.loss_mask) for sequence in pack.sequences()]
         checksums.write(np.array(digests, np.uint64))
         self._num_tokens += len(pack)
@@ -158,11 +157,7 @@ class SequenceStore:
 
 
 def open_store(path: str | os.PathLike[str]) -> SequenceStore:
-    """Open the store at a path or URI, or the store of the plan there.
-
-    Raises:
-        FormatError: there is none, or it is incomplete or damaged.
-    """
+    """Open the store at a path or URI, or the store of the plan there."""
     folder = open_folder(path)
     manifest = load_manifest(folder)
     is_there = not isinstance(folder, LocalFolder) or folder.place.is_dir()
@@ -171,8 +166,7 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
     if manifest is None or manifest.format != NAME:
         kind = "not a dataset" if manifest is None else f"a dataset of format {manifest.format}"
         what = f"{kind}, expected a sequence store"
-        fix = f"create one from a dataset: harness convert {path} STORE {NAME}"
-        raise FormatError(what, where=str(path), fix=fix)
+        raise FormatError(what, where=str(path), fix=f"create one from a dataset: harness convert {path} STORE {NAME}")
     name = f"{manifest.shards[0].path}/{PLAN}"
     text = folder.read(name, _MAX_PLAN_BYTES)
     if text is not None:
@@ -199,21 +193,14 @@ class _Plan:
     def find_store(self, folder: Folder) -> Folder:
         """Return the store of a plan in a dataset's folder; raises FormatError if it is missing or has changed."""
         store = open_folder(str(resolve_path(folder.place, self.store)))
-        with os_errors_as(
-            FormatError,
-            "the plan's sequence store cannot be read",
-            where=store.where(),
-            fix=f"restore the store at {self.store}, relative to the plan, or plan again: "
-            f"harness repack STORE {folder.where()}",
-        ):
+        fix = f"restore the store at {self.store}, relative to the plan, or plan again: "
+        fix += f"harness repack STORE {folder.where()}"
+        with os_errors_as(FormatError, "the plan's sequence store cannot be read", where=store.where(), fix=fix):
             digest = store.digest(MANIFEST_NAME)
         if digest != self.manifest_xxh3:
-            raise FormatError(
-                "this is not the sequence store of the plan",
-                where=store.where(),
-                fix="restore the store of the plan, or plan this one again: "
-                f"harness repack {store.where()} {folder.where()} --overwrite",
-            )
+            fix = "restore the store of the plan, or plan this one again: "
+            fix += f"harness repack {store.where()} {folder.where()} --overwrite"
+            raise FormatError("this is not the sequence store of the plan", where=store.where(), fix=fix)
         return store
 
 
@@ -222,18 +209,13 @@ def _parse_plan(text: bytes, where: str) -> _Plan:
 
 
 class PlanShard(ShardReader):
-    """An open plan and its store.
-
-    Args:
-        folder: of the dataset, from which the plan names its store; None for that of the files.
-    """
+    """An open plan and its store."""
 
     def __init__(self, path: Path, folder: Folder | None = None) -> None:
         self._path = path
         self._folder = LocalFolder(path.parent) if folder is None else folder
-        with os_errors_as(
-            FormatError, "the plan cannot be read", where=path / PLAN, fix="check permissions and mounts"
-        ):
+        fix = "check permissions and mounts"
+        with os_errors_as(FormatError, "the plan cannot be read", where=path / PLAN, fix=fix):
             text = (path / PLAN).read_bytes()
         plan = self._plan = _parse_plan(text, str(path / PLAN))
         self._store = plan.find_store(self._folder)
@@ -261,15 +243,13 @@ class PlanShard(ShardReader):
             ids.append(sequence)
             masks.append(mask)
         lengths = np.fromiter(map(len, ids), np.int32, len(ids))
-        starts = np.cumsum(lengths, dtype=np.int32) - lengths
-        return make_pack(np.concatenate(ids), np.concatenate(masks), starts)
+        return make_pack(np.concatenate(ids), np.concatenate(masks), np.cumsum(lengths, dtype=np.int32) - lengths)
 
     def media_place(self, place: Place, shard: int) -> Place:
         if shard >= len(self._shards):
             what = f"the plan refers to media of shard {shard:,} of {len(self._shards):,}"
             raise FormatError(what, where=str(place), fix=_PLAN_AGAIN)
-        store = self._open.get(shard, self._open_shard)
-        return store.media_place(self._store.place / self._shards[shard][0], shard)
+        return self._open.get(shard, self._open_shard).media_place(self._store.place / self._shards[shard][0], shard)
 
     def contents(self) -> ShardContents:
         raise FormatError("a plan cannot be opened without its manifest", where=str(self._path), fix=_PLAN_AGAIN)
@@ -320,10 +300,6 @@ def write_plan(
             there; a plan on a disk may have one.
         pack_offsets, sequence_ids: as in a PackPlan; each sequence of the store once.
         pack_size: tokens that no pack exceeds.
-
-    Raises:
-        ConfigError: the plan does not fit this store, or cannot refer to it.
-        FormatError: the destination is in use, holds something else or cannot be written.
     """
     folder, home = open_folder(path), store.folder.place
     if isinstance(home, Path) and not isinstance(folder.place, Path):

@@ -158,11 +158,9 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
     if args.padded_vocab_size and reader.manifest is not None:
         stored = reader.manifest.provenance.counts.get("vocab_size", 0)
         if stored > args.padded_vocab_size:
-            raise ConfigError(
-                f"the dataset's tokenizer has {stored:,} tokens, but the model has {args.padded_vocab_size:,}",
-                where=str(reader.path),
-                fix="start with the tokenizer of the dataset, or a sufficient --vocab-size",
-            )
+            what = f"the dataset's tokenizer has {stored:,} tokens, but the model has {args.padded_vocab_size:,}"
+            fix = "start with the tokenizer of the dataset, or a sufficient --vocab-size"
+            raise ConfigError(what, where=str(reader.path), fix=fix)
     if args.seq_length % layout.cp_size:
         what = f"--seq-length {args.seq_length} is not a multiple of --context-parallel-size {layout.cp_size}"
         raise ConfigError(what, where="the arguments of Megatron-LM", fix="choose a multiple")
@@ -175,9 +173,8 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
             layout=layout,
         )
     except ScheduleError as error:
-        raise ScheduleError(
-            error.what, where=f"--seq-length {args.seq_length}", fix="raise --seq-length, or prepare smaller packs"
-        ) from None
+        fix = "raise --seq-length, or prepare smaller packs"
+        raise ScheduleError(error.what, where=f"--seq-length {args.seq_length}", fix=fix) from None
     num_microbatches = config.global_batch_size // layout.dp_size
     # Stages of a pipeline exchange tensors of one size.
     is_fixed = args.pipeline_model_parallel_size > 1 and not getattr(args, "variable_seq_lengths", False)
@@ -186,11 +183,9 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
 
 def _only(paths: list[str] | None, flag: str) -> str:
     if not paths or len(paths) > 1:
-        raise ConfigError(
-            f"{flag} specifies {count_of(len(paths or []), 'dataset')}",
-            where="the arguments of Megatron-LM",
-            fix=f"specify one dataset with {flag}, or pass an open one to datasets_provider",
-        )
+        what = f"{flag} specifies {count_of(len(paths or []), 'dataset')}"
+        fix = f"specify one dataset with {flag}, or pass an open one to datasets_provider"
+        raise ConfigError(what, where="the arguments of Megatron-LM", fix=fix)
     return str(paths[0])
 
 
@@ -210,10 +205,7 @@ def _position_after(loader: ExternalLoader, samples: int) -> dict[str, Any]:
     size, steps_per_epoch = loader.stream.config.global_batch_size, loader.stream.num_steps_per_epoch
     assert steps_per_epoch is not None
     if samples % size:
-        raise CheckpointError(
-            f"{samples:,} samples were consumed, which is not a multiple of the global batch size {size:,}",
-            where="the checkpoint",
-            fix="resume with the global batch size of the checkpoint",
-        )
+        what = f"{samples:,} samples were consumed, which is not a multiple of the global batch size {size:,}"
+        raise CheckpointError(what, where="the checkpoint", fix="resume with the global batch size of the checkpoint")
     epoch, step = divmod(samples // size, steps_per_epoch)
     return {**loader.stream.state_dict(), "epoch": epoch, "packs_consumed": step * size}

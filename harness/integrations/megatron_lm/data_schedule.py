@@ -131,11 +131,9 @@ class BasePackingScheduler:
             len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(self.dp_size)
         )
         if self.max_num_seqs is not None and most > self.max_num_seqs:
-            raise ScheduleError(
-                f"a row has {most:,} sequences, more than the maximum of {self.max_num_seqs:,}",
-                where="config.thd_max_packed_sequences",
-                fix=f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank",
-            )
+            what = f"a row has {most:,} sequences, more than the maximum of {self.max_num_seqs:,}"
+            fix = f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank"
+            raise ScheduleError(what, where="config.thd_max_packed_sequences", fix=fix)
         return [
             [
                 [numbers[index] for index in placed.row(microbatch, rank // self.cp_size).tolist()]
@@ -183,9 +181,8 @@ class BasePackingScheduler:
             # All at both ends of the pipeline, as in Megatron, and none between them.
             is_end = pp_group.rank() in (0, pp_group.size() - 1)
             fields = tuple(FIELDS) if is_end or getattr(config, "mtp_num_layers", None) else ()
-            kept = [
-                {name: sample[name] for name in (*fields, "original_seq_len", "padded_seq_len")} for sample in samples
-            ]
+            needed = (*fields, "original_seq_len", "padded_seq_len")
+            kept = [{name: sample[name] for name in needed} for sample in samples]
             mine = reroute_samples_to_dcp_ranks(
                 kept, ids, id_lengths, placed, offsets, dp_group, dp_cp_group=dp_cp_group
             )
@@ -284,11 +281,9 @@ def wrap_data_iterator(
     dp_cp_group, dp_group, tp_group, pp_group = _groups(pg_collection, "dp_cp", "dp", "tp", "pp")
     name, tokens = config.sequence_packing_scheduler, config.max_seqlen_per_dp_cp_rank
     if name not in scheduler_map:
-        raise ConfigError(
-            f"packing scheduler {name!r} does not exist",
-            where="config.sequence_packing_scheduler",
-            fix=f"choose one of {', '.join(scheduler_map)}: all rows have the same context-parallel size",
-        )
+        what = f"packing scheduler {name!r} does not exist"
+        fix = f"choose one of {', '.join(scheduler_map)}: all rows have the same context-parallel size"
+        raise ConfigError(what, where="config.sequence_packing_scheduler", fix=fix)
     if not tokens:
         what = f"config.max_seqlen_per_dp_cp_rank is {tokens}"
         raise ConfigError(what, where="config", fix="set it to the maximum number of tokens per rank in a microbatch")
@@ -371,12 +366,9 @@ def get_batch_on_this_rank_for_sequence_packing(
 
 def _check_call(refused: dict[str, Any], config: Any) -> None:
     for name in (name for name, value in refused.items() if value):
-        raise ConfigError(
-            f"{name} is not supported",
-            where=_PHASE_2,
-            fix="pass arguments after vp_stage by name, because their order differs between versions, and omit those "
-            "of newer ones: all rows have the same context-parallel size, and the tuple is returned",
-        )
+        fix = "pass arguments after vp_stage by name, because their order differs between versions, and omit those "
+        fix += "of newer ones: all rows have the same context-parallel size, and the tuple is returned"
+        raise ConfigError(f"{name} is not supported", where=_PHASE_2, fix=fix)
     if config is not None:
         _check_config(config)
 
@@ -411,25 +403,17 @@ def _own_slice(
 ) -> dict[str, torch.Tensor]:
     """Return the bounds of the next row and this rank's slice of its fields and of its padding mask, [1, T / cp]."""
     if data_iterator is None:
-        raise LoaderError(
-            "the first tensor-parallel rank has no data iterator",
-            where=_PHASE_2,
-            fix="pass the result of wrap_data_iterator; with virtual pipeline stages, the entry of this stage",
-        )
+        fix = "pass the result of wrap_data_iterator; with virtual pipeline stages, the entry of this stage"
+        raise LoaderError("the first tensor-parallel rank has no data iterator", where=_PHASE_2, fix=fix)
     row = next(data_iterator, None)
     if row is None:
-        raise LoaderError(
-            "the iterator of this global batch is exhausted",
-            where=_PHASE_2,
-            fix="run as many microbatches as wrap_data_iterator returned, then call it again for the next global batch",
-        )
+        fix = "run as many microbatches as wrap_data_iterator returned, then call it again for the next global batch"
+        raise LoaderError("the iterator of this global batch is exhausted", where=_PHASE_2, fix=fix)
     needed = (*fields, *_BOUNDS, "max_seqlen")
     if missing := [name for name in needed if row.get(name) is None]:
-        raise LoaderError(
-            f"a row has no {', '.join(missing)}; it has {', '.join(row)}",
-            where="the data iterator",
-            fix="iterate over the result of wrap_data_iterator for this pipeline stage",
-        )
+        what = f"a row has no {', '.join(missing)}; it has {', '.join(row)}"
+        fix = "iterate over the result of wrap_data_iterator for this pipeline stage"
+        raise LoaderError(what, where="the data iterator", fix=fix)
     # Rows of another scheduler may have padding only at their end.
     real, padded = visible_bounds(*(row[name].cpu().reshape(-1) for name in _BOUNDS))
     values = {"cu_seqlens": torch.from_numpy(real).to(device), "cu_seqlens_padded": torch.from_numpy(padded).to(device)}
@@ -446,11 +430,9 @@ def _own_slice(
     for name, tensor in whole.items():
         value = tensor.reshape(-1).to(device, FIELDS.get(name, torch.bool))
         if value.shape[0] != total:
-            raise LoaderError(
-                f"a row has {value.shape[0]:,} {name}, and its sequences end at {total:,}",
-                where="the data iterator",
-                fix="the last cu_seqlens_padded of a row must be its length",
-            )
+            what = f"a row has {value.shape[0]:,} {name}, and its sequences end at {total:,}"
+            fix = "the last cu_seqlens_padded of a row must be its length"
+            raise LoaderError(what, where="the data iterator", fix=fix)
         values[name] = (value if keep is None else value.index_select(0, keep)).unsqueeze(0)
     values["max_seqlen"] = torch.as_tensor(row["max_seqlen"])
     return values
@@ -460,12 +442,10 @@ def _check_padding(id_lengths: Sequence[tuple[int, int]], pad_to_multiple: int) 
     wrong = [(number, length) for number, length in id_lengths if length % pad_to_multiple]
     if wrong:
         number, length = wrong[0]
-        raise LoaderError(
-            f"sample {number} of the global batch has a padded_seq_len of {length}, and {len(wrong):,} of "
-            f"{len(id_lengths):,} are like it; the layout needs multiples of {pad_to_multiple}",
-            where="the data iterator",
-            fix=f"pad samples to a multiple of {pad_to_multiple} (harness.thd.padding_multiple)",
-        )
+        what = f"sample {number} of the global batch has a padded_seq_len of {length}, and {len(wrong):,} of "
+        what += f"{len(id_lengths):,} are like it; the layout needs multiples of {pad_to_multiple}"
+        fix = f"pad samples to a multiple of {pad_to_multiple} (harness.thd.padding_multiple)"
+        raise LoaderError(what, where="the data iterator", fix=fix)
 
 
 def _check_config(config: Any) -> None:

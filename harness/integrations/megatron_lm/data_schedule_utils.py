@@ -90,11 +90,9 @@ def get_batch_and_global_seqlens(
         raise StopIteration
     if _ENDED in counts:
         ranks = torch.distributed.get_process_group_ranks(dp_group)
-        raise LoaderError(
-            f"the stream of rank {ranks[counts.index(_ENDED)]} has ended before those of other ranks",
-            where="the data iterator",
-            fix="provide the same number of microbatches on every data-parallel rank",
-        )
+        what = f"the stream of rank {ranks[counts.index(_ENDED)]} has ended before those of other ranks"
+        fix = "provide the same number of microbatches on every data-parallel rank"
+        raise LoaderError(what, where="the data iterator", fix=fix)
     mine = torch.zeros(max(counts), dtype=torch.int64, device=device)
     mine[: len(samples)] = torch.tensor([int(sample["padded_seq_len"]) for sample in samples], dtype=torch.int64)
     gathered = _all_gather(mine, dp_group).cpu()
@@ -112,11 +110,9 @@ def _read_samples(data_iterator: Iterator[Any], num_microbatches: int) -> list[S
     if not items:
         raise StopIteration
     if len(items) < num_microbatches:
-        raise LoaderError(
-            f"the stream ended after {len(items)} of {num_microbatches} microbatches of a global batch",
-            where="the data iterator",
-            fix="end the stream after a complete global batch, or pad it with samples without trained tokens",
-        )
+        what = f"the stream ended after {len(items)} of {num_microbatches} microbatches of a global batch"
+        fix = "end the stream after a complete global batch, or pad it with samples without trained tokens"
+        raise LoaderError(what, where="the data iterator", fix=fix)
     samples: list[Sample] = []
     for number, item in enumerate(items):
         for part in item if isinstance(item, (list, tuple)) else [item]:
@@ -139,12 +135,10 @@ def _checked(item: Any, where: str) -> Iterator[Sample]:
     }
     required = (*FIELDS, "padded_seq_len") if "padded_seq_len" in values else (*FIELDS, "cu_seqlens")
     if missing := [name for name in required if name not in values]:
-        raise LoaderError(
-            f"a sample has no {', '.join(missing)}; it has {', '.join(map(str, item)) or 'no entries'}",
-            where=where,
-            fix="a sample has tokens, labels, loss_mask, position_ids, original_seq_len and padded_seq_len, or "
-            "cu_seqlens for several concatenated sequences",
-        )
+        what = f"a sample has no {', '.join(missing)}; it has {', '.join(map(str, item)) or 'no entries'}"
+        fix = "a sample has tokens, labels, loss_mask, position_ids, original_seq_len and padded_seq_len, or "
+        fix += "cu_seqlens for several concatenated sequences"
+        raise LoaderError(what, where=where, fix=fix)
     data = {name: values[name].reshape(-1).to(dtype) for name, dtype in FIELDS.items()}
     sizes = {name: value.shape[0] for name, value in data.items()}
     if len(set(sizes.values())) > 1:
@@ -167,24 +161,19 @@ def _bounds(values: Sample, data: Sample, where: str) -> list[tuple[int, int, in
         real = values["cu_seqlens"].reshape(-1).tolist()
         padded = values.get("cu_seqlens_padded", values["cu_seqlens"]).reshape(-1).tolist()
         if len(real) != len(padded) or len(real) < 2 or real[0] != 0 or padded[0] != 0:
-            raise LoaderError(
-                f"cu_seqlens begin {real[:3]} with {len(real)} entries, cu_seqlens_padded {padded[:3]} with "
-                f"{len(padded)}",
-                where=where,
-                fix="both are cumulative lengths that start at 0, with one entry more than the number of sequences",
-            )
+            what = f"cu_seqlens begin {real[:3]} with {len(real)} entries, cu_seqlens_padded {padded[:3]} with "
+            what += f"{len(padded)}"
+            fix = "both are cumulative lengths that start at 0, with one entry more than the number of sequences"
+            raise LoaderError(what, where=where, fix=fix)
         spans = zip(padded[:-1], padded[1:], np.diff(real).tolist(), strict=True)
         found = [(start, stop, length) for start, stop, length in spans if stop != start]
     wrong = [span for span in found if not (0 <= span[0] < span[1] <= total and 0 < span[2] <= span[1] - span[0])]
     end = max((stop for _, stop, _ in found), default=0)
     if wrong or not found or bool(data["loss_mask"][end:].any()) or ("padded_seq_len" in values and end != total):
         what = f"from {wrong[0][0]} to {wrong[0][1]} with {wrong[0][2]} real tokens" if wrong else f"ending at {end}"
-        raise LoaderError(
-            f"a sample of {total:,} tokens has a sequence {what}",
-            where=where,
-            fix="bounds must increase from 0 to the number of tokens, and real lengths must not exceed padded ones; "
-            "trained tokens after the last sequence would be lost",
-        )
+        fix = "bounds must increase from 0 to the number of tokens, and real lengths must not exceed padded ones; "
+        fix += "trained tokens after the last sequence would be lost"
+        raise LoaderError(f"a sample of {total:,} tokens has a sequence {what}", where=where, fix=fix)
     return found
 
 

@@ -52,16 +52,12 @@ def parse_gpu_states(text: str) -> list[dict[str, Any]]:
     GPUs that share the memory of the node do not report how much of it is in use.
 
     Understands drivers from 390 (double bit errors of Volta) to 590. The action is empty before 560.
-
-    Raises:
-        HarnessError: it is not XML.
     """
     try:
         root = ElementTree.fromstring(text[: text.find(_END) + len(_END)] if _END in text else text)
     except ElementTree.ParseError as error:
-        raise HarnessError(
-            f"nvidia-smi -q -x is not XML: {error}: {text.strip()[:200]}", where="nvidia-smi", fix=_DRAIN
-        ) from None
+        what = f"nvidia-smi -q -x is not XML: {error}: {text.strip()[:200]}"
+        raise HarnessError(what, where="nvidia-smi", fix=_DRAIN) from None
     return [
         {
             "name": gpu.findtext("product_name", ""),
@@ -95,11 +91,8 @@ def _gpu_faults(gpu: ElementTree.Element) -> list[str]:
     if (action := _text_of(gpu, "gpu_recovery_action")) not in ("", "None") and not _NO_ANSWER.fullmatch(action):
         faults.append(f"the driver asks for recovery: {action}")
     for group in ("clocks_event_reasons/clocks_event_reason_", "clocks_throttle_reasons/clocks_throttle_reason_"):
-        faults += [
-            f"its clocks are lowered: {name.replace('_', ' ')}"
-            for name in _SLOWED
-            if _text_of(gpu, group + name) == "Active"
-        ]
+        active = [name.replace("_", " ") for name in _SLOWED if _text_of(gpu, group + name) == "Active"]
+        faults += [f"its clocks are lowered: {name}" for name in active]
     lanes, most = (
         _text_of(gpu, f"pci/pci_gpu_link_info/link_widths/{name}_link_width").removesuffix("x")
         for name in ("current", "max")
@@ -138,9 +131,8 @@ def read_gpus() -> dict[str, Any]:
         return {"gpus": [], "driver": "none"}
     printed, code = _output("nvidia-smi", "-q", "-x")
     if code not in (0, _WARNED) and _END not in printed:
-        raise HarnessError(
-            f"nvidia-smi -q -x ends with code {code}: {printed.strip()[:300]}", where="nvidia-smi", fix=_DRAIN
-        )
+        what = f"nvidia-smi -q -x ends with code {code}: {printed.strip()[:300]}"
+        raise HarnessError(what, where="nvidia-smi", fix=_DRAIN)
     notes = [line.strip() for line in printed.partition(_END)[2].splitlines() if line.strip()]
     gpus = parse_gpu_states(printed)
     faults = [f"GPU {number} ({gpu['bus']}): {fault}" for number, gpu in enumerate(gpus) for fault in gpu["faults"]]
@@ -237,11 +229,8 @@ def read_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
         (faults if is_in_full else down).append(message)
     faults += down if wanted and not rates else []
     if faults:
-        raise HarnessError(
-            "; ".join(faults),
-            where="/sys/class/infiniband, NCCL_IB_HCA",
-            fix="drain the node: a cable, an adapter or a switch port has failed; or correct cluster.env.NCCL_IB_HCA",
-        )
+        fix = "drain the node: a cable, an adapter or a switch port has failed; or correct cluster.env.NCCL_IB_HCA"
+        raise HarnessError("; ".join(faults), where="/sys/class/infiniband, NCCL_IB_HCA", fix=fix)
     return {"active ports": len(rates), "rates": ", ".join(sorted(set(rates)))} if rates else {}
 
 

@@ -135,11 +135,7 @@ def read_free_space(folder: Path) -> Facts:
 
 
 def share_folder(run_dir: Path, place: NodePlace, *, timeout_s: float) -> Facts:
-    """Write to the run's folder, and wait for the file that the first node writes there.
-
-    Raises:
-        HarnessError: the nodes do not share the folder, or it is not writable.
-    """
+    """Write to the run's folder, and wait for the file that the first node writes there."""
     token = run_dir / "logs" / "preflight.token"
     try:
         if place.number == 0:
@@ -153,11 +149,8 @@ def share_folder(run_dir: Path, place: NodePlace, *, timeout_s: float) -> Facts:
     except FileNotFoundError:
         raise _not_shared(run_dir, "it does not exist here") from None
     except OSError as error:
-        raise HarnessError(
-            f"the run's folder is not writable: {error.strerror}",
-            where=str(run_dir),
-            fix="set runs=FOLDER to a folder on a file system that every node can write to",
-        ) from None
+        fix = "set runs=FOLDER to a folder on a file system that every node can write to"
+        raise HarnessError(f"the run's folder is not writable: {error.strerror}", where=str(run_dir), fix=fix) from None
     deadline = time.monotonic() + timeout_s
     while not token.exists() or token.read_text() != place.attempt:
         if time.monotonic() > deadline:
@@ -167,12 +160,9 @@ def share_folder(run_dir: Path, place: NodePlace, *, timeout_s: float) -> Facts:
 
 
 def _not_shared(run_dir: Path, reason: str) -> HarnessError:
-    return HarnessError(
-        f"the run's folder is not shared: {reason}",
-        where=str(run_dir),
-        fix="set runs=FOLDER to a folder on a file system that all nodes mount (in a container: list it in "
-        "cluster.mounts)",
-    )
+    fix = "set runs=FOLDER to a folder on a file system that all nodes mount (in a container: list it in "
+    fix += "cluster.mounts)"
+    return HarnessError(f"the run's folder is not shared: {reason}", where=str(run_dir), fix=fix)
 
 
 def read_dataset(path: str) -> Facts:
@@ -187,12 +177,8 @@ def read_dataset(path: str) -> Facts:
 
 def read_weights(folder: Path) -> Facts:
     """Return the number of files of a model's folder, and their bytes."""
-    with os_errors_as(
-        HarnessError,
-        "cannot be read",
-        where=folder,
-        fix="mount it on every node (in a container: list it in cluster.mounts)",
-    ):
+    fix = "mount it on every node (in a container: list it in cluster.mounts)"
+    with os_errors_as(HarnessError, "cannot be read", where=folder, fix=fix):
         sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
     return {"files": len(sizes), "bytes": sum(sizes)}
 
@@ -220,11 +206,8 @@ def _copy(path: str, local_dir: Path, timeout_s: float) -> Facts:
     while not copied.done() and time.monotonic() - last < timeout_s:
         wait([copied], 0.2)
     if not copied.done():
-        raise HarnessError(
-            f"no byte came for {timeout_s:g} s",
-            where=path,
-            fix="the file system or the disk of the node hangs; or another job copies the same there",
-        )
+        fix = "the file system or the disk of the node hangs; or another job copies the same there"
+        raise HarnessError(f"no byte came for {timeout_s:g} s", where=path, fix=fix)
     made = copied.result()
     facts = {"files": len(made.files), "bytes": made.num_bytes, "xxh3": made.digest}
     return {**facts, "took_s": time.monotonic() - began, "new_bytes_s": made.new_bytes}
@@ -255,9 +238,6 @@ def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: fl
 
     Returns:
         `offset_s`, the seconds by which this node's clock is ahead of the first node's.
-
-    Raises:
-        HarnessError: the port is taken, or the address leads nowhere or to something else.
     """
     if place.number > 0:
         return _connect(address, port, place, timeout_s=timeout_s)
@@ -281,11 +261,9 @@ def check_own_name(num_nodes: int) -> Facts:
         addresses = set()
     if all(_is_loopback(address) for address in addresses):
         state = f"is {', '.join(sorted(addresses))}" if addresses else "has no address"
-        raise HarnessError(
-            f"the node's own name {own} {state}, which gloo would give to the other nodes",
-            where="/etc/hosts",
-            fix="set cluster.env.GLOO_SOCKET_IFNAME=INTERFACE, or correct /etc/hosts of the node",
-        )
+        what = f"the node's own name {own} {state}, which gloo would give to the other nodes"
+        fix = "set cluster.env.GLOO_SOCKET_IFNAME=INTERFACE, or correct /etc/hosts of the node"
+        raise HarnessError(what, where="/etc/hosts", fix=fix)
     return {}
 
 
@@ -295,11 +273,9 @@ def _listen(port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
-        raise HarnessError(
-            f"rank 0 cannot listen on port {port}: {error.strerror}",
-            where=socket.gethostname(),
-            fix="submit again: another process has taken the port since the job began",
-        ) from None
+        what = f"rank 0 cannot listen on port {port}: {error.strerror}"
+        fix = "submit again: another process has taken the port since the job began"
+        raise HarnessError(what, where=socket.gethostname(), fix=fix) from None
 
 
 def _serve(server: socket.socket, place: NodePlace, deadline: float) -> None:
@@ -335,9 +311,8 @@ def _connect(address: str, port: int, place: NodePlace, *, timeout_s: float) -> 
         raise HarnessError(f"MASTER_ADDR {address!r} does not resolve: {reason}", where=where, fix=fix) from None
     # Only names that are loopback everywhere: a node's own name may be so on that node alone (Debian's 127.0.1.1).
     if place.num_nodes > 1 and (address.partition(".")[0] == "localhost" or _is_loopback(address)):
-        raise HarnessError(
-            f"MASTER_ADDR {address} is the loopback of each node, not the first node", where=where, fix=fix
-        )
+        what = f"MASTER_ADDR {address} is the loopback of each node, not the first node"
+        raise HarnessError(what, where=where, fix=fix)
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -125,12 +125,10 @@ class _Sources:
             # With counts Megatron reads no header, and assumes a dtype.
             stored = HEADER.unpack_from(dataset.index.bin_buffer)[2]
             if self._config.counts() is not None and stored != DType.code_from_dtype(dataset.index.dtype):
-                raise FormatError(
-                    f"with per_dataset_sequences_path Megatron-Core reads {np.dtype(dataset.index.dtype).name} for "
-                    "this vocabulary, but the pair has another dtype",
-                    where=path + IDX,
-                    fix="set data.per_dataset_sequences_path=null, or write the pair again for model.vocab_size",
-                )
+                what = f"with per_dataset_sequences_path Megatron-Core reads {np.dtype(dataset.index.dtype).name} for "
+                what += "this vocabulary, but the pair has another dtype"
+                fix = "set data.per_dataset_sequences_path=null, or write the pair again for model.vocab_size"
+                raise FormatError(what, where=path + IDX, fix=fix)
             return dataset
         cache, chunk = config.object_storage_cache_path, self._config.object_storage_chunk_bytes
         storage = ObjectStorageConfig(path_to_idx_cache=cache, bin_chunk_nbytes=chunk)
@@ -243,8 +241,7 @@ def build_corpus(
         "epochs": [epochs_of(sources.built[source.path, Split.train]) for source in first],
     }
     facts = f"[{', '.join(sources.facts[source.path] for source in first)}]"
-    fingerprint = str(xxhash.xxh3_128(facts.encode()).hexdigest())
-    return Corpus(train, validation, test, fingerprint, json.dumps(order))
+    return Corpus(train, validation, test, str(xxhash.xxh3_128(facts.encode()).hexdigest()), json.dumps(order))
 
 
 def _megatron_config(config: CorpusConfig, seed: int, vocab_size: int, packs: dict[str, PackReader]) -> Any:
@@ -337,11 +334,7 @@ def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
 
 
 def find_packs(config: CorpusConfig) -> dict[str, PackReader]:
-    """Open the packed SFT datasets among the sources, by path.
-
-    Raises:
-        HarnessError: one is damaged, or its packs are longer than a sample.
-    """
+    """Open the packed SFT datasets among the sources, by path."""
     if config.fast_cache_load:  # each file access costs time, and packs have no index to build
         return {}
     packs = {}
@@ -351,11 +344,9 @@ def find_packs(config: CorpusConfig) -> dict[str, PackReader]:
         packs[source.path] = reader = open_train(source.path)[0]
         refuse_media(reader, "pretraining")
         if reader.pack_size - 1 > config.sequence_length:
-            raise ConfigError(
-                f"packs of up to {reader.pack_size:,} tokens are longer than a sample of {config.sequence_length:,}",
-                where=source.path,
-                fix=f"set data.sequence_length={reader.pack_size} or more, or prepare smaller packs",
-            )
+            what = f"packs of up to {reader.pack_size:,} tokens are longer than a sample of {config.sequence_length:,}"
+            fix = f"set data.sequence_length={reader.pack_size} or more, or prepare smaller packs"
+            raise ConfigError(what, where=source.path, fix=fix)
     return packs
 
 
@@ -389,12 +380,8 @@ def _check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
     for path in named if not config.fast_cache_load else ():
         if path not in remote:
             _check_pair(Path(path))
-    with os_errors_as(
-        ConfigError,
-        "built indices cannot be written",
-        where=Path(config.cache),
-        fix="set data.path_to_cache to a writable folder",
-    ):
+    fix = "set data.path_to_cache to a writable folder"
+    with os_errors_as(ConfigError, "built indices cannot be written", where=Path(config.cache), fix=fix):
         Path(config.cache).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=config.cache).close()
 
@@ -413,12 +400,9 @@ def _check_split(
         what = f"{indices.shape[0]:,} of {opened.sequence_lengths.shape[0]:,} documents with {tokens:,} tokens"
         enough = tokens > (sequence_length if num_samples is None else 0)
     if not enough:
-        raise ConfigError(
-            f"{split} gets {what} of a source, less than one sample",
-            where=path,
-            fix="give it a larger part of data.split, or none (\"data.split='100'\"), or its own sources in "
-            "data.blend_per_split",
-        )
+        fix = "give it a larger part of data.split, or none (\"data.split='100'\"), or its own sources in "
+        fix += "data.blend_per_split"
+        raise ConfigError(f"{split} gets {what} of a source, less than one sample", where=path, fix=fix)
 
 
 def _check_pair(prefix: Path) -> None:
@@ -433,11 +417,9 @@ def _check_pair(prefix: Path) -> None:
     size = with_suffix(prefix, BIN).stat().st_size
     if end > size:
         problems = verify_indexed(prefix)
-        raise FormatError(
-            problems[0].what if problems else f"the file has {size:,} bytes, but its index requires {end:,}",
-            where=str(with_suffix(prefix, BIN)),
-            fix="copy the pair again; `harness verify` checks all of it",
-        )
+        what = problems[0].what if problems else f"the file has {size:,} bytes, but its index requires {end:,}"
+        fix = "copy the pair again; `harness verify` checks all of it"
+        raise FormatError(what, where=str(with_suffix(prefix, BIN)), fix=fix)
 
 
 def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
@@ -447,8 +429,7 @@ def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
     in_s3 = [path for path in remote if path.startswith("s3://")]
     if in_s3 and find_spec("boto3") is None:
         fix = "pip install 'megatron-sft-harness[s3]'"
-        what = "Megatron-Core reads from S3 with boto3, which is not installed"
-        raise ConfigError(what, where=in_s3[0], fix=fix)
+        raise ConfigError("Megatron-Core reads from S3 with boto3, which is not installed", where=in_s3[0], fix=fix)
     for path in remote if not config.fast_cache_load else ():
         for suffix in (IDX, BIN):
             stamp_of(parse_place(path + suffix))

@@ -76,8 +76,7 @@ class LiveFeed(Feed):
         if state is not None:
             # Each rank checks the stream itself when it opens a chunk.
             started = replace(fresh, seed=state.seed, fingerprint=state.fingerprint)
-            resumed = state.resumed(started, num_packs=None, allow_other_data=allow_other_data)
-            state = replace(resumed, live=state.live)
+            state = replace(state.resumed(started, num_packs=None, allow_other_data=allow_other_data), live=state.live)
         self._marks = [folder.files.lock(CONSUMER_FILE) for folder in self._folders]
         self._marks_read = config.completed == "read"
         positions = positions_from_json(state.live if state is not None else "", count)
@@ -218,11 +217,9 @@ class LiveFeed(Feed):
 
 def _check_size(pack_size: int, max_tokens_per_row: int) -> None:
     if pack_size > max_tokens_per_row:
-        raise ConfigError(
-            f"packs of {pack_size:,} tokens do not fit the {max_tokens_per_row:,} of a row",
-            where="data.live.pack_size",
-            fix=f"set it to {max_tokens_per_row:,} or less, or increase schedule.max_tokens_per_rank",
-        )
+        what = f"packs of {pack_size:,} tokens do not fit the {max_tokens_per_row:,} of a row"
+        fix = f"set it to {max_tokens_per_row:,} or less, or increase schedule.max_tokens_per_rank"
+        raise ConfigError(what, where="data.live.pack_size", fix=fix)
 
 
 def _without_lost(folder: LiveFolder, position: LivePosition) -> LivePosition:
@@ -249,12 +246,9 @@ def _require_chunks(folder: LiveFolder, position: LivePosition) -> None:
     contents, end = folder.look(), folder.end()
     is_past = max((*contents.ready, *contents.completed), default=-1) > first or (end and end.chunks > first)
     if is_past and first not in contents.chunks:
-        raise LoaderError(
-            f"{chunk_name(first, '')} was deleted, but later chunks exist",
-            where=folder.where,
-            fix="it was trained: continue that run (run_dir=... resume=true), or write the chunks again to another "
-            "folder; a run that marks chunks when they are read continues with data.live.completed=read",
-        )
+        fix = "it was trained: continue that run (run_dir=... resume=true), or write the chunks again to another "
+        fix += "folder; a run that marks chunks when they are read continues with data.live.completed=read"
+        raise LoaderError(f"{chunk_name(first, '')} was deleted, but later chunks exist", where=folder.where, fix=fix)
 
 
 def _log(line: str) -> None:

@@ -26,12 +26,9 @@ from harness.thd import build_thd_batch, padded_lengths
 def missing_index(error: FileNotFoundError) -> LoaderError:
     """Return the error for an index that the fast options trust to exist."""
     path = Path(error.filename or "")
-    return LoaderError(
-        f"a built index is missing: {path.name}",
-        where=str(path.parent),
-        fix="to build it, train once with data.fast_cache_load=false and data.defer_npy_index_mmap=false and the same "
-        "other settings, including the number of samples (trainer.steps, data.num_samples)",
-    )
+    fix = "to build it, train once with data.fast_cache_load=false and data.defer_npy_index_mmap=false and the same "
+    fix += "other settings, including the number of samples (trainer.steps, data.num_samples)"
+    return LoaderError(f"a built index is missing: {path.name}", where=str(path.parent), fix=fix)
 
 
 class PackDataset(MegatronDataset):  # type: ignore[misc]
@@ -129,8 +126,7 @@ class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
         mine = lengths[documents].astype(np.int64)
         count, tokens = documents.shape[0], int(mine.sum())
         epochs = max(1, -(-((self.num_samples or 0) * size + 1) // tokens))
-        orders = [EpochOrder(self.order_config, count, epoch).packs(0, count) for epoch in range(epochs)]
-        order = np.concatenate(orders)
+        order = np.concatenate([EpochOrder(self.order_config, count, epoch).packs(0, count) for epoch in range(epochs)])
         # Token number at which each document ends. A sample has one token of the next one.
         ends = np.cumsum(mine[order])
         bounds = [(epoch * tokens - 1) // size if epoch else 0 for epoch in range(epochs + 1)]
@@ -241,12 +237,10 @@ class SampleReader:
         except FileNotFoundError as error:
             raise missing_index(error) from None
         except (ValueError, EOFError, IndexError) as error:
-            raise LoaderError(
-                f"sample {index} cannot be read: {type(error).__name__}: {error}",
-                where="the corpus",
-                fix="a built index is damaged, or the corpus changed while it was read: remove the folder of the "
-                "indices (data.path_to_cache) to build them again",
-            ) from error
+            what = f"sample {index} cannot be read: {type(error).__name__}: {error}"
+            fix = "a built index is damaged, or the corpus changed while it was read: remove the folder of the "
+            fix += "indices (data.path_to_cache) to build them again"
+            raise LoaderError(what, where="the corpus", fix=fix) from error
         sample = {name: np.asarray(entry[name]) for name in ("tokens", "labels", "loss_mask", "position_ids")}
         count = sample["tokens"].shape[0]
         wrong = [name for name, values in sample.items() if values.shape != (count,)]

@@ -82,11 +82,7 @@ def shared_kind(kind: type, fetch: Fetch | None) -> Any:
 
 
 class SharedIndices:
-    """The indices at a URI, and copies of those that this machine needs.
-
-    Raises:
-        ConfigError: the URI is malformed, or of object storage without conditional requests.
-    """
+    """The indices at a URI, and copies of those that this machine needs."""
 
     def __init__(self, uri: str) -> None:
         self._place = ObjectPath.parse(uri)
@@ -121,7 +117,6 @@ class SharedIndices:
             if names and names[-1].endswith(_DESCRIPTION):
                 for name in names:
                     if not (self.folder / name).is_file():
-                        blocks = read_blocks(remote.place / name, remote.find_size(name))
-                        write_atomically(self.folder / name, blocks)
+                        write_atomically(self.folder / name, read_blocks(remote.place / name, remote.find_size(name)))
 
         return fetch

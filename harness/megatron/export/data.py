@@ -22,16 +22,8 @@ from harness.storage import join_path
 
 # Beside these, the folder of a tokenizer may hold a whole model.
 _TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "preprocessor_config.json",
-    "processor_config.json",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt"),
+    *("*.model", "*.tiktoken", "preprocessor_config.json", "processor_config.json"),
 )
 _TEMPLATES = "additional_chat_templates"
 
@@ -67,10 +59,6 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     Args:
         state: of the loader, in the checkpoint: a dataset of another fingerprint is not the one that was trained.
         moved_to: where the run's data is now, in the order of its settings; empty for where it was.
-
-    Raises:
-        ConfigError: there is other data, or none, at `moved_to`.
-        MemoryError: memory ran out.
     """
     data = settings["data"]
     live = data.get("live") or {}
@@ -180,11 +168,7 @@ class SpecialTokens:
 
 
 def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> SpecialTokens | None:
-    """Write the tokenizer of the data with its chat template; None, with a reason in `found.missing`, if that fails.
-
-    Raises:
-        ConfigError: the data records an end token that the tokenizer does not have.
-    """
+    """Write the tokenizer of the data with its chat template; None, with a reason in `found.missing`, if that fails."""
     if not found.tokenizer:
         return None
     try:
@@ -196,8 +180,7 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
             if (source / _TEMPLATES).is_dir():
                 shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
         else:
-            config = TokenizerConfig(name=found.tokenizer, chat_template=found.template, mask="all")
-            ChatTokenizer(config).save(folder)
+            ChatTokenizer(TokenizerConfig(name=found.tokenizer, chat_template=found.template, mask="all")).save(folder)
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -219,9 +202,8 @@ def _special_tokens(tokenizer: Any, ends: set[int], vocab_size: int) -> SpecialT
     added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     # Not the placeholder tokens of media, for which an encoder has to give features.
     named = [id for id, text in sorted(added.items()) if re.search(r"(?i)^(?!.*(image|audio|video)).*pad", text)]
-    known = [
-        id for id in (tokenizer.pad_token_id, *named, tokenizer.unk_token_id) if id is not None and id < vocab_size
-    ]
+    ids = (tokenizer.pad_token_id, *named, tokenizer.unk_token_id)
+    known = [id for id in ids if id is not None and id < vocab_size]
     # A trainer that masks the padding must not mask the end of an answer too.
     pad = next((id for id in known if id not in ends), next(iter(known), min(ends, default=None)))
     used = {*ends, *(id for id in (pad, tokenizer.bos_token_id) if id is not None)}

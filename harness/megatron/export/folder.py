@@ -235,20 +235,16 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
         for error in passed_over:
             print_text(f"skipped: {error.what}\n  where: {error.where}", file=sys.stderr)
     if path is None:
-        raise CheckpointError(
-            "the run has no complete checkpoint", where=str(run / CHECKPOINTS), fix="train it for a few steps first"
-        )
+        what = "the run has no complete checkpoint"
+        raise CheckpointError(what, where=str(run / CHECKPOINTS), fix="train it for a few steps first")
     own = json.loads((path / RUN_FILE).read_text()).get("settings")
     try:
         # Older checkpoints have none of their own.
         return path, read_settings(config) if own is None else check_settings(own)
     except (OSError, ValueError) as error:
         reason = f"cannot be read: {error}" if isinstance(error, OSError) else str(error)
-    raise ConfigError(
-        f"the run's settings {reason}",
-        where=str(config if own is None else path / RUN_FILE),
-        fix="copy the run again, or export it with the version that wrote it; `harness verify RUN` lists all damage",
-    )
+    fix = "copy the run again, or export it with the version that wrote it; `harness verify RUN` lists all damage"
+    raise ConfigError(f"the run's settings {reason}", where=str(config if own is None else path / RUN_FILE), fix=fix)
 
 
 def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:
@@ -296,8 +292,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
         (folder / f"part-{number}").rename(folder / name)
     if len(files) > 1:
         weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / INDEX_FILE, index)
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return weights, total
 
 

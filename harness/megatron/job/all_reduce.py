@@ -64,9 +64,8 @@ def check_all_reduce(*, timeout_s: float) -> dict[str, Any]:
         ) from None
     if total != expected:
         fix = "replace the broken GPU or link: sums of the same numbers must agree"
-        raise HarnessError(
-            f"{backend} returned a sum of {total:g}, expected {expected:g}", where=socket.gethostname(), fix=fix
-        )
+        what = f"{backend} returned a sum of {total:g}, expected {expected:g}"
+        raise HarnessError(what, where=socket.gethostname(), fix=fix)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     nccl: Any = torch.cuda.nccl if is_gpu else None  # untyped

@@ -54,11 +54,9 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError(
-            "trainer.device is cuda, but PyTorch finds no GPU",
-            where=f"host {socket.gethostname()}, torch {torch.__version__}",
-            fix="trainer.device=auto, or start on a node with GPUs and a CUDA build of torch",
-        )
+        what = "trainer.device is cuda, but PyTorch finds no GPU"
+        fix = "trainer.device=auto, or start on a node with GPUs and a CUDA build of torch"
+        raise ConfigError(what, where=f"host {socket.gethostname()}, torch {torch.__version__}", fix=fix)
     local_rank = place_in_job("LOCAL_RANK")
     if local_rank >= torch.cuda.device_count():
         error = ConfigError(
@@ -105,11 +103,9 @@ def start(
     rank, world_size, local_rank = (place_in_job(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if world_size > 1 and missing:
-        raise ConfigError(
-            f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} is not set",
-            where="environment",
-            fix="start with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-        )
+        what = f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} is not set"
+        fix = "start with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        raise ConfigError(what, where="environment", fix=fix)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         # NCCL's flight recorder keeps so many collectives, which the watchdog writes into the run's folder on a hang.

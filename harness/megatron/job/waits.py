@@ -15,18 +15,8 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 # Where no work is returned, the exchange itself is on the compute stream.
 _EXCHANGES = (
-    "allreduce",
-    "allgather",
-    "_allgather_base",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "alltoall",
-    "alltoall_base",
-    "broadcast",
-    "send",
-    "recv",
-    "_end_coalescing",
+    *("allreduce", "allgather", "_allgather_base", "reduce", "reduce_scatter", "_reduce_scatter_base", "alltoall"),
+    *("alltoall_base", "broadcast", "send", "recv", "_end_coalescing"),
 )
 
 

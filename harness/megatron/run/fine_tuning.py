@@ -153,12 +153,10 @@ def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | 
         data.blend.check_lasts(steps * config.loader.global_batch_size)
     for reader in (data.train, data.validation, *data.evaluation.values()):
         if reader is not None and reader.pack_size > config.model.max_sequence_length:
-            raise ConfigError(
-                f"the dataset's pack_size {reader.pack_size:,} exceeds the model's max_sequence_length "
-                f"{config.model.max_sequence_length:,}",
-                where=str(reader.path),
-                fix="increase model.max_sequence_length, or prepare the data with a smaller data.pack_size",
-            )
+            what = f"the dataset's pack_size {reader.pack_size:,} exceeds the model's max_sequence_length "
+            what += f"{config.model.max_sequence_length:,}"
+            fix = "increase model.max_sequence_length, or prepare the data with a smaller data.pack_size"
+            raise ConfigError(what, where=str(reader.path), fix=fix)
     where = ", ".join(data.train.folders) if isinstance(data, LiveData) else data.train.path
     wanted, stored = config.model.vocab_size, data.vocab_size
     if pretrained is not None:
@@ -166,18 +164,14 @@ def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | 
         pretrained.check_data(vocab_size=stored, dataset_tokenizer=hash or "", where=where)
         return pretrained.vocab_size
     if wanted is None and isinstance(data, LiveData) and data.tokenizer is None:
-        raise ConfigError(
-            "no tokenizer is set, so conversations cannot be read and the vocabulary size is unknown",
-            where="data.live.tokenizer.name",
-            fix="set it to the tokenizer of the data: a folder, such as DIR/tokenizer of a prepared dataset, or a hub "
-            "id. For chunks of packs, set model.vocab_size to their tokenizer's vocabulary size instead",
-        )
+        what = "no tokenizer is set, so conversations cannot be read and the vocabulary size is unknown"
+        fix = "set it to the tokenizer of the data: a folder, such as DIR/tokenizer of a prepared dataset, or a hub "
+        fix += "id. For chunks of packs, set model.vocab_size to their tokenizer's vocabulary size instead"
+        raise ConfigError(what, where="data.live.tokenizer.name", fix=fix)
     if wanted is None and stored is None:
-        raise ConfigError(
-            "the vocabulary size is unknown: the dataset does not specify it",
-            where="model.vocab_size",
-            fix="set it to the vocabulary size of the dataset's tokenizer",
-        )
+        what = "the vocabulary size is unknown: the dataset does not specify it"
+        fix = "set it to the vocabulary size of the dataset's tokenizer"
+        raise ConfigError(what, where="model.vocab_size", fix=fix)
     if wanted is not None and stored is not None and wanted < stored:
         what = f"model.vocab_size is {wanted:,}, but the dataset's tokenizer has {stored:,} tokens"
         raise ConfigError(what, where=where, fix=f"set model.vocab_size to {stored} or more, or omit it")

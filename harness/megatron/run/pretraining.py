@@ -63,12 +63,9 @@ def _check_samples(config: PretrainConfig) -> None:
     }
     for name, samples in asked.items():
         if samples * _SAMPLE_BYTES > memory_bytes():
-            raise ConfigError(
-                f"{name} is {samples:,} samples, whose index requires {samples * _SAMPLE_BYTES / 1e9:,.0f} GB of "
-                f"memory, but this machine has {memory_bytes() / 1e9:,.0f} GB",
-                where=name,
-                fix="lower it, or use a machine with more memory",
-            )
+            what = f"{name} is {samples:,} samples, whose index requires {samples * _SAMPLE_BYTES / 1e9:,.0f} GB of "
+            what += f"memory, but this machine has {memory_bytes() / 1e9:,.0f} GB"
+            raise ConfigError(what, where=name, fix="lower it, or use a machine with more memory")
 
 
 def make_feeds(

@@ -180,9 +180,8 @@ def _route(model: ModelConfig, routing: Any, logits: torch.Tensor, *arguments: A
     tokens = torch.arange(logits.numel() // model.num_experts).view(-1, 1, 1)
     groups = tokens % blocks * top + torch.arange(top).view(1, -1, 1)
     experts = groups * size + (tokens // blocks * each + torch.arange(each)) % size
-    even = torch.zeros(len(tokens), model.num_experts).scatter_(1, experts.flatten(1), 1.0)
     # Other values, which autograd does not see.
-    logits.data.copy_(even.view_as(logits))
+    logits.data.copy_(torch.zeros(len(tokens), model.num_experts).scatter_(1, experts.flatten(1), 1.0).view_as(logits))
     return routing(logits, *arguments, **options)
 
 

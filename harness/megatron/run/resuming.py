@@ -59,8 +59,7 @@ def check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
     progress = read_progress(newest)
     # Settings that cannot be read are no reason to refuse; they are kept as config.before-N.yaml.
     with suppress(OSError, yaml.YAMLError, *MISREAD):
-        before = yaml.safe_load((folder / "config.yaml").read_text())["model"]
-        check_same_adapters(config.model, before, str(folder))
+        check_same_adapters(config.model, yaml.safe_load((folder / "config.yaml").read_text())["model"], str(folder))
     if progress.step > config.trainer.last_step:
         what = f"{progress.step} steps are complete, but trainer.steps is {config.trainer.steps}"
         raise ConfigError(what, where=str(newest), fix=f"trainer.steps={progress.step} or more, or start a new run")

@@ -34,10 +34,6 @@ def generate(
     """Extend each prompt by its most likely token again and again; every rank takes part and gets the answers.
 
     All prompts are one row, computed anew for each token: a few answers at an evaluation are not worth a cache.
-
-    Args:
-        prompts: token ids, at least one each.
-        ends: tokens that end an answer and are not part of it.
     """
     for chunk in step.chunks:
         chunk.eval()
@@ -101,11 +97,7 @@ Answering = tuple[ChatTokenizer, Sequence[int]]
 
 
 def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
-    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use.
-
-    Raises:
-        ConfigError: it is not on this machine, or prompts and answers are longer than the model's sequences.
-    """
+    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use."""
     tokenizer = data.tokenizer if isinstance(data, LiveData) else None
     if tokenizer is not None:
         ends = tokenizer.ends
@@ -116,25 +108,18 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
             with suppress(ConfigError):
                 name = str(find_tokenizer_folder(readers[0]))
         if not name:
-            raise ConfigError(
-                "sample prompts require the tokenizer of the data, but the data does not specify one",
-                where="trainer.sample_prompts",
-                fix="set data.tokenizer, or omit the prompts",
-            )
+            what = "sample prompts require the tokenizer of the data, but the data does not specify one"
+            raise ConfigError(what, where="trainer.sample_prompts", fix="set data.tokenizer, or omit the prompts")
         # A prompt has no mask: any rule that works with every template will do.
         tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
         masks = [reader.manifest.provenance.mask for reader in readers if reader.manifest is not None]
         ends = sorted({token for mask in masks or [{}] for token in tokenizer.ends_of(mask)})
-    longest = max(
-        len(tokenizer.prompt({"role": "user", "content": prompt})) for prompt in config.trainer.sample_prompts
-    )
+    questions = ({"role": "user", "content": prompt} for prompt in config.trainer.sample_prompts)
+    longest = max(len(tokenizer.prompt(question)) for question in questions)
     if longest + config.trainer.sample_tokens > config.model.max_sequence_length:
-        raise ConfigError(
-            f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "
-            f"model's max_sequence_length {config.model.max_sequence_length:,}",
-            where="trainer.sample_prompts, trainer.sample_tokens",
-            fix="shorten them",
-        )
+        what = f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "
+        what += f"model's max_sequence_length {config.model.max_sequence_length:,}"
+        raise ConfigError(what, where="trainer.sample_prompts, trainer.sample_tokens", fix="shorten them")
     return tokenizer, ends
 
 

@@ -160,12 +160,10 @@ def _check_memory(config: RunConfig, task: Task, layout: RankLayout, ranks: runt
     needed = (planned.total + planned.host) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     there = memory_bytes()
     if needed > there:
-        raise ConfigError(
-            f"weights, gradients and optimizer need {needed / 1e9:,.1f} GB of memory, but this machine has "
-            f"{there / 1e9:,.1f} GB",
-            where="model, model.vocab_size",
-            fix="use a smaller model or more machines; `harness plan` estimates the memory per rank",
-        )
+        what = f"weights, gradients and optimizer need {needed / 1e9:,.1f} GB of memory, but this machine has "
+        what += f"{there / 1e9:,.1f} GB"
+        fix = "use a smaller model or more machines; `harness plan` estimates the memory per rank"
+        raise ConfigError(what, where="model, model.vocab_size", fix=fix)
 
 
 class _Run(Hooks):
@@ -348,8 +346,5 @@ def _slurm_folder(config: RunConfig) -> Path | None:
 
 def _check_validations(config: RunConfig, validation: Mapping[str, Feed]) -> None:
     if config.trainer.early_stop and not (config.trainer.eval_interval and OWN_VALIDATION in validation):
-        raise ConfigError(
-            "early_stop requires validations before the last step",
-            where="trainer.early_stop",
-            fix="set trainer.eval_interval, and a validation set: data.validation_path, or a share in data.split",
-        )
+        fix = "set trainer.eval_interval, and a validation set: data.validation_path, or a share in data.split"
+        raise ConfigError("early_stop requires validations before the last step", where="trainer.early_stop", fix=fix)

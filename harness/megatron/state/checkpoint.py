@@ -175,11 +175,9 @@ def load_checkpoint(path: Path, step: MegatronStep) -> None:
         if unread is not None:
             what = f"the checkpoint cannot be read: {unread}"
             raise LoaderError(what, where=str(path), fix="check the file system of that node") from error
-        raise CheckpointError(
-            f"the checkpoint does not fit this run: {reason_of(error)}",
-            where=str(path),
-            fix="resume with the model settings of the run that wrote it (its config.yaml)",
-        ) from error
+        what = f"the checkpoint does not fit this run: {reason_of(error)}"
+        fix = "resume with the model settings of the run that wrote it (its config.yaml)"
+        raise CheckpointError(what, where=str(path), fix=fix) from error
     for name, model in _models(step).items():
         put_weights(model, state[name])
     parts = optimizer_state.parts_of(step.optimizer)
@@ -341,11 +339,8 @@ class CheckpointWriter:
         fix = "free disk space or select another disk with runs= or run_dir=; earlier checkpoints are not affected"
         if "process that writes it" in reason:
             fix = "check the system's log for the cause (usually out of memory), then continue with resume=true"
-        return CheckpointError(
-            f"the checkpoint of step {self._writing.step} cannot be written: {reason}",
-            where=str(self._unfinished),
-            fix=fix,
-        )
+        what = f"the checkpoint of step {self._writing.step} cannot be written: {reason}"
+        return CheckpointError(what, where=str(self._unfinished), fix=fix)
 
 
 def _reason(why: object) -> str:

@@ -37,14 +37,8 @@ _CLASSES = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.distributed.checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
@@ -116,9 +110,8 @@ def read_metadata(file: IO[bytes], where: Path) -> Metadata:
             raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
         for stored in metadata.storage_data.values():
             if Path(stored.relative_path).name != stored.relative_path:
-                raise pickle.UnpicklingError(
-                    f"it names {stored.relative_path!r}, which is not a file of the checkpoint"
-                )
+                what = f"it names {stored.relative_path!r}, which is not a file of the checkpoint"
+                raise pickle.UnpicklingError(what)
     except OSError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
@@ -193,12 +186,10 @@ def _check_common(path: Path) -> None:
         with file.open("rb") as common:
             _load(common, COMMON_FILE, path)
     elif compat.COMMON_VALUES_HAVE_A_FILE:
-        raise CheckpointError(
-            f"the checkpoint has no {COMMON_FILE}: megatron-core 0.17 and later store its values in a form that "
-            f"{compat.MEGATRON_VERSION} cannot read",
-            where=str(path),
-            fix="load it with the version of megatron_core in its run.json; every version loads checkpoints of 0.16",
-        )
+        what = f"the checkpoint has no {COMMON_FILE}: megatron-core 0.17 and later store its values in a form that "
+        what += f"{compat.MEGATRON_VERSION} cannot read"
+        fix = "load it with the version of megatron_core in its run.json; every version loads checkpoints of 0.16"
+        raise CheckpointError(what, where=str(path), fix=fix)
 
 
 def _load(file: IO[bytes], name: str, folder: Path) -> Any:

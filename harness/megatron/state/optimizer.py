@@ -138,11 +138,9 @@ def _pieces(sharded: Any) -> list[tuple[int, ShardedTensor]]:
     end = 0
     for at, piece in sorted(pieces, key=lambda one: one[0]):
         if at != end or not piece.data.is_contiguous():
-            raise CheckpointError(
-                f"the optimizer's state of {sharded.key} cannot be cut into the tensors of a checkpoint",
-                where="parallel.distributed_optimizer",
-                fix="set parallel.distributed_optimizer=false for this model",
-            )
+            what = f"the optimizer's state of {sharded.key} cannot be cut into the tensors of a checkpoint"
+            fix = "set parallel.distributed_optimizer=false for this model"
+            raise CheckpointError(what, where="parallel.distributed_optimizer", fix=fix)
         end += piece.data.numel()
     return pieces
 

@@ -115,9 +115,6 @@ class RowGraph:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise ConfigError(
-                f"the pass of a row cannot be captured: {str(error).splitlines()[0]}",
-                where="parallel.cuda_graphs",
-                fix="parallel.cuda_graphs=false",
-            ) from error
+            what = f"the pass of a row cannot be captured: {str(error).splitlines()[0]}"
+            raise ConfigError(what, where="parallel.cuda_graphs", fix="parallel.cuda_graphs=false") from error
         self._graph = graph

@@ -31,11 +31,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def publish(report: ParityReport, console: Console, folder: Path | None) -> None:
-    """Print the report, and write it with its pages to `folder`; None writes nothing.
-
-    Raises:
-        ConfigError: Jinja or Matplotlib is not installed, or the folder cannot be written to.
-    """
+    """Print the report, and write it with its pages to `folder`; None writes nothing."""
     console.print(one_line(report.title), soft_wrap=True)
     for group in group_cells(report):
         console.print(group.checks.to_terminal())
@@ -45,8 +41,7 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
             console.print(indented(f"{one_line(cell.name)}: {trouble}"), soft_wrap=True)
     compared = [cell for cell in report.cells if not cell.is_reference]
     same = sum(cell.status == "same" for cell in compared)
-    verdict = f"{same} of {len(compared)} compared cells are the same: {report.verdict.upper()}"
-    console.print(verdict, soft_wrap=True)
+    console.print(f"{same} of {len(compared)} compared cells are the same: {report.verdict.upper()}", soft_wrap=True)
     if folder is not None:
         _write_files({REPORT_FILE: to_json(report)}, folder)
         render_all(report, folder)
@@ -55,14 +50,12 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
 
 def render_all(report: ParityReport, folder: Path) -> None:
     """Write `report.html` and `junit.xml` to `folder`, made if missing."""
-    files = {JUNIT_FILE: render_junit(report), HTML_FILE: render_page(report)}
-    _write_files(files, folder)
+    _write_files({JUNIT_FILE: render_junit(report), HTML_FILE: render_page(report)}, folder)
 
 
 def _write_files(files: dict[str, str], folder: Path) -> None:
-    with os_errors_as(
-        ConfigError, "the report cannot be written", where=folder, fix="use another folder, such as out=DIR"
-    ):
+    fix = "use another folder, such as out=DIR"
+    with os_errors_as(ConfigError, "the report cannot be written", where=folder, fix=fix):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             # Names of runs and errors can hold halves of surrogate pairs, which UTF-8 has no bytes for.

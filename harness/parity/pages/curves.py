@@ -76,8 +76,7 @@ def _draw(
         axes.set_yscale("log")
         for tolerance in tolerances:
             axes.axhline(tolerance, color="#a8231b", linestyle="--", linewidth=1)
-    png = base64.b64encode(as_png(figure, axes)).decode()
-    return Chart(title, note, f"data:image/png;base64,{png}")
+    return Chart(title, note, f"data:image/png;base64,{base64.b64encode(as_png(figure, axes)).decode()}")
 
 
 def finite(value: float | None) -> float:

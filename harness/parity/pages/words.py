@@ -53,9 +53,8 @@ def trouble(cell: CellResult) -> str:
     if cell.status == "different" and cell.first_difference is not None:
         return cell.first_difference.message
     failed = [check.name for check in cell.checks if not check.passed]
-    return cell.reason or (
-        f"{', '.join(failed)} differ" if failed else f"{cell.status}, without a reason in the report"
-    )
+    found = f"{', '.join(failed)} differ" if failed else f"{cell.status}, without a reason in the report"
+    return cell.reason or found
 
 
 def places(difference: Difference) -> list[tuple[str, str]]:

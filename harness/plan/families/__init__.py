@@ -21,22 +21,8 @@ FAMILIES: dict[str, Family] = {
 _HYBRID = "layers with a recurrent state (Mamba, gated delta rule), which must not leak over packed conversations"
 # By `model_type`: what a model of that family needs that is not built.
 MISSING = {
-    **dict.fromkeys(
-        (
-            "bamba",
-            "falcon_h1",
-            "falcon_mamba",
-            "granitemoehybrid",
-            "jamba",
-            "lfm2",
-            "lfm2_moe",
-            "mamba",
-            "mamba2",
-            "zamba",
-            "zamba2",
-        ),
-        _HYBRID,
-    ),
+    **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2"), _HYBRID),
+    **dict.fromkeys(("lfm2_moe", "mamba", "mamba2", "zamba", "zamba2"), _HYBRID),
     "qwen2_vl": "the encoder of Qwen2-VL, which differs from that of qwen2_5_vl",
     "qwen2_5_omni": "its encoders, and positions in three dimensions of sounds",
     "qwen3_vl_moe": "stacked experts whose matrices are transposed (the dense models of qwen3_vl train)",

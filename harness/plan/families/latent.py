@@ -149,11 +149,8 @@ def _read_glm(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     require_rotated(values, _ROTATED, refuse)
     if not values.get("attention_bias", False):
         raise refuse("queries, keys and values without biases are not supported")
-    return {
-        "qk_norm": bool(values.get("use_qk_norm", False)),
-        **read_experts(values, refuse),
-        **read_router(values, refuse),
-    }
+    qk_norm = bool(values.get("use_qk_norm", False))
+    return {"qk_norm": qk_norm, **read_experts(values, refuse), **read_router(values, refuse)}
 
 
 def _write_glm(model: Any) -> dict[str, Any]:

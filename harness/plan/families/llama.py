@@ -76,8 +76,7 @@ def _read_olmoe(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
 
 
 def _write_olmoe(model: Any) -> dict[str, Any]:
-    own = {"attention_bias": False, "clip_qkv": None, "norm_topk_prob": model.router_normalize}
-    return own | write_softmax(model)
+    return {"attention_bias": False, "clip_qkv": None, "norm_topk_prob": model.router_normalize} | write_softmax(model)
 
 
 # One norm over the queries, and one over the keys, of all heads together.

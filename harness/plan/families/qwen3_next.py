@@ -60,15 +60,12 @@ def _read_experts(values: Mapping[str, Any], *, normalize: bool) -> dict[str, An
 
 def _write_experts(model: Any) -> dict[str, Any]:
     """Return their values of a config.json."""
-    return {
-        **write_softmax(model, inner="moe_intermediate_size"),
-        "shared_expert_intermediate_size": model.shared_ffn_hidden_size,
-    }
+    experts = write_softmax(model, inner="moe_intermediate_size")
+    return {**experts, "shared_expert_intermediate_size": model.shared_ffn_hidden_size}
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    normalize = bool(values.get("norm_topk_prob", True))
-    return _read_layers(values, refuse) | _read_experts(values, normalize=normalize)
+    return _read_layers(values, refuse) | _read_experts(values, normalize=bool(values.get("norm_topk_prob", True)))
 
 
 def _write(model: Any) -> dict[str, Any]:
@@ -102,10 +99,6 @@ QWEN3_NEXT = Family(
 )
 
 
-def _read_3_5(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    return _read_layers(values, refuse) | _read_experts(values, normalize=True)
-
-
 QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", **_LAYERS, read=_read_layers, write=_write_layers)
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
@@ -116,6 +109,6 @@ QWEN3_5_MOE = Family(
     # No layer has an MLP, and config.json no size of one.
     standard=lambda values: {"intermediate_size": values["moe_intermediate_size"], **values},
     unwritten=("intermediate_size",),
-    read=_read_3_5,
+    read=lambda values, refuse: _read_layers(values, refuse) | _read_experts(values, normalize=True),
     write=lambda model: _write_layers(model) | _write_experts(model),
 )

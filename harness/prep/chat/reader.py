@@ -112,8 +112,7 @@ class RecordReader:
         """
         try:
             if not isinstance(record, Mapping):
-                detail = f"a JSON {type(record).__name__}, expected an object"
-                raise BadRecordError(BadReason.NOT_AN_OBJECT, detail)
+                raise BadRecordError(BadReason.NOT_AN_OBJECT, f"a JSON {type(record).__name__}, expected an object")
             record = self._function.record_of(record) if self._is_function else unwrapped(record)
             record = self._rewritten(record)
             dropped = None
@@ -265,10 +264,8 @@ class RecordReader:
 
     def _mapped(self, detail: str) -> str:
         """Return which columns the fields in a message were read from."""
-        mapped = [
-            f"`{name}` is the column `{column}`" for name, column in self.columns.items() if f"`{name}`" in detail
-        ]
-        return f" ({', '.join(mapped)})" if mapped else ""
+        named = [(name, column) for name, column in self.columns.items() if f"`{name}`" in detail]
+        return f" ({', '.join(f'`{name}` is the column `{column}`' for name, column in named)})" if named else ""
 
 
 _READER = RecordReader()
@@ -322,9 +319,8 @@ def detect_schema(
     fields = ", ".join(name.encode(errors="replace").decode() for name in islice(names, 20))
     fix = f"set one with source.schema={'|'.join(SCHEMAS)}"
     if not problem and found:
-        problem = "the first records use several schemas: " + ", ".join(
-            f"{count} {name}" for name, count in found.items()
-        )
+        listed = ", ".join(f"{count} {name}" for name, count in found.items())
+        problem = f"the first records use several schemas: {listed}"
         fix += ", or prepare the files of each schema separately"
     elif not problem:
         problem = "no schema matches the first records"
@@ -379,8 +375,7 @@ def _detect(record: Mapping[str, Any]) -> str:
 def _refuse_unread(record: Mapping[str, Any]) -> None:
     held = sorted(name for name in _UNREAD_FIELDS if not is_empty(record.get(name)))
     if media := [name for name in held if name in MEDIA_FIELDS]:
-        detail = f"the record has `{media[0]}`; {TEXT_ALONE}"
-        raise BadRecordError(BadReason.MEDIA, detail)
+        raise BadRecordError(BadReason.MEDIA, f"the record has `{media[0]}`; {TEXT_ALONE}")
     if held:
         detail = (
             f"the record has `{held[0]}`, which no schema reads; to read it as tools: source.columns.tools={held[0]}"

@@ -92,8 +92,7 @@ def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any
             if value is None:  # Parquet gives all rows the same fields
                 continue
             if not isinstance(value, Mapping) or not (_is_schema(value) or "description" in value):
-                detail = f"{place} are not JSON Schema, and {show(key)} has no type"
-                raise BadRecordError(BadReason.BAD_TOOLS, detail)
+                raise BadRecordError(BadReason.BAD_TOOLS, f"{place} are not JSON Schema, and {show(key)} has no type")
             is_required = value.get("required", not ("default" in value or _is_optional(value)))
             required += [key] if is_required is True else []
             rest = {part: item for part, item in value.items() if part != "required" or isinstance(item, list)}

@@ -163,8 +163,7 @@ def train_only_answer(conversation: Conversation, num_answer: int) -> Conversati
 def parse_turn(turn: object, number: int) -> Message:
     """Check one turn; raise BadRecordError with its number."""
     if not isinstance(turn, Mapping):
-        detail = f"turn {number} is a {type(turn).__name__}, expected an object"
-        raise BadRecordError(BadReason.BAD_TURN, detail)
+        raise BadRecordError(BadReason.BAD_TURN, f"turn {number} is a {type(turn).__name__}, expected an object")
     role, content = turn.get("role"), turn.get("content")
     # Nearly every turn of nearly every dataset.
     if len(turn) == 2 and type(content) is str and type(role) is str and role in _ROLES and content.strip():
@@ -183,9 +182,8 @@ def parse_turn(turn: object, number: int) -> Message:
         _refuse_unknown(held, what)
     for owner, fields in _OWNED_FIELDS:
         if role != owner and not fields.isdisjoint(held):
-            detail = (
-                f"{what} has the field {first_name(fields & held.keys())}, which belongs to turns of role {owner!r}"
-            )
+            name = first_name(fields & held.keys())
+            detail = f"{what} has the field {name}, which belongs to turns of role {owner!r}"
             raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
     part_weights: tuple[int | None, ...] = ()
     if isinstance(content, list):
@@ -238,9 +236,7 @@ def _parse_part(part: object, what: str) -> str | MediaPart:
         raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {type(part).__name__}, expected text")
     kind = part.get("type")
     # Where a request may be cached changes nothing that the model sees.
-    others = [
-        key for key, value in part.items() if key not in ("type", "text", "cache_control") and not is_empty(value)
-    ]
+    others = [key for key in part if key not in ("type", "text", "cache_control") and not is_empty(part[key])]
     if isinstance(kind, str) and _MEDIA_PART.search(kind):
         raise BadRecordError(BadReason.MEDIA, f"{what} is of type {show(kind)}; {TEXT_ALONE}")
     if kind not in _TEXT_PARTS:
@@ -257,8 +253,7 @@ def _parse_part(part: object, what: str) -> str | MediaPart:
 def _parse_reasoning(turn: Mapping[str, Any], what: str) -> str:
     found = {field: check_text(turn[field], f"the {field} of {what}") for field in REASONING_FIELDS if field in turn}
     if len(set(found.values())) > 1:
-        detail = f"{what} has different texts in {' and '.join(found)}"
-        raise BadRecordError(BadReason.BAD_TURN, detail)
+        raise BadRecordError(BadReason.BAD_TURN, f"{what} has different texts in {' and '.join(found)}")
     return next(iter(found.values()), "")
 
 
@@ -280,8 +275,7 @@ def _parse_weight(turn: Mapping[str, Any], what: str) -> int | None:
         if value is None:
             continue
         if field != "weight" and not isinstance(value, bool):
-            detail = f"{what} has the {field} {show(value)}, expected true or false"
-            raise BadRecordError(BadReason.BAD_WEIGHT, detail)
+            raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has the {field} {show(value)}, expected true or false")
         weights.append(_hundredths(value, what))
     if len(set(map(bool, weights))) > 1:
         raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has contradictory weights")
@@ -300,8 +294,7 @@ def _part_weights(content: list[Any], role: str, what: str) -> tuple[tuple[int |
         None if weight is None else _hundredths(weight, f"part {number} of {what}")
         for number, weight in enumerate(found, start=1)
     )
-    bare = [{**part, "weight": None} if isinstance(part, Mapping) else part for part in content]
-    return weights, bare
+    return weights, [{**part, "weight": None} if isinstance(part, Mapping) else part for part in content]
 
 
 def _hundredths(value: object, what: str) -> int:

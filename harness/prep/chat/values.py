@@ -200,7 +200,6 @@ def parse_template_kwargs(value: object) -> Mapping[str, Any]:
     check_json(kwargs, what, BadReason.BAD_TEMPLATE_KWARGS)
     for name in kwargs:
         if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED_KWARGS:
-            detail = f"{what} sets {show(name)}, which a record cannot set"
-            raise BadRecordError(BadReason.BAD_TEMPLATE_KWARGS, detail)
+            raise BadRecordError(BadReason.BAD_TEMPLATE_KWARGS, f"{what} sets {show(name)}, which a record cannot set")
     # A record that sets a variable to null leaves it to the template.
     return {name: value for name, value in kwargs.items() if value is not None}

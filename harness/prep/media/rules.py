@@ -179,8 +179,7 @@ def _read_json(name: str, file: str) -> dict[str, Any]:
 def _processor(name: str, part: str) -> dict[str, Any]:
     """Return the values of a processor: of its part alone, over those of the whole."""
     whole = _read_json(name, "processor_config.json")
-    values = {**whole, **_read_json(name, "preprocessor_config.json")}
-    return {**values, **(whole.get(part) or {})}
+    return {**whole, **_read_json(name, "preprocessor_config.json"), **(whole.get(part) or {})}
 
 
 # ---- sounds --------------------------------------------------------------------------------------------------------
@@ -203,10 +202,8 @@ def _count_qwen2_audio(numbers: Mapping[str, Any], size: AudioSize) -> int:
     """Count as Qwen2AudioProcessor: two layers of stride 2 over the frames, which are cut after `chunk_length`."""
     samples = size.samples_at(numbers["sampling_rate"])
     if samples > numbers["chunk_length"] * numbers["sampling_rate"]:
-        what = (
-            f"has {samples / numbers['sampling_rate']:,.2f} s, more than the {numbers['chunk_length']} s that a model"
-        )
-        raise PrepError(f"{what} of this family hears", where="a medium", fix="cut it into shorter ones")
+        what = f"has {samples / numbers['sampling_rate']:,.2f} s, more than the {numbers['chunk_length']} s that a "
+        raise PrepError(f"{what}model of this family hears", where="a medium", fix="cut it into shorter ones")
     frames = -(-samples // int(numbers["hop_length"]))
     return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 

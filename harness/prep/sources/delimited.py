@@ -20,13 +20,9 @@ class DelimitedReader:
     """Reader of the rows of one file. A row counts as the line on which it begins; quoted texts may have line ends.
 
     Args:
-        place: the file, for errors.
         stream: at the first line to read.
         first: number of that line; 1 is the header.
         end: offset of a row to stop at; None for the end of the file.
-
-    Raises:
-        PrepError: a row is longer than 32 MiB, or a quote is not closed.
     """
 
     def __init__(self, place: Place, stream: BinaryIO, separator: str, first: int = 1, end: int | None = None) -> None:
@@ -77,14 +73,12 @@ class DelimitedReader:
         """
         row, where = self._next(), f"{self._place}, {LINE} 1"
         if isinstance(row, BadRecord):
-            raise PrepError(
-                f"the header cannot be read: {row.detail}", where=where, fix="write the file again, as UTF-8"
-            )
+            what = f"the header cannot be read: {row.detail}"
+            raise PrepError(what, where=where, fix="write the file again, as UTF-8")
         names = [name.strip() or f"Unnamed: {number}" for number, name in enumerate(row or [])]
         if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), "")):
             what = f"the header is one column, {names[0]!r}, which {other!r} seems to separate"
-            fix = "separate columns with commas in .csv and with tabs in .tsv"
-            raise PrepError(what, where=where, fix=fix)
+            raise PrepError(what, where=where, fix="separate columns with commas in .csv and with tabs in .tsv")
         if twice := [name for name in names if names.count(name) > 1]:
             what = f"several columns have the name {twice[0]!r}"
             raise PrepError(what, where=where, fix="rename one of them, or remove it")

@@ -28,25 +28,12 @@ Show = Callable[[str], None]
 
 
 def list_files(path: str) -> list[Place]:
-    """Return the chat files that `path` names; those of a folder or glob in natural order (`part-2` before `part-10`).
-
-    Raises:
-        PrepError: nothing is there, a file has a compression that is not supported, or there are several splits.
-    """
+    """Return the chat files that `path` names; those of a folder or glob in natural order."""
     return list(find_files(SourceConfig(path=path)).files)
 
 
 def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> SourceFiles:
-    """Find the files of a source, and download those of a dataset on the hub.
-
-    Args:
-        source: its path, split and subset; with the kind `pydoc` there are no files.
-        show: receives lines about what is read and what is left out.
-
-    Raises:
-        PrepError: there are no files, a file has a compression that is not supported, or what to read is ambiguous.
-        FormatError: object storage refuses the request.
-    """
+    """Find the files of a source, and download those of a dataset on the hub."""
     if not source.path:
         return SourceFiles((), ())
     path = str(source.path)
@@ -119,16 +106,14 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
                 fix = "set source.split, or specify the folder of one split: test data must not be trained on"
                 raise PrepError(what, where=str(root / str(above)) if above.name else str(root), fix=fix)
             names = [other for other in names if not _is_below(other, above) or _is_below(other, above / split)]
-            found = _choose(root, names, replace(source, split=""), stamp)
-            return replace(found, facts={"split": split})
+            return replace(_choose(root, names, replace(source, split=""), stamp), facts={"split": split})
     data = data_files(names, (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES))
     data = _without_caches(root, names, data)
     unsure = [name for name in data if suffix_of(Path(name)) in (*JSON_SUFFIXES, *SEPARATORS)]
     others = {name for name in unsure if not holds_chats(root / name, source)}
     # A folder of CSV files alone is refused with the names of their columns.
-    data = [name for name in data if name not in others] or [
-        name for name in data if suffix_of(Path(name)) in SEPARATORS
-    ]
+    tables = [name for name in data if suffix_of(Path(name)) in SEPARATORS]
+    data = [name for name in data if name not in others] or tables
     facts = {}
     named = {one for name in data if (one := split_of(name)) is not None}
     if split:

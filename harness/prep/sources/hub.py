@@ -65,9 +65,6 @@ def parse_name(path: str) -> HubName | None:
     """Return the dataset of the hub that a path names; None for a path of another kind.
 
     `ORG/NAME` is one where neither it nor a folder `ORG` exists here.
-
-    Raises:
-        ConfigError: it begins with `hf://` but names no dataset.
     """
     if path.startswith(_SCHEME):
         match = _URI.fullmatch(path)
@@ -91,16 +88,7 @@ def fetch(
     subset: str,
     show: Callable[[str], None],
 ) -> SourceFiles:
-    """Choose the data files of one split, and download those that are not in the cache.
-
-    Args:
-        split, subset: as in `SourceConfig`.
-        show: receives lines about the choice and the downloads.
-
-    Raises:
-        PrepError: there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
-        ConfigError: huggingface_hub is not installed.
-    """
+    """Choose the data files of one split, and download those that are not in the cache."""
     api = _client(place)
     with _errors(place):
         revision = place.revision or None
@@ -109,17 +97,15 @@ def fetch(
     suffixes = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", *COMPRESSED))
     data = data_files(sizes, suffixes)
     if not data:
-        what = f"the dataset has no files that end in {' '.join(sorted(suffixes))}"
         fix = f"try hf://datasets/{place.name}@refs/convert/parquet, the hub's own Parquet conversion"
-        raise PrepError(what, where=str(place), fix=fix)
+        raise PrepError(f"the dataset has no files that end in {' '.join(sorted(suffixes))}", where=str(place), fix=fix)
     wanted = place.inner or split  # an address that no file matches ends with a split
     by_card = partial(_by_card, place, data, info, wanted, subset)
     chosen, named = _by_path(place, data, split) or by_card() or _by_names(place, data, wanted)
     kinds = sorted({PurePosixPath(name).suffix.lower() for name in chosen})
     if len(kinds) > 1:
         what = f"the files are of several kinds ({' '.join(kinds)}), which may contain the same records twice"
-        fix = f"select one kind: hf://datasets/{place.name}/**/*{kinds[0]}"
-        raise PrepError(what, where=str(place), fix=fix)
+        raise PrepError(what, where=str(place), fix=f"select one kind: hf://datasets/{place.name}/**/*{kinds[0]}")
     total = sum(sizes[name] for name in chosen)
     parts = "".join(f", {key} {named[key]}" for key in ("subset", "split") if key in named)
     size = f"{count_of(len(chosen), 'file')}, {total / 1e6:,.1f} MB"
@@ -136,9 +122,8 @@ def _client(place: HubName) -> Any:
     except ImportError as error:
         missing = f"there is no such local path, and {error.name} is not installed"
         what = missing if place.is_id else f"{error.name} is not installed"
-        raise ConfigError(
-            what, where=str(place), fix="check the path, or pip install 'megatron-sft-harness[tokenize]'"
-        ) from error
+        fix = "check the path, or pip install 'megatron-sft-harness[tokenize]'"
+        raise ConfigError(what, where=str(place), fix=fix) from error
     # Read by huggingface_hub when it is first imported, which may have been before it was set.
     return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
 
@@ -240,10 +225,8 @@ def _errors(place: HubName, file: str = "") -> Iterator[None]:
         elif isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
             what, fix = "the hub has no such file", "try again: the dataset may have changed"
         elif isinstance(error, OSError) and error.filename and error.errno:
-            what, fix = (
-                f"the cache cannot be written: {error.strerror}",
-                "free disk space, or set HF_HOME to another folder",
-            )
+            what = f"the cache cannot be written: {error.strerror}"
+            fix = "free disk space, or set HF_HOME to another folder"
         else:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             what, fix = f"{local}the hub cannot be reached: {reason[:200]}", _FIX_OFFLINE.replace("NAME", place.name)

@@ -57,14 +57,7 @@ def open_text(place: Place) -> Iterator[tuple[BinaryIO, Any]]:
 
 
 def find_unit(place: Place, *, is_json: bool) -> str:
-    """Return whether a text file holds one record a line, or one JSON list.
-
-    Args:
-        is_json: its name ends in `.json`, which is used for both.
-
-    Raises:
-        PrepError: it is neither, as far as its beginning shows.
-    """
+    """Return whether a text file holds one record a line, or one JSON list."""
     with open_text(place) as (stream, _):
         head = stream.read(_HEAD_BYTES)
         for magic, kind in _MAGIC.items():
@@ -77,10 +70,8 @@ def find_unit(place: Place, *, is_json: bool) -> str:
         while not head and (more := stream.read(_HEAD_BYTES)):
             head = more.lstrip()
         if PurePosixPath(str(place)).suffix.lower() == TEXT_SUFFIX and head[:1] not in (b"", b"{"):
-            fix = (
-                "each line as a text to train on: jq -cR '{text: .}' FILE.txt > FILE.jsonl; chats need one JSON record"
-            )
-            raise PrepError("the file is plain text, expected records", where=str(place), fix=f"{fix} per line")
+            fix = "each line as a text to train on: jq -cR '{text: .}' FILE.txt > FILE.jsonl; chats need one JSON "
+            raise PrepError("the file is plain text, expected records", where=str(place), fix=f"{fix}record per line")
         line = head.partition(b"\n")
         if not is_json:
             if head.startswith(b"[") and line[1] and not _is_json(line[0]):

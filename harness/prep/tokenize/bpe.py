@@ -32,14 +32,12 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
 
     template = load_template(chat_template)
     tokens = BUILT_IN.get(chat_template) or spelled_tokens(template, end_of_text=END_OF_TEXT)
-    begin = [tokens.begin] if tokens.begin else []
-    special = list(dict.fromkeys([END_OF_TEXT, *begin, *tokens.marks, *tokens.ends]))
+    special = list(dict.fromkeys([END_OF_TEXT, *([tokens.begin] if tokens.begin else []), *tokens.marks, *tokens.ends]))
     remaining = iter(texts)
     first = next(remaining, None)
     if first is None:
-        raise PrepError(
-            "there is no text to train a tokenizer on", where="source.path", fix="check source.path and the bad records"
-        )
+        what = "there is no text to train a tokenizer on"
+        raise PrepError(what, where="source.path", fix="check source.path and the bad records")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

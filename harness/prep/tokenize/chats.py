@@ -49,9 +49,8 @@ class Form:
             turn["content"] = None
         if message.tool_calls and self.arguments != "given":
             convert = as_object if self.arguments == "object" else _as_text
-            turn["tool_calls"] = [
-                replace(call, arguments=convert(call.arguments)).as_dict() for call in message.tool_calls
-            ]
+            converted = (replace(call, arguments=convert(call.arguments)) for call in message.tool_calls)
+            turn["tool_calls"] = [call.as_dict() for call in converted]
         return turn
 
 
@@ -76,14 +75,7 @@ def _as_text(arguments: str | Mapping[str, Any]) -> str:
 
 
 class RenderedChat:
-    """One conversation in one form; renders each of its beginnings once.
-
-    Args:
-        template: chat template.
-        conversation: to render.
-        form: in which the template takes it.
-        variables: of the template, beside those of the record.
-    """
+    """One conversation in one form; renders each of its beginnings once."""
 
     def __init__(
         self, template: Template, conversation: Conversation, form: Form, variables: Mapping[str, Any]
@@ -114,8 +106,7 @@ class RenderedChat:
 
     @property
     def has_answers_in_a_row(self) -> bool:
-        roles = [message.role for message in self.conversation.messages]
-        return ("assistant", "assistant") in pairwise(roles)
+        return ("assistant", "assistant") in pairwise([message.role for message in self.conversation.messages])
 
     def upto(self, turn: int) -> str:
         """Return the text of the conversation up to and with a turn."""

@@ -79,6 +79,5 @@ class TokenizerConfig(CheckedSettings, section="tokenizer"):
 def refuse_weighted(config: TokenizerConfig, where: str) -> None:
     """Raise ConfigError for settings, of the user or of the dataset of a tokenizer, that give weights to tokens."""
     if config.train_on == "weighted":
-        what = "train_on is weighted, but live data does not support token weights"
         fix = "use stored data, or the tokenizer folder of a dataset without weights"
-        raise ConfigError(what, where=where, fix=fix)
+        raise ConfigError("train_on is weighted, but live data does not support token weights", where=where, fix=fix)

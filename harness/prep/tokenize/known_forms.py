@@ -47,7 +47,6 @@ class KnownForms:
     """The forms in which one template takes conversations, by their shapes.
 
     Args:
-        template: chat template.
         trusts_plain: hand conversations of nothing but roles and texts to it as they are, even where it leaves out one
             of the words that they are tried with.
     """
@@ -60,11 +59,7 @@ class KnownForms:
         self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
 
     def find(self, conversation: Conversation) -> KnownForm:
-        """Return how the template takes conversations of this shape.
-
-        Raises:
-            BadRecordError: it takes them in no form, or leaves out a part of them.
-        """
+        """Return how the template takes conversations of this shape."""
         tags = self._template.tags
         is_as_given = self._trusts_plain and _is_plain(conversation, tags)
         shape: Any = (
@@ -104,11 +99,9 @@ class KnownForms:
     def _probe(self, conversation: Conversation) -> KnownForm | BadRecordError:
         for name in conversation.template_kwargs:
             if name not in self._template.reads:
-                return BadRecordError(
-                    BadReason.NOT_WRITTEN,
-                    f"the chat template does not read `{name}` of chat_template_kwargs; "
-                    "source.ignore_fields=[chat_template_kwargs] ignores it",
-                )
+                detail = f"the chat template does not read `{name}` of chat_template_kwargs; "
+                detail += "source.ignore_fields=[chat_template_kwargs] ignores it"
+                return BadRecordError(BadReason.NOT_WRITTEN, detail)
         first: BadRecordError | None = None
         probe, words = with_unique_words(conversation, self._template.tags)
         tried = set()
@@ -159,12 +152,7 @@ class KnownForms:
 
 
 def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
-    """Return the error about a part of a conversation that the template leaves out.
-
-    Args:
-        missing: that part, in words.
-        ignorable: fields of records that hold it, if the conversation is still one without.
-    """
+    """Return the error about a part of a conversation that the template leaves out."""
     detail = f"the chat template does not write {missing}; set one that does with tokenizer.chat_template"
     if ignorable:
         detail += f", or ignore it with source.ignore_fields=[{','.join(ignorable)}]"
@@ -181,9 +169,8 @@ def _is_plain(conversation: Conversation, tags: tuple[str, ...]) -> bool:
     """Return whether a conversation has nothing but roles and texts, no reasoning in these, and no template's tags."""
     if conversation.tools or conversation.template_kwargs:
         return False
-    has_texts = all(
-        type(turn.content) is str and not turn.reasoning and not turn.tool_calls for turn in conversation.messages
-    )
+    turns = conversation.messages
+    has_texts = all(type(turn.content) is str and not turn.reasoning and not turn.tool_calls for turn in turns)
     return has_texts and not _has_tags(conversation, tags)
 
 

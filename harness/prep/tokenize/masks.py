@@ -70,18 +70,9 @@ class Rendered:
 class Masker:
     """Renders conversations and finds their trained spans.
 
-    Args:
-        template: chat template.
-        config: mask rule and what to train.
-        special: texts of the tokenizer's special tokens.
-        where: name of the template, for errors.
-
     Attributes:
         rule: `marks`, `stock`, `served`, `assistant_turns` or `all`.
         why: reason for the rule, in words.
-
-    Raises:
-        ConfigError: the template does not fit the rule that the settings name.
     """
 
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
@@ -112,19 +103,15 @@ class Masker:
         return "served", f"the chat template has no marks and is not a known one: {why}"
 
     def sequences(self, conversation: Conversation) -> list[Rendered]:
-        """Return the sequences of a chat, in the order of their trained turns.
-
-        Raises:
-            BadRecordError: it cannot be trained on with this template.
-        """
+        """Return the sequences of a chat, in the order of their trained turns."""
         if not self._has_weights and (number := _first_weighted(conversation)) is not None:
             detail = f"turn {number + 1} has a weight between 0 and 1, or weights of its parts; "
             raise BadRecordError(BadReason.BAD_WEIGHT, f"{detail}tokenizer.train_on=weighted trains with weights")
         known = self._forms.find(conversation)
         chat = RenderedChat(self._template, conversation, known.form, self._keeping)
         if self.rule == "all":
-            if (untrained := _first_untrained(conversation)) is not None:
-                detail = f"turn {untrained + 1} is not to be trained (a weight of 0, or a part of a prompt), and "
+            if untrained := [number for number, turn in enumerate(conversation.messages, start=1) if turn.weight == 0]:
+                detail = f"turn {untrained[0]} is not to be trained (a weight of 0, or a part of a prompt), and "
                 detail += "tokenizer.mask=all trains every token; use tokenizer.mask=auto"
                 raise BadRecordError(BadReason.BAD_WEIGHT, detail)
             self._check_written(chat, known)
@@ -228,11 +215,9 @@ class Masker:
             start = chat.begin_with_empty_reasoning(turn) if start is None else start
             if start is None:
                 shown = chat.prompt(turn)[-24:]
-                raise BadRecordError(
-                    BadReason.NOT_AS_SERVED,
-                    f"turn {turn + 1} does not begin with the chat template's generation prompt (which ends in "
-                    f"{shown!r}), so a served model would not generate this text",
-                )
+                detail = f"turn {turn + 1} does not begin with the chat template's generation prompt (which ends in "
+                detail += f"{shown!r}), so a served model would not generate this text"
+                raise BadRecordError(BadReason.NOT_AS_SERVED, detail)
             text = chat.served(turn)
         end = len(text.rstrip())
         if self._stock is not None:
@@ -319,9 +304,6 @@ class Masker:
 
         Returns:
             the new text, the spans of the turn in it, and how far what follows has moved.
-
-        Raises:
-            BadRecordError: the end of the turn is not found in the text.
         """
         own, shown = chat.served(turn), chat.upto(shown_at)
         end = self._special.search(shown, len(shown) - chat.shared_after(turn, shown_at))
@@ -329,11 +311,8 @@ class Masker:
         if end is None or not written.endswith(end.group()) or not text.startswith(shown[: end.end()]):
             detail = f"the chat template writes turn {turn + 1} differently once later turns follow"
             raise BadRecordError(BadReason.NOT_AS_SERVED, f"{detail}; use tokenizer.history=as_served")
-        return (
-            written + text[end.end() :],
-            [(start, min(stop, len(written))) for start, stop in spans],
-            len(written) - end.end(),
-        )
+        spans = [(start, min(stop, len(written))) for start, stop in spans]
+        return written + text[end.end() :], spans, len(written) - end.end()
 
     def _has_end(self, text: str, start: int, end: int) -> bool:
         written = text[start:end].rstrip()
@@ -341,11 +320,7 @@ class Masker:
         return not written or written.endswith(self._special_texts)
 
     def _with_end(self, chat: RenderedChat, turn: int, spans: list[Span]) -> list[Span]:
-        """Return the spans of a turn with the token that ends it, which is added where the template writes none.
-
-        Raises:
-            BadRecordError: neither the template nor a setting has such a token.
-        """
+        """Return the spans of a turn with the token that ends it, which is added where the template writes none."""
         own, message = chat.served(turn), chat.conversation.messages[turn]
         *others, (start, end) = spans
         if self._has_end(own, start, end):
@@ -388,14 +363,7 @@ class Masker:
         return _without(spans, left_out)
 
     def _weighed(self, text: str, chat: RenderedChat, turn: int, spans: list[Span]) -> tuple[list[Span], list[int]]:
-        """Divide a turn's spans at the parts that have a weight of their own; return them with their weights.
-
-        Args:
-            text: in which the spans are.
-
-        Raises:
-            BadRecordError: the template does not write the parts one after the other as they are.
-        """
+        """Divide a turn's spans at the parts that have a weight of their own; return them with their weights."""
         message = chat.conversation.messages[turn]
         if not self._has_weights:
             return spans, []
@@ -482,10 +450,6 @@ class Masker:
             tokens = self._special.findall(text, self._core_end(text, 0, len(text)))
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
         return tuple(found)
-
-
-def _first_untrained(conversation: Conversation) -> int | None:
-    return next((number for number, message in enumerate(conversation.messages) if message.weight == 0), None)
 
 
 def _first_weighted(conversation: Conversation) -> int | None:

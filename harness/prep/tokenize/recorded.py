@@ -40,8 +40,7 @@ def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[in
     recorded, where = (mask or {}).get("end_tokens", "[]"), "manifest.json, provenance.mask.end_tokens"
     what, fix = "the dataset records no list of end tokens", "copy the dataset again, or prepare it again"
     texts = load(list[str], recorded, where=where, fix=fix, what=what, error=ConfigError) or _template_ends(tokenizer)
-    ids = {_token_id(tokenizer, text) for text in texts}
-    return sorted(ids | ({tokenizer.eos_token_id} - {None}))
+    return sorted({_token_id(tokenizer, text) for text in texts} | ({tokenizer.eos_token_id} - {None}))
 
 
 def _token_id(tokenizer: Any, text: str) -> int:

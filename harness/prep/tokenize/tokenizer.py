@@ -95,8 +95,7 @@ class ChatTokenizer:
         special = sorted(special_tokens | set(self.hf.all_special_tokens), key=lambda token: (-len(token), token))
         if config.end_of_last_turn not in ("", *special):
             what = f"{config.end_of_last_turn!r} is not a special token of the tokenizer"
-            fix = f"use one of {', '.join(special[:8])}"
-            raise ConfigError(what, where="tokenizer.end_of_last_turn", fix=fix)
+            raise ConfigError(what, where="tokenizer.end_of_last_turn", fix=f"use one of {', '.join(special[:8])}")
         refuse = config.control_tokens == "refuse" and special
         self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
         # A cheap test for these characters spares most texts the regular expression.
@@ -252,8 +251,7 @@ class ChatTokenizer:
             if view.loss_mask.any():
                 made.append(Encoded(view, sequence.text, sequence.spans))
         if not made:
-            detail = "the chat template writes no trainable assistant token"
-            return BadRecord(where, BadReason.NOTHING_TRAINED, detail)
+            return BadRecord(where, BadReason.NOTHING_TRAINED, "the chat template writes no trainable assistant token")
         return made
 
     def _token_mask(self, ids: Int32Array, encoding: Any, sequence: Rendered) -> UInt8Array:
@@ -298,11 +296,7 @@ class ChatTokenizer:
 
 
 class _Media:
-    """Placeholder tokens of the media of one conversation.
-
-    Raises:
-        BadRecordError: the model does not take one of them.
-    """
+    """Placeholder tokens of the media of one conversation."""
 
     def __init__(self, rules: MediaRules, conversation: Conversation, config: TokenizerConfig) -> None:
         self._rules, self._media = rules, conversation.media
@@ -325,11 +319,7 @@ class _Media:
         self._allowed = sorted({*answers, len(self._media)})
 
     def place(self, view: SequenceView, *, is_last: bool) -> SequenceView:
-        """Return a sequence with each placeholder as often as its medium has tokens, none of them trained.
-
-        Raises:
-            BadRecordError: the template does not write one placeholder for each medium.
-        """
+        """Return a sequence with each placeholder as often as its medium has tokens, none of them trained."""
         tokens = self._rules.tokens
         at = np.flatnonzero(np.isin(view.input_ids, list(tokens.values())))
         kinds = [tokens[part.kind] for part in self._media[: len(at)]]

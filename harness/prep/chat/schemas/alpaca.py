@@ -25,11 +25,8 @@ def _history(value: object) -> list[dict[str, str]]:
         return []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise BadRecordError(BadReason.BAD_TURN, "`history` is not a list of question and answer pairs")
-    return [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
+    turns = (turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True))
+    return [{"role": role, "content": text} for role, text in turns]
 
 
 ALPACA = Schema(

@@ -46,10 +46,8 @@ def _is_request(record: Mapping[str, Any], name: str) -> bool:
     """Return whether this field is the request of a batch, and not one of a record of another kind."""
     if name != "request":
         return "custom_id" in record or (name == "body" and "url" in record)
-    request = record[name]
-    return isinstance(request, Mapping) and any(
-        key in request and key not in record for key in ("contents", "messages")
-    )
+    inner = record[name]
+    return isinstance(inner, Mapping) and any(key in inner and key not in record for key in ("contents", "messages"))
 
 
 def _with_answer(body: Mapping[str, Any], answer: Mapping[str, Any], field: str) -> Mapping[str, Any]:

@@ -72,9 +72,8 @@ def _block(part: object, what: str) -> dict[str, Any]:
     kind = kinds[0] if kinds else next(iter(fields), "text")
     if kind == "text":
         text = fields.pop("text", "")
-        return (
-            {"type": "thinking", "thinking": text, **fields} if is_thought else {"type": "text", "text": text, **fields}
-        )
+        kind = "thinking" if is_thought else "text"
+        return {"type": kind, kind: text, **fields}
     if len(fields) > 1:
         detail = f"{what} has both {show(kind)} and {first_name(fields.keys() - {kind})}"
         raise BadRecordError(BadReason.BAD_TURN, detail)

@@ -19,8 +19,7 @@ def _parse(record: Mapping[str, Any], where: str) -> Conversation:
     if len(chosen) > len(prompt) and chosen[: len(prompt)] == prompt:
         return train_only_answer(chat(record, chosen, where), len(chosen) - len(prompt))
     if isinstance(chosen[0], Mapping) and chosen[0].get("role") in ("system", "developer", "user"):
-        detail = "`chosen` begins with a prompt that differs from `prompt`"
-        raise BadRecordError(BadReason.BAD_TURN, detail)
+        raise BadRecordError(BadReason.BAD_TURN, "`chosen` begins with a prompt that differs from `prompt`")
     return train_only_answer(chat(record, prompt + chosen, where), len(chosen))
 
 

@@ -73,8 +73,7 @@ def _blocks(item: Mapping[str, Any], kind: str, what: str) -> list[Any]:
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not texts and not is_empty(item.get("encrypted_content")):
         detail = f"{what} has its text only in `encrypted_content`, which cannot be read"
-        fix = "; to leave out: source.ignore_fields=[encrypted_content]"
-        raise BadRecordError(BadReason.NOT_TEXT, detail + fix)
+        raise BadRecordError(BadReason.NOT_TEXT, detail + "; to leave out: source.ignore_fields=[encrypted_content]")
     return [{"type": "thinking", "thinking": check_text(text, f"the text of {what}")} for text in texts]
 
 

@@ -87,17 +87,9 @@ def spelled_tokens(template: str, *, end_of_text: str) -> TemplateTokens:
 
 
 def load_template(name: str) -> str:
-    """Return the text of a built-in template, or of a file.
-
-    Args:
-        name: of a built-in template, or a path. A built-in name wins over a file of that name.
-
-    Raises:
-        ConfigError: there is neither, or the file cannot be read.
-    """
+    """Return the text of a built-in template, or of a file."""
     if name in BUILT_IN:
-        text = files(__package__).joinpath(f"{name}.jinja").read_text(encoding="utf-8")
-        return text.removesuffix("\n")
+        return files(__package__).joinpath(f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
     path = Path(name).expanduser()
     try:
         return path.read_text(encoding="utf-8")
