@@ -171,14 +171,24 @@ class CheckedSettings:
 
 
 def check_numbers(config: Any, section: str) -> None:
-    """Raise ConfigError unless each number of a dataclass is finite and within its bounds; None passes."""
+    """Raise ConfigError unless each number of a dataclass is finite and within its bounds; None passes.
+
+    Args:
+        config: the dataclass.
+        section: where its settings are in a run's configuration, such as `loader`; "" for the top.
+    """
     for field in dataclasses.fields(config):
         if (bounds := bounds_of(field)) is not None:
             require_bounds(getattr(config, field.name), bounds, field.name, section)
 
 
 def require_bounds(value: Any, bounds: Bounds, name: str, section: str) -> None:
-    """Raise ConfigError unless a number, or each of several, is finite and within its bounds; None passes."""
+    """Raise ConfigError unless a number, or each of several, is finite and within its bounds; None passes.
+
+    Args:
+        name: of the setting.
+        section: where it is in a run's configuration, such as `loader`; "" for the top.
+    """
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     for one in values:
         if one is None:

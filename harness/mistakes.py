@@ -115,7 +115,12 @@ def word_of(name: str) -> str:
 
 
 def suggest_setting(key: str, value: str, known: Collection[str]) -> str:
-    """Return the beginning of a fix for an unknown setting: the one that it stands for, or the nearest; else empty."""
+    """Return the beginning of a fix for an unknown setting: the one that it stands for, or the nearest; else empty.
+
+    Args:
+        value: that it was given; empty where it is unknown.
+        known: settings of the command.
+    """
     near = nearest_name(key, sorted(known))
     is_misplaced = key in known or ("." in key and (near or "").rpartition(".")[2] == key.rpartition(".")[2])
     meant = "" if is_misplaced else SYNONYMS.get(word_of(key), "")
@@ -217,6 +222,7 @@ class KnownSettings:
 
         Args:
             key: of a setting or of a section of them; `value` is as YAML has it.
+            where: for the error.
             written: the same value with every scalar as its text in the file; None where that is not known.
         """
         if isinstance(value, Mapping):

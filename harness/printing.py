@@ -128,6 +128,8 @@ def open_console(*, width: int | None = None, stderr: bool = False, **options: A
 
     Args:
         width: columns where the output is no terminal; None never wraps there.
+        stderr: print to standard error.
+        options: of Rich's Console.
     """
     from rich.console import Console
     from rich.text import Text

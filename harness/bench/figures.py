@@ -186,7 +186,11 @@ class BenchReport:
 
 
 def read_figures(values: Mapping[str, Any]) -> BenchReport:
-    """Return the report that `BenchReport.to_dict` made `values` from, in this process or another."""
+    """Return the report that `BenchReport.to_dict` made `values` from, in this process or another.
+
+    Raises:
+        KeyError, ValueError: a field is missing, or of another type.
+    """
     stored = ({key: value for key, value in figure.items() if key != "met"} for figure in values["figures"])
     figures = [from_plain(Figure, figure) for figure in stored]
     report = BenchReport(values["subject"], values["settings"], figures, list(values["notes"]))

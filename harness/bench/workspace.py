@@ -21,7 +21,12 @@ _PROMPT_SHARE = 0.4
 
 
 class Workspace:
-    """A folder for a bench's data; a context manager."""
+    """A folder for a bench's data; a context manager.
+
+    Args:
+        parent: folder to make it in; None for the system's temporary folder.
+        keep: do not remove it, and reuse the data of earlier runs.
+    """
 
     def __init__(self, parent: Path | None = None, *, keep: bool = False) -> None:
         self._keep = keep

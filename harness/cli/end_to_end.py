@@ -175,7 +175,11 @@ def _check(stages: _Stages) -> list[int]:
 
 
 def plan_layout(settings: Sequence[str], gpus: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Return the settings of the fastest layout that fits this machine's GPUs, and the command that plans it."""
+    """Return the settings of the fastest layout that fits this machine's GPUs, and the command that plans it.
+
+    Args:
+        gpus: bytes of each.
+    """
     from harness.config import compose_run
     from harness.plan.search import search_layouts
     from harness.plan.work import Machine

@@ -127,7 +127,11 @@ def detect(context: typer.Context) -> None:
 
 
 def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
-    """Return the newest log of a run's script or of one rank, and the pattern of the lines that belong to it."""
+    """Return the newest log of a run's script or of one rank, and the pattern of the lines that belong to it.
+
+    Raises:
+        ConfigError: there is none, or no such rank.
+    """
     folder = run_dir / "logs"
     named = [(path, match) for path in folder.glob("*.out") if (match := _LOG_NAME.fullmatch(path.name))]
     jobs = {match["job"]: path for path, match in named if match["part"] is None}

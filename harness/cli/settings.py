@@ -169,6 +169,10 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
 
     Args:
         base: values of the settings that are not given; omit for the defaults of the dataclass.
+
+    Raises:
+        ConfigError: an argument is not `key=value`, a key is unknown, a value has another type, a required setting is
+            missing, or the dataclass refuses a value.
     """
     known, settings = KnownSettings(command, schema, []), explain_settings(schema)
     missing = [one.key for one in settings if base is None and one.default == REQUIRED and "[]" not in one.key]

@@ -28,6 +28,9 @@ class CommandTarget:
     is not needed; the fields of `Layout` have their names. A check of a field or a file without a place is not
     supported. Lines of standard output that are JSON objects with `step` are read: `loss` and `grad_norm`, `rows` of
     all ranks (those of lines with the same step are joined), and `eval_loss` in any.
+
+    Raises:
+        ConfigError: the command has an unknown place, or lacks a required one.
     """
 
     name, version = "command", ""

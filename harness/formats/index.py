@@ -53,6 +53,8 @@ def lengths_from_starts(
         num_tokens: int64 [packs], tokens of each pack.
         starts: start positions of the sequences of all packs, end to end.
         offsets: integers [packs + 1]; pack p has starts[offsets[p]:offsets[p + 1]].
+        where: file, for errors.
+        first_row: number of the first pack, for errors.
 
     Returns:
         int32 [sequences].
@@ -105,6 +107,9 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
 
     Every batch is planned from these lengths, and no pack reveals that they are wrong: so they are compared with the
     manifest's hashes here, once a process. Measured: 30 ms for 13 million sequences in 2 million packs.
+
+    Raises:
+        FormatError: a file of the index differs from what was written.
     """
     # A map outlives the eviction of its file, so the entry need not be kept.
     root = folder.fetch(manifest.index).folder

@@ -72,7 +72,11 @@ def find_datasets(path: str) -> list[str]:
 
 
 def inspect_dataset(path: str) -> DatasetSummary:
-    """Summarize a dataset from its index; only files without a manifest are read for it."""
+    """Summarize a dataset from its index; only files without a manifest are read for it.
+
+    Raises:
+        FormatError: there is no dataset, or it is damaged.
+    """
     reader = open_dataset(path)
     lengths = np.asarray(reader.sequence_lengths, np.int64)
     manifest = reader.manifest
@@ -176,7 +180,12 @@ def find_tokenizer_folder(reader: PackReader) -> Path:
 
 
 def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> RenderableType:
-    """Render the text of one pack, sequence by sequence; tokens that are trained as labels stand out."""
+    """Render the text of one pack, sequence by sequence; tokens that are trained as labels stand out.
+
+    Raises:
+        ConfigError: there is no such pack.
+        FormatError: the pack is damaged.
+    """
     if not -len(reader) <= index < len(reader):
         fix = f"packs are numbered 0 to {len(reader) - 1:,}"
         raise ConfigError(f"there is no pack {index:,}", where=reader.path, fix=fix)

@@ -351,7 +351,11 @@ class FolderClaim:
         self._created = False
 
     def enter(self) -> None:
-        """Claim the folder and remove the leftovers of an interrupted write."""
+        """Claim the folder and remove the leftovers of an interrupted write.
+
+        Raises:
+            FormatError: another process writes here, or the folder holds something else.
+        """
         folder = self.folder
         self._created = folder.make()
         names = folder.names()
@@ -408,7 +412,11 @@ class FolderClaim:
 
 
 def forget_interruption(path: str | PathLike[str]) -> None:
-    """Remove the marker of a write that was killed once its dataset, which a caller has checked, was whole."""
+    """Remove the marker of a write that was killed once its dataset, which a caller has checked, was whole.
+
+    Raises:
+        FormatError: another process writes there, or the marker cannot be removed.
+    """
     folder = open_folder(path)
     if isinstance(folder, LocalFolder):
         of_file = LocalFolder(folder.place.parent).lock(f".{folder.place.name}{MARKER_NAME}")

@@ -88,6 +88,10 @@ def convert_tokens(
         sources: Parquet files, folders or patterns.
         source: settings for reading; None reads `input_ids` unchanged.
         progress: called with numbers of documents as they are written.
+
+    Raises:
+        PrepError: a shard is missing or damaged, or a row holds an invalid token; names file and row.
+        FormatError: the pair cannot be written, exists already, or would be empty.
     """
     from harness.indexed.token_shards import list_shards
 
@@ -110,6 +114,16 @@ def merge_indexed(
 
     Memory does not grow with the data. A mix of uint16 and int32 pairs becomes int32. Multimodal pairs keep the mode of
     every sequence, and merge only with each other.
+
+    Args:
+        sources: X, X.bin or X.idx of each.
+        prefix: of the pair to write.
+        progress: called with tokens written and tokens in total.
+
+    Raises:
+        ConfigError: there are no sources, or the destination is one of them.
+        FormatError: a source is damaged, packed, has modes and others have none, or has a dtype that cannot hold
+            tokens.
     """
     pairs = [prefix_of(source) for source in sources]
     destination = prefix_of(prefix)
@@ -164,6 +178,10 @@ def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -
     Args:
         prefixes: exactly as in `--data-path`.
         vocab_size: of the tokenizer used for training; None checks no dtype.
+
+    Raises:
+        FormatError: an index cannot be read or its size does not match its counts, or a dtype is not the one that
+            Megatron will assume.
     """
     counts = {}
     for prefix in prefixes:

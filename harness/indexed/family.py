@@ -87,6 +87,12 @@ def write_family(
         folder: OUT. Prefixes in the JSON files begin with this path as given.
         overwrite: replace an existing family of that name.
         progress: called with numbers of documents as they are written.
+
+    Returns:
+        the report of each split's pair.
+
+    Raises:
+        PrepError, FormatError: like `convert_tokens`; or a split would have no document.
     """
     from harness.indexed.token_shards import list_shards
 
@@ -181,7 +187,12 @@ def family_pairs(path: str) -> list[Path]:
 
 
 def verify_family(path: str, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """Return every problem of a family's pairs, checked against the hashes in its record; [] if there is none."""
+    """Return every problem of a family's pairs, checked against the hashes in its record; [] if there is none.
+
+    Args:
+        path: OUT/NAME.json.
+        progress: called with tokens read and tokens in total, pair by pair.
+    """
     record, folder = _read_record(Path(path)), Path(path).parent
     if record is None:
         return [Problem("is not a record of a token family", path)]

@@ -93,6 +93,9 @@ class MappedIndex:
         documents: int64 [D].
         has_modes: true for a multimodal dataset, with one mode per sequence.
         modes: int8 [S] of a multimodal dataset, int8 [0] of others.
+
+    Raises:
+        FormatError: the header is damaged, or the file size does not match its counts.
     """
 
     def __init__(self, path: Path) -> None:

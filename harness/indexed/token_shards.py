@@ -72,7 +72,11 @@ class TokenBatch:
 
 
 def list_shards(sources: Iterable[str]) -> list[Path]:
-    """Return the Parquet files that paths, folders and patterns name; those of a folder or pattern in natural order."""
+    """Return the Parquet files that paths, folders and patterns name; those of a folder or pattern in natural order.
+
+    Raises:
+        PrepError: a path names nothing.
+    """
     shards: list[Path] = []
     for source in sources:
         path = Path(source)
@@ -91,7 +95,12 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
 
 
 def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, TokenBatch]]:
-    """Yield the documents of shards in order, each batch with its file; at most one batch per thread is in memory."""
+    """Yield the documents of shards in order, each batch with its file; at most one batch per thread is in memory.
+
+    Raises:
+        PrepError: a shard cannot be read, has no such column or one of another type, or holds an invalid token id;
+            names the file and the row.
+    """
     with ThreadPoolExecutor(_THREADS) as pool:
         waiting: deque[tuple[Path, Future[list[TokenBatch]]]] = deque()
 
@@ -180,6 +189,10 @@ def _read_groups(
 
 def parse_column(column: pa.Array, *, first_row: int = 0) -> TokenBatch:
     """Convert a column of token ids, or a slice of one.
+
+    Args:
+        column: lists of integers, lists of such lists, or text.
+        first_row: number of its first row, for errors.
 
     Raises:
         FormatError: the column has another type, or a null, or a number that is not a token id; names the row.

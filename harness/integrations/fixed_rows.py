@@ -141,6 +141,9 @@ def saved_position(folders: Sequence[str], step: int, *, where: str, fix: str) -
     Args:
         folders: of checkpoints; the first that has a position counts.
         where: settings of the folders, for errors.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
     """
     import torch
 

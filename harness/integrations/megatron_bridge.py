@@ -171,6 +171,8 @@ class BridgeRows:
     loading, for which an iterator has a `restore_state`, refuses a rank that had no file when the checkpoint was saved.
 
     Args:
+        dataset: its settings.
+        pin_memory: return tensors in pinned memory.
         repeat_steps: begin again after this many steps, as evaluations do; None to read on.
     """
 

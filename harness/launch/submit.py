@@ -42,7 +42,12 @@ def plan_job(
     cluster: ClusterConfig,
     run_dir: str | None = None,
 ) -> Job:
-    """Plan the job that runs a recipe on a cluster."""
+    """Plan the job that runs a recipe on a cluster.
+
+    Raises:
+        ConfigError: there is no such run, a container does not show a path, or the settings are planned for another
+            number of ranks.
+    """
     _check_ranks(settings, nodes, cluster)
     weights = settings["model"]["init_from"]
     if weights and not Path(weights).is_dir() and not Path(weights).is_absolute():
@@ -165,6 +170,10 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
 
     Args:
         is_private: the script holds values of the environment: only its owner may read it.
+
+    Raises:
+        HarnessError: sbatch is not installed here, or refuses the job; a new folder is removed again.
+        ConfigError: the run's folder cannot be created.
     """
     if shutil.which("sbatch") is None:
         what = "sbatch is not installed here"

@@ -44,6 +44,9 @@ class HfWeights(ExitStack):
     """The safetensors files of a folder, mapped into memory. Use as a context manager.
 
     Tensors have the names of a text model whose experts are apart, whatever the files have.
+
+    Raises:
+        FormatError: there are none, or one cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:

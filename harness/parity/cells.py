@@ -165,6 +165,9 @@ def plan_check(
         datasets: path by format; "" for cases that name none.
         pythons: interpreter by version; "" for cases that name none.
         steps: of every cell; `steps_before` more, before them, where the check starts from a checkpoint.
+
+    Raises:
+        ConfigError: a malformed case, two cases of one name, or nothing to compare with the reference.
     """
     parsed = [case for case in (parse_case(text, where=check) for text in cases) if case.ranks <= max_ranks]
     if len(parsed) < (2 if plan.has_reference else 1):

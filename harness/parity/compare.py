@@ -46,7 +46,11 @@ IDENTICAL = Tolerances(0.0, 0.0, "the same layout on one machine: the same numbe
 def compare_runs(
     reference: Recorded, run: Recorded, tolerances: Tolerances, *, same_layout: bool = False
 ) -> list[Check]:
-    """Compare `run` with `reference`; the checks are in the order of how much their difference explains."""
+    """Compare `run` with `reference`; the checks are in the order of how much their difference explains.
+
+    Args:
+        same_layout: both schedule onto the same ranks, so that rows are equal too.
+    """
     checks = [_check_data("data", reference, run, data_difference)]
     if same_layout:
         checks.append(_check_data("placement", reference, run, placement_difference))

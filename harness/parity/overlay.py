@@ -73,7 +73,12 @@ class RunComparison:
 
 
 def read_curves(folder: Path) -> RunCurves:
-    """Read the curves of a run's folder; a step that is being written is left out."""
+    """Read the curves of a run's folder; a step that is being written is left out.
+
+    Raises:
+        ConfigError: the folder is not that of a run, or the run has no step yet.
+        FormatError: its files are damaged.
+    """
     if not is_run(folder):
         usual = ("there is no run in this folder", "use the folder of a run, such as runs/sft-001")
         what, fix = explain_path(folder, expected="a run") or usual
@@ -91,7 +96,11 @@ def read_curves(folder: Path) -> RunCurves:
 
 
 def compare_curves(reference: RunCurves, run: RunCurves, *, tolerance: float) -> RunComparison:
-    """Compare a run with another over the steps that both have."""
+    """Compare a run with another over the steps that both have.
+
+    Raises:
+        ConfigError: there is no such step.
+    """
     before, after = ({step.step: step for step in one.steps} for one in (reference, run))
     common = sorted(before.keys() & after.keys())
     if not common:

@@ -47,7 +47,11 @@ _ANY = {
 
 
 def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]:
-    """Save a small random model of a family, unless `folder` has it; return the settings of a run from it."""
+    """Save a small random model of a family, unless `folder` has it; return the settings of a run that begins with it.
+
+    Raises:
+        ConfigError: transformers is missing.
+    """
     if not (folder / "model.safetensors").exists():
         transformers = _transformers()
         torch.manual_seed(8)
@@ -73,7 +77,11 @@ def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]
 
 
 def train_reference(config: SftConfig) -> int:
-    """Train the reference of a run with these settings; write its metrics and digests, as the run does."""
+    """Train the reference of a run with these settings; write its metrics and digests, as the run does.
+
+    Raises:
+        ConfigError: transformers is missing, or a setting is one that the reference does not have.
+    """
     if config.model.init_from is None or config.run_dir is None or config.trainer.steps is None:
         where = "model.init_from, run_dir, trainer.steps"
         raise ConfigError("weights, a folder and a number of steps are required", where=where, fix="set all of them")

@@ -73,6 +73,9 @@ def run_cells(
 
     Returns:
         the outcome of every cell by name.
+
+    Raises:
+        ConfigError: another process works in `folder`.
     """
     with _lock(folder):
         known = {cell.name: cell for cell in cells}

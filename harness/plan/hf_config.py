@@ -144,7 +144,11 @@ def text_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_odd_features(values: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield each feature of a config.json that no model of its family is trained with; `Family.read` finds more."""
+    """Yield each feature of a config.json that no model of its family is trained with; `Family.read` finds more.
+
+    Raises:
+        KeyError: a value is missing.
+    """
     quantized = (values.get("quantization_config") or {}).get("quant_method", "unknown means")
     is_read = quantized == "mxfp4" and family.experts is not None and family.experts.are_stacked
     if values.get("quantization_config") and not is_read:
@@ -208,6 +212,9 @@ def complete_model(
 
     Args:
         set_by: where each field was set that somebody has set, such as `model=qwen3_8b`.
+
+    Raises:
+        ConfigError: a field was set to another value than that of the weights; with both values and its place.
     """
     known = stored.settings | {"vocab_size": stored.vocab_size, "max_sequence_length": stored.max_positions}
     chosen = {name: values[name] for name in known if name in set_by and values[name] is not None}

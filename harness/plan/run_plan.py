@@ -198,7 +198,11 @@ def fine_tuning(config: RunConfig) -> SftConfig:
 
 
 def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
-    """Open the data of these settings, unless `packs` are assumed in its place."""
+    """Open the data of these settings, unless `packs` are assumed in its place.
+
+    Raises:
+        ConfigError: the vocabulary size is unknown and no packs are assumed.
+    """
     config = fine_tuning(config)
     model, (data, why) = config.model, _open(config.data) if packs is None else (None, "")
     vocab_size = model.vocab_size
@@ -244,6 +248,9 @@ def plan_run(
         ranks: None for the settings' own number, or 8.
         mfu: share of the peak that a step reaches; None for an estimate.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
+
+    Raises:
+        ConfigError: the run could not train on so many ranks, or they leave a part of a node empty.
     """
     machine, ranks = machine or Machine(), ranks or config.parallel.ranks or 8
     machine.check(ranks, config.trainer.device)

@@ -137,7 +137,14 @@ def search_layouts(
     gpu_bytes: float | None,
     expert_load: float = 1.0,
 ) -> LayoutSearch:
-    """Plan the run with these settings on every layout of its ranks (8 by default) that they accept."""
+    """Plan the run with these settings on every layout of its ranks (8 by default) that they accept.
+
+    Args:
+        gpu_bytes: memory of a GPU; None for any.
+
+    Raises:
+        ConfigError: there is no data to plan for, or no layout divides the model over so many ranks.
+    """
     ranks = config.parallel.ranks or 8
     machine.check(ranks, config.trainer.device)
     inputs = open_inputs(config, packs)

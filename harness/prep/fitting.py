@@ -57,6 +57,10 @@ def fit_conversation(
     An exchange that is too long alone is divided before answers and calls of tools, and each part begins with the
     question, without the calls and results of the parts before it; an answer that is too long with its question is cut.
     Turns after the last answer are left out. Text without turns is divided every `pack_size` tokens.
+
+    Args:
+        sequences: of the conversation, by `tokenizer`.
+        over_long: one of `OVER_LONG`.
     """
     require_choice(over_long, OVER_LONG, setting="over_long")
     views = [one.view for one in sequences]

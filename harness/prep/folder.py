@@ -44,7 +44,12 @@ def files_digest(files: list[Path]) -> str:
 
 
 def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
-    """Return the report of an earlier run with the same settings, or None if there is work to do."""
+    """Return the report of an earlier run with the same settings, or None if there is work to do.
+
+    Raises:
+        ConfigError: a run with other settings wrote the folder, and `overwrite` is not set.
+        PrepError: the folder holds something else.
+    """
     where = folder.where()
     if isinstance(folder.place, Path) and folder.place.exists() and not folder.place.is_dir():
         raise ConfigError("the destination is a file", where=where, fix="set data.path to a folder")
@@ -79,8 +84,15 @@ def upload(
     Files that are there whole, from an upload that was interrupted, are not sent again, nor is anything where another
     process has finished the same preparation. Files of an earlier one are removed, its report and its manifests first.
 
+    Args:
+        advance: called with the bytes of each file.
+
     Returns:
         the bytes that were sent.
+
+    Raises:
+        FormatError: another process is uploading to the folder.
+        ConfigError: another process has finished one with other settings, and `overwrite` is not set.
     """
     paths = {path.relative_to(prepared).as_posix(): path for path in prepared.rglob("*") if path.is_file()}
     names = [name for name in paths if name.split("/")[0] in _OWNED and name != REPORT]

@@ -139,6 +139,10 @@ def _ramps(counts: Int64Array) -> Int64Array:
 def next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
     """Keep the order, and start a new pack wherever the next sequence does not fit.
 
+    Args:
+        lengths: int64 [sequences], each at most `pack_size`.
+        pack_size: room of an empty pack.
+
     Returns:
         int64 [packs + 1], first sequence of each pack; the last entry is the number of sequences.
     """
@@ -157,6 +161,10 @@ def first_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
     """Place each sequence, in order, into the first opened pack with room for it.
 
     Takes a few microseconds per sequence: a tree over the packs holds the largest room in each subtree.
+
+    Args:
+        lengths: integers [sequences], each at most `pack_size`.
+        pack_size: room of an empty pack.
 
     Returns:
         int64 [sequences], the pack of each sequence.

@@ -40,6 +40,12 @@ def write_pydoc_corpus(path: Path) -> None:
     """Write questions and answers about the standard library as JSONL, the same on every run of one Python.
 
     A process of its own imports the library's modules, without site packages, display or standard input.
+
+    Args:
+        path: the file to write; it appears whole or not at all.
+
+    Raises:
+        PrepError: collecting failed.
     """
     # Not at the top: the script runs without packages.
     from harness.errors import PrepError

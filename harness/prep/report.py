@@ -305,7 +305,11 @@ def to_markdown(report: PrepareReport) -> str:
 
 
 def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
-    """Return the first samples of each file, as many as a page shows."""
+    """Return the first samples of each file, as many as a page shows.
+
+    Args:
+        shards: the source file and the folder of each finished shard; folders of which none are needed are not read.
+    """
     chosen: list[Sample] = []
     counts: dict[str, int] = {}
     for file, folder in shards:

@@ -66,7 +66,11 @@ def list_size_problems(folder: Path, files: Iterable[StoredFile]) -> list[Proble
 
 
 def list_hash_problems(folder: Path, files: Sequence[StoredFile]) -> list[Problem]:
-    """Name the files whose bytes are not those that were written. Reads all content, some files at a time."""
+    """Name the files whose bytes are not those that were written. Reads all content, some files at a time.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     if not files:
         return []
     with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:

@@ -29,7 +29,11 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class ClaimStore:
-    """The objects below a prefix, with conditional requests. Pickles."""
+    """The objects below a prefix, with conditional requests. Pickles.
+
+    Raises:
+        ConfigError: msc://, which has none here.
+    """
 
     def __init__(self, place: ObjectPath) -> None:
         if place.scheme == "msc":

@@ -33,7 +33,12 @@ _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "MSC_", TIMEOUT_NAME)
 
 
 def connect(place: ObjectPath) -> Any:
-    """Return the client of a place's bucket: a store of `obstore`, or `MscStore`."""
+    """Return the client of a place's bucket: a store of `obstore`, or `MscStore`.
+
+    Raises:
+        ConfigError: settings are missing or malformed, or a package is not installed.
+        OSError: the region of the bucket cannot be found out.
+    """
     timeout_s()
     settings = tuple(sorted(one for one in os.environ.items() if one[0].startswith(_PREFIXES)))
     return _connect(os.getpid(), place.scheme, place.bucket, settings)

@@ -287,7 +287,11 @@ class BucketMarker:
     _acquired: bool = False
 
     def acquire(self) -> bytes:
-        """Take the lease, create the object, and return what an interrupted writer left in it."""
+        """Take the lease, create the object, and return what an interrupted writer left in it.
+
+        Raises:
+            FormatError: another process writes to the prefix.
+        """
         folder = self.folder
         if folder.place.scheme != "msc":
             self._lease = Lease(ClaimStore(folder.place), _LEASE_NAME)

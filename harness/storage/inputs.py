@@ -48,7 +48,11 @@ def open_stream(place: Place) -> BinaryIO:
 
 
 def list_objects(folder: ObjectPath) -> dict[str, Stamp]:
-    """Return the stamps of all objects below a prefix, by their keys below it, with times as versions."""
+    """Return the stamps of all objects below a prefix, by their keys below it, with times as versions.
+
+    Raises:
+        FormatError: the bucket does not exist, or may not be listed.
+    """
     stamps = {name: one.stamp for name, one in list_below(folder).items()}
     if not stamps:
         check_bucket(folder)
@@ -193,7 +197,12 @@ def open_source(place: Path | ObjectPath) -> ByteSource:
 
 
 def read_ranges(source: ByteSource, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-    """Read ranges of bytes from start to end, and return them in the given order; neighbors take one request."""
+    """Read ranges of bytes from start to end, and return them in the given order; neighbors take one request.
+
+    Raises:
+        FormatError: the file ends before.
+        OSError: it cannot be read.
+    """
     spans: list[tuple[int, int]] = []
     span_of = [0] * len(ranges)
     for position in sorted(range(len(ranges)), key=ranges.__getitem__):

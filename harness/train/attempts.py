@@ -148,6 +148,9 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, in_job: bool = Fa
 
     Args:
         in_job: the caller starts the ranks again in the same job, not through Slurm.
+
+    Raises:
+        FormatError: a file of an earlier attempt is unreadable.
     """
     if exit_code == 0:
         return Decision(False, "the run is finished")
@@ -193,6 +196,10 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
     Args:
         restarts: how often Slurm has restarted it.
         predecessor: the job that this one continues, if it waited for that job's end in the queue.
+
+    Raises:
+        HarnessError: with these, ten attempts in a row made no progress.
+        FormatError: a file of an earlier attempt is unreadable.
     """
     earlier = read_attempts(folder)
     recorded = sum(attempt.job == job and attempt.again != IN_JOB for attempt in earlier)

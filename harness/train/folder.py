@@ -92,7 +92,11 @@ _REMOVED = ("local_checkpoints", "local_checkpoint_interval")
 
 
 def check_settings(values: Any) -> dict[str, Any]:
-    """Return a run's settings, a mapping of plain values, with the defaults of those that its version did not have."""
+    """Return a run's settings, a mapping of plain values, with the defaults of those that its version did not have.
+
+    Raises:
+        ValueError: a section is missing, or they are no settings of this version.
+    """
     missing = [name for name in _SECTIONS if not isinstance(values, dict) or name not in values]
     if missing:
         raise ValueError(f"have no {', '.join(missing)}")
@@ -117,6 +121,9 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[I
 
     Yield the identity of the attempt. If the settings of an earlier part differ, they are kept as
     `config.before-N.yaml`.
+
+    Raises:
+        ConfigError: another run has just taken the folder, or is still writing to it.
     """
     if not resumes and folder.is_dir() and any(folder.iterdir()):
         _refuse_if_running(folder)

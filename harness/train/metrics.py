@@ -343,7 +343,11 @@ def _slow_ranks(steps: Sequence[StepMetrics]) -> dict[str, str]:
 
 
 def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any]) -> Path:
-    """Write `report.md`: the result first, then what ran where."""
+    """Write `report.md`: the result first, then what ran where.
+
+    Args:
+        facts: name to value, in the order to show: dataset, model, device, versions.
+    """
     first, last, count = steps[0], steps[-1], len(steps)
     seconds, tokens = sum(s.step_s for s in steps), sum(s.tokens for s in steps)
     rows = {

@@ -81,6 +81,10 @@ def export_to_bridge(
         root: folder that Bridge's configuration names as dataset_root.
         files: names; None for the defaults of BridgeFiles.
         pack_size, overwrite, progress: as for `convert_dataset`.
+
+    Raises:
+        ConfigError: `root` is in object storage.
+        FormatError: as for `convert_dataset`, or the figures of another split cannot be read.
     """
     files = files or BridgeFiles()
     if is_uri(str(root)):

@@ -66,7 +66,16 @@ def export_to_swift(
     overwrite: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> SwiftExport:
-    """Write a dataset as a folder for `--cached_dataset`."""
+    """Write a dataset as a folder for `--cached_dataset`.
+
+    Args:
+        source, pack_size, progress: as for `convert_dataset`.
+        overwrite: replace a dataset that is there.
+
+    Raises:
+        ConfigError: `folder` is in object storage.
+        FormatError: a dataset is there, or the source cannot be read, or trains the last position of a sequence.
+    """
     if is_uri(str(folder)):
         what = "a cached dataset of ms-swift cannot be written to object storage"
         raise ConfigError(what, where=str(folder), fix="write it to a local folder, then upload it")

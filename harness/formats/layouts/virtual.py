@@ -157,7 +157,11 @@ class SequenceStore:
 
 
 def open_store(path: str | os.PathLike[str]) -> SequenceStore:
-    """Open the store at a path or URI, or the store of the plan there."""
+    """Open the store at a path or URI, or the store of the plan there.
+
+    Raises:
+        FormatError: there is none, or it is incomplete or damaged.
+    """
     folder = open_folder(path)
     manifest = load_manifest(folder)
     is_there = not isinstance(folder, LocalFolder) or folder.place.is_dir()
@@ -209,7 +213,11 @@ def _parse_plan(text: bytes, where: str) -> _Plan:
 
 
 class PlanShard(ShardReader):
-    """An open plan and its store."""
+    """An open plan and its store.
+
+    Args:
+        folder: of the dataset, from which the plan names its store; None for that of the files.
+    """
 
     def __init__(self, path: Path, folder: Folder | None = None) -> None:
         self._path = path
@@ -300,6 +308,10 @@ def write_plan(
             there; a plan on a disk may have one.
         pack_offsets, sequence_ids: as in a PackPlan; each sequence of the store once.
         pack_size: tokens that no pack exceeds.
+
+    Raises:
+        ConfigError: the plan does not fit this store, or cannot refer to it.
+        FormatError: the destination is in use, holds something else or cannot be written.
     """
     folder, home = open_folder(path), store.folder.place
     if isinstance(home, Path) and not isinstance(folder.place, Path):

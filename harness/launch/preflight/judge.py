@@ -317,7 +317,12 @@ def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:
 
 
 def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tuple[str, str]], bool]:
-    """Return by node what kept it from its part of a step and the fix, and whether srun stopped the others for it."""
+    """Return by node what kept it from its part of a step and the fix, and whether srun stopped the others for it.
+
+    Args:
+        lines: the errors of `srun --label` of a step with one task per node.
+        nodes: of the job, in the order of the tasks.
+    """
     causes: dict[str, tuple[str, str]] = {}
     ends: dict[str, tuple[str, str]] = {}
     printed: dict[str, str] = {}

@@ -135,7 +135,11 @@ def read_free_space(folder: Path) -> Facts:
 
 
 def share_folder(run_dir: Path, place: NodePlace, *, timeout_s: float) -> Facts:
-    """Write to the run's folder, and wait for the file that the first node writes there."""
+    """Write to the run's folder, and wait for the file that the first node writes there.
+
+    Raises:
+        HarnessError: the nodes do not share the folder, or it is not writable.
+    """
     token = run_dir / "logs" / "preflight.token"
     try:
         if place.number == 0:
@@ -238,6 +242,9 @@ def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: fl
 
     Returns:
         `offset_s`, the seconds by which this node's clock is ahead of the first node's.
+
+    Raises:
+        HarnessError: the port is taken, or the address leads nowhere or to something else.
     """
     if place.number > 0:
         return _connect(address, port, place, timeout_s=timeout_s)

@@ -334,7 +334,11 @@ def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
 
 
 def find_packs(config: CorpusConfig) -> dict[str, PackReader]:
-    """Open the packed SFT datasets among the sources, by path."""
+    """Open the packed SFT datasets among the sources, by path.
+
+    Raises:
+        HarnessError: one is damaged, or its packs are longer than a sample.
+    """
     if config.fast_cache_load:  # each file access costs time, and packs have no index to build
         return {}
     packs = {}

@@ -59,6 +59,10 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     Args:
         state: of the loader, in the checkpoint: a dataset of another fingerprint is not the one that was trained.
         moved_to: where the run's data is now, in the order of its settings; empty for where it was.
+
+    Raises:
+        ConfigError: there is other data, or none, at `moved_to`.
+        MemoryError: memory ran out.
     """
     data = settings["data"]
     live = data.get("live") or {}
@@ -168,7 +172,11 @@ class SpecialTokens:
 
 
 def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> SpecialTokens | None:
-    """Write the tokenizer of the data with its chat template; None, with a reason in `found.missing`, if that fails."""
+    """Write the tokenizer of the data with its chat template; None, with a reason in `found.missing`, if that fails.
+
+    Raises:
+        ConfigError: the data records an end token that the tokenizer does not have.
+    """
     if not found.tokenizer:
         return None
     try:

@@ -34,6 +34,10 @@ def generate(
     """Extend each prompt by its most likely token again and again; every rank takes part and gets the answers.
 
     All prompts are one row, computed anew for each token: a few answers at an evaluation are not worth a cache.
+
+    Args:
+        prompts: token ids, at least one each.
+        ends: tokens that end an answer and are not part of it.
     """
     for chunk in step.chunks:
         chunk.eval()
@@ -97,7 +101,11 @@ Answering = tuple[ChatTokenizer, Sequence[int]]
 
 
 def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
-    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use."""
+    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use.
+
+    Raises:
+        ConfigError: it is not on this machine, or prompts and answers are longer than the model's sequences.
+    """
     tokenizer = data.tokenizer if isinstance(data, LiveData) else None
     if tokenizer is not None:
         ends = tokenizer.ends

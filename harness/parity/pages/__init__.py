@@ -31,7 +31,11 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def publish(report: ParityReport, console: Console, folder: Path | None) -> None:
-    """Print the report, and write it with its pages to `folder`; None writes nothing."""
+    """Print the report, and write it with its pages to `folder`; None writes nothing.
+
+    Raises:
+        ConfigError: Jinja or Matplotlib is not installed, or the folder cannot be written to.
+    """
     console.print(one_line(report.title), soft_wrap=True)
     for group in group_cells(report):
         console.print(group.checks.to_terminal())

@@ -66,7 +66,11 @@ def count_experts(values: Mapping[str, Any]) -> int:
 def read_softmax(
     values: Mapping[str, Any], *, normalize: bool, inner: int | None = None, dense_layers: int = 0
 ) -> dict[str, Any]:
-    """Return the settings of experts that a softmax router chooses."""
+    """Return the settings of experts that a softmax router chooses.
+
+    Args:
+        inner: size of an expert; None for config.json's `intermediate_size`.
+    """
     return {
         "num_experts": count_experts(values),
         "experts_per_token": int(values["num_experts_per_tok"]),

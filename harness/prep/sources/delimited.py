@@ -20,9 +20,13 @@ class DelimitedReader:
     """Reader of the rows of one file. A row counts as the line on which it begins; quoted texts may have line ends.
 
     Args:
+        place: the file, for errors.
         stream: at the first line to read.
         first: number of that line; 1 is the header.
         end: offset of a row to stop at; None for the end of the file.
+
+    Raises:
+        PrepError: a row is longer than 32 MiB, or a quote is not closed.
     """
 
     def __init__(self, place: Place, stream: BinaryIO, separator: str, first: int = 1, end: int | None = None) -> None:

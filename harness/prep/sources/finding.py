@@ -28,12 +28,25 @@ Show = Callable[[str], None]
 
 
 def list_files(path: str) -> list[Place]:
-    """Return the chat files that `path` names; those of a folder or glob in natural order."""
+    """Return the chat files that `path` names; those of a folder or glob in natural order (`part-2` before `part-10`).
+
+    Raises:
+        PrepError: nothing is there, a file has a compression that is not supported, or there are several splits.
+    """
     return list(find_files(SourceConfig(path=path)).files)
 
 
 def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> SourceFiles:
-    """Find the files of a source, and download those of a dataset on the hub."""
+    """Find the files of a source, and download those of a dataset on the hub.
+
+    Args:
+        source: its path, split and subset; with the kind `pydoc` there are no files.
+        show: receives lines about what is read and what is left out.
+
+    Raises:
+        PrepError: there are no files, a file has a compression that is not supported, or what to read is ambiguous.
+        FormatError: object storage refuses the request.
+    """
     if not source.path:
         return SourceFiles((), ())
     path = str(source.path)

@@ -65,6 +65,9 @@ def parse_name(path: str) -> HubName | None:
     """Return the dataset of the hub that a path names; None for a path of another kind.
 
     `ORG/NAME` is one where neither it nor a folder `ORG` exists here.
+
+    Raises:
+        ConfigError: it begins with `hf://` but names no dataset.
     """
     if path.startswith(_SCHEME):
         match = _URI.fullmatch(path)
@@ -88,7 +91,16 @@ def fetch(
     subset: str,
     show: Callable[[str], None],
 ) -> SourceFiles:
-    """Choose the data files of one split, and download those that are not in the cache."""
+    """Choose the data files of one split, and download those that are not in the cache.
+
+    Args:
+        split, subset: as in `SourceConfig`.
+        show: receives lines about the choice and the downloads.
+
+    Raises:
+        PrepError: there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
+        ConfigError: huggingface_hub is not installed.
+    """
     api = _client(place)
     with _errors(place):
         revision = place.revision or None

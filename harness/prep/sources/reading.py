@@ -187,6 +187,9 @@ def cut_shards(
     Args:
         limit: maximum number of records in all shards together; 0 for all.
         reader: parser of the records; None detects the schema of each.
+
+    Raises:
+        PrepError: a file cannot be read.
     """
     reader = reader or RecordReader()
     cut = for_each_file(lambda file: list(_cut(file, shard_bytes)), files)
@@ -292,6 +295,7 @@ def read_chunks(files: Iterable[Place], *, limit: int = 0, reader: RecordReader 
     """Yield the records of whole files in order, like `read_shard`.
 
     Args:
+        files: from `list_files`.
         limit: maximum number of records, blank lines not counted; 0 reads all.
         reader: parser of the records; None detects the schema of each.
     """

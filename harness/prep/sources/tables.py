@@ -157,6 +157,7 @@ def read_parquet(
     """Yield number of the first row, rows, and their even share of the file's bytes.
 
     Args:
+        reader: says what columns are read.
         groups: first and past-the-end row group; None reads all.
         first: number of the first row of the first group.
     """
@@ -214,6 +215,9 @@ def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str],
 
     A few bytes can name a text of the dictionary of their column a million times. Such columns are read as dictionaries
     first, as far as pages refer to one.
+
+    Raises:
+        PrepError: a page, or a row of texts, is larger than it may be, or pages have more values than the footer says.
     """
     group, where = metadata.row_group(number), f"{place}, row group {number}"
     with contextlib.closing(open_source(place)) as source:
@@ -330,7 +334,16 @@ def _is_in(path: str, name: str) -> bool:
 
 
 def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Sequence[str], where: str) -> None:
-    """Refuse lists that a few bytes of run lengths expand to gigabytes, and long values that no text can be."""
+    """Refuse lists that a few bytes of run lengths expand to gigabytes, and long values that no text can be.
+
+    Args:
+        parquet: an open `ParquetFile`.
+        size: bytes of the file, of which its footer can claim more.
+        groups, columns: row groups and top-level columns that are read.
+
+    Raises:
+        PrepError: a column has more values than the bytes of its row group justify, or is of long binary numbers.
+    """
     schema = parquet.schema
     for leaf in map(schema.column, range(len(schema))):
         is_number = leaf.logical_type.type == "DECIMAL" and leaf.physical_type == "BYTE_ARRAY"

@@ -57,7 +57,14 @@ def open_text(place: Place) -> Iterator[tuple[BinaryIO, Any]]:
 
 
 def find_unit(place: Place, *, is_json: bool) -> str:
-    """Return whether a text file holds one record a line, or one JSON list."""
+    """Return whether a text file holds one record a line, or one JSON list.
+
+    Args:
+        is_json: its name ends in `.json`, which is used for both.
+
+    Raises:
+        PrepError: it is neither, as far as its beginning shows.
+    """
     with open_text(place) as (stream, _):
         head = stream.read(_HEAD_BYTES)
         for magic, kind in _MAGIC.items():

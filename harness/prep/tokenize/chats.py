@@ -75,7 +75,14 @@ def _as_text(arguments: str | Mapping[str, Any]) -> str:
 
 
 class RenderedChat:
-    """One conversation in one form; renders each of its beginnings once."""
+    """One conversation in one form; renders each of its beginnings once.
+
+    Args:
+        template: chat template.
+        conversation: to render.
+        form: in which the template takes it.
+        variables: of the template, beside those of the record.
+    """
 
     def __init__(
         self, template: Template, conversation: Conversation, form: Form, variables: Mapping[str, Any]

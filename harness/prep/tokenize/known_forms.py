@@ -47,6 +47,7 @@ class KnownForms:
     """The forms in which one template takes conversations, by their shapes.
 
     Args:
+        template: chat template.
         trusts_plain: hand conversations of nothing but roles and texts to it as they are, even where it leaves out one
             of the words that they are tried with.
     """
@@ -59,7 +60,11 @@ class KnownForms:
         self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
 
     def find(self, conversation: Conversation) -> KnownForm:
-        """Return how the template takes conversations of this shape."""
+        """Return how the template takes conversations of this shape.
+
+        Raises:
+            BadRecordError: it takes them in no form, or leaves out a part of them.
+        """
         tags = self._template.tags
         is_as_given = self._trusts_plain and _is_plain(conversation, tags)
         shape: Any = (
@@ -152,7 +157,12 @@ class KnownForms:
 
 
 def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
-    """Return the error about a part of a conversation that the template leaves out."""
+    """Return the error about a part of a conversation that the template leaves out.
+
+    Args:
+        missing: that part, in words.
+        ignorable: fields of records that hold it, if the conversation is still one without.
+    """
     detail = f"the chat template does not write {missing}; set one that does with tokenizer.chat_template"
     if ignorable:
         detail += f", or ignore it with source.ignore_fields=[{','.join(ignorable)}]"

@@ -70,9 +70,18 @@ class Rendered:
 class Masker:
     """Renders conversations and finds their trained spans.
 
+    Args:
+        template: chat template.
+        config: mask rule and what to train.
+        special: texts of the tokenizer's special tokens.
+        where: name of the template, for errors.
+
     Attributes:
         rule: `marks`, `stock`, `served`, `assistant_turns` or `all`.
         why: reason for the rule, in words.
+
+    Raises:
+        ConfigError: the template does not fit the rule that the settings name.
     """
 
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
@@ -103,7 +112,11 @@ class Masker:
         return "served", f"the chat template has no marks and is not a known one: {why}"
 
     def sequences(self, conversation: Conversation) -> list[Rendered]:
-        """Return the sequences of a chat, in the order of their trained turns."""
+        """Return the sequences of a chat, in the order of their trained turns.
+
+        Raises:
+            BadRecordError: it cannot be trained on with this template.
+        """
         if not self._has_weights and (number := _first_weighted(conversation)) is not None:
             detail = f"turn {number + 1} has a weight between 0 and 1, or weights of its parts; "
             raise BadRecordError(BadReason.BAD_WEIGHT, f"{detail}tokenizer.train_on=weighted trains with weights")

@@ -133,8 +133,12 @@ class Template:
     """A chat template.
 
     Args:
+        text: Jinja.
         variables: texts that the template may read by name, such as `bos_token`.
         today: date that `strftime_now` gives; None is the date of each rendering.
+
+    Raises:
+        jinja2.TemplateSyntaxError: it is not valid.
     """
 
     def __init__(self, text: str, variables: Mapping[str, Any], *, today: date | None = None) -> None:

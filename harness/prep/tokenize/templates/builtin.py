@@ -87,7 +87,14 @@ def spelled_tokens(template: str, *, end_of_text: str) -> TemplateTokens:
 
 
 def load_template(name: str) -> str:
-    """Return the text of a built-in template, or of a file."""
+    """Return the text of a built-in template, or of a file.
+
+    Args:
+        name: of a built-in template, or a path. A built-in name wins over a file of that name.
+
+    Raises:
+        ConfigError: there is neither, or the file cannot be read.
+    """
     if name in BUILT_IN:
         return files(__package__).joinpath(f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
     path = Path(name).expanduser()
