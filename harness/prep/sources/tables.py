@@ -95,6 +95,10 @@ def _batches(stream: Any, source: Any, where: str, count: int | None) -> Iterato
             break
         if batch.num_rows > max(_FREE_VALUES, _VALUES_PER_BYTE * (source.tell() - at)):
             raise pa.ArrowInvalid(f"batch {number} declares {batch.num_rows:,} rows in {source.tell() - at:,} bytes")
+        batch.validate()
+        if (views := sum(map(_view_bytes, batch.columns))) > _MAX_BATCH_BYTES:
+            what = f"the texts of the batch have {views:,} bytes, more than {_MAX_BATCH_BYTES:,}"
+            raise PrepError(what, where=f"{where}, batch {number}", fix="write the file again in smaller batches")
         batch.validate(full=True)  # offsets of a damaged file can lead outside its memory
         yield batch
         number += 1
@@ -293,18 +297,29 @@ def decoded_bytes(column: Any) -> int:
         except pa.ArrowNotImplementedError:  # numbers
             return int(len(column) * 8)
         return int(pc.sum(lengths.take(column.indices)).as_py() or 0)
-    if "list_view" in str(kind):
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
         # Lists may overlap: the bytes of their values count for each.
-        count = pc.sum(pc.list_value_length(column)).as_py() or 0
-        return int(count * decoded_bytes(column.values) / max(len(column.values), 1))
+        places = zip(column.offsets.to_pylist(), column.sizes.to_pylist(), strict=True)
+        return sum(decoded_bytes(column.values.slice(*place)) for place in places)
     if children := _children(column):
         return sum(map(decoded_bytes, children))
     if pa.types.is_run_end_encoded(kind):
         return len(column) * decoded_bytes(column.values)
-    if "view" in str(kind):  # of texts, which may overlap
+    return _view_bytes(column) or max(int(column.nbytes), 8 * len(column))  # nulls take no bytes
+
+
+def _view_bytes(column: Any) -> int:
+    """Return the bytes of views of texts, which may overlap, in a column whose offsets need not be valid."""
+    kind = column.type
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         lengths = np.frombuffer(column.buffers()[1], np.int32)[::4][column.offset :][: len(column)]
-        return int(lengths.sum(dtype=np.int64))
-    return max(int(column.nbytes), 8 * len(column))  # nulls take no bytes
+        return int(np.maximum(lengths, 0).sum(dtype=np.int64))
+    if pa.types.is_struct(kind):
+        return sum(_view_bytes(column.field(number)) for number in range(kind.num_fields))
+    names = (
+        ("keys", "items") if pa.types.is_map(kind) else ("dictionary",) if pa.types.is_dictionary(kind) else ("values",)
+    )
+    return sum(_view_bytes(getattr(column, name)) for name in names if hasattr(column, name))
 
 
 def _children(column: Any) -> list[Any]:
