@@ -36,30 +36,30 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_756,
-    "harness/bench": 2_056,
-    "harness/cli": 2_704,
-    "harness/conformance": 1_630,
-    "harness/formats": 5_946,
-    "harness/indexed": 1_221,
-    "harness/integrations": 2_941,
-    "harness/launch": 2_401,
-    "harness/loader": 4_659,
-    "harness/megatron": 10_673,
-    "harness/parity": 2_652,
-    "harness/plan": 5_273,
-    "harness/prep": 11_030,
+    "harness": 2_738,
+    "harness/bench": 2_051,
+    "harness/cli": 2_677,
+    "harness/conformance": 1_615,
+    "harness/formats": 5_932,
+    "harness/indexed": 1_210,
+    "harness/integrations": 2_848,
+    "harness/launch": 2_352,
+    "harness/loader": 4_685,
+    "harness/megatron": 10_555,
+    "harness/parity": 2_615,
+    "harness/plan": 5_386,
+    "harness/prep": 10_971,
     "harness/recipes": 10,
-    "harness/schedule": 956,
-    "harness/storage": 2_726,
-    "harness/train": 2_652,
-    "recipes": 506,
-    "tests": 58_553,
+    "harness/schedule": 967,
+    "harness/storage": 2_714,
+    "harness/train": 2_644,
+    "recipes": 495,
+    "tests": 58_915,
     "tests/benchmarks": 3_115,
 }
 SHAPE = {
-    "core ring, lines": 20_046,
-    "from packs to the optimizer's step, lines": 4_080,
+    "core ring, lines": 19_953,
+    "from packs to the optimizer's step, lines": 4_088,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_900
+MOST_LINES_IN_ALL = 62_465
 
 
 @cache
