@@ -138,7 +138,7 @@ def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False)
 def _check_files(
     known: KnownSettings, root: str, arguments: list[str], folders: Sequence[Path]
 ) -> dict[str, str | None]:
-    """Return where each setting was set, as in `model=qwen3_8b`, or None for one of a model that nobody has chosen."""
+    """Return where each setting was set, as in `model=qwen3_8b`, or None for one of a model that was not chosen."""
     chosen = GlobalHydra.instance().config_loader().compute_defaults_list(root, arguments, RunMode.RUN)
     set_by: dict[str, str | None] = {}
     for default in chosen.defaults:
