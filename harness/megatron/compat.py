@@ -537,45 +537,42 @@ def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> A
         return io.BufferedWriter(_HashedFile(path, mode, pipe))
 
     # This process waits for its own children to report; one that is killed, or cannot start a thread to report, never
-    # does. One that ends before its process is known is seen at the next look.
-    seen: list[str] = []
-
+    # does. One that ends before its process is known is seen at the next look. The process ends in the handler: Python
+    # drops an exception that a handler raises inside a hook of a fork or while an object is freed.
     def look(*_: object) -> None:
-        # Both signals may be pending: the second must not end what the first has begun.
-        if not seen and (lost := _find_lost_writer()):
-            seen.append(lost)
-            raise _LostWriterError(lost)
+        if lost := _find_lost_writer():
+            results = filesystem_async._results_queue
+            assert results is not None
+            results.put(RuntimeError(lost))
+            for child in _started_processes():  # the other writers
+                with suppress(ChildProcessError):
+                    os.waitpid(child.pid, 0)
+            os._exit(0)
 
     for signum in (signal.SIGCHLD, signal.SIGALRM):
         signal.signal(signum, look)
     signal.setitimer(signal.ITIMER_REAL, 1, 1)
-    with mock.patch.object(filesystem_async, "open", open_hashed, create=True):
-        try:
+    try:
+        with mock.patch.object(filesystem_async, "open", open_hashed, create=True):
             return write(*arguments, **options)
-        except _LostWriterError as error:
-            results = filesystem_async._results_queue
-            assert results is not None
-            results.put(RuntimeError(str(error)))
-            return None
-        finally:
-            seen.append("")  # nobody waits any more
-            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # nobody waits any more
 
 
-class _LostWriterError(Exception):
-    """A process that writes a part of a checkpoint ended without a report."""
+def _started_processes() -> list[Any]:
+    # The list of children loses those that have ended when another one starts; this set has all.
+    all_known = list(process._dangling)  # type: ignore[attr-defined]
+    return [popen for child in all_known if child._parent_pid == os.getpid() and (popen := child._popen) is not None]
 
 
 def _find_lost_writer() -> str | None:
     """Return how a process that this one has started ended without a report; None for none."""
-    # The list of children loses those that have ended when another one starts; this set has all.
-    for child in list(process._dangling):  # type: ignore[attr-defined]
-        if child._parent_pid != os.getpid() or child._popen is None:
-            continue
-        code = child._popen.returncode or 0
+    for started in _started_processes():
+        code = started.returncode or 0
         with suppress(ChildProcessError):
             # Left to be waited for by those who started it.
-            ended = os.waitid(os.P_PID, child._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            ended = os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         if code:

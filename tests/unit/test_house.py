@@ -45,7 +45,7 @@ LINES = {
     "harness/integrations": 2_848,
     "harness/launch": 2_352,
     "harness/loader": 4_685,
-    "harness/megatron": 10_555,
+    "harness/megatron": 10_552,
     "harness/parity": 2_615,
     "harness/plan": 5_386,
     "harness/prep": 10_971,
@@ -54,7 +54,7 @@ LINES = {
     "harness/storage": 2_714,
     "harness/train": 2_644,
     "recipes": 495,
-    "tests": 58_922,
+    "tests": 58_926,
     "tests/benchmarks": 3_115,
 }
 SHAPE = {
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_465
+MOST_LINES_IN_ALL = 124_924
 
 
 @cache

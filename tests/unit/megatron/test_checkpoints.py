@@ -186,7 +186,9 @@ def test_what_torch_raises_on_a_full_disk_is_said_in_words(place: Any, words: st
     assert re.fullmatch(reason, checkpoints._reason(worker))
 
 
-@pytest.mark.parametrize("at", ["its work", "its start", "its start, before another's", "its own will"])
+@pytest.mark.parametrize(
+    "at", ["its work", "its start", "its start, before another's", "its start, in a hook of a fork", "its own will"]
+)
 def test_a_writer_process_that_ends_early_is_an_error_and_no_wait_without_end(at, monkeypatch) -> None:
     """Megatron's writer waits for a report of each process that it starts, and one that ends early sends none."""
     start = ForkProcess._Popen
@@ -208,7 +210,9 @@ def test_a_writer_process_that_ends_early_is_an_error_and_no_wait_without_end(at
         kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         ended = forking.Process(target=partial(os._exit, 3) if at == "its own will" else kill)
         ended.start()
-        if at == "its start, before another's":
+        if at == "its start, in a hook of a fork":  # where Python drops what a signal handler raises
+            os.register_at_fork(after_in_parent=partial(signal.raise_signal, signal.SIGCHLD))
+        if at.startswith("its start, "):
             forking.Process(target=lambda: None).start()  # Waits for those in the list that have ended.
         reports.join()
 
