@@ -127,6 +127,10 @@ def test_a_path_that_does_not_exist_is_one_clear_error_with_code_2(harness, argu
         (["train", "other"], "one of sft, pretrain"),
         (["train", "sft", "modle.num_layers=1"], "did you mean model.num_layers?"),
         (["parity", "check=nothing"], "check 'nothing' is unknown"),
+        (["inspect"], "fix:   harness inspect PATH (PATH: dataset folder"),
+        (["sft", "my/model"], "fix:   harness sft my/model CHATS (CHATS: "),
+        (["inspect", "a", "--workers", "2"], "no such option: --workers\n  where: harness inspect\n  fix:   harness"),
+        (["diff", "a", "b", "c"], "(c)\n  where: harness diff\n  fix:   harness diff --help"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # recipes are imported by other tests
