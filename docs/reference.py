@@ -5,10 +5,14 @@ MkDocs calls `on_files` when it builds the site (`hooks` of mkdocs.yml), so no g
 
 from __future__ import annotations
 
+import ast
 import inspect
+import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from harness.checks import LARGEST, Condition, Rule, show_value
 from harness.cli.app import app
 from harness.config import compose_config
 from harness.conformance import CHECKS
+from harness.conformance.kit import ConformanceCheck
 from harness.launch.cluster import SubmitConfig
 from harness.plan import FAMILIES, PretrainConfig, RunConfig, SftConfig
 from harness.plan.families import MISSING
@@ -60,7 +65,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Append the list of generated pages, which exist only in the site, to the page of the reference."""
     if page.file.src_uri != "reference/index.md":
         return markdown
-    pages = {Path(path).name: text for path, text in write_pages().items() if path.startswith("reference/")}
+    pages = {Path(path).name: text for path, text in write_pages().items() if Path(path).parent.name == "reference"}
     rows = [f"| [{text.partition(chr(10))[0].removeprefix('# ')}]({name}) |" for name, text in pages.items()]
     return _lines(markdown, "## Generated pages\n", "| page |", "|---|", *rows)
 
@@ -73,15 +78,60 @@ def write_pages() -> dict[str, str]:
     pages["reference/commands.md"] = _lines("# Commands", *_describe_commands(typer.main.get_command(app), "harness"))
     pages["reference/errors.md"] = _lines("# Error classes", *_describe_errors())
     pages["reference/families.md"] = _lines("# Model families", *_describe_families())
-    pages["reference/conformance.md"] = _lines("# Checks of trainers", *_describe_checks())
+    pages["reference/conformance.md"] = _lines("# Checks of trainers", *_list_checks())
+    pages |= {f"reference/checks/{check.name}.md": _check_page(check) for check in CHECKS.values()}
     return pages
 
 
-def _describe_checks() -> Iterator[str]:
-    yield "`harness conformance --list` prints the same. The threads are those in which users reported the defect.\n"
+def _list_checks() -> Iterator[str]:
+    yield "`harness conformance --list` explains all checks.\n\n| check | what it does |\n|---|---|"
     for check in CHECKS.values():
-        ranks = f" Runs on {check.ranks} ranks." if check.ranks > 1 else ""
-        yield f"## {check.name}\n\n{check.about}{ranks}\n\nReported in {', '.join(check.threads)}.\n"
+        yield f"| [{check.name}](checks/{check.name}.md) | {check.about.partition('. ')[0].rstrip('.')} |"
+
+
+def _check_page(check: ConformanceCheck) -> str:
+    """Return the page of a check: what it does, how to run it, a trainer that fails it, and who has reported that."""
+    threads = [name.partition("#") for name in check.threads]
+    links = [f"[{place}#{number}](https://github.com/{place}/issues/{number})" for place, _, number in threads]
+    fault, parts = _plain_trainer_fault(check.name)
+    ranks = f"The check runs on {check.ranks} ranks.\n" if check.ranks > 1 else ""
+    after = f"It continues from the checkpoint of [{check.after}]({check.after}.md), which runs first.\n"
+    rows = [(row["trainer"], row["version"], row["verdicts"].get(check.name)) for row in _scoreboard()]
+    verdicts = [f"| {name} {version} | {one['outcome']} | {_cell(one['text'])} |" for name, version, one in rows if one]
+    return _lines(
+        f"# {check.name}\n",
+        f"{check.about}\n",
+        ranks + after * bool(check.after),
+        "```shell",
+        f"harness conformance my_trainer.py --checks {check.name}",
+        "```",
+        f"\nUsers reported the defect in {', '.join(links)}.\n",
+        "## A trainer that fails\n",
+        f"`tests/samples/plain_trainer.py` fails with `Trainer(fault={fault!r})`, in these lines:\n",
+        *(f"```python\n{part}\n```\n" for part in parts),
+        "## Released trainers\n",
+        *("| trainer | outcome | found |", "|---|---|---|", *verdicts, ""),
+        "## The check\n",
+        f"```python\n{inspect.getsource(check.run).rstrip()}\n```",
+    )
+
+
+@cache
+def _scoreboard() -> Any:
+    return json.loads((_ROOT / "docs" / "scoreboard" / "scoreboard.json").read_text())["rows"]
+
+
+def _plain_trainer_fault(name: str) -> tuple[str, list[str]]:
+    """Return the fault of the plain trainer that a check sees, and each statement that makes it."""
+    text = (_ROOT / "tests" / "samples" / "plain_trainer.py").read_text()
+    tree = ast.parse(text)
+    table = next(one for one in tree.body if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "FAULTS")
+    fault = ast.literal_eval(table.value)[name]
+    within = (node for one in tree.body if isinstance(one, ast.ClassDef) for node in ast.walk(one))
+    made = [node for node in within if isinstance(node, ast.stmt) and fault in ast.unparse(node)]
+    smallest = [node for node in made if not any(other is not node and other in ast.walk(node) for other in made)]
+    parts = [textwrap.dedent(ast.get_source_segment(text, node, padded=True) or "") for node in smallest]
+    return fault, [part.removeprefix("el") if part.startswith("elif") else part for part in parts]
 
 
 def _page_of_the_root(file: str) -> str:
