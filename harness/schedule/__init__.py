@@ -114,7 +114,9 @@ def schedule(
     if name == DYNAMIC and cp_size > 1:
         fix = "set it to 1: this schedule decides for each row how many data-parallel ranks share it"
         raise ScheduleError(f"cp_size is {cp_size}, and the schedule is {DYNAMIC}", where="cp_size", fix=fix)
-    check_lengths(sizes, offsets, name, max_tokens_per_rank, dp_size=dp_size, cp_size=cp_size)
     row, cost = max_tokens_per_rank * cp_size, cost or SequenceCost()
+    check_lengths(
+        sizes, offsets, name, max_tokens_per_rank, dp_size=dp_size, cp_size=cp_size, most_ranks=cost.most_ranks
+    )
     batch = GlobalBatch(sizes, dp_size, row, group_size, offsets, cost, media_cost)
     return SCHEDULERS[name](batch)

@@ -50,7 +50,7 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
 
 def choose_ranks(batch: GlobalBatch) -> Int64Array:
     """Return the number of ranks that share each sequence, int64 [sequences], powers of two."""
-    most = largest_share(batch.dp_size)
+    most = largest_share(batch.dp_size, batch.cost.most_ranks)
     sizes = np.ones_like(batch.lengths)
     # Of a shared sequence each rank has two chunks of the same length.
     held, is_long = batch.max_tokens_per_row // 2 * 2, batch.lengths > batch.max_tokens_per_row

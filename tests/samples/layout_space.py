@@ -61,7 +61,8 @@ SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
 # Every sequence on as many data-parallel ranks as hold it, the longest on all of them. The balancing loss of experts is
 # that of sequences, because rows have others on each layout.
 SHARED = (
-    *("dense shared", "deepseek_like sequences shared", "qwen3_moe sequences shared", "lora shared"),
+    *("dense shared", "deepseek_like sequences shared", "hybrid shared", "delta shared"),
+    *("hybrid_moe sequences shared", "delta_moe sequences shared", "qwen3_moe sequences shared", "lora shared"),
     *("gpt_oss_like sequences shared", "lora deepseek_like sequences conversation shared"),
     "dense weighted shared",
 )

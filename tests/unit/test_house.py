@@ -44,22 +44,22 @@ LINES = {
     "harness/indexed": 1_210,
     "harness/integrations": 2_848,
     "harness/launch": 2_352,
-    "harness/loader": 4_685,
-    "harness/megatron": 10_552,
+    "harness/loader": 4_686,
+    "harness/megatron": 10_563,
     "harness/parity": 2_615,
-    "harness/plan": 5_386,
+    "harness/plan": 5_410,
     "harness/prep": 10_971,
     "harness/recipes": 10,
-    "harness/schedule": 967,
+    "harness/schedule": 980,
     "harness/storage": 2_714,
     "harness/train": 2_644,
     "recipes": 495,
-    "tests": 58_926,
+    "tests": 58_967,
     "tests/benchmarks": 3_115,
 }
 SHAPE = {
-    "core ring, lines": 19_953,
-    "from packs to the optimizer's step, lines": 4_088,
+    "core ring, lines": 19_989,
+    "from packs to the optimizer's step, lines": 4_102,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -67,7 +67,7 @@ SHAPE = {
     "names in __all__": 210,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 100,
+    "Markdown by hand, kB": 101,
 }
 MOST_LINES_IN_ALL = 62_462
 

@@ -185,7 +185,7 @@ def make_feeds(
     state = progress.loader if progress is not None else None
     rules = None if config.model.encoder is None else _rules_of(data)
     features = None if rules is None else rules.features
-    cost = sequence_cost(config.model, config.parallel.model_ranks)
+    cost = sequence_cost(config.model, config.parallel, on_gpu=ranks.device.type == "cuda")
     hash = data.tokenizer_hash if isinstance(data, RunData) else ""
     stored = None if rules is None else rules.features_at(is_first_stage=layout.is_first_stage)
     make = partial(Loader, schedule=config.schedule, layout=layout, cost=cost, tokenizer=hash, features=stored)

@@ -112,3 +112,13 @@ def test_a_sequence_longer_than_its_ranks_hold_is_refused_with_the_arithmetic() 
     placed(lengths, 12, max_tokens_per_rank=16_386)
     with pytest.raises(ScheduleError, match="cp_size is 2"):
         placed(lengths, 12, cp_size=2)
+
+
+def test_a_scan_divides_its_heads_and_limits_the_ranks_that_share_a_sequence() -> None:
+    options = {"max_tokens_per_rank": 24, "cost": SequenceCost(quadratic=1.0, most_ranks=2)}
+    # Without the limit, eight ranks share each, because one takes longer than the step should.
+    assert ranks_of(placed(np.array([48, 20, 20]), 8, **options)).tolist() == [2, 2, 2]
+    with pytest.raises(ScheduleError, match=r"max_tokens_per_rank \* 2, the most ranks that can divide the heads of a"):
+        placed(np.array([49, 20]), 8, **options)
+    # Ranks send the features of half of their tokens away, and get as many back.
+    assert SequenceCost(1.0, 0.0, swap=4.0).of_rank(np.array([8, 8]), np.array([1, 2])).tolist() == [8.0, 12.0]
