@@ -88,7 +88,7 @@ def schedule(
         group_size: the number of microbatches becomes a multiple of this.
         pack_offsets: [packs + 1] integers, the bounds of stored packs in `lengths`; required by `as_packed`.
         cost: of training a sequence, for `cost_balanced` and `dynamic_context`.
-        media_cost: float64 [sequences], of encoding the media of each, for `cost_balanced`; None without media.
+        media_cost: float64 [sequences], of encoding the media of each, for the same two; None without media.
 
     Returns:
         Every index of `lengths` once, in rows that fit, with the same number of rows for every rank.

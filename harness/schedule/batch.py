@@ -84,6 +84,11 @@ class GlobalBatch:
         """The number of rows of a schedule is a multiple of this."""
         return self.dp_size * self.group_size
 
+    def costs(self, ranks: npt.ArrayLike = 1) -> Float64Array:
+        """Return the cost of each sequence on each of the `ranks` that share it, float64 [sequences]."""
+        costs = self.cost.of_rank(self.lengths, np.asarray(ranks))
+        return costs if self.media_cost is None else costs + self.media_cost
+
 
 def largest_share(dp_size: int, most_ranks: int | None = None) -> int:
     """Return the most data-parallel ranks that may share a row: the largest power of two that divides their number.

@@ -77,6 +77,18 @@ def test_ranks_are_even_and_keys_travel_no_further_than_they_must(kind: str, dp_
     assert found.rank_cost.max() <= 1.01 * (COST.of_rank(lengths, np.full_like(ranks, fixed)) * fixed).sum() / dp_size
 
 
+def test_ranks_are_even_with_the_encoding_of_media_that_each_sharing_rank_does() -> None:
+    lengths = lengths_of("chats and 1% documents", 1024, 8 * TOKENS)
+    media_cost = np.where(np.arange(1024) % 3, 0.0, 30_000.0)
+    made = placed(lengths, 8, media_cost=media_cost)
+    found = [
+        measure_imbalance(one, lengths, max_tokens_per_row=TOKENS, cost=COST, media_cost=media_cost).cost_ratio
+        for one in (made, placed(lengths, 8))
+    ]
+    assert made.shared_by is not None
+    assert found[0] <= 1.01 < 1.03 < found[1]
+
+
 def test_a_sequence_that_would_hold_up_the_step_is_divided_further() -> None:
     lengths = np.array([16_000, *[500] * 64])
     assert ranks_of(placed(lengths, 8)).max() == 4
