@@ -161,6 +161,7 @@ class BatchReader:
             self._schedule.max_tokens_per_rank,
             dp_size=self._layout.dp_size,
             cp_size=self._layout.cp_size,
+            most_ranks=self._cost.most_ranks,
             of=" of the dataset",
         )
 

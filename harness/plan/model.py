@@ -386,16 +386,16 @@ class ModelConfig(CheckedSettings, section="model"):
         return sum(weights[part] for part in self.parts(layer))
 
 
-def sequence_cost(model: ModelConfig, model_ranks: int = 1) -> SequenceCost:
+def sequence_cost(model: ModelConfig, parallel: ParallelConfig | None = None, *, on_gpu: bool = False) -> SequenceCost:
     """Return the forward FLOPs of one sequence, by tokens and by tokens squared, and those of an H100 that exchanges.
 
     A token costs 2 FLOPs a weight of the output matrix and of the layers, where it meets only the experts that it is
     sent to; attention adds, per layer, scores and
     weighted values of half the L x L square (it is causal): L^2 * heads * (head_dim of keys + that of values). A layer
     with a window adds them for as many keys a token, shorter sequences included. The exchange of a token's keys and
-    values over the network is as many FLOPs as large matrix products do meanwhile. Each of the `model_ranks` that hold
-    a copy of the model waits for the encoder, which is not divided over them; a frozen one has no backward pass, which
-    costs two forward passes.
+    values over the network, or of its features in a layer with a scan, is as many FLOPs as large matrix products do
+    meanwhile. Each of the ranks that hold a copy of the model waits for the encoder, which is not divided over them; a
+    frozen one has no backward pass, which costs two forward passes. By default, one rank holds a copy.
 
     Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
     without recomputation.
@@ -410,13 +410,36 @@ def sequence_cost(model: ModelConfig, model_ranks: int = 1) -> SequenceCost:
     quadratic = 1.0 * (len(attending) - len(windows)) * sizes
     values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
     sent = len(attending) * DTYPE_BYTES["bfloat16"] * (1 + values) * model.key_size
-    scans = sum(has_scan(model.parts(layer)) for layer in numbers) * scan_products(model)
-    linear = 2.0 * (layers + output + scans + sum(windows) * sizes)
-    encode = None
+    scans = sum(has_scan(model.parts(layer)) for layer in numbers)
+    linear = 2.0 * (layers + output + scans * scan_products(model) + sum(windows) * sizes)
+    swapped = scans * DTYPE_BYTES["bfloat16"] * (sum(model.scan_pieces) + model.scan_num_heads * model.scan_head_dim)
+    parallel, encode = parallel or ParallelConfig(), None
     if model.encoder is not None:
-        scale = model_ranks * (1.0 if model.train_encoder else 1 / 3)
+        scale = parallel.model_ranks * (1.0 if model.train_encoder else 1 / 3)
         encode = partial(_encoder_flops, model.encoder, model.hidden_size, scale)
-    return SequenceCost(linear=linear, quadratic=quadratic, exchange=_FLOPS_PER_BYTE * sent, encode=encode)
+    return SequenceCost(
+        linear=linear,
+        quadratic=quadratic,
+        exchange=_FLOPS_PER_BYTE * sent,
+        swap=_FLOPS_PER_BYTE * swapped,
+        most_ranks=scan_ranks(model, parallel.tensor_parallel_size, on_gpu=on_gpu) if scans else None,
+        encode=encode,
+    )
+
+
+def scan_ranks(model: ModelConfig, tp_size: int, *, on_gpu: bool) -> int:
+    """Return the most ranks, a power of two, that can share the heads and groups of a tensor-parallel rank's scans.
+
+    On a GPU, Mamba-2's convolution requires a multiple of 8 numbers per token (causal-conv1d).
+    """
+    heads, groups, ranks = model.scan_num_heads // tp_size, model.scan_num_groups // tp_size, 1
+    while heads % (2 * ranks) == 0 and (groups % (2 * ranks) == 0 or 2 * ranks % groups == 0):
+        held = heads // (2 * ranks)
+        numbers = 2 * held * model.scan_head_dim + 2 * max(1, groups // (2 * ranks)) * model.scan_state_dim + held
+        if on_gpu and not model.has_delta_rule and numbers % 8:
+            break
+        ranks *= 2
+    return ranks
 
 
 def _encoder_flops(encoder: str, hidden_size: int, scale: float, tokens: Float64Array) -> Float64Array:

@@ -272,12 +272,13 @@ def _context_sizes(inputs: Inputs, ranks: int) -> dict[str, float]:
     parallel = config.parallel
     if lengths is None or (not config.shares_rows and parallel.context_parallel_size == 1):
         return {}
+    cost = sequence_cost(config.model, parallel, on_gpu=config.trainer.device != "cpu")
     return compare_context_sizes(
         lengths,
         sequences=max(1, len(lengths) * config.loader.global_batch_size // max(1, inputs.num_packs)),
         ranks=parallel.dp_size(ranks) * parallel.context_parallel_size,
         max_tokens_per_rank=config.max_tokens_per_rank,
-        cost=sequence_cost(config.model),
+        cost=cost,
     )
 
 
@@ -297,7 +298,7 @@ def compare_context_sizes(
     drawn = np.random.default_rng(0).choice(lengths, size=min(sequences, _MOST_SEQUENCES))
     even, longest, found = float(cost.of(drawn).sum()) / ranks, int(lengths.max()), dict[str, float]()
     size = 1
-    while size <= largest_share(ranks):
+    while size <= largest_share(ranks, cost.most_ranks):
         if longest <= size * max_tokens_per_rank:
             placed = schedule(
                 "cost_balanced",
@@ -311,7 +312,7 @@ def compare_context_sizes(
             work = cost.of_rank(drawn, np.full_like(drawn, size))[placed.order]
             found[str(size)] = float(np.bincount(group, weights=work).max()) / even
         size *= 2
-    if longest <= largest_share(ranks) * max_tokens_per_rank:
+    if longest <= largest_share(ranks, cost.most_ranks) * max_tokens_per_rank:
         shared = schedule(DYNAMIC, drawn, dp_size=ranks, max_tokens_per_rank=max_tokens_per_rank, cost=cost)
         measured = measure_imbalance(shared, drawn, max_tokens_per_row=max_tokens_per_rank, cost=cost)
         found[DYNAMIC] = float(measured.rank_cost.max()) / even
@@ -353,7 +354,8 @@ def plan_rows(work: Work, inputs: Inputs, ranks: int) -> Work:
 def _check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
     row = config.max_tokens_per_row
     if config.shares_rows:
-        row *= largest_share(config.parallel.dp_size(ranks))
+        cost = sequence_cost(config.model, config.parallel, on_gpu=config.trainer.device != "cpu")
+        row *= largest_share(config.parallel.dp_size(ranks), cost.most_ranks)
     longest = int(padded_lengths(lengths + 1, config.parallel.pad_to_multiple).max(initial=0))
     if longest > row:
         what = f"the longest sequence has {longest:,} model tokens after padding, more than the {row:,} of a row"

@@ -429,7 +429,6 @@ _SHARED = tuple(
             (name, value, "no test has trained rows that ranks share with it", f"{name}={usual}")
             for name, value, usual in (
                 ("model.fp8", other_than("off"), "off"),
-                ("model.layer_pattern", SET, "null"),
                 ("parallel.expert_dispatcher", other_than("alltoall"), "alltoall"),
                 ("parallel.overlap_tensor_parallel", True, "false"),
             )

@@ -88,7 +88,7 @@ def schedule(
         group_size: the number of microbatches becomes a multiple of this.
         pack_offsets: [packs + 1] integers, the bounds of stored packs in `lengths`; required by `as_packed`.
         cost: of training a sequence, for `cost_balanced` and `dynamic_context`.
-        media_cost: float64 [sequences], of encoding the media of each, for `cost_balanced`; None without media.
+        media_cost: float64 [sequences], of encoding the media of each, for the same two; None without media.
 
     Returns:
         Every index of `lengths` once, in rows that fit, with the same number of rows for every rank.
@@ -114,7 +114,9 @@ def schedule(
     if name == DYNAMIC and cp_size > 1:
         fix = "set it to 1: this schedule decides for each row how many data-parallel ranks share it"
         raise ScheduleError(f"cp_size is {cp_size}, and the schedule is {DYNAMIC}", where="cp_size", fix=fix)
-    check_lengths(sizes, offsets, name, max_tokens_per_rank, dp_size=dp_size, cp_size=cp_size)
     row, cost = max_tokens_per_rank * cp_size, cost or SequenceCost()
+    check_lengths(
+        sizes, offsets, name, max_tokens_per_rank, dp_size=dp_size, cp_size=cp_size, most_ranks=cost.most_ranks
+    )
     batch = GlobalBatch(sizes, dp_size, row, group_size, offsets, cost, media_cost)
     return SCHEDULERS[name](batch)

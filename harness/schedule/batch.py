@@ -25,6 +25,8 @@ class SequenceCost:
     Attributes:
         exchange: work in the time that the keys and values of a token take to another rank. Ranks that share a
             sequence send them around while they compute attention scores, and wait for what takes longer.
+        swap: work in the time that the features of a token take to the ranks that scan them, and back.
+        most_ranks: the most ranks that the model's layers can divide a sequence over; None for any number.
         encode: returns the work of encoding media with these numbers of placeholder tokens, float64 [media]; None for
             a model of text.
     """
@@ -32,6 +34,8 @@ class SequenceCost:
     linear: float = 1.0
     quadratic: float = 1.0 / 8192
     exchange: float = 0.0
+    swap: float = 0.0
+    most_ranks: int | None = None
     encode: Callable[[Float64Array], Float64Array] | None = None
 
     def __post_init__(self) -> None:
@@ -49,7 +53,7 @@ class SequenceCost:
         """Return the cost on each of the ranks that share a sequence, float64 in the shape of `lengths`."""
         tokens, shares = np.asarray(lengths, dtype=np.float64), np.asarray(ranks, dtype=np.float64)
         behind = np.maximum(self.quadratic * tokens, self.exchange * (shares - 1))
-        cost: Float64Array = tokens * (self.linear + behind) / shares
+        cost: Float64Array = tokens * (self.linear + behind + self.swap * (shares - 1) / shares) / shares
         return cost
 
 
@@ -80,10 +84,18 @@ class GlobalBatch:
         """The number of rows of a schedule is a multiple of this."""
         return self.dp_size * self.group_size
 
+    def costs(self, ranks: npt.ArrayLike = 1) -> Float64Array:
+        """Return the cost of each sequence on each of the `ranks` that share it, float64 [sequences]."""
+        costs = self.cost.of_rank(self.lengths, np.asarray(ranks))
+        return costs if self.media_cost is None else costs + self.media_cost
 
-def largest_share(dp_size: int) -> int:
-    """Return the most data-parallel ranks that may share a row: the largest power of two that divides their number."""
-    return dp_size & -dp_size
+
+def largest_share(dp_size: int, most_ranks: int | None = None) -> int:
+    """Return the most data-parallel ranks that may share a row: the largest power of two that divides their number.
+
+    `most_ranks`, a power of two, is as in SequenceCost.
+    """
+    return min(dp_size & -dp_size, most_ranks or dp_size)
 
 
 def check_lengths(
@@ -94,6 +106,7 @@ def check_lengths(
     *,
     dp_size: int,
     cp_size: int,
+    most_ranks: int | None = None,
     of: str = "",
 ) -> None:
     """Raise ScheduleError, naming a sequence or a pack, where one can never be placed.
@@ -102,12 +115,15 @@ def check_lengths(
         lengths: int64 [sequences], model tokens after padding.
         pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
         name, max_tokens_per_rank, dp_size, cp_size: as in `harness.schedule.schedule`.
+        most_ranks: as in SequenceCost.
         of: whose sequences they are, for messages.
     """
     ranks, words, chunks = cp_size, "cp_size", 1
     if name == DYNAMIC:
-        ranks = largest_share(dp_size)
+        ranks = largest_share(dp_size, most_ranks)
         words = f"{ranks}, the largest power of two that divides {dp_size} data-parallel ranks"
+        if ranks < largest_share(dp_size):
+            words = f"{ranks}, the most ranks that can divide the heads of a scan"
         # Each rank that shares a sequence has two chunks of the same length.
         chunks = 1 if ranks == 1 else 2
     max_tokens_per_row = max_tokens_per_rank // chunks * chunks * ranks

@@ -39,9 +39,7 @@ def place_cost_balanced(batch: GlobalBatch) -> Schedule:
     The number of microbatches is the least possible where that balances well enough, and otherwise at most one group
     more than best-fit packing needs. A placement of `dp_balanced` that is as balanced and as short is preferred.
     """
-    costs = batch.cost.of(batch.lengths)
-    if batch.media_cost is not None:
-        costs = costs + batch.media_cost
+    costs = batch.costs()
     in_order = place_dp_balanced(batch)
     theirs = _measure(in_order, batch)
     goal, good = min(EVEN, theirs.cost_ratio), min(_GOOD_STEP, theirs.cost_ratio)

@@ -31,9 +31,9 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
         return place_cost_balanced(batch)
     at, loads, counts = _place_shared(batch, sizes)
     short = np.flatnonzero(~is_shared)
-    costs = batch.cost.of(batch.lengths[short])
+    costs = batch.costs()[short]
     missing = np.maximum(0.0, (loads.sum() + costs.sum()) / batch.dp_size - loads)
-    rest = replace(batch, lengths=batch.lengths[short], pack_offsets=None)
+    rest = replace(batch, lengths=batch.lengths[short], pack_offsets=None, media_cost=None)
     rows = rows_needed(rest) * _ROOM + 1 if short.size else 0
     share = missing / missing.sum() if missing.any() else np.full(batch.dp_size, 1 / batch.dp_size)
     groups, more = -(-int((counts + np.ceil(rows * share)).max()) // batch.group_size), 1
@@ -50,18 +50,18 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
 
 def choose_ranks(batch: GlobalBatch) -> Int64Array:
     """Return the number of ranks that share each sequence, int64 [sequences], powers of two."""
-    most = largest_share(batch.dp_size)
+    most = largest_share(batch.dp_size, batch.cost.most_ranks)
     sizes = np.ones_like(batch.lengths)
     # Of a shared sequence each rank has two chunks of the same length.
     held, is_long = batch.max_tokens_per_row // 2 * 2, batch.lengths > batch.max_tokens_per_row
     while is_long.any():
         sizes[is_long] *= 2
         is_long &= -(-batch.lengths // (2 * sizes)) * 2 > held
-    costs = batch.cost.of_rank(batch.lengths, sizes)
+    costs = batch.costs(sizes)
     # A sequence that takes longer than the step should is divided further, as long as that helps.
     step = float((costs * sizes).sum()) / batch.dp_size
     while True:
-        halves = batch.cost.of_rank(batch.lengths, 2 * sizes)
+        halves = batch.costs(2 * sizes)
         pays = (costs > step) & (2 * sizes <= most) & (halves < costs)
         if not pays.any():
             return sizes
@@ -77,7 +77,7 @@ def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Fl
     """
     at = np.full(sizes.shape, -1, dtype=np.int64)
     loads, counts = np.zeros(batch.dp_size), np.zeros(batch.dp_size, dtype=np.int64)
-    costs = batch.cost.of_rank(batch.lengths, sizes)
+    costs = batch.costs(sizes)
     for size in np.unique(sizes[sizes > 1])[::-1].tolist():
         chosen = np.flatnonzero(sizes == size)
         chosen = chosen[np.argsort(-costs[chosen], kind="stable")]
@@ -98,7 +98,7 @@ def _cost_of_taken(batch: GlobalBatch, sizes: Int64Array, at: Int64Array, num_mi
     """Return the cost of each rank's row of a shared sequence, float64 [microbatches, dp_size], 0 for other rows."""
     taken = np.zeros(num_microbatches * batch.dp_size)
     shared = np.flatnonzero(at >= 0)
-    costs = batch.cost.of_rank(batch.lengths[shared], sizes[shared])
+    costs = batch.costs(sizes)[shared]
     taken[_rows_of(at[shared], sizes[shared])] = np.repeat(costs, sizes[shared])
     return taken.reshape(num_microbatches, batch.dp_size)
 

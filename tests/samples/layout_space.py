@@ -61,9 +61,10 @@ SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
 # Every sequence on as many data-parallel ranks as hold it, the longest on all of them. The balancing loss of experts is
 # that of sequences, because rows have others on each layout.
 SHARED = (
-    *("dense shared", "deepseek_like sequences shared", "qwen3_moe sequences shared", "lora shared"),
+    *("dense shared", "deepseek_like sequences shared", "hybrid shared", "delta shared"),
+    *("hybrid_moe sequences shared", "delta_moe sequences shared", "qwen3_moe sequences shared", "lora shared"),
     *("gpt_oss_like sequences shared", "lora deepseek_like sequences conversation shared"),
-    "dense weighted shared",
+    *("dense weighted shared", "image_mrope shared", "omni sequences shared", "audio shared", "image_deep shared"),
 )
 # Values of settings that the kinds above have one value of; several in a kind where they do not meet.
 OTHER_VALUES = (
@@ -198,7 +199,8 @@ def layouts_of(kind: str, num_ranks: Iterable[int] = RANKS) -> Iterator[Layout]:
                 run = replace(config, parallel=replace(config.parallel, **parallel))
                 if "shared" in kind.split():
                     most = largest_share(run.parallel.dp_size(ranks))
-                    tokens = -(-_LONGEST // most // 4) * 4
+                    longest = _LONGEST + 16 * bool(set(MEDIA) & set(kind.split()))
+                    tokens = -(-longest // most // 4) * 4
                     name = DYNAMIC if ranks > 1 else "cost_balanced"
                     run = replace(run, schedule=ScheduleConfig(name, max_tokens_per_rank=tokens))
                 run.check(ranks)

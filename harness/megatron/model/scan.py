@@ -9,6 +9,7 @@ of the gated delta rule takes no packed rows (0.16).
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
             super().__init__(
                 config, submodules, config.hidden_size, layer_number=layer_number, pg_collection=pg_collection
             )
+        self._divided = {self.cp.cp_size: self.cp}
         features = 2 * self.cp.d_inner_local_tpcp + 2 * self.cp.ngroups_local_tpcp * self.cp.d_state
         device = torch.device("cuda", 0) if self.D.is_cuda else torch.device("cpu")
         self._scan = choose_scan(device, features + self.cp.nheads_local_tpcp)
@@ -46,7 +48,7 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRow, **unused: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return [T / cp, 1, hidden_size] for the same, as attention does; with sequence parallelism, T / cp / tp."""
-        cp = self.cp
+        cp = self._division(packed_seq_params.cp_group)
         _, owners, order = packed_seq_params.scan_order(cp.cp_size)
         mixed, _ = self.in_proj(hidden_states)
         if order is not None:
@@ -71,6 +73,15 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
         scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), cp.cp_group, order)
         output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(self.norm(scanned))
         return output
+
+    def _division(self, group: Any) -> Any:
+        """Return Megatron's division of heads and parameters over the ranks of a row, None for those of the layout."""
+        size = self.cp.cp_size if group is None else group.size()
+        if size not in self._divided:
+            kind = type(self.cp)
+            values = {name: getattr(self.cp, name) for name in inspect.signature(kind).parameters}
+            self._divided[size] = kind(**values | {"cp_group": group})
+        return self._divided[size]
 
     def use_plain_scan(self) -> None:
         """Scan in PyTorch, whatever is installed."""
@@ -97,21 +108,22 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRow, **unused: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return [T / cp, 1, hidden_size] for the same, as attention does; with sequence parallelism, T / cp / tp."""
-        group = self.pg_collection.cp
+        group = packed_seq_params.cp_group or self.pg_collection.cp
         bounds, _, order = packed_seq_params.scan_order(group.size())
         mixed, _ = self.in_proj(hidden_states)
         filters, decay, bias = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
         if order is not None:
-            mixed = _gather_tokens(self._by_rank(mixed, -1), group, order)
-            filters = torch.cat([piece.chunk(group.size())[group.rank()] for piece in self._by_rank(filters, 0)])
+            mixed = _gather_tokens(self._by_rank(mixed, -1, group.size()), group, order)
+            pieces = self._by_rank(filters, 0, group.size())
+            filters = torch.cat([piece.chunk(group.size())[group.rank()] for piece in pieces])
             decay, bias = (each.chunk(group.size())[group.rank()] for each in (decay, bias))
         heads, keys = len(decay), filters.shape[0] - len(decay) * self.value_head_dim
-        pieces = [filters.shape[0], heads * self.value_head_dim, heads, heads]
-        inputs, gate, rates, steps = torch.split(mixed.transpose(0, 1), pieces, dim=-1)
+        sizes = [filters.shape[0], heads * self.value_head_dim, heads, heads]
+        inputs, gate, rates, steps = torch.split(mixed.transpose(0, 1), sizes, dim=-1)
         inputs, _ = self._convolve(
             x=inputs.contiguous(), weight=filters, bias=None, activation="silu", cu_seqlens=bounds
         )
-        query, key, value = torch.split(inputs, [keys // 2, keys // 2, pieces[1]], dim=-1)
+        query, key, value = torch.split(inputs, [keys // 2, keys // 2, sizes[1]], dim=-1)
         groups = keys // 2 // self.key_head_dim
         query, key = (_apart(part, groups).repeat_interleave(heads // groups, dim=2) for part in (query, key))
         scanned, _ = self._scan(
@@ -132,10 +144,9 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
         """Scan in PyTorch, whatever is installed."""
         self._scan, self._convolve = delta_reference.chunk_gated_delta_rule, delta_reference.causal_conv1d
 
-    def _by_rank(self, whole: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    def _by_rank(self, whole: torch.Tensor, dim: int, cp: int) -> list[torch.Tensor]:
         """Return the pieces of what has channels in a dimension, which context-parallel ranks divide each."""
         count = 6 if dim else 3  # the convolution has queries, keys and values
-        cp = self.pg_collection.cp.size()
         query, key, *others = torch.split(whole, self._sizes[:count], dim=dim)
         return [_copy_groups(query, self._groups, cp, dim), _copy_groups(key, self._groups, cp, dim), *others]
 

@@ -62,18 +62,15 @@ def _rules_of(data: RunData | LiveData) -> MediaRules | None:
 
 
 def _check_media(config: SftConfig, data: RunData | LiveData) -> None:
-    """Refuse data whose media were prepared for another model, and settings that do not train media."""
-    rules, where = _rules_of(data), "data and model"
+    """Refuse data whose media were prepared for another model."""
+    rules = _rules_of(data)
     if rules is None or config.model.encoder is None:
         return
     media, values = read_encoder(config.model.encoder)
     if (rules.family, rules.tokens) != (media.rules, {media.kind: int(values[media.token])}):
         what = f"the media of the data were prepared for {rules.family}, with placeholder tokens {dict(rules.tokens)}, "
         what += f"and the model is {media.name}, with {media.kind} {values[media.token]}"
-        raise ConfigError(what, where=where, fix="prepare the data with tokenizer.name set to the model")
-    if config.shares_rows:
-        what = f"{config.schedule.name} is not supported with audio or images"
-        raise ConfigError(what, where="schedule.name", fix="schedule=dp_balanced, or cost_balanced")
+        raise ConfigError(what, where="data and model", fix="prepare the data with tokenizer.name set to the model")
 
 
 def _check_weights(config: SftConfig, data: PackReader | JoinedReader) -> None:
@@ -185,7 +182,7 @@ def make_feeds(
     state = progress.loader if progress is not None else None
     rules = None if config.model.encoder is None else _rules_of(data)
     features = None if rules is None else rules.features
-    cost = sequence_cost(config.model, config.parallel.model_ranks)
+    cost = sequence_cost(config.model, config.parallel, on_gpu=ranks.device.type == "cuda")
     hash = data.tokenizer_hash if isinstance(data, RunData) else ""
     stored = None if rules is None else rules.features_at(is_first_stage=layout.is_first_stage)
     make = partial(Loader, schedule=config.schedule, layout=layout, cost=cost, tokenizer=hash, features=stored)

@@ -341,3 +341,28 @@ def test_a_pattern_that_does_not_fit_the_model_is_refused(change, message) -> No
     ModelConfig(**HYBRID)
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**{**HYBRID, **change})
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "groups", "tp_size", "ranks", "ranks_on_a_gpu"),
+    [
+        ("nemotron_h", 128, 8, 1, 128, 16),
+        ("nemotron_h", 128, 8, 8, 16, 2),
+        ("nemotron_h", 12, 3, 1, 1, 1),  # two ranks would have one and a half groups
+        ("qwen3_next", 32, 16, 2, 16, 16),
+    ],
+)
+def test_ranks_that_share_a_sequence_have_whole_heads_and_groups_of_scans(
+    family, heads, groups, tp_size, ranks, ranks_on_a_gpu
+) -> None:
+    more = (
+        {"layer_pattern": "M*-M"}
+        if family == "nemotron_h"
+        else {"layer_pattern": "DD*D", "num_experts": 4, "expert_ffn_hidden_size": 8, "shared_ffn_hidden_size": 8}
+    )
+    sizes = {**more, "scan_num_heads": heads, "scan_head_dim": 64, "scan_num_groups": groups, "scan_state_dim": 128}
+    model, parallel = ModelConfig(family=family, **sizes), ParallelConfig(tp_size)
+    assert [sequence_cost(model, parallel, on_gpu=on_gpu).most_ranks for on_gpu in (False, True)] == [
+        ranks,
+        ranks_on_a_gpu,
+    ]

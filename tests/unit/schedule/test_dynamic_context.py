@@ -77,6 +77,18 @@ def test_ranks_are_even_and_keys_travel_no_further_than_they_must(kind: str, dp_
     assert found.rank_cost.max() <= 1.01 * (COST.of_rank(lengths, np.full_like(ranks, fixed)) * fixed).sum() / dp_size
 
 
+def test_ranks_are_even_with_the_encoding_of_media_that_each_sharing_rank_does() -> None:
+    lengths = lengths_of("chats and 1% documents", 1024, 8 * TOKENS)
+    media_cost = np.where(np.arange(1024) % 3, 0.0, 30_000.0)
+    made = placed(lengths, 8, media_cost=media_cost)
+    found = [
+        measure_imbalance(one, lengths, max_tokens_per_row=TOKENS, cost=COST, media_cost=media_cost).cost_ratio
+        for one in (made, placed(lengths, 8))
+    ]
+    assert made.shared_by is not None
+    assert found[0] <= 1.01 < 1.03 < found[1]
+
+
 def test_a_sequence_that_would_hold_up_the_step_is_divided_further() -> None:
     lengths = np.array([16_000, *[500] * 64])
     assert ranks_of(placed(lengths, 8)).max() == 4
@@ -112,3 +124,13 @@ def test_a_sequence_longer_than_its_ranks_hold_is_refused_with_the_arithmetic() 
     placed(lengths, 12, max_tokens_per_rank=16_386)
     with pytest.raises(ScheduleError, match="cp_size is 2"):
         placed(lengths, 12, cp_size=2)
+
+
+def test_a_scan_divides_its_heads_and_limits_the_ranks_that_share_a_sequence() -> None:
+    options = {"max_tokens_per_rank": 24, "cost": SequenceCost(quadratic=1.0, most_ranks=2)}
+    # Without the limit, eight ranks share each, because one takes longer than the step should.
+    assert ranks_of(placed(np.array([48, 20, 20]), 8, **options)).tolist() == [2, 2, 2]
+    with pytest.raises(ScheduleError, match=r"max_tokens_per_rank \* 2, the most ranks that can divide the heads of a"):
+        placed(np.array([49, 20]), 8, **options)
+    # Ranks send the features of half of their tokens away, and get as many back.
+    assert SequenceCost(1.0, 0.0, swap=4.0).of_rank(np.array([8, 8]), np.array([1, 2])).tolist() == [8.0, 12.0]
