@@ -73,11 +73,7 @@ def test_a_tile_opens_its_cell_whose_command_can_be_copied(visit, written):
 def test_pages_fit_a_phone_screen(visit, written, keep):
     nasty = [cell(f"{NASTY} {n}", NASTY, n, command=NASTY * 3, axes={"format": NASTY, "n": str(n)}) for n in range(9)]
     nasty_report = report([reference(), *nasty], title=NASTY, environment={NASTY: NASTY})
-    for name, shown in (
-        ("each", one_of_each()),
-        ("empty", report([])),
-        ("nasty", nasty_report),
-    ):
+    for name, shown in (("each", one_of_each()), ("empty", report([])), ("nasty", nasty_report)):
         page = visit(written(name, shown), **PHONE)
         assert name != "empty" or "Nothing was compared" in page.locator("#verdict").inner_text()
         assert page.evaluate("document.documentElement.scrollWidth") == 360, name

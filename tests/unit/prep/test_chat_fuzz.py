@@ -12,15 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import PrepError
-from harness.prep.chat import (
-    SCHEMAS,
-    BadRecord,
-    Conversation,
-    RecordReader,
-    detect_schema,
-    parse_line,
-    parse_record,
-)
+from harness.prep.chat import SCHEMAS, BadRecord, Conversation, RecordReader, detect_schema, parse_line, parse_record
 
 FIELDS = sorted(
     {"role", "content", "from", "value", "name", "arguments", "function", "type", "id", "tool_calls", "tool_call_id"}

@@ -64,11 +64,7 @@ def test_packs_have_the_same_room_as_those_of_the_plain_algorithm(algorithm, cas
 
 @pytest.mark.parametrize(
     ("changes", "where"),
-    [
-        ({"algorithm": "best"}, "data.algorithm"),
-        ({"pack_size": 1}, "data.pack_size"),
-        ({"seed": -1}, "data.seed"),
-    ],
+    [({"algorithm": "best"}, "data.algorithm"), ({"pack_size": 1}, "data.pack_size"), ({"seed": -1}, "data.seed")],
 )
 def test_a_plan_names_the_setting_that_is_wrong(changes, where):
     with pytest.raises(ConfigError) as caught:

@@ -11,14 +11,7 @@ import pytest
 
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, Conversation, Message
-from harness.prep.tokenize import (
-    CHAT_TEMPLATE,
-    ChatTokenizer,
-    TokenBytes,
-    TokenizerConfig,
-    token_mask,
-    train_bpe,
-)
+from harness.prep.tokenize import CHAT_TEMPLATE, ChatTokenizer, TokenBytes, TokenizerConfig, token_mask, train_bpe
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.\n",
