@@ -26,7 +26,9 @@ def chat(number):
 
 
 CHATS = [chat(number) for number in range(200)]
-LINES = "".join(json.dumps(one) + "\n" for one in CHATS).encode()
+BAD = [{"messages": [{"role": "user", "content": f"no answer {number}"}], "id": number} for number in range(3)]
+ROWS = [*CHATS[:100], *BAD, *CHATS[100:]]
+LINES = "".join(json.dumps(one) + "\n" for one in ROWS).encode()
 
 
 def parquet(rows):
@@ -43,11 +45,11 @@ def table_of_text(rows):
 
 
 FILES = {
-    "a.csv": table_of_text(CHATS),
-    "a.json": json.dumps(CHATS, indent=1).encode(),
-    "a.parquet": parquet(CHATS),
+    "a.csv": table_of_text(ROWS),
+    "a.json": json.dumps(ROWS, indent=1).encode(),
+    "a.parquet": parquet(ROWS),
     "a.jsonl.gz": gzip.compress(LINES),
-    "a.json.bz2": bz2.compress(json.dumps(CHATS).encode()),
+    "a.json.bz2": bz2.compress(json.dumps(ROWS).encode()),
     "a.ndjson": LINES.replace(b"\n", b"\r\n\r\n"),
 }
 
@@ -55,7 +57,7 @@ FILES = {
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("expected")
-    (folder / "a.jsonl").write_bytes(LINES)
+    (folder / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in CHATS))
     return run(folder / "data", str(folder / "a.jsonl"))[0].splits["train"].fingerprint
 
 
@@ -73,13 +75,16 @@ def run(path, source, **settings):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_kind_of_file_gives_the_same_dataset(tmp_path, expected, name):
+def test_every_kind_of_file_gives_the_same_dataset_and_keeps_refused_records_as_lines(tmp_path, expected, name):
     (tmp_path / name).write_bytes(FILES[name])
-    report, output = run(tmp_path / "data", str(tmp_path / name))
+    report, output = run(tmp_path / "data", str(tmp_path / name), on_bad="skip")
     assert report.splits["train"].fingerprint == expected
-    assert report.records == 200
+    assert (report.records, report.bad) == (203, {"no_assistant_turn": 3})
     assert "use the `messages` schema" in output
     assert "Ignored fields: id" in output
+    kept = (tmp_path / "data" / "bad_records_to_repair.jsonl").read_text().splitlines()
+    turns = [json.loads(line)["messages"] for line in kept]
+    assert [json.loads(one) if name == "a.csv" else one for one in turns] == [one["messages"] for one in BAD]
 
 
 def test_a_dataset_of_the_hub_is_prepared_and_its_commit_recorded(tmp_path, expected, monkeypatch):
@@ -105,16 +110,3 @@ def test_a_dataset_of_the_hub_is_prepared_and_its_commit_recorded(tmp_path, expe
             run(tmp_path / "data", "org/chats")
     finally:
         server.close()
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.jsonl"])
-def test_refused_records_of_every_kind_of_file_are_kept_as_lines_that_can_be_prepared_again(tmp_path, name):
-    bad = [{"messages": [{"role": "user", "content": f"no answer {number}"}]} for number in range(3)]
-    rows = [*CHATS[:100], *bad, *CHATS[100:]]
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    contents = {"a.json": json.dumps(rows, indent=2).encode(), "a.parquet": parquet(rows), "a.jsonl": lines}
-    (tmp_path / name).write_bytes(contents[name])
-    report, _ = run(tmp_path / "data", str(tmp_path / name), on_bad="skip")
-    assert report.bad == {"no_assistant_turn": 3}
-    kept = (tmp_path / "data" / "bad_records_to_repair.jsonl").read_text().splitlines()
-    assert [json.loads(line)["messages"] for line in kept] == [one["messages"] for one in bad]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forks import run_in_forks
 
+from harness.errors import exit_on_error
 from harness.formats import open_writer
 from harness.records import Pack
 
@@ -108,25 +108,21 @@ def test_a_path_that_is_something_else_is_recognized(harness, command, what, fix
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize(
-    "command", ["inspect data/mine", "prepare --cfg", "plan --cfg", "verify data/mine", "--help", "plan --help"]
-)
-def test_a_command_whose_output_is_not_read_ends_quietly(command, unbuffered, monkeypatch):
-    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    reads, writes = os.pipe()
-    os.close(reads)
-    arguments = [sys.executable, "-m", "harness", *command.split()]
-    done = subprocess.run(arguments, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writes)
-    assert (done.returncode, done.stderr) == (141, "")
+def test_a_command_whose_output_is_not_read_ends_quietly(unbuffered):
+    closed = "reads, writes = os.pipe()\nos.close(reads)\nos.dup2(writes, 1)\nmain()"
+    commands = ("inspect data/mine", "prepare --cfg", "plan --cfg", "verify data/mine", "--help", "plan --help")
+    ended = run_in_forks(
+        "from harness.cli import main", closed, [command.split() for command in commands], PYTHONUNBUFFERED=unbuffered
+    )
+    assert ended == [(141, "", "")] * len(commands)
 
 
-def test_a_missing_package_is_an_error_that_names_its_extra():
-    program = "import sys; sys.modules['matplotlib'] = None; from harness.errors import exit_on_error\n"
-    program += "with exit_on_error():\n    import matplotlib"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "fix:   pip install 'megatron-sft-harness[train]'" in done.stderr
+def test_a_missing_package_is_an_error_that_names_its_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as ended, exit_on_error():
+        import matplotlib  # noqa: F401
+    assert ended.value.code == 2
+    assert "fix:   pip install 'megatron-sft-harness[train]'" in capsys.readouterr().err
 
 
 def test_help_lists_commands_by_purpose_those_of_the_first_hour_first(harness):

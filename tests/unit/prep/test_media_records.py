@@ -368,12 +368,6 @@ def test_a_preparation_counts_media_and_records_its_rules(tmp_path, tokenizers):
         prepare(replace(source, on_bad="refuse"), tokenizer.name, tmp_path / "refused", **settings)
 
 
-def test_without_a_model_that_takes_media_records_are_refused_as_before(tmp_path):
-    path = write_chats(tmp_path, [turns("<image>", images=[b64(CAT)])] * 3)
-    with pytest.raises(PrepError, match=r"the record has `images`; only text can be trained on \(source.drop_media"):
-        prepare(SourceConfig(path=str(path)), None, tmp_path / "data", pack_size=256)
-
-
 def test_views_without_a_model_that_takes_media_are_refused(tmp_path):
     from harness.prep.tokenize import train_bpe
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 
 import pyarrow as pa
@@ -13,7 +12,7 @@ from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.sources import delimited
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import find_files, list_files
-from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
+from harness.prep.sources.reading import read_chunks
 from harness.prep.sources.schema import find_schema
 
 BOND = b'prompt,completion\r\n007,"James ""Bond"",\r\nof MI6"\r\n\r\n1e5,NaN\r\n'
@@ -111,24 +110,6 @@ def test_a_quote_that_is_never_closed_is_refused_before_memory_is_full(tmp_path,
     (tmp_path / "a.csv").write_text('prompt,completion\nA,"B\n' + "C,D\n" * 5000)
     with pytest.raises(PrepError, match="longer than"):
         read_all(tmp_path / "a.csv")
-
-
-def test_shards_of_rows_hold_every_row_once_with_its_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(delimited, "_CHUNK_BYTES", 300)
-    file = tmp_path / "chats.csv"
-    with file.open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["prompt", "completion"])
-        writer.writerows([f"question {number}", "line\n" * (number % 4) + "end"] for number in range(400))
-    whole = read_all(file)
-    assert [texts(record)[0] for record in whole] == [f"question {number}" for number in range(400)]
-    for size in (1, 1000, 1 << 30):
-        shards = list(cut_shards([file], shard_bytes=size))
-        assert [one for shard in shards for chunk in read_shard(shard) for one in chunk.parse()] == whole
-        assert sum(shard.num_bytes for shard in shards) == file.stat().st_size
-    assert len(list(cut_shards([file], shard_bytes=1000))) > 5
-    limited = list(cut_shards([file], shard_bytes=1000, limit=123))
-    assert [one for shard in limited for chunk in read_shard(shard) for one in chunk.parse()] == whole[:123]
 
 
 def test_tables_without_chats_beside_chats_are_left_out(tmp_path):

@@ -13,7 +13,7 @@ from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.sources import text
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import find_files, list_files
-from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
+from harness.prep.sources.reading import read_chunks
 
 
 def chat(question):
@@ -51,25 +51,6 @@ def test_empty_lists_and_files_have_no_records(tmp_path):
     }.items():
         (tmp_path / name).write_text(content)
         assert read_all(tmp_path / name) == []
-
-
-@pytest.mark.parametrize("window", [64, 1 << 20])
-def test_shards_of_a_list_hold_every_item_once_with_its_number(tmp_path, monkeypatch, window):
-    monkeypatch.setattr(text, "_WINDOW_BYTES", window)
-    items = [chat("x" * (1 + number % 311)) if number % 7 else number * 11 for number in range(700)]
-    file = tmp_path / "chats.json"
-    file.write_text(json.dumps(items, indent=1))
-    expected = [f"{file}, item {number}" for number in range(700)]
-    for size in (1, 5000, 40_000, 1 << 30):
-        shards = list(cut_shards([file], shard_bytes=size))
-        records = [one for shard in shards for chunk in read_shard(shard) for one in chunk.parse()]
-        assert [one.where for one in records] == expected
-        assert [number for number, one in enumerate(records) if isinstance(one, BadRecord)] == list(range(0, 700, 7))
-        assert sum(shard.num_bytes for shard in shards) == file.stat().st_size
-        assert sum(chunk.num_bytes for shard in shards for chunk in read_shard(shard)) == file.stat().st_size
-    assert len(list(cut_shards([file], shard_bytes=5000))) > 10
-    limited = list(cut_shards([file], shard_bytes=5000, limit=333))
-    assert [one.where for s in limited for c in read_shard(s) for one in c.parse()] == expected[:333]
 
 
 BAD_LISTS = {
