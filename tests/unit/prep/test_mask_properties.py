@@ -49,18 +49,9 @@ AWKWARD = (
     *("", " ", "\n", "\n\n", " both ends ", "\ttab\n", "a\n\n\nb", "\r\n"),
     *("e\u0301 \u0301", "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u05e9\u05dc\u05d5\u05dd \u202e abc", "\x00"),
     *("\ufeff", "\u2028", "\u00a0", "世界", "\U00010348", "ﬁ ﬀ", "\u1e9b\u0323"),
-    *(
-        "assistant\n",
-        "{{ bos_token }}",
-        "{% generation %}",
-        "{% endgeneration %}",
-        "'\"\\",
-        "</s",
-        "[INST",
-        "<|im_end|",
-    ),
+    *("assistant\n", "{{ bos_token }}", "{% generation %}", "{% endgeneration %}", "'\"\\", "</s", "[INST"),
     *("<think>", "<think>a\n</think>\n\nb", "<tool_call>", "</tool_call>", "<tool_response>\nx\n</tool_response>"),
-    *("<tools>", "&lt;b&gt;"),
+    *("<|im_end|", "<tools>", "&lt;b&gt;"),
 )
 SPECIAL = {token for name in NAMES for token in (*BUILT_IN[name].ends, *BUILT_IN[name].marks)}
 

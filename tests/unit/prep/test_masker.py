@@ -22,45 +22,24 @@ from harness.prep.tokenize.masks import Masker
 from harness.prep.tokenize.rendering import Template
 from harness.prep.tokenize.templates.builtin import load_template
 
-HEADER = "<|im_start|>{{ m.role }}\n"
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments }}</call>{% endfor %}"
 NAMES = "{% for t in tools or [] %}{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
 PROMPT = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 REASONING = "<think>{{ m.reasoning_content or '' }}</think>"
+CONTENT, END = "{{ m.content or '' }}", "<|im_end|>\n"
 # One way each in which templates are peculiar.
 OWN = {
-    "plain": NAMES + "{% for m in messages %}" + HEADER + "{{ m.content or '' }}" + CALLS + "<|im_end|>\n" + PROMPT,
-    "forgetful": NAMES
-    + "{% for m in messages %}"
-    + HEADER
-    + "{% if m.role == 'assistant' and (loop.last or preserve_thinking) %}"
-    + REASONING
-    + "{% endif %}{{ m.content or '' }}"
-    + CALLS
-    + "<|im_end|>\n"
-    + PROMPT,
-    "opened": NAMES
-    + "{% for m in messages %}"
-    + HEADER
-    + "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
-    + CALLS
-    + "<|im_end|>\n"
-    + PROMPT.replace("assistant\n", "assistant\n<think>\n"),
-    "marked": NAMES
-    + "{% for m in messages %}"
-    + HEADER
-    + "{% if m.role == 'assistant' %}{% generation %}"
-    + "{% if m.reasoning_content %}"
-    + REASONING
-    + "{% endif %}{{ m.content or '' }}"
-    + CALLS
-    + "<|im_end|>{% endgeneration %}{% else %}{{ m.content or '' }}<|im_end|>{% endif %}{{ '\n' }}"
-    + PROMPT,
-    "closed": "{% for m in messages %}"
-    + HEADER
-    + "{{ m.content or '' }}{{ '<|endoftext|>' if loop.last else '<|im_end|>\n' }}"
-    + PROMPT,
-    "endless": "{% for m in messages %}" + HEADER + "{{ m.content or '' }}\n" + PROMPT,
+    "plain": NAMES + TURN + CONTENT + CALLS + END + PROMPT,
+    "forgetful": f"{NAMES}{TURN}{{% if m.role == 'assistant' and (loop.last or preserve_thinking) %}}"
+    f"{REASONING}{{% endif %}}{CONTENT}{CALLS}{END}{PROMPT}",
+    "opened": f"{NAMES}{TURN}{{% if m.reasoning_content %}}<think>\n{{{{ m.reasoning_content }}}}\n</think>\n\n"
+    f"{{% endif %}}{CONTENT}{CALLS}{END}" + PROMPT.replace("assistant\n", "assistant\n<think>\n"),
+    "marked": f"{NAMES}{TURN}{{% if m.role == 'assistant' %}}{{% generation %}}"
+    f"{{% if m.reasoning_content %}}{REASONING}{{% endif %}}{CONTENT}{CALLS}<|im_end|>{{% endgeneration %}}"
+    f"{{% else %}}{CONTENT}<|im_end|>{{% endif %}}{{{{ '\n' }}}}{PROMPT}",
+    "closed": f"{TURN}{CONTENT}{{{{ '<|endoftext|>' if loop.last else '<|im_end|>\n' }}}}{PROMPT}",
+    "endless": f"{TURN}{CONTENT}\n{PROMPT}",
 }
 OWN["marked with a hint"] = OWN["marked"].replace(
     "{{ m.content or '' }}<|im_end|>{% endif %}",
@@ -264,8 +243,9 @@ FROM_THE_PROMPT = "each turn is trained from the generation prompt that a server
 def test_the_rule_of_a_template_is_named_with_its_reason(
     template: str, settings: dict[str, str], rule: str, why: str
 ) -> None:
-    made = masker(template, **settings)
+    made = masker(template, "<|im_end|>", **settings)
     assert (made.rule, made.why) == (rule, why)
+    assert len(made.sequences(talk("Hi", "Hello", weight=1))) == 1
 
 
 def test_marks_that_are_asked_for_and_missing_are_refused_with_what_to_set() -> None:
