@@ -78,14 +78,10 @@ def test_pages_fit_a_phone_screen(visit, written, keep):
         assert name != "empty" or "Nothing was compared" in page.locator("#verdict").inner_text()
         assert page.evaluate("document.documentElement.scrollWidth") == 360, name
         assert page.locator("#verdict").is_visible()
+        if name == "nasty":  # markup in names is shown as text
+            assert page.locator("h1").inner_text() == NASTY
+            assert page.locator("img").count() == 3  # the charts
         keep(page, f"report-phone-{name}")
-
-
-def test_markup_in_names_is_shown_as_text(visit, written):
-    sharp = "<img src=x onerror=alert(1)>"
-    page = visit(written("sharp", report([reference(), cell(sharp, "<b>x</b>", 0, status="different")], title=sharp)))
-    assert page.locator("h1").inner_text() == sharp
-    assert page.locator("img").count() == 3  # the charts
 
 
 def test_text_is_legible_in_light_and_dark_mode(visit, written, keep):
