@@ -78,23 +78,6 @@ def test_an_unknown_experiment_names_the_nearest_one_and_all(own):
     assert all(path.stem in error.value.fix for path in (CONFIGS / "experiment").glob("*.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("override", "near"),
-    [
-        ("modle.num_layers=2", "model.num_layers"),
-        ("model.num_layer=2", "model.num_layers"),
-        ("steps=4", "trainer.steps"),
-        ("model=qwen3_0_6", "model=qwen3_0_6b"),
-        ("modell=tiny", "model"),
-        ("trainer.lr=1", "optimizer.lr"),
-    ],
-)
-def test_an_unknown_key_group_or_file_is_refused_with_the_nearest_name(override, near):
-    with pytest.raises(ConfigError) as error:
-        compose_config("sft", SftConfig, [override])
-    assert error.value.fix.startswith(f"did you mean {near}?")
-
-
 def test_a_file_that_does_not_exist_is_refused_with_the_nearest_name(own):
     with pytest.raises(ConfigError, match=r"no file largr\.yaml") as error:
         compose_config("sft", SftConfig, config_dir=own, config_name="largr")
