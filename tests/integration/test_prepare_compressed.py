@@ -21,10 +21,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from harness.prep import PrepareConfig, TokenizerConfig, prepare, report, shards
+from harness.prep import TokenizerConfig, prepare, report, shards
 from harness.prep.chat import RecordReader
-from harness.prep.packing import PackingConfig
-from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.reading import SourceShard, cut_shards
 from harness.prep.tokenize.bpe import train_bpe
 
@@ -57,11 +55,11 @@ def receipts(path: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A preparation that nothing disturbed, with its source and its tokenizer."""
+    """A preparation in one process that nothing disturbed, with its source and its tokenizer."""
     folder = tmp_path_factory.mktemp("whole")
-    prepare(config_of(folder, "few.jsonl", LINES[:20_000].rpartition(b"\n")[0]), console=Console(quiet=True))
+    prepared_from(folder, "few.jsonl", LINES[:20_000].rpartition(b"\n")[0], console=Console(quiet=True))
     (folder / "a.jsonl.gz").write_bytes(PACKED)
-    assert start(folder, folder / "whole").wait() == 0
+    assert start(folder, folder / "whole", "data.num_workers=0").wait() == 0
     return folder
 
 
@@ -71,7 +69,7 @@ def start(folder: Path, path: Path, *more: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*command, "source.shard_bytes=1"], stdout=subprocess.DEVNULL, start_new_session=True)
 
 
-def test_a_killed_preparation_of_one_compressed_file_keeps_its_pieces_and_gives_the_same_bytes(tmp_path, prepared):
+def test_a_killed_preparation_by_workers_keeps_its_pieces_and_gives_the_same_bytes(tmp_path, prepared):
     path, workers = tmp_path / "d", "data.num_workers=2"
     process = start(prepared, path, workers)
     while process.poll() is None and len(receipts(path)) < 3:
@@ -161,11 +159,8 @@ def test_progress_moves_inside_the_only_shard_and_a_log_has_the_time_left(tmp_pa
     monkeypatch.setattr(report, "_LOG_S", 0.0)
     seen: list[tuple[int, int]] = []
     with (tmp_path / "log").open("w") as log:
-        prepare(
-            config_of(tmp_path, "a.jsonl", LINES),
-            console=Console(file=log),
-            progress=lambda stage, *made: seen.append(made) if stage == "tokens" else None,
-        )
+        watch = lambda stage, *made: seen.append(made) if stage == "tokens" else None  # noqa: E731
+        prepared_from(tmp_path, "a.jsonl", LINES, console=Console(file=log), progress=watch)
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == ((0, len(LINES)), (len(LINES), len(LINES)))
     assert len(set(seen)) > 4
@@ -183,13 +178,12 @@ def test_progress_moves_inside_a_chunk_of_slow_records(tmp_path, monkeypatch):
     table = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(RECORDS[:1000]), table)
     seen: set[int] = set()
-    config = config_of(tmp_path, "a.parquet", table.getvalue())
-    made = prepare(config, progress=lambda stage, done, total: seen.add(done) if stage == "tokens" else None)
-    assert made.records == 1000
+    watch = lambda stage, done, total: seen.add(done) if stage == "tokens" else None  # noqa: E731
+    assert prepared_from(tmp_path, "a.parquet", table.getvalue(), progress=watch).records == 1000
     assert len(seen) > 4
 
 
-def config_of(folder: Path, name: str, content: bytes) -> PrepareConfig:
+def prepared_from(folder: Path, name: str, content: bytes, **options):
     (folder / name).write_bytes(content)
-    data = PackingConfig(path=str(folder / "d"), pack_size=256, num_workers=0)
-    return PrepareConfig(SourceConfig(path=str(folder / name)), TokenizerConfig(vocab_size=300), data)
+    settings = {"pack_size": 256, "num_workers": 0, **options}
+    return prepare(folder / name, TokenizerConfig(vocab_size=300), folder / "d", **settings)

@@ -10,10 +10,9 @@ from rich.console import Console
 
 from harness.errors import ConfigError, PrepError
 from harness.formats import load_manifest
-from harness.prep import PrepareConfig, TokenizerConfig, prepare
+from harness.prep import TokenizerConfig, prepare
 from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
 from harness.prep.chat.functions import load_function
-from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
 
 MODULE = """
@@ -92,13 +91,13 @@ def test_workers_call_the_function_and_another_one_is_not_taken_for_it(here):
     lines = [record(number) for number in range(300)] + [{"no": "kind"}]
     (here / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     source = SourceConfig(path="chats.jsonl", schema=name, shard_bytes=2000)
-    data = PackingConfig(path="data", pack_size=64, num_workers=2)
-    config = PrepareConfig(source, TokenizerConfig(vocab_size=300), data)
+    given = (source, TokenizerConfig(vocab_size=300), "data")
+    settings = {"pack_size": 64, "num_workers": 2, "console": Console(quiet=True)}
     with pytest.raises(PrepError) as refused:
-        prepare(config, console=Console(quiet=True))
+        prepare(*given, **settings)
     assert "line 301: function_failed: worker_chats:to_messages raised KeyError: 'kind'" in refused.value.where
     source.on_bad = "skip"
-    prepare(config, console=Console(quiet=True))
+    prepare(*given, **settings)
     manifest = load_manifest(here / "data" / "train")
     assert manifest is not None
     mask = manifest.provenance.mask
@@ -107,4 +106,4 @@ def test_workers_call_the_function_and_another_one_is_not_taken_for_it(here):
     (here / "worker_chats.py").write_text(MODULE.replace("question", "Question") + "\n")
     load_function.cache_clear()  # as in another process
     with pytest.raises(ConfigError, match=f"source.schema_digest was '{mask['schema_digest']}'"):
-        prepare(config, console=Console(quiet=True))
+        prepare(*given, **settings)

@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from harness.formats import open_dataset
-from harness.prep import ChatTokenizer, PrepareConfig, TokenizerConfig, prepare
-from harness.prep.packing import PackingConfig
+from harness.prep import ChatTokenizer, TokenizerConfig, prepare
 from harness.prep.sources.config import SourceConfig
 
 Cases = list[tuple[dict[str, Any], list[list[str]] | str]]
@@ -141,12 +140,9 @@ def test_records_of_every_kind_are_trained_or_left_out_as_they_should_be(
     records = cases()
     source = tmp_path / "chats.jsonl"
     source.write_text("".join(dumps(record) + "\n" for record, _ in records), encoding="utf-8")
-    config = PrepareConfig(
-        source=SourceConfig(path=str(source), columns=columns, on_bad="skip"),
-        tokenizer=TokenizerConfig(vocab_size=600, chat_template=template),
-        data=PackingConfig(path=str(tmp_path / "data"), validation_fraction=0.0, num_workers=0),
-    )
-    report = prepare(config, console=Console(quiet=True))
+    given = SourceConfig(path=str(source), columns=columns, on_bad="skip")
+    trains, settings = TokenizerConfig(vocab_size=600, chat_template=template), {"validation_fraction": 0.0}
+    report = prepare(given, trains, tmp_path / "data", num_workers=0, console=Console(quiet=True), **settings)
 
     kept = [texts for _, outcome in records if not isinstance(outcome, str) for texts in outcome]
     bad = {number: outcome for number, (_, outcome) in enumerate(records, start=1) if isinstance(outcome, str)}

@@ -15,8 +15,7 @@ from loopback_hub import LoopbackHub
 from rich.console import Console
 
 from harness.errors import ConfigError
-from harness.prep import PrepareConfig, TokenizerConfig, prepare
-from harness.prep.packing import PackingConfig
+from harness.prep import TokenizerConfig, prepare
 from harness.prep.sources.config import SourceConfig
 
 
@@ -63,14 +62,8 @@ def expected(tmp_path_factory):
 
 def run(path, source, **settings):
     console = Console(file=io.StringIO(), width=160)
-    report = prepare(
-        PrepareConfig(
-            source=SourceConfig(path=source, shard_bytes=3000, **settings),
-            tokenizer=TokenizerConfig(vocab_size=300),
-            data=PackingConfig(path=str(path), pack_size=64, num_workers=0),
-        ),
-        console=console,
-    )
+    given = SourceConfig(path=source, shard_bytes=3000, **settings)
+    report = prepare(given, TokenizerConfig(vocab_size=300), path, pack_size=64, num_workers=0, console=console)
     return report, console.file.getvalue()
 
 

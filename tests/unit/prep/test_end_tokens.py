@@ -103,9 +103,8 @@ def test_a_last_turn_without_an_end_is_refused_or_gets_the_one_that_is_named(
         assert sequence.view.loss_mask[-2] == 1
         assert named.decode([int(sequence.view.input_ids[-1])]) == "</s>"
     assert json.loads(named.mask_facts()["end_tokens"]) == ["</s>"]
-    silent = {} if "mask" in settings else {"train_end_of_turn": False}
-    if silent:
-        (untrained,) = ChatTokenizer(TokenizerConfig(name=name, **silent)).encode([conversation])
+    if "mask" not in settings:
+        (untrained,) = ChatTokenizer(TokenizerConfig(name=name, train_end_of_turn=False)).encode([conversation])
         assert not isinstance(untrained, BadRecord)
 
 

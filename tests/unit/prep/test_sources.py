@@ -122,15 +122,16 @@ def test_shards_of_any_size_hold_every_record_once_with_its_number(tmp_path, mon
     assert prompts == [None if number in bad else one["prompt"] for number, one in enumerate(records)]
     if bad:
         assert [one.where for one in whole] == [f"{file}, item {number}" for number in range(len(records))]
-    for size, most in [(400_000, 4)] if name in PACKED else [(1, 19), (5000, 10), (40_000, 1), (1 << 30, 0)]:
+    middle = 400_000 if name in PACKED else 5000
+    for size, most in [(middle, 4)] if name in PACKED else [(1, 19), (middle, 10), (40_000, 1), (1 << 30, 0)]:
         shards = list(cut_shards([file], shard_bytes=size))
         assert len(shards) > most
         assert parsed(shards) == whole
         assert sum(shard.num_bytes for shard in shards) == file.stat().st_size
-        for limit in (1, 333, 999, 1000):
-            assert parsed(cut_shards([file], shard_bytes=size, limit=limit)) == whole[:limit]
+    for limit in (1, 333, 1000):
+        assert parsed(cut_shards([file], shard_bytes=middle, limit=limit)) == whole[:limit]
     if name in PACKED:  # each by itself, and a later one before an earlier one
-        pieces = list(cut_shards([file], shard_bytes=400_000))
+        pieces = list(cut_shards([file], shard_bytes=middle))
         reading._packed_file.cache_clear()
         assert parsed([pieces[2]]) + parsed([pieces[1]]) == parsed([pieces[2], pieces[1]])
 
