@@ -217,15 +217,16 @@ def check(tokenizer: ChatTokenizer, hf, name: str, conversation: Conversation) -
     assert all(sequence.loss_mask[-1] == 0 for sequence in results)
 
 
+@pytest.mark.parametrize("num_examples", [60, pytest.param(200, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", NAMES)
 def test_trained_texts_are_the_answers_with_their_reasoning_calls_and_end_tokens_and_nothing_else(
-    tokenizers, folders, name
+    tokenizers, folders, name, num_examples
 ):
     from transformers import AutoTokenizer
 
     hf = AutoTokenizer.from_pretrained(folders[name])
 
-    @settings(OPTIONS, max_examples=120 if name in WITH_TOOLS else 60)
+    @settings(OPTIONS, max_examples=num_examples)
     @given(AGENTS if name in WITH_TOOLS else CHATS)
     def run(conversation):
         check(tokenizers[name], hf, name, conversation)
