@@ -11,7 +11,6 @@ import re
 import shutil
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -203,18 +202,6 @@ def test_answers_in_a_row_are_trained_as_they_are_served(stock: Stock) -> None:
         whole = stock.hf.apply_chat_template(messages[: turn + 1], tokenize=False)
         # DeepSeek's and others' prompts open a reasoning that a turn without it does not have.
         assert sequence.text == whole or sequence.text.startswith(prompt), stock.name
-
-
-def test_a_turn_whose_prompt_opens_reasoning_closes_it_and_trains_no_header(tmp_path: Path) -> None:
-    folder = tokenizer_for(TEMPLATES["deepseek_r1_distill"], tmp_path)
-    tokenizer = ChatTokenizer(TokenizerConfig(kind="huggingface", name=str(folder)))
-    (made,) = tokenizer.encode_each([conversation_of("two_turns")])
-    assert not isinstance(made, BadRecord)
-    header, end = "<\uff5cAssistant\uff5c><think>\n", "<\uff5cend\u2581of\u2581sentence\uff5c>"
-    first, second = ([one.text[: one.spans[0][0]], *(one.text[slice(*span)] for span in one.spans)] for one in made)
-    assert first == [f"<s><\uff5cUser\uff5c>Hi there{header}", f"\n</think>\n\nHello, friend.{end}"]
-    assert second[0].endswith(f"What is 2 + 2?{header}")
-    assert second[1:] == [f"\n</think>\n\nIt is 4.{end}"]
 
 
 def test_trained_tokens_are_those_of_the_training_twin(stock: Stock) -> None:
