@@ -6,20 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console
 
-from harness.prep import PrepareConfig, TokenizerConfig, prepare
-from harness.prep.packing import PackingConfig
+from harness.prep import TokenizerConfig, prepare
 from harness.prep.sources.config import SourceConfig
 
 NASTY = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \x1b[2J Grüße, 世界"
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
 
 
-@pytest.fixture(scope="module")
-def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chats")
+def write_page(folder: Path) -> Path:
     for file in range(2):
         lines = []
         for number in range(60):
@@ -34,16 +30,14 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines[4]["messages"].append({"role": "user", "content": "And?"})
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"<b>part-{file}.jsonl".replace("/", "")).write_text(text)
-    config = PrepareConfig(
-        SourceConfig(path=str(folder), on_bad="skip"),
-        TokenizerConfig(vocab_size=500),
-        PackingConfig(path=str(folder / "out"), pack_size=512, over_long="split", num_workers=0),
-    )
-    prepare(config, console=Console(quiet=True))
+    source, settings = SourceConfig(path=str(folder), on_bad="skip"), {"over_long": "split", "num_workers": 0}
+    console = Console(quiet=True)
+    prepare(source, TokenizerConfig(vocab_size=500), folder / "out", pack_size=512, console=console, **settings)
     return folder / "out" / "report.html"
 
 
-def test_samples_show_their_masks_and_nothing_of_them_runs(page_path: Path, visit: Any, keep: Any) -> None:
+def test_samples_show_their_masks_and_nothing_of_them_runs(tmp_path: Path, visit: Any, keep: Any) -> None:
+    page_path = write_page(tmp_path)
     page = visit(page_path)
     # Of each file, two conversations.
     assert page.locator("details").count() == 4
@@ -59,9 +53,7 @@ def test_samples_show_their_masks_and_nothing_of_them_runs(page_path: Path, visi
     assert "end with a user turn" in text
     assert "unused fields" in text
     keep(page, "prepare-page")
-
-
-def test_it_reads_on_a_phone_and_in_the_dark(page_path: Path, visit: Any, keep: Any) -> None:
+    # On a phone and in the dark.
     page = visit(page_path, color_scheme="dark", **PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     keep(page, "prepare-page-phone")

@@ -61,15 +61,7 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a README.
-
-    Attributes:
-        line: of its opening fence.
-        language: after the fence.
-        text: its lines.
-        mark: "not run", "nightly" or "".
-        output: what it prints, where the next block shows it.
-    """
+    """A fenced block of a README; `mark` is "not run", "nightly" or "", `output` what the next block shows of it."""
 
     line: int
     language: str
@@ -288,7 +280,8 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(tm
     assert [f"reference/{name}.md" for name in listed] == [n for n in GENERATED if re.match(r"reference/\w+\.md", n)]
 
 
-def test_no_page_by_hand_is_longer_than_a_reader_reads_at_once() -> None:
+def test_no_page_by_hand_is_longer_than_a_reader_reads_at_once_and_the_first_is_a_screen_and_a_half() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 7_000
     pages = (ROOT / "docs").rglob("*.md")
     assert {path.name: size for path in pages if (size := len(path.read_bytes())) > 12_000} == {}
 
@@ -345,7 +338,3 @@ def test_the_page_of_tests_names_every_folder_and_marker() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     markers = {line.partition(":")[0] for line in options["markers"]}
     assert {name for name in markers if f"| `{name}` |" not in page} == set()
-
-
-def test_the_first_page_is_a_screen_and_a_half() -> None:
-    assert len((ROOT / "README.md").read_bytes()) <= 7_000

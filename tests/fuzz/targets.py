@@ -169,46 +169,29 @@ def whole_dataset(folder: Path, format: str) -> Target:
     return files_target(path, (file for file in path.rglob("*") if file.is_file()), read)
 
 
+def _read_virtual(path: Path, *, is_plan: bool = False) -> None:
+    shard = load_format("virtual").open_shard(path, None)
+    try:
+        if not is_plan:  # which has none without its manifest
+            shard.contents()
+        for row in range(min(shard.num_packs, 8)):
+            shard.read_row(row)
+    finally:
+        shard.close()
+
+
 def virtual_shard(folder: Path) -> Target:
     path = _write(folder / "store", "virtual") / "shard_000000"
-
-    def read() -> None:
-        shard = load_format("virtual").open_shard(path, None)
-        try:
-            shard.contents()
-            for row in range(min(shard.num_packs, 8)):
-                shard.read_row(row)
-        finally:
-            shard.close()
-
-    return files_target(path, path.iterdir(), read)
+    return files_target(path, path.iterdir(), partial(_read_virtual, path))
 
 
 def virtual_plan(folder: Path) -> Target:
-    store = open_store(_write(folder / "store", "virtual"))
-    offsets = np.array([0, 6, 12])
-    write_plan(
-        folder / "plan",
-        store,
-        pack_offsets=offsets,
-        sequence_ids=np.arange(12)[::-1].copy(),
-        pack_size=30,
-        packer="p",
-        seed=0,
-    )
-    path = folder / "plan"
+    store, order = open_store(_write(folder / "store", "virtual")), np.arange(12)[::-1].copy()
+    offsets, path = np.array([0, 6, 12]), folder / "plan"
+    write_plan(path, store, pack_offsets=offsets, sequence_ids=order, pack_size=30, packer="p", seed=0)
     (path / "manifest.json").unlink()
     shard = path / "shard_000000"
-
-    def read() -> None:
-        opened = load_format("virtual").open_shard(shard, None)
-        try:
-            for row in range(min(opened.num_packs, 8)):
-                opened.read_row(row)
-        finally:
-            opened.close()
-
-    return files_target(shard, shard.iterdir(), read)
+    return files_target(shard, shard.iterdir(), partial(_read_virtual, shard, is_plan=True))
 
 
 def manifest(folder: Path) -> Target:
@@ -331,32 +314,34 @@ def run(folder: Path) -> Target:
     return files_target(path, (file for file in path.iterdir() if file.suffix != ".sbatch"), read)
 
 
+def file_target(path: Path, seeds: Sequence[bytes], read: Callable[[Path], object]) -> Target:
+    """Return the target of one file, whose seeds are of several."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        read(path)
+
+    return Target(seeds, feed)
+
+
 def settings(folder: Path) -> Target:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "config.yaml"
     sections = {"data": {"path": "a"}, "loader": {"seed": 1}, "optimizer": {"lr": 0.5}, "trainer": {"steps": 3}}
     text = yaml.safe_dump({"model": {"num_layers": 2, "fp8": "no"}, "parallel": {}, **sections})
 
-    def read(data: bytes) -> None:
-        path.write_bytes(data)
+    def read(path: Path) -> None:
         try:
             read_settings(path)
         except ValueError as error:  # its contract
             raise HarnessError(str(error)) from error
 
-    return Target([text.encode()], read)
+    return file_target(folder / "config.yaml", [text.encode()], read)
 
 
 def hf_config(folder: Path) -> Target:
     golden = Path(__file__).parents[1] / "golden" / "hf_configs"
-    path = folder / "config.json"
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def read(data: bytes) -> None:
-        path.write_bytes(data)
-        read_hf_config(folder)
-
-    return Target([one.read_bytes() for one in sorted(golden.glob("*.json"))], read)
+    seeds = [one.read_bytes() for one in sorted(golden.glob("*.json"))]
+    return file_target(folder / "config.json", seeds, lambda path: read_hf_config(path.parent))
 
 
 def weights(folder: Path) -> Target:

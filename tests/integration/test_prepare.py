@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from harness.errors import ConfigError, PrepError
+from harness.errors import PrepError
 from harness.formats import open_dataset, verify_dataset
-from harness.prep import ChatTokenizer, PrepareConfig, TokenizerConfig, prepare
+from harness.prep import ChatTokenizer, TokenizerConfig, prepare
 from harness.prep.chat.reader import parse_line
-from harness.prep.packing import PackingConfig
 from harness.prep.pipeline import repack_store
 from harness.prep.sources.config import SourceConfig
 
@@ -45,18 +43,13 @@ def chats(tmp_path_factory):
     return write_jsonl(tmp_path_factory.mktemp("chats") / "chats.jsonl", map(record, range(300)))
 
 
-def settings(path, source: str, *, tokenizer=None, on_bad="refuse", limit=0, **data) -> PrepareConfig:
-    base = {"pack_size": 128, "validation_fraction": 0.1, "num_workers": 0}
-    return PrepareConfig(
-        source=SourceConfig(kind="files", path=source, on_bad=on_bad, limit=limit),
-        tokenizer=TokenizerConfig(**{"vocab_size": 400, **(tokenizer or {})}),
-        data=PackingConfig(path=str(path), **{**base, **data}),
-    )
-
-
-def run(config: PrepareConfig):
+def run(path, source: str, *, tokenizer=None, on_bad="refuse", limit=0, **data):
+    """Prepare; return the report and what is printed."""
     console = Console(file=io.StringIO(), width=120)
-    return prepare(config, console=console), console.file.getvalue()
+    given = SourceConfig(path=source, on_bad=on_bad, limit=limit)
+    trains = TokenizerConfig(**{"vocab_size": 400, **(tokenizer or {})})
+    settings = {"pack_size": 128, "validation_fraction": 0.1, "num_workers": 0, **data}
+    return prepare(given, trains, path, console=console, **settings), console.file.getvalue()
 
 
 def sequences(path) -> list[tuple[bytes, bytes]]:
@@ -68,7 +61,7 @@ def sequences(path) -> list[tuple[bytes, bytes]]:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, chats):
     path = tmp_path_factory.mktemp("data") / "chats"
-    report, output = run(settings(path, chats))
+    report, output = run(path, chats)
     return path, report, output
 
 
@@ -97,14 +90,8 @@ def test_the_report_counts_the_stored_data(prepared):
     assert json.loads((path / "report.json").read_text())["splits"]["train"]["packs"] == report.splits["train"].packs
     assert "dropped: over_long" in output
     assert f"{report.splits['train'].tokens:,}" in output
-    assert sorted(entry.name for entry in path.iterdir()) == [
-        "report.html",
-        "report.json",
-        "report.md",
-        "tokenizer",
-        "train",
-        "validation",
-    ]
+    names = {"report.html", "report.json", "report.md", "tokenizer", "train", "validation"}
+    assert {entry.name for entry in path.iterdir()} == names
 
 
 def test_the_manifest_records_the_provenance(prepared):
@@ -122,28 +109,18 @@ def test_the_manifest_records_the_provenance(prepared):
 def test_a_second_run_with_the_same_settings_changes_nothing(prepared, chats):
     path, report, _ = prepared
     before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
-    again, output = run(settings(path, chats, num_workers=1))
+    again, output = run(path, chats, num_workers=1)
     assert again.reused
     assert "is already prepared" in output
     assert again.splits == report.splits
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
 
 
-def test_worker_processes_do_not_change_the_result(prepared, chats, tmp_path):
-    path, report, _ = prepared
-    # With a given tokenizer only the order of work can differ.
-    config = settings(tmp_path / "d", chats, tokenizer={"name": str(path / "tokenizer")}, num_workers=2)
-    parallel, _ = run(config)
-    assert [split.fingerprint for split in parallel.splits.values()] == [
-        split.fingerprint for split in report.splits.values()
-    ]
-
-
 def test_bad_records_stop_the_run_and_are_listed_with_file_and_line(tmp_path):
     source = tmp_path / "chats.jsonl"
     source.write_text(json.dumps(record(1)) + "\nbroken\n" + '{"messages": []}\n')
     with pytest.raises(PrepError) as error:
-        run(settings(tmp_path / "d", str(source)))
+        run(tmp_path / "d", str(source))
     assert "1 not_json, 1 no_messages" in error.value.what
     assert f"{source}, line 2" in error.value.where
     assert f"{source}, line 3" in error.value.where
@@ -156,7 +133,7 @@ def test_bad_records_can_be_skipped_counted_and_listed(tmp_path):
     forged = {"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "x"}]}
     lines = [*map(json.dumps, map(record, range(30))), "broken", "[]", json.dumps(forged), "{}"]
     source.write_text("\n".join(lines))
-    report, output = run(settings(tmp_path / "d", str(source), on_bad="skip"))
+    report, output = run(tmp_path / "d", str(source), on_bad="skip")
     assert report.bad == {"not_json": 1, "not_an_object": 1, "control_token": 1, "no_messages": 1}
     assert report.records == 34
     assert "bad: control_token" in output
@@ -167,26 +144,13 @@ def test_bad_records_can_be_skipped_counted_and_listed(tmp_path):
     assert report.examples["bad not_json"][0].startswith(f"{source}, line 31: ")
 
 
-def test_refused_records_are_repaired_and_prepared_by_themselves(tmp_path):
-    source = tmp_path / "chats.jsonl"
-    bad = {"messages": [{"role": "human", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
-    write_jsonl(source, [*map(record, range(30)), bad, bad])
-    run(settings(tmp_path / "d", str(source), on_bad="skip"))
-    repaired = tmp_path / "d" / "bad_records_to_repair.jsonl"
-    repaired.write_text(repaired.read_text().replace("human", "user"))
-    named = {"name": str(tmp_path / "d" / "tokenizer")}
-    report, _ = run(settings(tmp_path / "e", str(repaired), tokenizer=named, validation_fraction=0.0))
-    assert (report.records, report.bad) == (2, {})
-
-
-def test_plain_chats_keep_their_bytes(tmp_path, chats):
+def test_plain_chats_keep_their_bytes(tmp_path, prepared, chats):
     """The fingerprints are those of the first version with this tokenizer."""
-    report, _ = run(settings(tmp_path / "d", chats))
-    assert {name: split.fingerprint for name, split in report.splits.items()} == {
+    assert {name: split.fingerprint for name, split in prepared[1].splits.items()} == {
         "train": "f4db2e7e41243ad8c907c7df55af947b",
         "validation": "a96cc1ae77f2ff90a20f1cef0bd682fd",
     }
-    report, _ = run(settings(tmp_path / "e", chats, over_long="cut", drop_duplicates=True))
+    report, _ = run(tmp_path / "e", chats, over_long="cut", drop_duplicates=True)
     assert {name: split.fingerprint for name, split in report.splits.items()} == {
         "train": "d22ef215e1b596555fc626a930c59aa8",
         "validation": "9a4348f7d2b872f49bf34b8937230bfa",
@@ -205,7 +169,7 @@ def talk(number: int) -> dict[str, object]:
 def test_all_sequences_of_a_conversation_are_in_one_split_and_duplicates_are_conversations(tmp_path):
     source = write_jsonl(tmp_path / "chats.jsonl", [talk(number % 80) for number in range(100)])
     data = {"over_long": "split", "validation_fraction": 0.3, "pack_size": 64}
-    report, output = run(settings(tmp_path / "d", source, drop_duplicates=True, **data))
+    report, output = run(tmp_path / "d", source, drop_duplicates=True, **data)
     assert report.dropped == {"duplicate": 20}
     assert sum(split.conversations for split in report.splits.values()) == 80
     sequences_made = sum(split.sequences for split in report.splits.values())
@@ -223,7 +187,7 @@ def test_all_sequences_of_a_conversation_are_in_one_split_and_duplicates_are_con
         assert len(numbers[name]) == split.conversations
     assert not numbers["train"] & numbers["validation"]
     # Without duplicates left out, the same conversations are in the same split.
-    again, _ = run(settings(tmp_path / "e", source, packed_storage="virtual", **data))
+    again, _ = run(tmp_path / "e", source, packed_storage="virtual", **data)
     assert sum(split.conversations for split in again.splits.values()) == 100
 
 
@@ -232,7 +196,7 @@ def test_the_report_names_schema_mask_unused_fields_and_first_places(tmp_path):
     rows[7]["messages"] = [*rows[7]["messages"], {"role": "user", "content": "and?"}]
     rows[11]["messages"] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "tokens " * 300}]
     source = write_jsonl(tmp_path / "chats.jsonl", rows)
-    report, output = run(settings(tmp_path / "d", source, over_long="cut"))
+    report, output = run(tmp_path / "d", source, over_long="cut")
     assert (report.schema, report.unused, report.user_last) == ("messages", ["id"], 1)
     assert report.examples["user_last"] == [f"{source}, line 8"]
     assert f"{source}, line 12" in report.examples["truncated"]
@@ -257,10 +221,13 @@ def test_the_report_names_the_factor_by_which_turns_of_their_own_repeat_a_conver
     )
     turns = [{"role": role, "content": f"{role} {n}"} for n in range(6) for role in ("user", "assistant")]
     source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}] * 10)
-    tokenizer = TokenizerConfig(vocab_size=300, chat_template=str(template))
-    config = settings(tmp_path / "d", source, pack_size=4096, validation_fraction=0)
-    report, output = run(replace(config, tokenizer=tokenizer))
+    data = {"pack_size": 4096, "validation_fraction": 0, "packed_storage": "legacy_npy_pickle"}
+    trains = {"vocab_size": 300, "chat_template": str(template)}
+    report, output = run(tmp_path / "d", source, tokenizer=trains, **data)
+    assert list(report.splits) == ["train"]
+    assert not (tmp_path / "d" / "validation").exists()
     reader = open_dataset(tmp_path / "d" / "train")
+    assert reader.format == "npy"
     lengths = sorted(int(length) for length in reader.sequence_lengths)
     assert len(lengths) == 60
     assert report.repeated_tokens == sum(lengths) - 10 * lengths[-1]
@@ -273,30 +240,30 @@ def test_a_source_of_which_nothing_is_left_is_refused_with_the_first_reason(tmp_
     tokenizer = {"name": str(prepared[0] / "tokenizer")} if has_tokenizer else None
     media = write_jsonl(tmp_path / "media.jsonl", [{**record(number), "images": ["a.png"]} for number in range(3)])
     with pytest.raises(PrepError, match=r"no record can be trained on, 3 were refused: 3 media") as caught:
-        run(settings(tmp_path / "d", media, tokenizer=tokenizer, on_bad="skip"))
+        run(tmp_path / "d", media, tokenizer=tokenizer, on_bad="skip")
     assert f"{media}, line 1: the record has `images`" in caught.value.where
     empty = write_jsonl(tmp_path / "empty.jsonl", [])
     with pytest.raises(PrepError, match="there are no records in the file") as caught:
-        run(settings(tmp_path / "e", empty, tokenizer=tokenizer))
+        run(tmp_path / "e", empty, tokenizer=tokenizer)
     assert caught.value.where == empty
 
 
 def test_a_conversation_stays_in_its_split_when_others_are_added(tmp_path, prepared, chats):
     path, _, _ = prepared
     more = write_jsonl(tmp_path / "more.jsonl", map(record, range(299, -1, -3)))
-    run(settings(tmp_path / "d", more, tokenizer={"name": str(path / "tokenizer")}))
+    run(tmp_path / "d", more, tokenizer={"name": str(path / "tokenizer")})
     for name in ["train", "validation"]:
         assert set(sequences(tmp_path / "d" / name)) <= set(sequences(path / name))
 
 
 def test_virtual_storage_gives_the_same_packs_and_can_be_repacked(tmp_path, prepared, chats):
     path, report, _ = prepared
-    again, _ = run(settings(tmp_path / "d", chats, packed_storage="virtual"))
+    again, _ = run(tmp_path / "d", chats, packed_storage="virtual")
     assert again.splits == report.splits
     assert list(open_dataset(tmp_path / "d" / "train")) == list(open_dataset(path / "train"))
     # Repacked for longer packs it holds the sequences of a preparation for longer packs.
     repack_store(str(tmp_path / "d" / "train"), str(tmp_path / "longer"), pack_size=256)
-    longer, _ = run(settings(tmp_path / "l", chats, pack_size=256, limit=300))
+    longer, _ = run(tmp_path / "l", chats, pack_size=256, limit=300)
     assert open_dataset(tmp_path / "longer").fingerprint != report.splits["train"].fingerprint
     kept = set(sequences(tmp_path / "longer"))
     assert kept <= set(sequences(tmp_path / "l" / "train"))
@@ -310,15 +277,6 @@ def test_virtual_storage_gives_the_same_packs_and_can_be_repacked(tmp_path, prep
     assert (tmp_path / "moved" / "sequences" / "train" / stored / "tokenizer.json").exists()
 
 
-def test_without_validation_everything_is_training_data(tmp_path, chats):
-    report, _ = run(
-        settings(tmp_path / "d", chats, validation_fraction=0.0, limit=60, packed_storage="legacy_npy_pickle")
-    )
-    assert list(report.splits) == ["train"]
-    assert not (tmp_path / "d" / "validation").exists()
-    assert open_dataset(tmp_path / "d" / "train").format == "npy"
-
-
 @pytest.mark.parametrize(
     ("change", "words", "fix"),
     [
@@ -329,18 +287,14 @@ def test_without_validation_everything_is_training_data(tmp_path, chats):
 )
 def test_a_split_without_conversations_is_an_error(tmp_path, chats, change, words, fix):
     with pytest.raises(PrepError, match=f"no conversations remain {words}") as caught:
-        run(settings(tmp_path / "d", chats, **change))
+        run(tmp_path / "d", chats, **change)
     assert fix in caught.value.fix
 
 
 def test_of_a_few_conversations_each_split_has_one(tmp_path, chats):
-    few = settings(tmp_path / "d", chats, limit=4, validation_fraction=0.000001, test_fraction=0.000001)
-    report, log = run(few)
-    assert {name: split.conversations for name, split in report.splits.items()} == {
-        "train": 1,
-        "validation": 1,
-        "test": 1,
-    }
+    report, log = run(tmp_path / "d", chats, limit=4, validation_fraction=0.000001, test_fraction=0.000001)
+    found = {name: split.conversations for name, split in report.splits.items()}
+    assert found == dict.fromkeys(("train", "validation", "test"), 1)
     assert "validation and test: 1 conversation" in log
 
 
@@ -352,25 +306,9 @@ def test_a_template_without_generation_tags_is_masked_by_what_it_renders(tmp_pat
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     named = {"name": str(path / "tokenizer"), "chat_template": str(template)}
-    with pytest.raises(ConfigError, match="generation"):
-        run(settings(tmp_path / "d", chats, tokenizer={**named, "mask": "generation"}))
-    report, output = run(settings(tmp_path / "d", chats, tokenizer=named, packed_storage="virtual"))
+    report, output = run(tmp_path / "d", chats, tokenizer=named, packed_storage="virtual")
     assert f"Mask: {report.mask['rule']}, because {report.mask['why']}" in output
     for name in ("train", "sequences/train", "validation"):
         assert dict(open_dataset(tmp_path / "d" / name).manifest.provenance.mask) == report.mask
     saved = ChatTokenizer(TokenizerConfig(name=str(tmp_path / "d" / "tokenizer"), mask="all"))
     assert saved.chat_template == template.read_text()
-
-
-def test_the_built_in_corpus_is_prepared_within_a_limit(tmp_path):
-    config = PrepareConfig(
-        source=SourceConfig(limit=400),
-        tokenizer=TokenizerConfig(vocab_size=1000),
-        data=PackingConfig(path=str(tmp_path / "d"), pack_size=1024, num_workers=0),
-    )
-    report, output = run(config)
-    assert report.records == 400
-    first = "The source is the built-in corpus, Python's documentation; set source.path to use your own chats."
-    assert output.startswith(first)
-    assert (tmp_path / "d" / "source" / "pydoc.jsonl").exists()
-    assert run(config)[0].reused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import re
@@ -20,13 +21,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from harness.errors import PrepError
-from harness.prep import PrepareConfig, TokenizerConfig, prepare, report, shards
+from harness.prep import TokenizerConfig, prepare, report, shards
 from harness.prep.chat import RecordReader
-from harness.prep.packing import PackingConfig
-from harness.prep.sources import reading
-from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.reading import SourceShard, cut_shards, read_chunks, read_shard
+from harness.prep.sources.reading import SourceShard, cut_shards
 from harness.prep.tokenize.bpe import train_bpe
 
 
@@ -39,47 +36,7 @@ LINES = "".join(json.dumps(one) + "\n" * (1 + number % 2) for number, one in enu
 ROWS = b"prompt,completion\n" + b"".join(b'"%s","\n%s"\n' % tuple(map(str.encode, one.values())) for one in RECORDS)
 
 
-def zstd(data: bytes) -> bytes:
-    return pa.Codec("zstd").compress(data).to_pybytes()
-
-
-FILES = {
-    "a.jsonl.gz": gzip.compress(LINES),
-    "a.jsonl.zst": zstd(LINES),
-    "a.json.gz": gzip.compress(json.dumps(RECORDS).encode()),
-    "a.csv.gz": gzip.compress(ROWS),
-}
-
-
-def parsed(shards):
-    return [one for shard in shards for chunk in read_shard(shard) for one in chunk.parse()]
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_pieces_of_a_compressed_file_hold_every_record_once_with_its_number(tmp_path, name):
-    file = tmp_path / name
-    file.write_bytes(FILES[name])
-    whole = [one for chunk in read_chunks([file]) for one in chunk.parse()]
-    assert [one.messages[0].content for one in whole] == [one["prompt"] for one in RECORDS]
-    pieces = list(cut_shards([file], shard_bytes=400_000))
-    assert len(pieces) > 4
-    assert parsed(pieces) == whole
-    assert sum(piece.num_bytes for piece in pieces) == len(FILES[name])
-    # Each by itself, and a later one before an earlier one.
-    reading._packed_file.cache_clear()
-    assert parsed([pieces[2]]) + parsed([pieces[1]]) == parsed([pieces[2], pieces[1]])
-    for limit in (1, 2500, 8999):
-        assert parsed(cut_shards([file], shard_bytes=400_000, limit=limit)) == whole[:limit]
-
-
-def test_a_truncated_file_is_refused_after_its_last_record(tmp_path):
-    file = tmp_path / "a.jsonl.gz"
-    file.write_bytes(FILES["a.jsonl.gz"][:-5000])
-    pieces = list(cut_shards([file], shard_bytes=400_000))
-    assert len(parsed(pieces[:-1])) > 2000
-    with pytest.raises(PrepError, match="cannot be read") as caught:
-        parsed(pieces[-1:])
-    assert ", after line " in caught.value.where
+PACKED = gzip.compress(LINES)
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -98,28 +55,22 @@ def receipts(path: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A preparation that nothing disturbed, with its source and its tokenizer."""
+    """A preparation in one process that nothing disturbed, with its source and its tokenizer."""
     folder = tmp_path_factory.mktemp("whole")
-    (folder / "few.jsonl").write_bytes(LINES[:20_000].rpartition(b"\n")[0])
-    few = SourceConfig(path=str(folder / "few.jsonl"))
-    data = PackingConfig(path=str(folder / "few"), pack_size=256, num_workers=0)
-    prepare(PrepareConfig(few, TokenizerConfig(vocab_size=300), data), console=Console(quiet=True))
-    (folder / "a.jsonl.gz").write_bytes(FILES["a.jsonl.gz"])
-    assert start(folder, folder / "whole").wait() == 0
+    prepared_from(folder, "few.jsonl", LINES[:20_000].rpartition(b"\n")[0], console=Console(quiet=True))
+    (folder / "a.jsonl.gz").write_bytes(PACKED)
+    assert start(folder, folder / "whole", "data.num_workers=0").wait() == 0
     return folder
 
 
 def start(folder: Path, path: Path, *more: str) -> subprocess.Popen[bytes]:
-    settings = (f"source.path={folder / 'a.jsonl.gz'}", f"tokenizer.name={folder / 'few' / 'tokenizer'}")
+    settings = (f"source.path={folder / 'a.jsonl.gz'}", f"tokenizer.name={folder / 'd' / 'tokenizer'}")
     command = [sys.executable, "-m", "harness", "prepare", *settings, f"data.path={path}", "data.pack_size=256", *more]
     return subprocess.Popen([*command, "source.shard_bytes=1"], stdout=subprocess.DEVNULL, start_new_session=True)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_killed_preparation_of_one_compressed_file_keeps_its_pieces_and_gives_the_same_bytes(
-    tmp_path, prepared, num_workers
-):
-    path, workers = tmp_path / "d", f"data.num_workers={num_workers}"
+def test_a_killed_preparation_by_workers_keeps_its_pieces_and_gives_the_same_bytes(tmp_path, prepared):
+    path, workers = tmp_path / "d", "data.num_workers=2"
     process = start(prepared, path, workers)
     while process.poll() is None and len(receipts(path)) < 3:
         time.sleep(0.01)
@@ -178,7 +129,7 @@ def test_a_kill_inside_a_shard_loses_no_record_that_was_saved_and_gives_the_same
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, table.schema) as out:
             out.write_table(table, max_chunksize=700)
     else:
-        file.write_bytes({**FILES, "a.csv": ROWS, "a.json": json.dumps(bad).encode()}[name])
+        file.write_bytes({"a.jsonl.gz": PACKED, "a.csv": ROWS, "a.json": json.dumps(bad).encode()}[name])
     (shard,) = cut_shards([file], shard_bytes=1 << 40, reader=RecordReader("prompt_completion"))
 
     def job(folder: str) -> shards.ShardJob:
@@ -203,60 +154,36 @@ def test_a_kill_inside_a_shard_loses_no_record_that_was_saved_and_gives_the_same
     assert sum(map(len, seen)) == len(RECORDS) - counted
 
 
-def test_progress_moves_inside_the_only_shard(tmp_path, monkeypatch):
+def test_progress_moves_inside_the_only_shard_and_a_log_has_the_time_left(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_WATCH_S", 0.005)
-    (tmp_path / "a.jsonl").write_bytes(LINES)
-    seen: list[int] = []
-
-    def see(stage: str, done: int, total: int) -> None:
-        if stage == "tokens":
-            assert total == len(LINES)
-            seen.append(done)
-
-    prepare(
-        PrepareConfig(
-            source=SourceConfig(path=str(tmp_path / "a.jsonl")),
-            tokenizer=TokenizerConfig(vocab_size=300),
-            data=PackingConfig(path=str(tmp_path / "d"), pack_size=256, num_workers=0),
-        ),
-        console=Console(quiet=True),
-        progress=see,
-    )
+    monkeypatch.setattr(report, "_LOG_S", 0.0)
+    seen: list[tuple[int, int]] = []
+    with (tmp_path / "log").open("w") as log:
+        watch = lambda stage, *made: seen.append(made) if stage == "tokens" else None  # noqa: E731
+        prepared_from(tmp_path, "a.jsonl", LINES, console=Console(file=log), progress=watch)
     assert seen == sorted(seen)
-    assert seen[0] == 0
-    assert seen[-1] == len(LINES)
+    assert (seen[0], seen[-1]) == ((0, len(LINES)), (len(LINES), len(LINES)))
     assert len(set(seen)) > 4
+    lines = (tmp_path / "log").read_text().splitlines()
+    moves = [line for line in lines if re.fullmatch(r"tokens +[\d.]+ s  [\d.]+%(, about [\d a-z]+ left)?", line)]
+    assert len({line.partition("%")[0].rpartition(" ")[2] for line in moves}) > 4
+    assert moves[-1].endswith(" left")
+    assert lines.index(moves[-1]) < next(n for n, line in enumerate(lines) if "tokens of" in line)
 
 
 def test_progress_moves_inside_a_chunk_of_slow_records(tmp_path, monkeypatch):
     """Every row group of a table is one chunk; its records are tokenized in batches that a slow one makes smaller."""
     monkeypatch.setattr(report, "_WATCH_S", 0.002)
     monkeypatch.setattr(shards, "_BATCH_S", 0.0)
-    pq.write_table(pa.Table.from_pylist(RECORDS[:1000]), tmp_path / "a.parquet")
+    table = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(RECORDS[:1000]), table)
     seen: set[int] = set()
-    config = PrepareConfig(
-        source=SourceConfig(path=str(tmp_path / "a.parquet")),
-        tokenizer=TokenizerConfig(vocab_size=300),
-        data=PackingConfig(path=str(tmp_path / "d"), pack_size=256, num_workers=0),
-    )
-    made = prepare(config, progress=lambda stage, done, total: seen.add(done) if stage == "tokens" else None)
-    assert made.records == 1000
+    watch = lambda stage, done, total: seen.add(done) if stage == "tokens" else None  # noqa: E731
+    assert prepared_from(tmp_path, "a.parquet", table.getvalue(), progress=watch).records == 1000
     assert len(seen) > 4
 
 
-def test_a_log_has_the_progress_and_the_time_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "_WATCH_S", 0.005)
-    monkeypatch.setattr(report, "_LOG_S", 0.0)
-    (tmp_path / "a.jsonl").write_bytes(LINES)
-    with (tmp_path / "log").open("w") as log:
-        config = PrepareConfig(
-            source=SourceConfig(path=str(tmp_path / "a.jsonl")),
-            tokenizer=TokenizerConfig(vocab_size=300),
-            data=PackingConfig(path=str(tmp_path / "d"), pack_size=256, num_workers=0),
-        )
-        prepare(config, console=Console(file=log))
-    lines = (tmp_path / "log").read_text().splitlines()
-    moves = [line for line in lines if re.fullmatch(r"tokens +[\d.]+ s  [\d.]+%(, about [\d a-z]+ left)?", line)]
-    assert len({line.partition("%")[0].rpartition(" ")[2] for line in moves}) > 4
-    assert moves[-1].endswith(" left")
-    assert lines.index(moves[-1]) < next(n for n, line in enumerate(lines) if "tokens of" in line)
+def prepared_from(folder: Path, name: str, content: bytes, **options):
+    (folder / name).write_bytes(content)
+    settings = {"pack_size": 256, "num_workers": 0, **options}
+    return prepare(folder / name, TokenizerConfig(vocab_size=300), folder / "d", **settings)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, PrepError
 from harness.formats import load_manifest
+from harness.prep import TokenizerConfig, prepare
 from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
+from harness.prep.chat.functions import load_function
+from harness.prep.sources.config import SourceConfig
 
 MODULE = """
 def to_messages(record):
@@ -38,12 +39,6 @@ def here(tmp_path, monkeypatch):
 def module(folder: Path, name: str, text: str = MODULE) -> str:
     (folder / f"{name}.py").write_text(text)
     return f"{name}:to_messages"
-
-
-def prepare(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "harness", "prepare", "source.path=chats.jsonl", "data.path=data", *settings]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_function_makes_a_conversation_of_a_record(here):
@@ -79,7 +74,7 @@ def test_what_a_function_cannot_read_is_a_bad_record_with_the_reason(here, given
         ("sys:exit", "has no source file", "module that calls"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_refused(here, name, words, fix):
+def test_a_function_that_cannot_be_loaded_and_names_of_columns_are_refused(here, name, words, fix):
     module(here, "known_chats")
     module(here, "broken_chats", "def to_messages(")
     with pytest.raises(ConfigError) as caught:
@@ -87,29 +82,28 @@ def test_a_function_that_cannot_be_loaded_is_refused(here, name, words, fix):
     assert caught.value.where == "source.schema"
     assert words in caught.value.what
     assert fix in caught.value.fix
-
-
-def test_a_function_takes_no_names_of_columns(here):
     with pytest.raises(ConfigError, match="column names cannot be set"):
-        RecordReader(module(here, "column_chats"), columns={"messages": "chat"})
+        RecordReader("known_chats:to_messages", columns={"messages": "chat"})
 
 
 def test_workers_call_the_function_and_another_one_is_not_taken_for_it(here):
     name = module(here, "worker_chats")
     lines = [record(number) for number in range(300)] + [{"no": "kind"}]
     (here / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = (f"source.schema={name}", "tokenizer.vocab_size=300", "data.pack_size=64", "source.shard_bytes=2000")
-    refused = prepare(here, *settings, "data.num_workers=2")
-    assert refused.returncode != 0
-    assert "line 301: function_failed: worker_chats:to_messages raised KeyError: 'kind'" in refused.stderr
-    done = prepare(here, *settings, "data.num_workers=2", "source.on_bad=skip")
-    assert done.returncode == 0, done.stderr
+    source = SourceConfig(path="chats.jsonl", schema=name, shard_bytes=2000)
+    given = (source, TokenizerConfig(vocab_size=300), "data")
+    settings = {"pack_size": 64, "num_workers": 2, "console": Console(quiet=True)}
+    with pytest.raises(PrepError) as refused:
+        prepare(*given, **settings)
+    assert "line 301: function_failed: worker_chats:to_messages raised KeyError: 'kind'" in refused.value.where
+    source.on_bad = "skip"
+    prepare(*given, **settings)
     manifest = load_manifest(here / "data" / "train")
     assert manifest is not None
     mask = manifest.provenance.mask
     assert mask["schema"] == name
     assert len(mask["schema_digest"]) == 16
     (here / "worker_chats.py").write_text(MODULE.replace("question", "Question") + "\n")
-    other = prepare(here, *settings, "source.on_bad=skip")
-    assert other.returncode != 0
-    assert f"source.schema_digest was '{mask['schema_digest']}'" in other.stderr
+    load_function.cache_clear()  # as in another process
+    with pytest.raises(ConfigError, match=f"source.schema_digest was '{mask['schema_digest']}'"):
+        prepare(*given, **settings)

@@ -19,8 +19,7 @@ import pytest
 from rich.console import Console
 
 from harness.errors import PrepError
-from harness.prep import PrepareConfig, TokenizerConfig, pipeline, prepare, shards
-from harness.prep.packing import PackingConfig
+from harness.prep import TokenizerConfig, pipeline, prepare, shards
 from harness.prep.sources.config import SourceConfig
 from harness.storage import natural_key
 
@@ -58,13 +57,8 @@ def tokenizer(tmp_path_factory, source) -> str:
 
 
 def run(path: Path, source: Path, *, tokenizer: TokenizerConfig, engine: str = "local", **data):
-    config = PrepareConfig(
-        source=SourceConfig(kind="files", path=str(source), on_bad="skip", shard_bytes=3000),
-        tokenizer=tokenizer,
-        data=PackingConfig(path=str(path), **{**SETTINGS, **data}),
-        engine=engine,
-    )
-    return prepare(config, console=Console(quiet=True))
+    given = SourceConfig(path=str(source), on_bad="skip", shard_bytes=3000)
+    return prepare(given, tokenizer, path, console=Console(quiet=True), engine=engine, **{**SETTINGS, **data})
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -82,29 +76,38 @@ def receipts(path: Path) -> dict[str, int]:
     return times
 
 
-@pytest.fixture
-def interrupted(tmp_path, source, tokenizer, monkeypatch):
-    """A preparation that was interrupted after making its shards; its copy of the source can be changed."""
-    own = tmp_path / "chats"
-    shutil.copytree(source, own)
+def interrupt(path: Path, source: Path, tokenizer: TokenizerConfig, monkeypatch) -> None:
+    """Interrupt a preparation after making its shards."""
 
-    def interrupt(*_: object) -> None:
+    def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.Preparation, "_pack", interrupt)
+        patch.setattr(pipeline.Preparation, "_pack", stop)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "d", own, tokenizer=TokenizerConfig(name=tokenizer))
-    return tmp_path / "d", own
+            run(path, source, tokenizer=tokenizer)
+
+
+def resume(path: Path, source: Path, tokenizer: TokenizerConfig, monkeypatch, **data):
+    """Continue; return the report and the times of all shards before they are deleted."""
+    spool, after = pipeline.Spool, {}
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "Spool", lambda shards: (after.update(receipts(path)), spool(shards))[1])
+        return run(path, source, tokenizer=tokenizer, **data), after
+
+
+@pytest.fixture
+def interrupted(tmp_path, source, tokenizer, monkeypatch):
+    """A preparation that was interrupted; its copy of the source can be changed."""
+    shutil.copytree(source, tmp_path / "chats")
+    interrupt(tmp_path / "d", tmp_path / "chats", TokenizerConfig(name=tokenizer), monkeypatch)
+    return tmp_path / "d", tmp_path / "chats"
 
 
 def finish(path: Path, source: Path, tokenizer: str, monkeypatch, **data) -> list[str]:
     """Continue, compare against an uninterrupted run, and return the names of shards that were made again."""
-    before, after = receipts(path), {}
-    with monkeypatch.context() as patch:
-        spool = pipeline.Spool
-        patch.setattr(pipeline, "Spool", lambda shards: (after.update(receipts(path)), spool(shards))[1])
-        run(path, source, tokenizer=TokenizerConfig(name=tokenizer), **data)
+    before = receipts(path)
+    _, after = resume(path, source, TokenizerConfig(name=tokenizer), monkeypatch, **data)
     assert not (path / ".shards").exists()
     run(path.parent / "again", source, tokenizer=TokenizerConfig(name=tokenizer), **data)
     assert content(path) == content(path.parent / "again")
@@ -112,14 +115,11 @@ def finish(path: Path, source: Path, tokenizer: str, monkeypatch, **data) -> lis
     return sorted(name for name in after if after[name] != before.get(name))
 
 
-def test_finished_shards_are_kept(interrupted, tokenizer, monkeypatch):
+def test_damaged_and_incomplete_shards_and_those_of_a_changed_file_are_made_again_and_others_kept(
+    interrupted, tokenizer, monkeypatch
+):
     path, source = interrupted
     assert len(receipts(path)) > 10
-    assert finish(path, source, tokenizer, monkeypatch) == []
-
-
-def test_missing_damaged_and_incomplete_shards_are_made_again(interrupted, tokenizer, monkeypatch):
-    path, source = interrupted
     made = path / ".shards"
     shutil.rmtree(made / "00001")
     damaged = bytearray((made / "00003" / "input_ids.bin").read_bytes())
@@ -129,19 +129,16 @@ def test_missing_damaged_and_incomplete_shards_are_made_again(interrupted, token
     (made / "00006" / "receipt.json").write_text("{")
     (made / "00007" / "loss_mask.bin").write_bytes((made / "00007" / "loss_mask.bin").read_bytes()[:-1])
     (made / "00002.0123abcd").mkdir()
-    assert finish(path, source, tokenizer, monkeypatch) == ["00001", "00003", "00005", "00006", "00007"]
-
-
-def test_the_shards_of_a_source_file_that_changed_are_made_again(interrupted, tokenizer, monkeypatch):
-    path, source = interrupted
     changed = source / "part-2.jsonl"
-    changed.write_text(changed.read_text().replace("checked", "counted"))
-    affected = [
+    of_changed = [
         receipt.parent.name
         for receipt in path.glob(".shards/?????/receipt.json")
-        if json.loads(receipt.read_text())["shard"]["path"] == str(changed)
+        if receipt.parent.name > "00007" and json.loads(receipt.read_text())["shard"]["path"] == str(changed)
     ]
-    assert finish(path, source, tokenizer, monkeypatch) == sorted(affected)
+    assert len(of_changed) > 1
+    changed.write_text(changed.read_text().replace("checked", "counted"))
+    remade = ["00001", "00003", "00005", "00006", "00007", *sorted(of_changed)]
+    assert finish(path, source, tokenizer, monkeypatch) == remade
 
 
 def test_other_settings_make_every_shard_again(interrupted, tokenizer, monkeypatch):
@@ -179,19 +176,12 @@ def test_a_preparation_that_is_continued_another_day_writes_the_date_of_the_firs
     def on(day: int) -> None:
         monkeypatch.setattr(pipeline, "date", SimpleNamespace(today=lambda: date(2026, 1, day)))
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     on(1)
-    path, after, spool = tmp_path / "d", {}, pipeline.Spool
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline.Preparation, "_pack", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(path, source, tokenizer=dated)
+    path = tmp_path / "d"
+    interrupt(path, source, dated, monkeypatch)
     before = receipts(path)
     on(2)
-    monkeypatch.setattr(pipeline, "Spool", lambda shards: (after.update(receipts(path)), spool(shards))[1])
-    report = run(path, source, tokenizer=dated)
+    report, after = resume(path, source, dated, monkeypatch)
     assert after == before != {}
     assert report.settings["date"] == "2026-01-01"
     # On a third day it is still the same dataset; another one has another date and other tokens.

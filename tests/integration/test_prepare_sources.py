@@ -15,8 +15,7 @@ from loopback_hub import LoopbackHub
 from rich.console import Console
 
 from harness.errors import ConfigError
-from harness.prep import PrepareConfig, TokenizerConfig, prepare
-from harness.prep.packing import PackingConfig
+from harness.prep import TokenizerConfig, prepare
 from harness.prep.sources.config import SourceConfig
 
 
@@ -26,7 +25,9 @@ def chat(number):
 
 
 CHATS = [chat(number) for number in range(200)]
-LINES = "".join(json.dumps(one) + "\n" for one in CHATS).encode()
+BAD = [{"messages": [{"role": "user", "content": f"no answer {number}"}], "id": number} for number in range(3)]
+ROWS = [*CHATS[:100], *BAD, *CHATS[100:]]
+LINES = "".join(json.dumps(one) + "\n" for one in ROWS).encode()
 
 
 def parquet(rows):
@@ -43,11 +44,11 @@ def table_of_text(rows):
 
 
 FILES = {
-    "a.csv": table_of_text(CHATS),
-    "a.json": json.dumps(CHATS, indent=1).encode(),
-    "a.parquet": parquet(CHATS),
+    "a.csv": table_of_text(ROWS),
+    "a.json": json.dumps(ROWS, indent=1).encode(),
+    "a.parquet": parquet(ROWS),
     "a.jsonl.gz": gzip.compress(LINES),
-    "a.json.bz2": bz2.compress(json.dumps(CHATS).encode()),
+    "a.json.bz2": bz2.compress(json.dumps(ROWS).encode()),
     "a.ndjson": LINES.replace(b"\n", b"\r\n\r\n"),
 }
 
@@ -55,31 +56,28 @@ FILES = {
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("expected")
-    (folder / "a.jsonl").write_bytes(LINES)
+    (folder / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in CHATS))
     return run(folder / "data", str(folder / "a.jsonl"))[0].splits["train"].fingerprint
 
 
 def run(path, source, **settings):
     console = Console(file=io.StringIO(), width=160)
-    report = prepare(
-        PrepareConfig(
-            source=SourceConfig(path=source, shard_bytes=3000, **settings),
-            tokenizer=TokenizerConfig(vocab_size=300),
-            data=PackingConfig(path=str(path), pack_size=64, num_workers=0),
-        ),
-        console=console,
-    )
+    given = SourceConfig(path=source, shard_bytes=3000, **settings)
+    report = prepare(given, TokenizerConfig(vocab_size=300), path, pack_size=64, num_workers=0, console=console)
     return report, console.file.getvalue()
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_kind_of_file_gives_the_same_dataset(tmp_path, expected, name):
+def test_every_kind_of_file_gives_the_same_dataset_and_keeps_refused_records_as_lines(tmp_path, expected, name):
     (tmp_path / name).write_bytes(FILES[name])
-    report, output = run(tmp_path / "data", str(tmp_path / name))
+    report, output = run(tmp_path / "data", str(tmp_path / name), on_bad="skip")
     assert report.splits["train"].fingerprint == expected
-    assert report.records == 200
+    assert (report.records, report.bad) == (203, {"no_assistant_turn": 3})
     assert "use the `messages` schema" in output
     assert "Ignored fields: id" in output
+    kept = (tmp_path / "data" / "bad_records_to_repair.jsonl").read_text().splitlines()
+    turns = [json.loads(line)["messages"] for line in kept]
+    assert [json.loads(one) if name == "a.csv" else one for one in turns] == [one["messages"] for one in BAD]
 
 
 def test_a_dataset_of_the_hub_is_prepared_and_its_commit_recorded(tmp_path, expected, monkeypatch):
@@ -105,16 +103,3 @@ def test_a_dataset_of_the_hub_is_prepared_and_its_commit_recorded(tmp_path, expe
             run(tmp_path / "data", "org/chats")
     finally:
         server.close()
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.jsonl"])
-def test_refused_records_of_every_kind_of_file_are_kept_as_lines_that_can_be_prepared_again(tmp_path, name):
-    bad = [{"messages": [{"role": "user", "content": f"no answer {number}"}]} for number in range(3)]
-    rows = [*CHATS[:100], *bad, *CHATS[100:]]
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    contents = {"a.json": json.dumps(rows, indent=2).encode(), "a.parquet": parquet(rows), "a.jsonl": lines}
-    (tmp_path / name).write_bytes(contents[name])
-    report, _ = run(tmp_path / "data", str(tmp_path / name), on_bad="skip")
-    assert report.bad == {"no_assistant_turn": 3}
-    kept = (tmp_path / "data" / "bad_records_to_repair.jsonl").read_text().splitlines()
-    assert [json.loads(line)["messages"] for line in kept] == [one["messages"] for one in bad]

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import yaml
+from forks import run_in_forks
 
 from harness.cli.app import installed_version
 from harness.formats import Provenance, open_dataset, open_writer
@@ -184,14 +185,6 @@ def test_cfg_with_an_experiment_prints_the_settings_of_the_command_and_of_the_re
     assert (code, settings["nodes"], settings["trainer"]["steps"], settings["name"]) == (0, 3, 5, "sft_tiny")
 
 
-def test_the_settings_of_a_training_run_are_printed_without_torch():
-    program = "import sys; sys.modules['torch'] = sys.modules['megatron'] = None; from harness.cli import main; main()"
-    command = [sys.executable, "-c", program, "train", "pretrain", "trainer.steps=3", "--cfg"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["trainer"]["steps"] == 3
-
-
 def test_the_help_of_a_recipe_begins_with_the_settings_that_most_runs_change(harness):
     code, printed, _ = harness("train", "sft", "--help")
     shown = re.findall(r"^  ([a-z_.]+)=", printed.partition("Groups of settings")[0], re.MULTILINE)
@@ -280,22 +273,22 @@ def test_both_modules_run_the_command_and_print_its_version(module):
     assert (done.returncode, done.stdout) == (0, f"harness {installed_version()}\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("harness in", ["inspect", "indexed"]),
-        ("harness repack STORE DST data.s", ["data.seed="]),
-        ("harness train sft trainer.st", ["trainer.steps="]),
-        ("harness plan qwen3_8b", ["qwen3_8b_1node", "qwen3_8b_4nodes"]),
-    ],
-)
-def test_the_shell_completes_commands_and_settings_without_torch(monkeypatch, words, expected):
-    environment = {"_HARNESS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    program = "import sys; sys.argv[0] = 'harness'; sys.modules['torch'] = sys.modules['megatron'] = None; "
-    program += "from harness.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    completed = done.stdout.split()
-    assert [word for word in completed if word.startswith(words.split()[-1])] == completed
-    assert set(expected) <= set(completed), done.stderr
+def test_settings_are_printed_and_the_shell_completes_commands_and_settings_without_torch():
+    expected = {
+        "harness in": ["inspect", "indexed"],
+        "harness repack STORE DST data.s": ["data.seed="],
+        "harness train sft trainer.st": ["trainer.steps="],
+        "harness plan qwen3_8b": ["qwen3_8b_1node", "qwen3_8b_4nodes"],
+    }
+    imports = "import sys; sys.modules['torch'] = sys.modules['megatron'] = None\nfrom harness.cli import main"
+    program = "words = sys.argv[1] if len(sys.argv) == 2 else ''\nif words:\n    os.environ.update("
+    program += "_HARNESS_COMPLETE='complete_bash', COMP_WORDS=words, COMP_CWORD=str(words.count(' ')))\nmain()"
+    settings, *completions = run_in_forks(
+        imports, program, [["train", "pretrain", "trainer.steps=3", "--cfg"], *([words] for words in expected)]
+    )
+    assert settings[0] == 0, settings
+    assert yaml.safe_load(settings[1])["trainer"]["steps"] == 3
+    for (words, wanted), (_, printed, error) in zip(expected.items(), completions, strict=True):
+        completed = printed.split()
+        assert [word for word in completed if word.startswith(words.split()[-1])] == completed
+        assert set(wanted) <= set(completed), error

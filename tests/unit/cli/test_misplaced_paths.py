@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forks import run_in_forks
 
+from harness.errors import exit_on_error
 from harness.formats import open_writer
 from harness.records import Pack
 
+FILES = {
+    **{f"runs/{name}/config.yaml": "model: {}\n" for name in ("first", "second")},
+    **{f"runs/{name}/metrics.jsonl": '{"step": 3}\n' for name in ("first", "second")},
+    **{"made/mine/run/config.yaml": "", "made/mine/data/train/manifest.json": ""},  # of `harness sft`
+    **{"model/config.json": "{}", "adapter/adapter_config.json": "{}", "gguf/q4.gguf": "GGUF"},
+    **{"chats.csv": "question,answer\n1,2\n", "chats.jsonl": '{"messages": []}\n'},
+}
+
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with two runs, a prepared dataset and chats."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with two runs, a prepared dataset, models and chats."""
     monkeypatch.chdir(tmp_path)
-    for name in ("first", "second"):
-        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True)
-        (tmp_path / "runs" / name / "config.yaml").write_text("model: {}\n")
-        (tmp_path / "runs" / name / "metrics.jsonl").write_text('{"step": 3}\n')
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for run in ("runs/first", "runs/second", "made/mine/run"):
+        (tmp_path / run / "checkpoints").mkdir()
     with open_writer(tmp_path / "data" / "mine" / "train", format="parquet", pack_size=8) as writer:
         writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    for name in ("run/checkpoints", "data/train"):  # of `harness sft`
-        (tmp_path / "made" / "mine" / name).mkdir(parents=True)
-    (tmp_path / "made" / "mine" / "run" / "config.yaml").touch()
-    (tmp_path / "made" / "mine" / "data" / "train" / "manifest.json").touch()
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    (tmp_path / "gguf").mkdir()
-    (tmp_path / "gguf" / "q4.gguf").write_bytes(b"GGUF")
-    (tmp_path / "chats.csv").write_text("question,answer\n1,2\n")
-    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
-    return tmp_path
 
 
 NO_DATASET, NO_RUN = "a run's folder, not a dataset", "a folder of 2 runs, not a run itself"
@@ -73,11 +69,7 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         ("prepare source.path=chatz.csv", "the file or folder does not exist", "did you mean chats.csv?"),
         ("prepare source.path=chats.csv tokenizer.name=model", "the folder has no tokenizer", "copy tokenizer.json"),
         ("prepare source.path=chats.csv tokenizer.name=chats.csv", "is a file, not a folder", "set tokenizer.name to"),
-        (
-            "train data.path=data/mine",
-            "there is no recipe 'data.path=data/mine'",
-            "harness train sft data.path=data/mi",
-        ),
+        ("train data.path=data/mine", "there is no recipe 'data.path=data/mine'", "harness train sft data.path=data/"),
         ("export runs out", NO_RUN, EITHER),
         ("export data out", "a folder of 1 dataset, not a run", "`harness inspect data/mine` shows one of them"),
         ("status runs", NO_RUN, EITHER),
@@ -108,25 +100,21 @@ def test_a_path_that_is_something_else_is_recognized(harness, command, what, fix
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize(
-    "command", ["inspect data/mine", "prepare --cfg", "plan --cfg", "verify data/mine", "--help", "plan --help"]
-)
-def test_a_command_whose_output_is_not_read_ends_quietly(command, unbuffered, monkeypatch):
-    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    reads, writes = os.pipe()
-    os.close(reads)
-    arguments = [sys.executable, "-m", "harness", *command.split()]
-    done = subprocess.run(arguments, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writes)
-    assert (done.returncode, done.stderr) == (141, "")
+def test_a_command_whose_output_is_not_read_ends_quietly(unbuffered):
+    closed = "reads, writes = os.pipe()\nos.close(reads)\nos.dup2(writes, 1)\nmain()"
+    commands = ("inspect data/mine", "prepare --cfg", "plan --cfg", "verify data/mine", "--help", "plan --help")
+    ended = run_in_forks(
+        "from harness.cli import main", closed, [command.split() for command in commands], PYTHONUNBUFFERED=unbuffered
+    )
+    assert ended == [(141, "", "")] * len(commands)
 
 
-def test_a_missing_package_is_an_error_that_names_its_extra():
-    program = "import sys; sys.modules['matplotlib'] = None; from harness.errors import exit_on_error\n"
-    program += "with exit_on_error():\n    import matplotlib"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "fix:   pip install 'megatron-sft-harness[train]'" in done.stderr
+def test_a_missing_package_is_an_error_that_names_its_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as ended, exit_on_error():
+        import matplotlib  # noqa: F401
+    assert ended.value.code == 2
+    assert "fix:   pip install 'megatron-sft-harness[train]'" in capsys.readouterr().err
 
 
 def test_help_lists_commands_by_purpose_those_of_the_first_hour_first(harness):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from harness.config import compose_config, compose_run
 from harness.errors import ConfigError
 from harness.plan import ModelConfig, SftConfig
 from harness.settings import to_yaml
-from tests.samples.loopback_hub import LoopbackHub
+from tests.samples.loopback_hub import LoopbackHub, cache_model
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -123,12 +122,16 @@ def test_an_experiment_of_ones_own_that_names_no_model_takes_the_sizes(folder: P
         compose_run("mine", [], config_dir=tmp_path / "own")
 
 
-def test_a_hub_that_cannot_be_reached_is_one_error_and_no_matter_to_an_experiment(offline: Path) -> None:
+def test_a_hub_that_cannot_be_reached_is_one_error_and_no_matter_to_an_experiment_or_a_cached_model(
+    folder: Path, offline: Path
+) -> None:
     with pytest.raises(ConfigError, match="no folder 'org/model', and HF_HUB_OFFLINE disables the hub") as refused:
         model("model.init_from=org/model")
     assert refused.value.where == "model.init_from"
     assert "hf download org/model" in refused.value.fix
     assert model("experiment=qwen3_8b_1node").num_layers == 36
+    cache_model(offline, folder)  # only config.json is needed
+    assert model("model.init_from=org/model").vocab_size == 300
 
 
 def test_a_hub_that_fails_is_asked_once_and_a_cached_model_is_used(
@@ -144,18 +147,6 @@ def test_a_hub_that_fails_is_asked_once_and_a_cached_model_is_used(
     with pytest.raises(ConfigError, match="and the hub cannot be reached: "):
         model("model.init_from=org/model")
     assert [request for request in server.requests if "org/model" in request] == ["GET /api/models/org/model"] * 2
-    cache_model(folder, offline)
+    cache_model(offline, folder)
     assert model("model.init_from=org/model").vocab_size == 300
     server.close()
-
-
-def cache_model(folder: Path, cache: Path) -> None:
-    cached = cache / "models--org--model"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("a" * 40)
-    shutil.copytree(folder, cached / "snapshots" / ("a" * 40))
-
-
-def test_of_a_model_of_the_hub_only_config_json_is_needed(folder: Path, offline: Path) -> None:
-    cache_model(folder, offline)
-    assert model("model.init_from=org/model").vocab_size == 300

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from forks import run_in_forks
 
 from harness.arguments import Options
 from harness.config import CONFIGS, compose_config, compose_run
@@ -26,11 +25,6 @@ def own(tmp_path: Path) -> Path:
     )
     (folder / "larger.yaml").write_text("defaults:\n  - sft\n  - _self_\nname: larger\n")
     return folder
-
-
-def run(*arguments: object, recipe: str = "sft") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"harness.recipes.{recipe}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_settings_and_flags_are_separated(tmp_path):
@@ -82,33 +76,6 @@ def test_an_unknown_experiment_names_the_nearest_one_and_all(own):
         compose_run("mine_", [], config_dir=own)
     assert error.value.fix.startswith("did you mean mine? one of ")
     assert all(path.stem in error.value.fix for path in (CONFIGS / "experiment").glob("*.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("override", "near"),
-    [
-        ("modle.num_layers=2", "model.num_layers"),
-        ("model.num_layer=2", "model.num_layers"),
-        ("steps=4", "trainer.steps"),
-        ("model=qwen3_0_6", "model=qwen3_0_6b"),
-        ("modell=tiny", "model"),
-        ("trainer.lr=1", "optimizer.lr"),
-    ],
-)
-def test_an_unknown_key_group_or_file_is_refused_with_the_nearest_name(override, near):
-    with pytest.raises(ConfigError) as error:
-        compose_config("sft", SftConfig, [override])
-    assert error.value.fix.startswith(f"did you mean {near}?")
-
-
-def test_hydra_prints_its_own_view_of_the_settings(own):
-    done = run(
-        "trainer.eval_interval=1", "--config-dir", own, "--config-name", "larger", "--cfg", "job", "trainer.steps=3"
-    )
-    assert done.returncode == 0, done.stderr
-    printed = yaml.safe_load(done.stdout)
-    assert (printed["name"], printed["trainer"]["steps"]) == ("larger", 3)
-    assert "Defaults List" in run("--info", "defaults", recipe="prepare").stdout
 
 
 def test_a_file_that_does_not_exist_is_refused_with_the_nearest_name(own):
@@ -164,17 +131,6 @@ def test_a_value_in_a_file_is_held_as_it_is_written(own):
     assert (config.optimizer.lr, config.optimizer.decay_steps, config.loader.persistent_workers) == (1e-3, 16, False)
 
 
-def test_a_sweep_refuses_a_value_that_would_be_changed(own, tmp_path):
-    (own / "experiment" / "changed.yaml").write_text("# @package _global_\nname: no\n")
-    program = "from harness.config import hydra_entry; from harness.plan import SftConfig; "
-    program += "hydra_entry('sft', SftConfig, lambda config: print('run'))()"
-    arguments = ["--config-dir", str(own), "--multirun", "experiment=changed", "hydra.sweep.dir=sweep"]
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stdout.count("run\n")) == (2, 0)
-    assert f"{own}/experiment/changed.yaml" in done.stderr
-
-
 @pytest.mark.parametrize("name", ["pretrain", "bare"])
 def test_the_file_of_another_recipe_is_refused(own, name):
     (own / "bare.yaml").write_text("trainer:\n  steps: 7\n")
@@ -183,42 +139,44 @@ def test_the_file_of_another_recipe_is_refused(own, name):
     assert "defaults: [sft, _self_]" in error.value.fix
 
 
-def test_help_names_only_groups_and_files_of_the_command():
-    printed = run("--help", recipe="prepare").stdout
+def run_recipe(folder: Path, *commands: list[object]) -> list[tuple[int, str, str]]:
+    program = "hydra_entry('sft', SftConfig, lambda config: print('run', config.trainer.steps, config.run_dir))()"
+    imports = "import hydra\nfrom harness.config import hydra_entry\nfrom harness.plan import SftConfig"
+    return run_in_forks(imports, program, commands, cwd=folder)
+
+
+def test_hydra_prints_its_own_view_of_the_settings_and_sweeps_in_folders_of_their_own(own, tmp_path):
+    more = ["trainer.eval_interval=1", "--config-dir", own, "--config-name", "larger", "--cfg", "job"]
+    sweep = ["--multirun", "trainer.steps=3,4", "hydra.sweep.dir=sweep"]
+    ended = run_recipe(tmp_path, [*more, "trainer.steps=3"], ["--info", "defaults"], ["--help"], sweep)
+    assert [code for code, _, _ in ended] == [0, 0, 0, 0], ended
+    settings, defaults, printed, swept = (output for _, output, _ in ended)
+    found = yaml.safe_load(settings)
+    assert (found["name"], found["trainer"]["steps"]) == ("larger", 3)
+    assert "Defaults List" in defaults
+    assert "experiment=" in printed
+    lines = [line for line in swept.splitlines() if line.startswith("run ")]
+    assert lines == [f"run {steps} {tmp_path}/sweep/{number}/run" for number, steps in enumerate((3, 4))]
+
+
+def test_help_names_only_groups_and_files_of_the_command(harness):
+    _, printed, _ = harness("prepare", "--help")
     assert "  data=  pack, pack_1k, pack_4k, train\n" in printed
     assert "harness prepare --cfg" in printed
     for other in ("experiment=", "cluster=", "model=", "harness.recipes.prepare"):
         assert other not in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cfg", "job", "trainer.steps=soon"], "'soon' is not of type int"),
-        (["--info", "config", "name=[a"], "the value '[a' cannot be read"),
-        (["--multirun", "trainer.steps=0,1", "hydra.sweep.dir=sweep"], "steps is 0"),
-    ],
-)
-def test_hydras_own_command_line_explains_mistakes_in_our_words(tmp_path, arguments, message):
-    program = "from harness.config import hydra_entry; from harness.plan import SftConfig; "
-    program += "hydra_entry('sft', SftConfig, lambda config: None)()"
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    for word in ("Traceback", "Could not", "HYDRA_FULL_ERROR"):
-        assert word not in done.stderr
-
-
-def test_a_sweep_runs_every_combination_in_a_folder_of_its_own(tmp_path):
-    program = (
-        "from harness.config import hydra_entry; from harness.plan import SftConfig; "
-        "hydra_entry('sft', SftConfig, lambda config: print('run', config.trainer.steps, config.run_dir))()"
-    )
-    arguments = ["--multirun", "trainer.steps=3,4", "hydra.sweep.dir=sweep"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("run ")]
-    assert lines == [f"run {steps} {tmp_path}/sweep/{number}/run" for number, steps in enumerate((3, 4))]
+def test_hydras_own_command_line_explains_mistakes_in_our_words_and_runs_nothing(own, tmp_path):
+    (own / "experiment" / "changed.yaml").write_text("# @package _global_\nname: no\n")
+    mistakes = {
+        "'soon' is not of type int": ["--cfg", "job", "trainer.steps=soon"],
+        "the value '[a' cannot be read": ["--info", "config", "name=[a"],
+        "steps is 0": ["--multirun", "trainer.steps=0,1", "hydra.sweep.dir=sweep"],
+        f"{own}/experiment/changed.yaml": ["--config-dir", own, "--multirun", "experiment=changed"],
+    }
+    for message, (code, output, error) in zip(mistakes, run_recipe(tmp_path, *mistakes.values()), strict=True):
+        assert (code, "run " in output) == (2, False), error
+        assert message in error
+        for word in ("Traceback", "Could not", "HYDRA_FULL_ERROR"):
+            assert word not in error

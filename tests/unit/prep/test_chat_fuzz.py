@@ -12,15 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import PrepError
-from harness.prep.chat import (
-    SCHEMAS,
-    BadRecord,
-    Conversation,
-    RecordReader,
-    detect_schema,
-    parse_line,
-    parse_record,
-)
+from harness.prep.chat import SCHEMAS, BadRecord, Conversation, RecordReader, detect_schema, parse_line, parse_record
 
 FIELDS = sorted(
     {"role", "content", "from", "value", "name", "arguments", "function", "type", "id", "tool_calls", "tool_call_id"}
@@ -103,50 +95,47 @@ RECORDS = ANYTHING | broken_records()
 NUM_EXAMPLES = (100, pytest.param(2_000, marks=pytest.mark.nightly))
 
 
+COLUMNS = st.dictionaries(st.sampled_from(["messages", "role", "content", "prompt", "from"]), st.sampled_from(FIELDS))
+IGNORED = st.lists(st.sampled_from(["weight", "tool_calls", "x", "tools", "name"]), max_size=3)
+
+
 @pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
 def test_no_record_raises_an_exception_and_a_good_one_survives_storage(num_examples):
-    settings(max_examples=num_examples, deadline=None)(given(RECORDS, st.sampled_from(["", *SCHEMAS]))(check_record))()
+    @settings(max_examples=num_examples, deadline=None)
+    @given(RECORDS, st.sampled_from(["", *SCHEMAS]), COLUMNS, IGNORED, st.binary(max_size=60))
+    def check(record, schema, columns, ignore_fields, line):
+        parsed = parse_record(record, "here", schema=schema)
+        assert isinstance(parsed, Conversation | BadRecord)
+        if isinstance(record, dict):
+            assert isinstance(RecordReader(schema).parse_row(record, "here"), Conversation | BadRecord)
+        assert RecordReader(schema).unused_keys(record) <= set(record if isinstance(record, dict) else ())
+        assert isinstance(RecordReader("", columns, ignore_fields).parse(record, "here"), Conversation | BadRecord)
+        assert isinstance(parse_line(line, "here"), BadRecord)
+        if isinstance(parsed, BadRecord):
+            assert parsed.detail.encode()
+            return
+        assert isinstance(parsed.hash(), int)
+        assert parse_line(json.dumps(parsed.as_record()).encode(), "here") == parsed
+        assert pickle.loads(pickle.dumps(parsed)) == parsed
 
-
-def check_record(record, schema):
-    parsed = parse_record(record, "here", schema=schema)
-    if isinstance(record, dict):
-        assert isinstance(RecordReader(schema).parse_row(record, "here"), Conversation | BadRecord)
-    assert isinstance(parsed, Conversation | BadRecord)
-    assert RecordReader(schema).unused_keys(record) <= set(record if isinstance(record, dict) else ())
-    if isinstance(parsed, BadRecord):
-        assert parsed.detail.encode()
-        return
-    assert isinstance(parsed.hash(), int)
-    assert parse_line(json.dumps(parsed.as_record()).encode(), "here") == parsed
-    assert pickle.loads(pickle.dumps(parsed)) == parsed
+    check()
 
 
 @pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
 def test_detection_gives_a_schema_or_an_error_in_words(num_examples):
-    settings(max_examples=num_examples, deadline=None)(given(st.lists(RECORDS, max_size=4))(check_detection))()
+    @settings(max_examples=num_examples, deadline=None)
+    @given(st.lists(RECORDS, max_size=4))
+    def check(records):
+        try:
+            assert detect_schema(records) in ("", *SCHEMAS)
+        except PrepError as error:
+            problem = str(error)
+        else:
+            return
+        assert "fields: " in problem
+        assert "source.schema=" in problem
 
-
-def check_detection(records):
-    try:
-        assert detect_schema(records) in ("", *SCHEMAS)
-    except PrepError as error:
-        problem = str(error)
-    else:
-        return
-    assert "fields: " in problem
-    assert "source.schema=" in problem
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    RECORDS,
-    st.dictionaries(st.sampled_from(["messages", "role", "content", "prompt", "from"]), st.sampled_from(FIELDS)),
-    st.lists(st.sampled_from(["weight", "tool_calls", "x", "tools", "name"]), max_size=3),
-)
-def test_no_mapping_of_columns_raises_an_exception(record, columns, ignore_fields):
-    parsed = RecordReader("", columns, ignore_fields).parse(record, "here")
-    assert isinstance(parsed, Conversation | BadRecord)
+    check()
 
 
 @pytest.mark.parametrize("depth", [70, 900])
@@ -154,26 +143,16 @@ def test_deep_nesting_anywhere_is_a_bad_record(depth):
     deep: object = "x"
     for _ in range(depth):
         deep = [deep]
+    ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
     for field in FIELDS:
-        check_deep(field, deep)
-
-
-def check_deep(field, deep):
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    for record in (
-        {"messages": turns, field: deep},
-        {"messages": [turns[0], {**turns[1], field: deep}]},
-        {"messages": turns, "tools": [{"name": "f", field: deep}]},
-        {"messages": [turns[0], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {field: deep}}]}]},
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", field: deep}]},
-        {"chosen": turns, "rejected": deep, "prompt": "Hi"},
-    ):
-        for schema in ("", "messages", "sharegpt", "preference"):
-            parsed = parse_line(json.dumps(record).encode(), "here", schema=schema)
-            assert isinstance(parsed, Conversation | BadRecord)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=60))
-def test_no_bytes_raise_an_exception(line):
-    assert isinstance(parse_line(line, "here"), BadRecord)
+        for record in (
+            {"messages": [ask, answer], field: deep},
+            {"messages": [ask, {**answer, field: deep}]},
+            {"messages": [ask, answer], "tools": [{"name": "f", field: deep}]},
+            {"messages": [ask, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {field: deep}}]}]},
+            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", field: deep}]},
+            {"chosen": [ask, answer], "rejected": deep, "prompt": "Hi"},
+        ):
+            line = json.dumps(record).encode()
+            for schema in ("", "messages", "sharegpt", "preference"):
+                assert isinstance(parse_line(line, "here", schema=schema), Conversation | BadRecord)

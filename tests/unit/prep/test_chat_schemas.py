@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from typing import Any
 
 import pytest
 
@@ -47,20 +48,107 @@ def answer_with(**fields: object) -> dict[str, object]:
 # Messages
 
 
-@pytest.mark.parametrize("name", ["messages", "conversation", "conversations"])
-def test_a_list_of_roles_and_contents_may_have_several_names(name):
-    assert turns_of({name: [ASK, ANSWER]}) == PLAIN
-    assert turns_of({name: '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'}) == PLAIN
+def answered(content: Any = "Hello", **fields: Any) -> tuple[Message, ...]:
+    return PLAIN[0], Message("assistant", content, **fields)
 
 
-def test_turns_may_be_stored_as_one_list_a_field():
-    assert turns_of({"messages": {"role": ["user", "assistant"], "content": ["Hi", "Hello"]}}) == PLAIN
-    shared = {"who": ["human", "gpt"], "value": ["Hi", "Hello"], "weight": [None, 1]}
-    messages = turns_of({"conversations": shared}, columns={"from": "who"})
-    assert messages == (PLAIN[0], Message("assistant", "Hello", weight=100))
+def calling(calls: object) -> dict[str, object]:
+    return {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": calls}]}
+
+
+F = {"name": "f", "arguments": {"x": 1}}
+LISTED = {"who": ["human", "gpt"], "value": ["Hi", "Hello"], "weight": [None, 1]}
+READ: list[tuple[dict[str, Any], dict[str, Any], tuple[Message, ...]]] = [
+    # The list of turns has several names, may be JSON text, or one list a field.
+    *(({name: [ASK, ANSWER]}, {}, PLAIN) for name in ("messages", "conversation", "conversations")),
+    *(({name: json.dumps([ASK, ANSWER])}, {}, PLAIN) for name in ("messages", "conversation", "conversations")),
+    ({"messages": {"role": ["user", "assistant"], "content": ["Hi", "Hello"]}}, {}, PLAIN),
+    ({"conversations": LISTED}, {"columns": {"from": "who"}}, answered(weight=100)),
+    # Arguments of calls stay as they are.
+    *(
+        (calling(calls), {}, answered(None, tool_calls=(CALL,)))
+        for calls in ([{"type": "function", "function": F}], [F], json.dumps([F]), [json.dumps(F)])
+    ),
+    (
+        *(calling([{"id": "c1", "function": {"name": "f", "arguments": '{"x": 1}'}}]), {}),
+        answered(None, tool_calls=(ToolCall("f", '{"x": 1}', "c1"),)),
+    ),
+    *(
+        (calling([call]), {}, answered(None, tool_calls=(ToolCall("f", {}),)))
+        for call in ({"name": "f", "arguments": None}, {"name": "f", "arguments": ""}, {"name": "f"})
+    ),
+    # Reasoning has several names, of which two have to agree.
+    *(
+        (answer_with(**{name: "I greet."}), {}, answered(reasoning="I greet."))
+        for name in ("reasoning_content", "thinking", "reasoning")
+    ),
+    (answer_with(reasoning="a", reasoning_content="a", thinking=""), {}, answered(reasoning="a")),
+    # Content may be parts of text.
+    (
+        answer_with(content=[{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]),
+        {},
+        answered(("Hel", "lo")),
+    ),
+    (answer_with(content=["Hello"]), {}, answered(("Hello",))),
+    (answer_with(content=[{"type": "text", "text": "Hello", "image_url": None}]), {}, answered(("Hello",))),
+    # A turn is trained by its weight.
+    *(
+        (answer_with(**fields), {}, answered(weight=weight))
+        for fields, weight in (
+            *(({}, None), ({"weight": None}, None), ({"weight": 1}, 100), ({"weight": 0.0}, 0), ({"weight": 0.29}, 29)),
+            *(({"train": True}, 100), ({"trainable": False}, 0), ({"weight": 0.5, "train": True}, 50)),
+        )
+    ),
+    # Roles of ShareGPT have several names, and are read in other records when asked.
+    *(
+        ({name: [{"from": user, "value": "Hi"}, {"from": assistant, "value": "Hello"}]}, {}, PLAIN)
+        for user, assistant in (("human", "gpt"), ("user", "assistant"), ("human", "chatgpt"))
+        for name in ("conversations", "messages")
+    ),
+    ({"messages": [{**ASK, "role": "human"}, {**ANSWER, "role": "gpt"}]}, {"schema": "sharegpt"}, PLAIN),
+    # The chosen answer may hold its prompt.
+    *(
+        ({"prompt": prompt, "chosen": chosen, "rejected": "no"}, {"schema": "preference"}, answered(weight=100))
+        for prompt in ("Hi", [ASK])
+        for chosen in ("Hello", [ANSWER], [ASK, ANSWER])
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "settings", "messages"), READ)
+def test_turns_of_every_form_are_the_same_messages(record, settings, messages):
+    made = turns_of(record, **settings)
+    assert made == messages
+    assert made[1].text in ("Hello", "")
+
+
+def test_turns_of_two_reasonings_of_lists_of_other_lengths_and_of_other_roles_are_refused():
+    assert refusal(answer_with(reasoning="a", reasoning_content="b")) == (
+        BadReason.BAD_TURN,
+        "turn 2 (assistant) has different texts in reasoning_content and reasoning",
+    )
     for uneven in ({"role": ["user"], "content": []}, {"role": "user", "content": "Hi"}, {}):
         reason, detail = refusal({"messages": uneven})
         assert (reason, detail) == (BadReason.NO_MESSAGES, "`messages` contains a dict, expected a list of turns")
+    reason, detail = refusal({"messages": [{**ASK, "role": "human"}, {**ANSWER, "role": "gpt"}]})
+    assert (reason, "source.schema=sharegpt" in detail) == (BadReason.UNKNOWN_ROLE, True)
+
+
+@pytest.mark.parametrize(
+    ("tools", "expected"),
+    [
+        *(
+            (tools, (TOOL,))
+            for tools in (
+                *([TOOL], [FUNCTION], [{"type": "function", **FUNCTION}], [{"function": FUNCTION}]),
+                *(json.dumps([FUNCTION]), [json.dumps(FUNCTION)]),
+            )
+        ),
+        *((tools, ()) for tools in (None, [], "", "[]", "null")),
+    ],
+)
+def test_tools_of_every_form_are_those_that_templates_take(tools, expected):
+    assert parse_record({"messages": [ASK, ANSWER], "tools": tools}, "").tools == expected
 
 
 def test_two_lists_of_turns_are_a_question_to_the_user():
@@ -70,21 +158,6 @@ def test_two_lists_of_turns_are_a_question_to_the_user():
         "`messages` and `conversation` contain turns; to leave one out: source.ignore_fields=[conversation]",
     )
     assert turns_of(record, ignore_fields=["conversation"]) == PLAIN
-
-
-@pytest.mark.parametrize(
-    "tools",
-    [
-        [TOOL],
-        [FUNCTION],
-        [{"type": "function", **FUNCTION}],
-        [{"function": FUNCTION}],
-        '[{"name": "f", "description": "does it", "parameters": {"type": "object"}}]',
-        ['{"name": "f", "description": "does it", "parameters": {"type": "object"}}'],
-    ],
-)
-def test_tools_of_every_form_are_those_that_templates_take(tools):
-    assert parse_record({"messages": [ASK, ANSWER], "tools": tools}, "").tools == (TOOL,)
 
 
 STRING, NUMBER = {"type": "string"}, {"type": "number"}
@@ -125,32 +198,8 @@ def test_parameters_of_xlam_and_anthropic_become_json_schema():
         made = parse_record({"messages": [ASK, ANSWER], "tools": [tool]}, "").tools
         assert made == ({"type": "function", "function": {"name": "f", "parameters": parameters}},)
     of_bfcl = {"name": "f", "parameters": {"type": "dict", "properties": {"city": city}, "required": ["city"]}}
-    assert (
-        parse_record({"messages": [ASK, ANSWER], "tools": [of_bfcl]}, "").tools[0]["function"]["parameters"] == schema
-    )
-
-
-@pytest.mark.parametrize("tools", [None, [], "", "[]", "null"])
-def test_a_record_may_have_no_tools(tools):
-    assert parse_record({"messages": [ASK, ANSWER], "tools": tools}, "").tools == ()
-
-
-@pytest.mark.parametrize(
-    ("calls", "expected"),
-    [
-        ([{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}], CALL),
-        ([{"name": "f", "arguments": {"x": 1}}], CALL),
-        ('[{"name": "f", "arguments": {"x": 1}}]', CALL),
-        (['{"name": "f", "arguments": {"x": 1}}'], CALL),
-        ([{"id": "c1", "function": {"name": "f", "arguments": '{"x": 1}'}}], ToolCall("f", '{"x": 1}', "c1")),
-        ([{"name": "f", "arguments": None}], ToolCall("f", {})),
-        ([{"name": "f", "arguments": ""}], ToolCall("f", {})),
-        ([{"name": "f"}], ToolCall("f", {})),
-    ],
-)
-def test_tool_calls_keep_their_arguments_as_they_are(calls, expected):
-    messages = turns_of({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": calls}]})
-    assert messages[1] == Message("assistant", None, tool_calls=(expected,))
+    made = parse_record({"messages": [ASK, ANSWER], "tools": [of_bfcl]}, "").tools
+    assert made[0]["function"]["parameters"] == schema
 
 
 def test_a_function_call_of_old_records_is_a_tool_call_and_its_result_a_tool_turn():
@@ -162,50 +211,6 @@ def test_a_function_call_of_old_records_is_a_tool_call_and_its_result_a_tool_tur
     )
     both = {**call, "tool_calls": [{"name": "f"}]}
     assert refusal({"messages": [ASK, both]})[0] == BadReason.BAD_TURN
-
-
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_has_several_names(name):
-    assert turns_of(answer_with(**{name: "I greet."}))[1] == Message("assistant", "Hello", reasoning="I greet.")
-
-
-def test_two_reasonings_of_one_turn_must_be_the_same():
-    assert turns_of(answer_with(reasoning="a", reasoning_content="a", thinking=""))[1].reasoning == "a"
-    reason, detail = refusal(answer_with(reasoning="a", reasoning_content="b"))
-    assert (reason, detail) == (
-        BadReason.BAD_TURN,
-        "turn 2 (assistant) has different texts in reasoning_content and reasoning",
-    )
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ([{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}], ("Hel", "lo")),
-        (["Hello"], ("Hello",)),
-        ([{"type": "text", "text": "Hello", "image_url": None}], ("Hello",)),
-    ],
-)
-def test_content_may_be_parts_of_text(content, expected):
-    message = turns_of({"messages": [ASK, {"role": "assistant", "content": content}]})[1]
-    assert (message.content, message.text) == (expected, "Hello")
-
-
-@pytest.mark.parametrize(
-    ("fields", "weight"),
-    [
-        ({}, None),
-        ({"weight": None}, None),
-        ({"weight": 1}, 100),
-        ({"weight": 0.0}, 0),
-        ({"weight": 0.29}, 29),
-        ({"train": True}, 100),
-        ({"trainable": False}, 0),
-        ({"weight": 0.5, "train": True}, 50),
-    ],
-)
-def test_a_turn_is_trained_by_its_weight(fields, weight):
-    assert turns_of(answer_with(**fields))[1].weight == weight
 
 
 def test_parts_of_an_answer_have_weights_and_a_record_that_is_written_keeps_them():
@@ -220,9 +225,8 @@ def test_parts_of_an_answer_have_weights_and_a_record_that_is_written_keeps_them
 def test_template_variables_come_from_the_record_but_none_that_are_not_its_own():
     record = {"messages": [ASK, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}
     assert parse_record(record, "").template_kwargs == {"enable_thinking": False}
-    assert parse_record({**record, "chat_template_kwargs": '{"enable_thinking": false}'}, "") == parse_record(
-        record, ""
-    )
+    as_text = {**record, "chat_template_kwargs": '{"enable_thinking": false}'}
+    assert parse_record(as_text, "") == parse_record(record, "")
     for kwargs in ({"messages": []}, {"add_generation_prompt": True}, {"not a name": 1}, [1], "on"):
         assert refusal({**record, "chat_template_kwargs": kwargs})[0] == BadReason.BAD_TEMPLATE_KWARGS
 
@@ -256,9 +260,8 @@ def test_media_are_refused_by_name_and_cannot_be_ignored(name):
 def test_functions_of_a_record_are_refused_unless_they_are_mapped_or_ignored():
     record = {"messages": [ASK, ANSWER], "functions": [FUNCTION]}
     reason, detail = refusal(record)
-    assert reason == BadReason.UNKNOWN_FIELD
+    assert (reason, "source.columns.tools=functions" in detail) == (BadReason.UNKNOWN_FIELD, True)
     assert "`functions`" in detail
-    assert "source.columns.tools=functions" in detail
     assert parse_record(record, "", columns={"tools": "functions"}).tools == (TOOL,)
     assert parse_record(record, "", ignore_fields=["functions"]).tools == ()
 
@@ -282,65 +285,14 @@ def test_a_tool_may_return_nothing_and_an_assistant_may_only_think_or_call():
     assert refusal({"messages": [ASK, {**call, "tool_calls": []}]})[0] == BadReason.EMPTY_TURN
 
 
-# ShareGPT
-
-
-def test_sharegpt_turns_calls_and_observations():
-    record = {
-        "conversations": [
-            {"from": "human", "value": "Hi"},
-            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
-            {"from": "observation", "value": "2"},
-            {"from": "gpt", "value": "Hello", "weight": 1.0},
-        ],
-        "system": "Be short.",
-        "tools": '[{"name": "f", "description": "does it", "parameters": {"type": "object"}}]',
-    }
-    assert parse_record(record, "line 1") == Conversation(
-        (
-            Message("system", "Be short."),
-            Message("user", "Hi"),
-            Message("assistant", None, tool_calls=(CALL,)),
-            Message("tool", "2"),
-            Message("assistant", "Hello", weight=100),
-        ),
-        "line 1",
-        (TOOL,),
-    )
-
-
-@pytest.mark.parametrize(("user", "assistant"), [("human", "gpt"), ("user", "assistant"), ("human", "chatgpt")])
-def test_sharegpt_has_several_names_of_roles(user, assistant):
-    turns = [{"from": user, "value": "Hi"}, {"from": assistant, "value": "Hello"}]
-    assert turns_of({"conversations": turns}) == turns_of({"messages": turns}) == PLAIN
-
-
-def test_roles_of_sharegpt_are_read_in_other_records_when_asked():
-    turns = [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Hello"}]
-    reason, detail = refusal({"messages": turns})
-    assert reason == BadReason.UNKNOWN_ROLE
-    assert "source.schema=sharegpt" in detail
-    assert turns_of({"messages": turns}, schema="sharegpt") == PLAIN
-
-
-# Alpaca, prompts with completions, xLAM, text, preferences
+# Alpaca, prompts with completions, xLAM, text, preferences; ShareGPT with tools: tests/integration/test_prepare_schemas
 
 
 def test_alpaca_joins_instruction_and_input_after_system_and_history():
-    record = {
-        "instruction": "Add",
-        "input": "1 + 1",
-        "output": "2",
-        "history": [["Hi", "Hello"]],
-        "system": "Be short.",
-        "text": "### Instruction: Add",
-    }
-    assert turns_of(record) == (
-        Message("system", "Be short."),
-        *PLAIN,
-        Message("user", "Add\n1 + 1"),
-        Message("assistant", "2"),
-    )
+    record = {"instruction": "Add", "input": "1 + 1", "output": "2", "history": [["Hi", "Hello"]]}
+    record |= {"system": "Be short.", "text": "### Instruction: Add"}
+    asked = (Message("user", "Add\n1 + 1"), Message("assistant", "2"))
+    assert turns_of(record) == (Message("system", "Be short."), *PLAIN, *asked)
     assert RecordReader().unused_keys(record) == {"text"}
     assert turns_of({"instruction": "Hi", "input": "", "output": "Hello", "history": None}) == PLAIN
 
@@ -349,13 +301,8 @@ def test_only_the_completion_of_a_prompt_is_trained():
     turns = [ASK, ANSWER, {"role": "user", "content": "More"}]
     assert turns_of({"prompt": "Hi", "completion": "Hello"}) == (PLAIN[0], Message("assistant", "Hello", weight=100))
     for completion in ("Yes", [{"role": "assistant", "content": "Yes"}]):
-        messages = turns_of({"prompt": turns, "completion": completion})
-        assert [(message.text, message.weight) for message in messages] == [
-            ("Hi", None),
-            ("Hello", 0),
-            ("More", None),
-            ("Yes", 100),
-        ]
+        found = [(one.text, one.weight) for one in turns_of({"prompt": turns, "completion": completion})]
+        assert found == [("Hi", None), ("Hello", 0), ("More", None), ("Yes", 100)]
     own_weight = {"prompt": [ASK], "completion": [{**ANSWER, "weight": 0}, ASK, ANSWER]}
     assert [message.weight for message in turns_of(own_weight)] == [None, 0, None, 100]
 
@@ -395,13 +342,6 @@ def test_preferences_are_read_only_when_asked():
     assert reason == BadReason.UNKNOWN_SCHEMA
     assert "source.schema=preference" in detail
     assert turns_of(record, schema="preference") == PLAIN
-
-
-@pytest.mark.parametrize("chosen", ["Hello", [ANSWER], [ASK, ANSWER]])
-@pytest.mark.parametrize("prompt", ["Hi", [ASK]])
-def test_the_chosen_answer_may_hold_its_prompt(prompt, chosen):
-    record = {"prompt": prompt, "chosen": chosen, "rejected": "no"}
-    assert turns_of(record, schema="preference") == (PLAIN[0], Message("assistant", "Hello", weight=100))
 
 
 # Columns, detection and readers
@@ -479,17 +419,10 @@ def test_rows_of_a_table_are_read_without_fields_that_only_other_rows_have():
 
 
 def test_hashes_differ_where_the_model_sees_a_difference():
-    records = [
-        answer_with(),
-        answer_with(thinking="hm"),
-        answer_with(content=["Hello"]),
-        answer_with(content=["Hel", "lo"]),
-        answer_with(weight=0),
-        answer_with(tool_calls=[{"name": "f"}]),
-        {**answer_with(), "tools": [FUNCTION]},
-        {**answer_with(), "chat_template_kwargs": {"enable_thinking": True}},
-        {"text": "Hello"},
-    ]
+    fields = ({}, {"thinking": "hm"}, {"content": ["Hello"]}, {"content": ["Hel", "lo"]}, {"weight": 0})
+    records = [*(answer_with(**one) for one in (*fields, {"tool_calls": [{"name": "f"}]})), {"text": "Hello"}]
+    records += [{**answer_with(), "tools": [FUNCTION]}]
+    records += [{**answer_with(), "chat_template_kwargs": {"enable_thinking": True}}]
     assert len({parse_record(record, "").hash() for record in records}) == len(records)
 
 

@@ -103,22 +103,9 @@ def test_a_last_turn_without_an_end_is_refused_or_gets_the_one_that_is_named(
         assert sequence.view.loss_mask[-2] == 1
         assert named.decode([int(sequence.view.input_ids[-1])]) == "</s>"
     assert json.loads(named.mask_facts()["end_tokens"]) == ["</s>"]
-    silent = {} if "mask" in settings else {"train_end_of_turn": False}
-    if silent:
-        (untrained,) = ChatTokenizer(TokenizerConfig(name=name, **silent)).encode([conversation])
+    if "mask" not in settings:
+        (untrained,) = ChatTokenizer(TokenizerConfig(name=name, train_end_of_turn=False)).encode([conversation])
         assert not isinstance(untrained, BadRecord)
-
-
-def test_an_end_outside_the_marks_is_refused_or_trained_by_its_name(tmp_path: Path) -> None:
-    prompt = "<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    name = str(tokenizer_for(MARKED.replace("{% endfor %}", prompt), tmp_path / "tokenizer"))
-    conversation = parse_record(CHAT, "line 1")
-    assert isinstance(conversation, Conversation)
-    (bad,) = ChatTokenizer(TokenizerConfig(name=name)).encode([conversation])
-    assert isinstance(bad, BadRecord)
-    assert "tokenizer.end_of_last_turn, for example <|im_end|>" in bad.detail
-    ((made,),) = ChatTokenizer(TokenizerConfig(name=name, end_of_last_turn="<|im_end|>")).encode_each([conversation])
-    assert [made.text[start:end].strip() for start, end in made.spans] == ["assistant speaks<|im_end|>"] * 2
 
 
 def test_the_named_end_is_a_special_token(tmp_path: Path) -> None:

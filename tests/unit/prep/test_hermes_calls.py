@@ -15,44 +15,48 @@ def parse(*turns: tuple[str, str], tool_calls: str = "hermes", **fields: object)
     return RecordReader(tool_calls=tool_calls).parse(record, "a.jsonl, line 1")
 
 
-def test_calls_and_results_become_calls_and_turns_of_tools():
-    result = "<tool_response>\n3\n</tool_response>\n<tool_response>4</tool_response>"
-    made = parse(("human", "Add."), ("gpt", f"I add.\n{CALL}\n{CALL}"), ("tool", result), ("gpt", "7"))
-    assert isinstance(made, Conversation)
-    assert made.messages == (
-        Message("user", "Add."),
-        Message("assistant", "I add.", tool_calls=(ADD, ADD)),
-        Message("tool", "3"),
-        Message("tool", "4"),
-        Message("assistant", "7"),
-    )
-
-
-def test_results_in_a_turn_of_the_user_are_the_tools():
-    made = parse(("human", "Add."), ("gpt", CALL), ("human", "<tool_response>3</tool_response>"), ("gpt", "3"))
-    assert isinstance(made, Conversation)
-    assert made.messages[1:3] == (Message("assistant", None, tool_calls=(ADD,)), Message("tool", "3"))
+THOUGHT = "<think>I could write <tool_call>.</think>"
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("turns", "messages"),
     [
-        "{'name': 'add', 'arguments': {'a': 1}}",
-        '{"arguments": {"a": 1}, "name": "add"}',
-        '{"function": {"name": "add", "arguments": {"a": 1}}}',
+        (
+            [
+                ("gpt", f"I add.\n{CALL}\n{CALL}"),
+                ("tool", "<tool_response>\n3\n</tool_response>\n<tool_response>4</tool_response>"),
+                ("gpt", "7"),
+            ],
+            [
+                Message("assistant", "I add.", tool_calls=(ADD, ADD)),
+                *(Message("tool", "3"), Message("tool", "4"), Message("assistant", "7")),
+            ],
+        ),
+        # Results in a turn of the user are the tool's.
+        (
+            [("gpt", CALL), ("human", "<tool_response>3</tool_response>"), ("gpt", "3")],
+            [Message("assistant", None, tool_calls=(ADD,)), Message("tool", "3"), Message("assistant", "3")],
+        ),
+        # A call may be written by Python or in the form of OpenAI.
+        *(
+            ([("gpt", f"<tool_call>{call}</tool_call>")], [Message("assistant", None, tool_calls=(ADD,))])
+            for call in (
+                "{'name': 'add', 'arguments': {'a': 1}}",
+                '{"arguments": {"a": 1}, "name": "add"}',
+                '{"function": {"name": "add", "arguments": {"a": 1}}}',
+            )
+        ),
+        # Tags in the reasoning are text.
+        ([("gpt", THOUGHT + CALL)], [Message("assistant", THOUGHT, tool_calls=(ADD,))]),
     ],
 )
-def test_a_call_may_be_written_by_python_or_in_the_form_of_openai(call):
-    made = parse(("human", "Add."), ("gpt", f"<tool_call>{call}</tool_call>"))
+def test_calls_and_results_become_calls_and_turns_of_tools(turns, messages):
+    made = parse(("human", "Add."), *turns)
     assert isinstance(made, Conversation)
-    assert made.messages[1].tool_calls == (ADD,)
+    assert made.messages == (Message("user", "Add."), *messages)
 
 
-def test_tags_in_the_reasoning_and_without_the_setting_are_text():
-    thought = "<think>I could write <tool_call>.</think>"
-    made = parse(("human", "Add."), ("gpt", thought + CALL))
-    assert isinstance(made, Conversation)
-    assert made.messages[1] == Message("assistant", thought, tool_calls=(ADD,))
+def test_tags_without_the_setting_are_text():
     plain = parse(("human", "Add."), ("gpt", CALL), tool_calls="given")
     assert isinstance(plain, Conversation)
     assert plain.messages[1] == Message("assistant", CALL)

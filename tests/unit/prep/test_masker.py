@@ -22,45 +22,24 @@ from harness.prep.tokenize.masks import Masker
 from harness.prep.tokenize.rendering import Template
 from harness.prep.tokenize.templates.builtin import load_template
 
-HEADER = "<|im_start|>{{ m.role }}\n"
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments }}</call>{% endfor %}"
 NAMES = "{% for t in tools or [] %}{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
 PROMPT = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 REASONING = "<think>{{ m.reasoning_content or '' }}</think>"
+CONTENT, END = "{{ m.content or '' }}", "<|im_end|>\n"
 # One way each in which templates are peculiar.
 OWN = {
-    "plain": NAMES + "{% for m in messages %}" + HEADER + "{{ m.content or '' }}" + CALLS + "<|im_end|>\n" + PROMPT,
-    "forgetful": NAMES
-    + "{% for m in messages %}"
-    + HEADER
-    + "{% if m.role == 'assistant' and (loop.last or preserve_thinking) %}"
-    + REASONING
-    + "{% endif %}{{ m.content or '' }}"
-    + CALLS
-    + "<|im_end|>\n"
-    + PROMPT,
-    "opened": NAMES
-    + "{% for m in messages %}"
-    + HEADER
-    + "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
-    + CALLS
-    + "<|im_end|>\n"
-    + PROMPT.replace("assistant\n", "assistant\n<think>\n"),
-    "marked": NAMES
-    + "{% for m in messages %}"
-    + HEADER
-    + "{% if m.role == 'assistant' %}{% generation %}"
-    + "{% if m.reasoning_content %}"
-    + REASONING
-    + "{% endif %}{{ m.content or '' }}"
-    + CALLS
-    + "<|im_end|>{% endgeneration %}{% else %}{{ m.content or '' }}<|im_end|>{% endif %}{{ '\n' }}"
-    + PROMPT,
-    "closed": "{% for m in messages %}"
-    + HEADER
-    + "{{ m.content or '' }}{{ '<|endoftext|>' if loop.last else '<|im_end|>\n' }}"
-    + PROMPT,
-    "endless": "{% for m in messages %}" + HEADER + "{{ m.content or '' }}\n" + PROMPT,
+    "plain": NAMES + TURN + CONTENT + CALLS + END + PROMPT,
+    "forgetful": f"{NAMES}{TURN}{{% if m.role == 'assistant' and (loop.last or preserve_thinking) %}}"
+    f"{REASONING}{{% endif %}}{CONTENT}{CALLS}{END}{PROMPT}",
+    "opened": f"{NAMES}{TURN}{{% if m.reasoning_content %}}<think>\n{{{{ m.reasoning_content }}}}\n</think>\n\n"
+    f"{{% endif %}}{CONTENT}{CALLS}{END}" + PROMPT.replace("assistant\n", "assistant\n<think>\n"),
+    "marked": f"{NAMES}{TURN}{{% if m.role == 'assistant' %}}{{% generation %}}"
+    f"{{% if m.reasoning_content %}}{REASONING}{{% endif %}}{CONTENT}{CALLS}<|im_end|>{{% endgeneration %}}"
+    f"{{% else %}}{CONTENT}<|im_end|>{{% endif %}}{{{{ '\n' }}}}{PROMPT}",
+    "closed": f"{TURN}{CONTENT}{{{{ '<|endoftext|>' if loop.last else '<|im_end|>\n' }}}}{PROMPT}",
+    "endless": f"{TURN}{CONTENT}\n{PROMPT}",
 }
 OWN["marked with a hint"] = OWN["marked"].replace(
     "{{ m.content or '' }}<|im_end|>{% endif %}",
@@ -109,27 +88,16 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     **{
         name: SHAPES[name]
         for name in (
-            "system_two_turns",
-            "ends_with_user",
-            "white_space",
-            "tool_call",
-            "tool_call_of_null_content",
-            "parallel_calls",
-            "tool_result_two_turns",
-            "reasoning_two_turns",
-            "reasoning_in_the_first_turn",
-            "reasoning_in_the_content_two_turns",
-            "reasoning_and_tools_two_turns",
+            *("system_two_turns", "ends_with_user", "white_space", "tool_call", "tool_call_of_null_content"),
+            *("parallel_calls", "tool_result_two_turns", "reasoning_two_turns", "reasoning_in_the_first_turn"),
+            *("reasoning_in_the_content_two_turns", "reasoning_and_tools_two_turns"),
         )
     },
     "weights": (
         [
-            turn("user", "a"),
-            turn("assistant", "Hello", weight=0.5, reasoning_content="Hm"),
-            turn("user", "b"),
-            turn("assistant", "Bye", weight=0),
-            turn("user", "The quick brown fox"),
-            turn("assistant", PARTS, weight=0.75),
+            *(turn("user", "a"), turn("assistant", "Hello", weight=0.5, reasoning_content="Hm")),
+            *(turn("user", "b"), turn("assistant", "Bye", weight=0)),
+            *(turn("user", "The quick brown fox"), turn("assistant", PARTS, weight=0.75)),
         ],
         [],
     ),
@@ -142,10 +110,8 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "notes": ([turn("user", "a"), turn("assistant", "b <note> c"), *_ASKED, turn("assistant", "e")], []),
     "call_with_text": (
         [
-            turn("user", "a"),
-            turn("assistant", "Well.", tool_calls=[call("get_weather", {"city": "Paris"})]),
-            result("21"),
-            turn("assistant", "b"),
+            *(turn("user", "a"), turn("assistant", "Well.", tool_calls=[call("get_weather", {"city": "Paris"})])),
+            *(result("21"), turn("assistant", "b")),
         ],
         SHAPES["tool_call"][1],
     ),
@@ -165,18 +131,12 @@ CONVERSATIONS["nothing"] = Conversation(
 )
 
 
-def templates() -> dict[str, str]:
-    stock = stock_templates()
-    return (
-        OWN
-        | {f"published {name}": stock[name] for name in PUBLISHED}
-        | {f"built in {name}": load_template(name) for name in BUILT_IN}
-    )
-
-
+STOCK = stock_templates()
+TEXTS = OWN | {f"published {name}": STOCK[name] for name in PUBLISHED}
+TEXTS |= {f"built in {name}": load_template(name) for name in BUILT_IN}
 TEMPLATES = {
     name: Template(text, {"bos_token": "<s>", "eos_token": end_token(text, "</s>")}, today=date(2026, 11, 26))
-    for name, text in templates().items()
+    for name, text in TEXTS.items()
 }
 
 
@@ -246,7 +206,7 @@ def refusal(made: Masker, chat: Conversation) -> tuple[str, str]:
     return refused.value.reason, refused.value.detail
 
 
-STOCK = stock_templates()
+TWICE = talk("Hi", "Hello", "Bye", "So long")
 FROM_THE_PROMPT = "each turn is trained from the generation prompt that a server renders for it"
 
 
@@ -264,8 +224,9 @@ FROM_THE_PROMPT = "each turn is trained from the generation prompt that a server
 def test_the_rule_of_a_template_is_named_with_its_reason(
     template: str, settings: dict[str, str], rule: str, why: str
 ) -> None:
-    made = masker(template, **settings)
+    made = masker(template, "<|im_end|>", **settings)
     assert (made.rule, made.why) == (rule, why)
+    assert len(made.sequences(talk("Hi", "Hello", weight=1))) == 1
 
 
 def test_marks_that_are_asked_for_and_missing_are_refused_with_what_to_set() -> None:
@@ -286,91 +247,68 @@ def test_a_template_with_marks_is_used_as_it_is_and_another_has_to_write_words_o
 
 def test_where_no_token_is_special_no_end_of_a_turn_is_found() -> None:
     silent = {"train_end_of_turn": False}
-    (one,) = masker(OWN["plain"], **silent).sequences(talk("Hi", "Hello", "Bye", "So long"))
+    (one,) = masker(OWN["plain"], **silent).sequences(TWICE)
     assert [one.text[slice(*span)] for span in one.spans] == ["Hello<|im_end|>", "So long<|im_end|>"]
-    reason, detail = refusal(
-        masker(OWN["forgetful by name"], history="kept", **silent), talk("Hi", "Hello", "Bye", "So long")
-    )
+    reason, detail = refusal(masker(OWN["forgetful by name"], history="kept", **silent), TWICE)
     assert (reason, "writes turn 2 differently" in detail) == (BadReason.NOT_AS_SERVED, True)
+
+
+NO_END = (
+    "turn 2 is trained without an end token, so the model would not learn to stop; set tokenizer.end_of_last_turn, "
+)
 
 
 @pytest.mark.parametrize(
     ("template", "settings", "chat", "reason", "detail"),
     [
         (
-            OWN["plain"],
-            {},
-            talk("Hi", "Hello", weight=0.5),
-            BadReason.BAD_WEIGHT,
+            *(OWN["plain"], {}, talk("Hi", "Hello", weight=0.5), BadReason.BAD_WEIGHT),
             "turn 2 has a weight between 0 and 1, or weights of its parts; "
             "tokenizer.train_on=weighted trains with weights",
         ),
         (
-            OWN["plain"],
-            {"mask": "all"},
-            talk("Hi", "Hello", weight=0),
-            BadReason.BAD_WEIGHT,
+            *(OWN["plain"], {"mask": "all"}, talk("Hi", "Hello", weight=0), BadReason.BAD_WEIGHT),
             "turn 2 is not to be trained (a weight of 0, or a part of a prompt), and tokenizer.mask=all trains every "
             "token; use tokenizer.mask=auto",
         ),
         (OWN["plain"], {}, talk("Hi", "Hello", weight=0), BadReason.NOTHING_TRAINED, "no turn is marked as trained"),
         (
-            OWN["plain"],
-            {"train_on": "marked"},
-            talk("Hi", "Hello"),
-            BadReason.NOTHING_TRAINED,
+            *(OWN["plain"], {"train_on": "marked"}, talk("Hi", "Hello"), BadReason.NOTHING_TRAINED),
             "no assistant turn has a weight, which tokenizer.train_on=marked requires",
         ),
         (
-            OWN["closed"],
-            {"mask": "assistant_turns"},
-            talk("Hi", "Hello", "Bye", "So long"),
-            BadReason.TEMPLATE_FAILED,
+            *(OWN["closed"], {"mask": "assistant_turns"}, TWICE, BadReason.TEMPLATE_FAILED),
             "the chat template failed: it writes turn 2 differently once later turns follow; use tokenizer.mask=auto",
         ),
         (
             OWN["plain"].replace("assistant\n{%", "assistant\n<an answer to {{ messages[-1].content }}>{%"),
-            {},
-            talk("Hi", "Hello", "What is your name?", "Joe"),
-            BadReason.NOT_AS_SERVED,
+            *({}, talk("Hi", "Hello", "What is your name?", "Joe"), BadReason.NOT_AS_SERVED),
             "turn 4 does not begin with the chat template's generation prompt (which ends in "
             "'r to What is your name?>'), so a served model would not generate this text",
         ),
         (
-            OWN["closed"],
-            {"history": "kept"},
-            talk("Hi", "Hello", "Bye", "So long"),
-            BadReason.NOT_AS_SERVED,
+            *(OWN["closed"], {"history": "kept"}, TWICE, BadReason.NOT_AS_SERVED),
             "the chat template writes turn 2 differently once later turns follow; use tokenizer.history=as_served",
         ),
         (
-            OWN["endless"],
-            {},
-            talk("Hi", "Hello"),
-            BadReason.NO_END,
-            "turn 2 is trained without an end token, so the model would not learn to stop; set "
-            "tokenizer.end_of_last_turn, for example </s>, or set tokenizer.train_end_of_turn=false",
+            *(OWN["endless"], {}, talk("Hi", "Hello"), BadReason.NO_END),
+            NO_END + "for example </s>, or set tokenizer.train_end_of_turn=false",
         ),
         (
             OWN["marked"].replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
-            {},
-            talk("Hi", "Hello"),
-            BadReason.NO_END,
-            "turn 2 is trained without an end token, so the model would not learn to stop; set "
-            "tokenizer.end_of_last_turn, for example <|im_end|>, or set tokenizer.train_end_of_turn=false",
+            *({}, talk("Hi", "Hello"), BadReason.NO_END),
+            NO_END + "for example <|im_end|>, or set tokenizer.train_end_of_turn=false",
         ),
         *(
             (
-                template,
-                {"train_on": "weighted", "train_end_of_turn": False},
+                *(template, {"train_on": "weighted", "train_end_of_turn": False}),
                 talk("Hi", "", reasoning_content="b a", content=[{"type": "text", "text": "a", "weight": 0.5}]),
                 BadReason.BAD_WEIGHT,
                 "the chat template does not write the parts of turn 2, which have weights, exactly once "
                 "one after the other",
             )
             for template in (
-                OWN["headless"],
-                OWN["forgetful"],
+                *(OWN["headless"], OWN["forgetful"]),
                 OWN["forgetful"].replace("<think>", "{% generation %}<think>{% endgeneration %}"),
             )
         ),

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.errors import PrepError
+from harness.errors import ConfigError, PrepError
 from harness.formats import open_dataset
 from harness.prep import prepare
 from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
 from harness.prep.fitting import fit_conversation
-from harness.prep.media import MediaLimits, draw_medium
+from harness.prep.media import MediaLimits, draw_medium, measure
 from harness.prep.shards import Receipt, ShardJob, do_shard
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.reading import SourceShard, read_shard
@@ -164,11 +164,13 @@ def test_tokens_are_those_of_the_template_with_each_placeholder_repeated(family,
     conversation = READER.parse(CHATS[kind], "here")
     (made,) = tokenizer.encode_each([conversation])[0]
     view = made.view
-    counts = [tokenizer.media_rules.count_tokens(kind, _size(kind, part.data)) for part in conversation.media]
+    counts = [tokenizer.media_rules.count_tokens(kind, measure(kind, part.data)) for part in conversation.media]
     # The oracle: the text of transformers' own rendering, each placeholder as often as its medium has tokens.
-    rendered = tokenizer.hf.apply_chat_template(
-        [_with_parts(turn.as_dict(), family) for turn in conversation.messages], tokenize=False
-    )
+    messages = [turn.as_dict() for turn in conversation.messages]
+    for turn in messages if family == "llava" else []:  # it takes no texts but parts
+        if isinstance(turn["content"], str):
+            turn["content"] = [{"type": "text", "text": turn["content"]}]
+    rendered = tokenizer.hf.apply_chat_template(messages, tokenize=False)
     pieces = rendered.split(PLACEHOLDER[family])
     assert len(pieces) == len(counts) + 1
     expanded = pieces[0] + "".join(
@@ -186,18 +188,6 @@ def test_tokens_are_those_of_the_template_with_each_placeholder_repeated(family,
     answers = [turn.text for turn in conversation.messages if turn.role == "assistant"]
     end = "</s>" if family == "llava" else "<|im_end|>"
     assert tokenizer.decode(trained) == "".join(answer + end for answer in answers)
-
-
-def _size(kind, data):
-    from harness.prep.media import measure
-
-    return measure(kind, data)
-
-
-def _with_parts(turn, family):
-    if family == "llava" and isinstance(turn["content"], str):
-        return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-    return turn
 
 
 def test_every_token_and_weights_leave_placeholders_untrained(tokenizers):
@@ -230,7 +220,7 @@ def test_a_text_that_spells_the_placeholder_is_refused(tokenizers):
 def test_media_that_the_model_does_not_take_are_refused(tokenizers):
     cases = [
         ("qwen2_audio", turns("<image>", images=[b64(CAT)]), "the image of turn 1 (user) is an image, and a "),
-        ("qwen2_audio", turns("<audio>", audios=[b64(sound(480_017))]), "the audio of turn 1 (user) has 30.00 s, more"),
+        ("qwen2_audio", turns("<audio>", audios=[b64(sound(480_001))]), "the audio of turn 1 (user) has 30.00 s, more"),
         ("qwen3_omni_moe", turns("<audio>", audios=[b64(sound(150))]), "the audio of turn 1 (user) is too short for"),
     ]  # fmt: skip
     for family, record, detail in cases:
@@ -368,12 +358,6 @@ def test_a_preparation_counts_media_and_records_its_rules(tmp_path, tokenizers):
         prepare(replace(source, on_bad="refuse"), tokenizer.name, tmp_path / "refused", **settings)
 
 
-def test_without_a_model_that_takes_media_records_are_refused_as_before(tmp_path):
-    path = write_chats(tmp_path, [turns("<image>", images=[b64(CAT)])] * 3)
-    with pytest.raises(PrepError, match=r"the record has `images`; only text can be trained on \(source.drop_media"):
-        prepare(SourceConfig(path=str(path)), None, tmp_path / "data", pack_size=256)
-
-
 def test_views_without_a_model_that_takes_media_are_refused(tmp_path):
     from harness.prep.tokenize import train_bpe
 
@@ -396,3 +380,85 @@ def test_a_picture_of_a_medium_is_small_and_shows_it():
     svg = base64.b64decode(draw_medium("audio", file.getvalue()).removeprefix("data:image/svg+xml;base64,")).decode()
     heights = [float(text) for text in re.findall(r"v([\d.]+)", svg)]
     assert (len(heights), set(heights[:40]), set(heights[40:])) == (80, {0.0}, {46.0})
+
+
+# With source.drop_media the text of a record is trained alone; without it the record is refused by name.
+PLAIN, DROPPING = RecordReader(), RecordReader(drop_media=True)
+
+
+def part(kind, **more):
+    return {"type": kind, **more}
+
+
+@pytest.mark.parametrize(
+    ("record", "text", "placeholders"),
+    [
+        (turns("<image>\nWhat is this?", images=["a.png"]), "What is this?", 1),
+        (turns("<audio>What is said?", audios=["UklGRg=="]), "What is said?", 1),
+        # As Megatron-SWIFT's own example has it.
+        (turns("<audio>What is said?</audio>", audios=["UklGRg=="]), "What is said?", 1),
+        (turns("<audio></audio>\nWhat is said?", audios=["UklGRg=="]), "What is said?", 1),
+        (turns("</audio> ends a tag.", audios=["UklGRg=="]), "</audio> ends a tag.", 0),
+        (turns("Watch <video_1> and <video_2>.", videos=["a.mp4", "b.mp4"]), "Watch  and .", 2),
+        (turns("<|image|>What?", image_path="a.png"), "What?", 1),
+        (turns("What is this?", images=["a.png"]), "What is this?", 0),
+        # Only placeholders of the kinds that the record holds.
+        (turns("<image>Explain <video>.", images=["a.png"]), "Explain <video>.", 1),
+        (turns([part("image_url", image_url={"url": "a"}), part("text", text="What?")]), "What?", 1),
+        (turns([{"image": "a.png"}, {"text": "What?"}]), "What?", 1),
+        ({"conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A"}], "image": "a"},
+         "What?", 1),
+        ({"instruction": "What? <image>", "output": "A cat.", "images": ["a.png"]}, "What? ", 1),
+        ({"messages": json.dumps(turns("<image>\nWhat?")["messages"]), "images": [{"bytes": "x"}]}, "What?", 1),
+        # As tables mark a column that the row has a value in.
+        (turns("<image>What?", images=True), "What?", 1),
+    ],
+)  # fmt: skip
+def test_media_and_their_placeholders_are_removed_and_counted(record, text, placeholders):
+    refused = PLAIN.parse(record, "here")
+    assert isinstance(refused, BadRecord)
+    assert refused.reason is BadReason.MEDIA
+    parsed = DROPPING.parse(record, "here")
+    assert isinstance(parsed, Conversation), parsed
+    assert (parsed.messages[0].text, parsed.dropped_media) == (text, placeholders)
+
+
+@pytest.mark.parametrize("more", [{}, {"images": []}, {"images": None}, {"num_images": 0}])
+def test_a_record_without_media_is_left_as_it_is(more):
+    record = turns("The tag <image> is HTML.", **more)
+    assert DROPPING.parse(record, "here") == PLAIN.parse(record, "here")
+    assert DROPPING.parse(record, "here").dropped_media is None
+
+
+def test_a_turn_of_media_alone_is_a_bad_record():
+    bad = DROPPING.parse(turns("<image>\n", images=["a.png"]), "here")
+    assert isinstance(bad, BadRecord)
+    assert bad.reason is BadReason.EMPTY_TURN
+
+
+def test_a_preparation_counts_conversations_and_placeholders(tmp_path):
+    chats = [turns("<image>\n<image>\nWhat is this?", images=["a", "b"]), turns("What?", images=["c"]), turns("Hi")]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats * 4))
+    source = SourceConfig(path=str(tmp_path / "chats.jsonl"), drop_media=True)
+    report = prepare(source, None, tmp_path / "data", pack_size=256, validation_fraction=0.0)
+    assert (report.records, report.media, report.placeholders) == (12, 8, 8)
+    assert "| 8 | conversations are trained only on their text |" in (tmp_path / "data" / "report.md").read_text()
+    counts = open_dataset(tmp_path / "data" / "train").manifest.provenance.counts
+    assert (counts["media"], counts["placeholders"]) == (8, 8)
+
+
+def test_a_folder_that_was_prepared_before_there_was_the_setting_is_still_prepared(tmp_path):
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(turns("Hi")) + "\n" for _ in range(4)))
+
+    def prepared(**source):
+        settings = SourceConfig(path=str(tmp_path / "chats.jsonl"), **source)
+        return prepare(settings, None, tmp_path / "data", pack_size=256, validation_fraction=0.0)
+
+    assert not prepared().reused
+    report = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert "drop_media" not in report["settings"]["source"]
+    del report["media"], report["placeholders"]
+    (tmp_path / "data" / "report.json").write_text(json.dumps(report))
+    assert prepared().reused
+    with pytest.raises(ConfigError, match="drop_media was None and is True"):
+        prepared(drop_media=True)

@@ -18,6 +18,7 @@ from harness.errors import ConfigError, FormatError, PrepError
 from harness.prep.media import AudioSize, MediaLimits, MediaRules, check_medium, measure, read_medium
 from harness.prep.media.files import ImageSize
 from harness.records import Medium
+from tests.samples.loopback_hub import cache_model
 from tests.samples.media_models import picture, save_media_model, sound
 
 AUDIO = ["qwen2_audio", "qwen3_omni_moe"]
@@ -46,16 +47,18 @@ def process(family: str, processor: Any, samples: np.ndarray) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", AUDIO)
-def test_a_thousand_durations_have_as_many_tokens_as_the_processor_writes(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_durations_have_as_many_tokens_as_the_processor_writes(family: str, count: int, tmp_path: Path) -> None:
     folder = save_media_model(tmp_path, family, mel=8, chunk_length=2)
     rules, processor = MediaRules.of(str(folder)), audio_processor(family, folder)
     assert rules is not None
     lengths = {*range(481, 700), *(160 * n + d for n in range(3, 200) for d in (-1, 0, 1))}
     lengths |= set(np.random.default_rng(0).integers(481, 32000, 400).tolist())
-    lengths = sorted(one for one in lengths if one <= 32000)
-    assert len(lengths) >= 1000
-    expected = [process(family, processor, np.zeros(length, np.float32))["count"] for length in lengths]
-    assert [rules.count_tokens("audio", AudioSize(length, 16000)) for length in lengths] == expected
+    lengths = np.random.default_rng(1).permutation(sorted(one for one in lengths if one < 32000))[: count - 1].tolist()
+    assert len(lengths) == count - 1
+    for length in (*lengths, 32000):
+        written = process(family, processor, np.zeros(length, np.float32))["count"]
+        assert rules.count_tokens("audio", AudioSize(length, 16000)) == written, length
 
 
 def test_the_processor_of_qwen2_audio_is_read_as_transformers_saves_it(tmp_path: Path) -> None:
@@ -174,17 +177,14 @@ def test_a_model_of_text_has_no_rules(tmp_path: Path) -> None:
 def test_a_model_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
-    made, model, commit = tmp_path / "made", tmp_path / "cache" / "models--org--audio", "0" * 40
-    save_media_model(made, "qwen2_audio")
-    shutil.copytree(made, model / "snapshots" / commit)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text(commit)
+    made = save_media_model(tmp_path / "made", "qwen2_audio")
+    cache_model(tmp_path / "cache", made)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     rules = MediaRules.of(str(made))
     assert rules is not None
-    assert MediaRules.of("org/audio") == rules
+    assert MediaRules.of("org/model") == rules
     assert MediaRules.of("org/text") is None
 
 
@@ -255,18 +255,6 @@ def test_a_bomb_is_refused_by_its_header() -> None:
     for rate in (3_999, 384_001):
         with pytest.raises(PrepError, match=rf"has {rate:,} samples a second, expected 4,000 to 384,000"):
             measure("audio", sound(500, rate=rate))
-
-
-def test_a_sound_that_the_model_does_not_hear_whole_is_refused(tmp_path: Path) -> None:
-    rules = MediaRules.of(str(save_media_model(tmp_path, "qwen2_audio")))
-    assert rules is not None
-    assert rules.count_tokens("audio", AudioSize(480_000, 16000)) == 750
-    with pytest.raises(PrepError, match=r"has 30\.00 s, more than the 30 s"):
-        rules.count_tokens("audio", AudioSize(480_001, 16000))
-    with pytest.raises(PrepError, match="too short for a token"):
-        rules.count_tokens("audio", AudioSize(200, 16000))
-    with pytest.raises(PrepError, match="is an image, and a qwen2_audio model"):
-        rules.count_tokens("image", ImageSize(3, 3))
 
 
 def qwen_processor(family: str, folder: Path) -> Any:

@@ -63,35 +63,24 @@ def test_packs_have_the_same_room_as_those_of_the_plain_algorithm(algorithm, cas
 
 
 @pytest.mark.parametrize(
-    ("changes", "where"),
-    [
-        ({"algorithm": "best"}, "data.algorithm"),
-        ({"pack_size": 1}, "data.pack_size"),
-        ({"seed": -1}, "data.seed"),
-    ],
-)
-def test_a_plan_names_the_setting_that_is_wrong(changes, where):
-    with pytest.raises(ConfigError) as caught:
-        plan_packs([4, 4], **{"pack_size": 10, **changes})
-    assert caught.value.where == where
-
-
-@pytest.mark.parametrize(
     ("changes", "where", "words"),
     [
         ({"over_long": "leave"}, "data.over_long", "'leave'"),
         ({"packed_storage": "pickle"}, "data.packed_storage", "'pickle'"),
         ({"algorithm": "best"}, "data.algorithm", "'best'"),
         ({"pack_size": 1}, "data.pack_size", "1"),
+        ({"seed": -1}, "data.seed", "-1"),
         ({"path": ""}, "data.path", "no output folder"),
         ({"validation_fraction": 0.5, "test_fraction": 0.5}, "data.validation_fraction and data.test_fraction", "left"),
     ],
 )
-def test_settings_of_packing_are_refused_by_name(changes, where, words):
-    with pytest.raises(ConfigError) as caught:
-        PackingConfig(**changes)
-    assert caught.value.where == where
-    assert words in caught.value.what
+def test_settings_of_packing_and_plans_are_refused_by_name(changes, where, words):
+    of_plans = {"algorithm", "pack_size", "seed"}.issuperset(changes)
+    for made in (PackingConfig, lambda **given: plan_packs([4, 4], **{"pack_size": 10, **given}))[: 1 + of_plans]:
+        with pytest.raises(ConfigError) as caught:
+            made(**changes)
+        assert caught.value.where == where
+        assert words in caught.value.what
 
 
 def test_a_plan_is_that_of_seed_0_and_storage_may_have_its_name_of_other_tools():

@@ -46,7 +46,6 @@ def test_the_short_form_prepares_what_the_settings_do_and_reports_progress(chats
     )
     prepare(full)
     short, long = (open_dataset(str(tmp_path / name / "train")) for name in ("short", "full"))
-
     assert short.fingerprint == long.fingerprint
     assert "train" in capsys.readouterr().out
     assert list(dict.fromkeys(stage for stage, _, _ in calls)) == ["tokenizer", "tokens", "train", "validation"]
@@ -56,15 +55,9 @@ def test_the_short_form_prepares_what_the_settings_do_and_reports_progress(chats
     assert [done for done, _ in packs] == sorted(done for done, _ in packs)
     read = [(done, total) for stage, done, total in calls if stage == "tokens"]
     assert read[-1] == (chats.stat().st_size, chats.stat().st_size)
-
-
-def test_a_tokenizer_is_named_by_its_folder(chats: Path, tmp_path: Path) -> None:
-    prepare(chats, TokenizerConfig(vocab_size=400), tmp_path / "first", num_workers=0, progress=lambda *made: None)
-    report = prepare(
-        chats, tmp_path / "first" / "tokenizer", tmp_path / "second", num_workers=0, progress=lambda *made: None
-    )
-
-    assert report.vocab_size == 400
+    # A tokenizer is named by its folder.
+    named = prepare(chats, tmp_path / "short" / "tokenizer", tmp_path / "named", **settings)
+    assert (named.vocab_size, named.splits["train"].fingerprint) == (400, short.fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +94,6 @@ print(sorted(set(stages)), len(open_dataset(out + "/memmap")) > 0, "megatron" in
     done = subprocess.run(
         [sys.executable, "-c", code, str(chats), str(tmp_path / "out")], capture_output=True, text=True, check=False
     )
-
     assert done.stdout.strip() == "['compare', 'convert'] True False", done.stderr
 
 
@@ -116,16 +108,12 @@ def test_ray_is_refused_before_anything_is_written_where_it_is_not_installed(tmp
     assert not (tmp_path / "out").exists()
 
 
-def loaded_modules(code: str, *names: str) -> set[str]:
-    """Those of `names` that are imported after running `code` in a fresh process."""
-    script = f"import sys\n{code}\nprint(*sorted({set(names)!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
-
-
 def test_a_tokenizer_or_a_plan_imports_no_pyarrow_and_no_tokenizer_library():
-    code = "from harness.prep import ChatTokenizer, plan_packs; from harness.prep.chat import parse_record"
-    assert loaded_modules(code, "pyarrow", "rich", "tokenizers", "transformers", "torch", "hydra") == set()
+    script = (
+        "import sys; from harness.prep import ChatTokenizer, plan_packs; from harness.prep.chat import parse_record"
+    )
+    script += "; print(*{'pyarrow', 'rich', 'tokenizers', 'transformers', 'torch', 'hydra'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout == b"\n"
 
 
 def test_equal_bad_records_are_one_line_with_a_count(tmp_path, chats):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from harness.cli import main
 from harness.prep import PrepareConfig, TokenizerConfig, show_preview
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
@@ -97,36 +96,34 @@ def test_a_conversation_that_makes_several_sequences_shows_each(tmp_path):
     assert "in 2 sequences; the last turn is trained after lines that a server would omit: +<think> +think" in words
 
 
-def test_chats_have_no_packs_and_a_dataset_takes_no_settings_of_a_preparation(source, monkeypatch, capsys):
-    for arguments, words in ((["--raw", "--json"], "no packs"), (["data.pack_size=64"], "tokenizer.name")):
-        monkeypatch.setattr("sys.argv", ["harness", "inspect", source, *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
-        assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [["prepare", "--preview", "2"], ["prepare", "--preview=2"], ["inspect", "--raw"]])
-def test_the_commands_take_the_settings_of_a_preparation(source, tmp_path, monkeypatch, capsys, command):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inspect", "SOURCE", "--raw", "--json"], "no packs"),
+        (["inspect", "SOURCE", "data.pack_size=64"], "tokenizer.name"),
+        (["prepare", "--preview", "0", "source.path=SOURCE"], "--preview 0 shows nothing"),
+    ],
+)
+def test_chats_have_no_packs_and_nothing_can_be_shown_of_them(source, tmp_path, monkeypatch, harness, arguments, words):
     monkeypatch.chdir(tmp_path)
-    path = [source] if command[0] == "inspect" else [f"source.path={source}"]
-    settings = ["tokenizer.vocab_size=300", "data.pack_size=64"]
-    settings += ["preview=2"] if command[0] == "inspect" else []
-    monkeypatch.setattr("sys.argv", ["harness", *command, *path, *settings])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    page = capsys.readouterr().out
-    assert "pack size  64 tokens" in page
-    assert "2 records shown; nothing was written." in page
+    code, _, error = harness(*(argument.replace("SOURCE", source) for argument in arguments))
+    assert (code, words in error) == (2, True)
     assert not (tmp_path / "data").exists()
 
 
-def test_a_preview_of_nothing_is_refused_and_nothing_is_prepared(source, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["prepare", "--preview", "2", "source.path=SOURCE"],
+        ["prepare", "--preview=2", "source.path=SOURCE"],
+        ["inspect", "--raw", "SOURCE", "preview=2"],
+    ],
+)
+def test_the_commands_take_the_settings_of_a_preparation(source, tmp_path, monkeypatch, harness, command):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["harness", "prepare", "--preview", "0", f"source.path={source}"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "--preview 0 shows nothing" in capsys.readouterr().err
+    arguments = [word.replace("SOURCE", source) for word in command]
+    code, page, _ = harness(*arguments, "tokenizer.vocab_size=300", "data.pack_size=64")
+    assert code == 0
+    assert "pack size  64 tokens" in page
+    assert "2 records shown; nothing was written." in page
     assert not (tmp_path / "data").exists()

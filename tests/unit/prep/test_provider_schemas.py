@@ -20,63 +20,48 @@ WANTED = (
     Message("tool", "3 C", tool_call_id="c1"),
     Message("assistant", ("Cold.",)),
 )
+
+
+def text(words: str, kind: str = "text") -> dict[str, object]:
+    return {"type": kind, "text": words}
+
+
+THINKING = {"type": "thinking", "thinking": "A tool knows.", "signature": "abc"}
+USE = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}}
 ANTHROPIC = {
-    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "system": [{**text("Be brief."), "cache_control": {"type": "ephemeral"}}],
     "tools": [{"name": "weather", "input_schema": SCHEMA}],
     "messages": [
         ASKED,
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "A tool knows.", "signature": "abc"},
-                {"type": "text", "text": "I look."},
-                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}},
-            ],
-        },
+        {"role": "assistant", "content": [THINKING, text("I look."), USE]},
         {
             "role": "user",
             "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "3 C", "is_error": False}],
         },
-        {"role": "assistant", "content": [{"type": "text", "text": "Cold."}]},
+        {"role": "assistant", "content": [text("Cold.")]},
     ],
 }
+ITEM = {"type": "message", "role": "assistant"}
+CALLED = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": {"city": "Oslo"}}
 RESPONSES = {
     "instructions": "Be brief.",
     "tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}],
     "input": [
-        {"role": "user", "content": "Oslo?"},
-        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "A tool knows."}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
-        {
-            "type": "function_call",
-            "call_id": "c1",
-            "name": "weather",
-            "arguments": {"city": "Oslo"},
-            "status": "completed",
-        },
+        ASKED,
+        {"type": "reasoning", "id": "r", "summary": [text("A tool knows.", "summary_text")]},
+        {**ITEM, "content": [text("I look.", "output_text")]},
+        {**CALLED, "status": "completed"},
         {"type": "function_call_output", "call_id": "c1", "output": "3 C"},
     ],
-    "output": [
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "Cold.", "annotations": []}],
-        }
-    ],
+    "output": [{**ITEM, "content": [{**text("Cold.", "output_text"), "annotations": []}]}],
 }
+CALLS = {"functionCall": {"id": "c1", "name": "weather", "args": {"city": "Oslo"}}, "thoughtSignature": "abc"}
 GEMINI = {
     "systemInstruction": {"parts": [{"text": "Be brief."}]},
     "tools": [{"functionDeclarations": [{"name": "weather", "parameters": SCHEMA}]}],
     "contents": [
         {"role": "user", "parts": [{"text": "Oslo?"}]},
-        {
-            "role": "model",
-            "parts": [
-                {"text": "A tool knows.", "thought": True},
-                {"text": "I look."},
-                {"functionCall": {"id": "c1", "name": "weather", "args": {"city": "Oslo"}}, "thoughtSignature": "abc"},
-            ],
-        },
+        {"role": "model", "parts": [{"text": "A tool knows.", "thought": True}, {"text": "I look."}, CALLS]},
         {"role": "user", "parts": [{"functionResponse": {"id": "c1", "name": "weather", "response": {"t": 3}}}]},
         {"role": "model", "parts": [{"text": "Cold."}]},
     ],
@@ -148,7 +133,7 @@ def test_a_block_that_is_not_read_is_refused_by_its_name(block, reason, words):
 
 def test_blocks_and_items_are_left_out_by_their_types():
     hidden = {"type": "redacted_thinking", "data": "x"}
-    record = {"messages": [ASKED, {"role": "assistant", "content": [hidden, {"type": "text", "text": "Cold."}]}]}
+    record = {"messages": [ASKED, {"role": "assistant", "content": [hidden, text("Cold.")]}]}
     assert parse(record, "", ignore_fields=["redacted_thinking"]).messages[1].text == "Cold."
     search = {"type": "web_search_call", "id": "w", "status": "completed"}
     record = {"input": "Oslo?", "output": [search, *RESPONSES["output"]]}
@@ -159,10 +144,7 @@ def test_blocks_and_items_are_left_out_by_their_types():
 
 
 def test_a_failed_tool_and_hidden_reasoning_are_refused_unless_ignored():
-    failed = {
-        "role": "user",
-        "content": [{"type": "tool_result", "tool_use_id": "1", "content": "x", "is_error": True}],
-    }
+    failed = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "is_error": True}]}
     assert "ignore_fields=[is_error]" in refusal({"messages": [failed, {"role": "assistant", "content": "a"}]})[1]
     hidden = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
     record = {"input": "Oslo?", "output": [hidden, *RESPONSES["output"]]}
@@ -246,7 +228,8 @@ def test_a_line_of_a_batch_without_one_whole_answer_is_refused(more, words):
 
 
 PARAMS = {"model": "m", "max_tokens": 9, "system": "Be brief.", "messages": [ASKED]}
-ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "Cold."}], "id": "x"}
+ASKED_OF = {"custom_id": "1", "params": PARAMS}
+ANSWER = {**ITEM, "content": [text("Cold.")], "id": "x"}
 SUCCEEDED = {"type": "succeeded", "message": {**ANSWER, "stop_reason": "end_turn", "usage": {"output_tokens": 3}}}
 VERTEX = {"contents": [{"role": "user", "parts": [{"text": "Oslo?"}]}], "generationConfig": {"temperature": 0}}
 CANDIDATE = {"content": {"role": "model", "parts": [{"text": "Cold."}]}, "finishReason": "STOP"}
@@ -255,7 +238,7 @@ CANDIDATE = {"content": {"role": "model", "parts": [{"text": "Cold."}]}, "finish
 @pytest.mark.parametrize(
     ("line", "schema"),
     [
-        ({"custom_id": "1", "params": PARAMS, "result": SUCCEEDED}, "messages"),
+        ({**ASKED_OF, "result": SUCCEEDED}, "messages"),
         ({"request": VERTEX, "status": "", "response": {"candidates": [CANDIDATE], "modelVersion": "m"}}, "gemini"),
         ({"key": "1", "request": VERTEX, "response": {"candidates": [CANDIDATE]}}, "gemini"),
         ({"custom_id": "1", "request": PARAMS, "response": {**ANSWER, "stop_reason": "end_turn"}}, "messages"),
@@ -270,15 +253,11 @@ def test_a_line_of_another_provider_is_its_request_with_the_answer(line, schema)
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({"custom_id": "1", "params": PARAMS}, "no assistant turn in a conversation of 2 turns"),
-        ({"custom_id": "1", "params": PARAMS, "result": {"type": "errored", "error": {}}}, "its result is 'errored'"),
-        ({"custom_id": "1", "params": PARAMS, "result": {"type": "succeeded"}}, "the `message` of `result`"),
+        (ASKED_OF, "no assistant turn in a conversation of 2 turns"),
+        ({**ASKED_OF, "result": {"type": "errored", "error": {}}}, "its result is 'errored'"),
+        ({**ASKED_OF, "result": {"type": "succeeded"}}, "the `message` of `result`"),
         (
-            {
-                "custom_id": "1",
-                "params": PARAMS,
-                "result": {**SUCCEEDED, "message": {**ANSWER, "stop_reason": "max_tokens"}},
-            },
+            {**ASKED_OF, "result": {**SUCCEEDED, "message": {**ANSWER, "stop_reason": "max_tokens"}}},
             "its stop_reason is 'max_tokens'",
         ),
         ({"custom_id": "1", "result": SUCCEEDED}, "add the `params` of the request"),
@@ -307,17 +286,23 @@ def test_texts_without_roles_are_turns_of_user_and_assistant():
 
 
 def test_what_is_wrong_with_the_first_records_comes_with_its_own_fix():
-    with pytest.raises(
-        PrepError, match="an answer of a batch without its request; fields: custom_id, response"
-    ) as error:
-        detect_schema([{"custom_id": "1", "response": {}}])
-    assert error.value.fix == "add the `body` of the request with the same custom_id"
-    with pytest.raises(PrepError, match="form a preference record") as error:
-        detect_schema([{"chosen": "a", "rejected": "b"}])
-    assert error.value.fix == "source.schema=preference trains on `chosen`"
-    with pytest.raises(PrepError, match="tokens instead of chats; fields: input_ids, loss_mask") as error:
-        detect_schema([{"input_ids": [1], "loss_mask": [0]}])
-    assert error.value.fix.startswith("to train on packs: data.path")
+    for record, what, fix in (
+        (
+            *(
+                {"custom_id": "1", "response": {}},
+                "an answer of a batch without its request; fields: custom_id, response",
+            ),
+            "add the `body` of the request with the same custom_id",
+        ),
+        ({"chosen": "a", "rejected": "b"}, "form a preference record", "source.schema=preference trains on `chosen`"),
+        (
+            *({"input_ids": [1], "loss_mask": [0]}, "tokens instead of chats; fields: input_ids, loss_mask"),
+            "to train on packs: data.path",
+        ),
+    ):
+        with pytest.raises(PrepError, match=what) as error:
+            detect_schema([record])
+        assert error.value.fix.startswith(fix)
 
 
 def test_template_variables_that_are_null_are_none():

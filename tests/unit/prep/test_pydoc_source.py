@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 import sys
 
 import pytest
+from rich.console import Console
 
 from harness.errors import PrepError
+from harness.prep import TokenizerConfig, prepare
 from harness.prep.chat import Conversation
 from harness.prep.pydoc import write_pydoc_corpus
+from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import list_files
 from harness.prep.sources.reading import read_chunks
 
@@ -35,10 +39,15 @@ def test_the_corpus_has_at_least_8000_conversations_and_no_bad_record(corpus):
     assert len(set(answers)) == len(answers)
 
 
-def test_a_second_run_writes_the_same_bytes(corpus, tmp_path):
-    write_pydoc_corpus(tmp_path / "deep" / "again.jsonl")
-    assert (tmp_path / "deep" / "again.jsonl").read_bytes() == corpus.read_bytes()
-    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["again.jsonl"]
+def test_a_preparation_without_a_source_writes_the_same_corpus_and_is_reused(corpus, tmp_path):
+    console, settings = Console(file=io.StringIO(), width=120), {"pack_size": 1024, "num_workers": 0}
+    given = (SourceConfig(limit=400), TokenizerConfig(vocab_size=1000), tmp_path / "d")
+    assert prepare(*given, console=console, **settings).records == 400
+    first = "The source is the built-in corpus, Python's documentation; set source.path to use your own chats."
+    assert console.file.getvalue().startswith(first)
+    (written,) = (tmp_path / "d" / "source").iterdir()
+    assert (written.name, written.read_bytes()) == ("pydoc.jsonl", corpus.read_bytes())
+    assert prepare(*given, console=console, **settings).reused
 
 
 def test_a_failing_collector_is_a_clear_error(tmp_path, monkeypatch):

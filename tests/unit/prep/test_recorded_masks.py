@@ -13,9 +13,7 @@ from harness.errors import FormatError
 from harness.formats import load_manifest
 from harness.loader import DataConfig, LiveConfig
 from harness.loader.datasets import open_live
-from harness.prep import ChatTokenizer, PrepareConfig, TokenizerConfig, as_prepared, prepare
-from harness.prep.packing import PackingConfig
-from harness.prep.sources.config import SourceConfig
+from harness.prep import ChatTokenizer, TokenizerConfig, as_prepared, prepare
 from harness.prep.tokenize.bpe import train_bpe
 from harness.storage import open_folder
 
@@ -25,9 +23,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
     (folder / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 20)
-    data = PackingConfig(path=str(folder / "data"), pack_size=128, num_workers=0, validation_fraction=0.0)
-    source = SourceConfig(kind="files", path=str(folder / "chats.jsonl"))
-    prepare(PrepareConfig(source=source, tokenizer=TokenizerConfig(vocab_size=280), data=data))
+    settings = {"pack_size": 128, "num_workers": 0, "validation_fraction": 0.0}
+    prepare(folder / "chats.jsonl", TokenizerConfig(vocab_size=280), folder / "data", **settings)
     return folder / "data"
 
 

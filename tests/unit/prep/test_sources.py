@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 
 import pyarrow as pa
@@ -11,11 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.errors import ConfigError, PrepError
+from harness.prep.sources import delimited, reading, text
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import find_files, list_files
 from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
 from harness.prep.sources.schema import find_schema
 
+PACKED = ("a.jsonl.gz", "a.jsonl.zst", "a.json.gz", "a.csv.gz")
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
 
@@ -76,28 +79,71 @@ def test_compressed_files_give_the_same_records_and_a_truncated_one_is_an_error(
     whole = (tmp_path / f"chat.jsonl{suffix}").read_bytes()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / f"chat.jsonl{suffix}").write_bytes(whole[:-9])
-    with pytest.raises(PrepError, match="cannot be read"):
+    with pytest.raises(PrepError, match="cannot be read") as error:
         read_all(tmp_path / "cut")
+    assert error.value.where.startswith(f"{tmp_path}/cut/chat.jsonl{suffix}, after line ")
 
 
-def test_shards_of_any_size_hold_every_record_once_with_its_number(tmp_path):
-    text = "".join(json.dumps({**GOOD, "n": "x" * (n % 700)}) + "\n" * (1 + n % 3) for n in range(1000)).rstrip("\n")
-    (tmp_path / "a.jsonl").write_text(text)
-    table = pa.Table.from_pylist([GOOD] * 1500)
-    pq.write_table(table, tmp_path / "b.parquet", row_group_size=200)
-    (tmp_path / "c.jsonl.gz").write_bytes(compress(text.encode(), ".gz"))
+RECORDS = [
+    {"prompt": f"question {number}", "completion": f"answer {number}\n" + "word " * (number % 97)}
+    for number in range(9000)
+]
+
+
+def content_of(name, records):
+    """A file of records: lines with blank ones between, rows with line ends in them, a list with numbers in it."""
+    kind, _, packing = name.removeprefix("a.").partition(".")
+    if kind == "jsonl":
+        content = "".join(json.dumps(one) + "\n" * (1 + number % 3) for number, one in enumerate(records)).rstrip("\n")
+    elif kind == "json":
+        content = json.dumps([one if number % 7 else number * 11 for number, one in enumerate(records)], indent=1)
+    elif kind == "csv":
+        content = "prompt,completion\n" + "".join(f'"{one["prompt"]}","{one["completion"]}"\n' for one in records)
+    else:
+        file = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(records), file, row_group_size=50)
+        return file.getvalue()
+    return compress(content.encode(), f".{packing}") if packing else content.encode()
+
+
+def parsed(shards):
+    return [one for shard in shards for chunk in read_shard(shard) for one in chunk.parse()]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", *PACKED])
+def test_shards_of_any_size_hold_every_record_once_with_its_number(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(delimited, "_CHUNK_BYTES", 1 << 18 if name in PACKED else 300)
+    monkeypatch.setattr(text, "_WINDOW_BYTES", 1 << 20 if name in PACKED else 64)
+    file, records = tmp_path / name, RECORDS if name in PACKED else RECORDS[:1000]
+    file.write_bytes(content_of(name, records))
+    whole = [record for chunk in read_chunks([file]) for record in chunk.parse()]
+    prompts = [getattr(one, "messages", None) and one.messages[0].content for one in whole]
+    bad = {*range(0, len(records), 7)} if "json" in name.split(".") else set()
+    assert prompts == [None if number in bad else one["prompt"] for number, one in enumerate(records)]
+    if bad:
+        assert [one.where for one in whole] == [f"{file}, item {number}" for number in range(len(records))]
+    total = file.stat().st_size
+    middle = 400_000 if name in PACKED else total // 12
+    for size, most in [(middle, 4)] if name in PACKED else [(1, 19), (middle, 5), (total // 3, 1), (total, 0)]:
+        shards = list(cut_shards([file], shard_bytes=size))
+        assert len(shards) > most
+        assert parsed(shards) == whole
+        assert sum(shard.num_bytes for shard in shards) == total
+    for limit in (1, 333, 1000):
+        assert parsed(cut_shards([file], shard_bytes=middle, limit=limit)) == whole[:limit]
+    if name in PACKED:  # each by itself, and a later one before an earlier one
+        pieces = list(cut_shards([file], shard_bytes=middle))
+        reading._packed_file.cache_clear()
+        assert parsed([pieces[2]]) + parsed([pieces[1]]) == parsed([pieces[2], pieces[1]])
+
+
+def test_a_limit_counts_the_records_of_all_files(tmp_path):
+    for name in ("a.jsonl", "b.parquet", "c.jsonl.gz"):
+        (tmp_path / name).write_bytes(content_of(f"a{name[1:]}", RECORDS[:100]))
     files = list_files(str(tmp_path))
     expected = [one.where for chunk in read_chunks(files) for one in chunk.parse()]
-    for size in (1, 3000, 30_000, 1 << 30):
-        shards = list(cut_shards(files, shard_bytes=size))
-        assert [one.where for shard in shards for chunk in read_shard(shard) for one in chunk.parse()] == expected
-        assert sum(shard.num_bytes for shard in shards) == sum(file.stat().st_size for file in files)
-    assert len(shards) == 3
-    assert len(list(cut_shards(files, shard_bytes=30_000))) > 10
-    for limit in (1, 999, 1000, 1001, 3000, 99999):
-        limited = list(cut_shards(files, shard_bytes=30_000, limit=limit))
-        found = [one.where for shard in limited for chunk in read_shard(shard) for one in chunk.parse()]
-        assert found == expected[:limit]
+    for limit in (99, 100, 101, 250, 999):
+        assert [one.where for one in parsed(cut_shards(files, shard_bytes=3000, limit=limit))] == expected[:limit]
 
 
 def test_blank_lines_do_not_count_toward_the_limit(tmp_path):

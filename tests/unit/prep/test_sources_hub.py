@@ -170,34 +170,23 @@ def test_what_is_missing_or_ambiguous_is_refused_with_the_choice(server, path, s
     assert server.downloaded() == []
 
 
-def test_without_a_network_the_fix_says_how_to_download(server, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+@pytest.mark.parametrize("failure", ["no network", "offline", "silent", 401, 503])
+def test_a_hub_that_cannot_be_reached_is_given_up_with_how_to_download(server, monkeypatch, failure):
+    if failure == "no network":
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    elif failure == "offline":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    elif failure == "silent":
+        monkeypatch.setattr(hub, "_LISTING_S", 0.2)
+        server.hang = "/api/datasets/org/plain$"
+    else:
+        server.faults = {"/api/datasets/org/plain": failure}
     for path in ("hf://datasets/org/plain", "org/plain"):
-        with pytest.raises(PrepError, match="the hub cannot be reached") as error:
+        with pytest.raises(PrepError, match="the hub" if failure == 401 else "the hub cannot be reached") as error:
             find_files(SourceConfig(path=path))
-        assert "hf download org/plain --repo-type dataset" in error.value.fix
-
-
-def test_offline_mode_is_respected(server, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(PrepError, match="the hub cannot be reached"):
-        find_files(SourceConfig(path="org/plain"))
-    assert server.requests == []
-
-
-def test_a_hub_that_is_silent_is_given_up(server, monkeypatch):
-    monkeypatch.setattr(hub, "_LISTING_S", 0.2)
-    server.hang = "/api/datasets/org/plain$"
-    with pytest.raises(PrepError, match="the hub cannot be reached"):
-        find_files(SourceConfig(path="org/plain"))
-
-
-@pytest.mark.parametrize("status", [401, 503])
-def test_a_hub_that_refuses_is_named(server, status):
-    server.faults = {"/api/datasets/org/plain": status}
-    with pytest.raises(PrepError, match="the hub") as error:
-        find_files(SourceConfig(path="hf://datasets/org/plain"))
-    assert error.value.fix
+        assert error.value.fix
+        assert failure == 401 or "hf download org/plain --repo-type dataset" in error.value.fix
+    assert bool(server.requests) == (failure in ("silent", 401, 503))
 
 
 def test_local_paths_are_never_looked_up_on_the_hub(server, tmp_path):

@@ -65,9 +65,7 @@ def test_turns_that_an_arrow_file_stores_as_json_are_read(tmp_path):
     texts = [[json.dumps(turn) for turn in TURNS], ["{", json.dumps(TURNS[1])]]
     storage = pa.array(texts, pa.list_(TEXT))
     column = pa.ListArray.from_arrays(storage.offsets, pa.json_().wrap_array(storage.values))
-
     whole, damaged = read_all(write(tmp_path / "chats.arrow", pa.table({"messages": column})))
-
     assert whole.as_record()["messages"] == TURNS
     assert damaged.reason == BadReason.BAD_TURN
 

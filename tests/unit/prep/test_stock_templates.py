@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,12 @@ class Stock:
     ours: ChatTokenizer
     hf: Any
     twin: Any
+
+    @cached_property
+    def made(self) -> dict[str, Any]:
+        """Sequences of each shape, or the bad record."""
+        chats = {shape: conversation_of(shape) for shape in SHAPES}
+        return dict(zip(chats, self.ours.encode_each(list(chats.values())), strict=True))
 
 
 @pytest.fixture(scope="module", params=sorted(TEMPLATES))
@@ -109,7 +115,7 @@ def test_every_shape_that_a_template_writes_is_prepared_as_it_writes_it(stock: S
     prepared = 0
     for shape, (messages, tools) in SHAPES.items():
         expected = rendered(stock.hf, messages, tools)
-        (made,) = stock.ours.encode_each([conversation_of(shape)])
+        made = stock.made[shape]
         if isinstance(made, BadRecord):
             assert made.reason in LEFT_OUT, made
             # A later turn may hold the same words as what is left out: the reason names it.
@@ -130,7 +136,7 @@ def test_every_shape_that_a_template_writes_is_prepared_as_it_writes_it(stock: S
 
 def test_exactly_the_turns_of_the_assistant_are_trained_once(stock: Stock) -> None:
     for shape, (messages, _) in SHAPES.items():
-        (made,) = stock.ours.encode_each([conversation_of(shape)])
+        made = stock.made[shape]
         if isinstance(made, BadRecord):
             continue
         trained = "\0".join(sequence.text[start:end] for sequence in made for start, end in sequence.spans)
@@ -157,7 +163,7 @@ def text_of(message: dict[str, Any]) -> str:
 def test_every_trained_conversation_ends_on_a_trained_token_at_which_the_model_stops(stock: Stock) -> None:
     ends = {stock.ours.decode([token]) for token in stock.ours.ends} | set(OTHER_ENDS.get(stock.name, ()))
     for shape, (messages, _) in SHAPES.items():
-        (made,) = stock.ours.encode_each([conversation_of(shape)])
+        made = stock.made[shape]
         for sequence in [] if isinstance(made, BadRecord) else made:
             trained = np.flatnonzero(sequence.view.loss_mask) + 1
             texts = [stock.ours.decode([token]) for token in sequence.view.input_ids[trained].tolist()]
@@ -198,25 +204,13 @@ def test_answers_in_a_row_are_trained_as_they_are_served(stock: Stock) -> None:
         assert sequence.text == whole or sequence.text.startswith(prompt), stock.name
 
 
-def test_a_turn_whose_prompt_opens_reasoning_closes_it_and_trains_no_header(tmp_path: Path) -> None:
-    folder = tokenizer_for(TEMPLATES["deepseek_r1_distill"], tmp_path)
-    tokenizer = ChatTokenizer(TokenizerConfig(kind="huggingface", name=str(folder)))
-    (made,) = tokenizer.encode_each([conversation_of("two_turns")])
-    assert not isinstance(made, BadRecord)
-    header, end = "<\uff5cAssistant\uff5c><think>\n", "<\uff5cend\u2581of\u2581sentence\uff5c>"
-    first, second = ([one.text[: one.spans[0][0]], *(one.text[slice(*span)] for span in one.spans)] for one in made)
-    assert first == [f"<s><\uff5cUser\uff5c>Hi there{header}", f"\n</think>\n\nHello, friend.{end}"]
-    assert second[0].endswith(f"What is 2 + 2?{header}")
-    assert second[1:] == [f"\n</think>\n\nIt is 4.{end}"]
-
-
 def test_trained_tokens_are_those_of_the_training_twin(stock: Stock) -> None:
     if stock.twin is None or stock.name in EMPTY_REASONING:
         assert stock.name in WITHOUT_TWIN | set(EMPTY_REASONING)
         return
     compared = 0
     for shape, (messages, tools) in SHAPES.items():
-        (made,) = stock.ours.encode_each([conversation_of(shape)])
+        made = stock.made[shape]
         # Several sequences: earlier turns are trained as they are served, where the twin trains what is left of them.
         if isinstance(made, BadRecord) or len(made) > 1 or made[0].text != rendered(stock.twin, messages, tools):
             continue
@@ -251,11 +245,8 @@ def test_the_parameters_of_tools_are_written_or_the_record_is_refused(stock: Sto
             assert all(re.search(r"\bzone\b", sequence.text) for sequence in made)
 
 
-def test_every_published_template_is_known() -> None:
+def test_every_published_template_is_known_and_a_changed_one_is_not() -> None:
     assert [name for name, text in TEMPLATES.items() if stock_rule(text) is None] == []
-
-
-def test_a_changed_template_is_not_known(tmp_path: Path) -> None:
     assert stock_rule(TEMPLATES["qwen3"] + " {{ '' }}") is None
 
 
@@ -299,7 +290,7 @@ def test_kept_history_trains_the_same_texts_in_one_sequence(stock: Stock) -> Non
     kept = ChatTokenizer(TokenizerConfig(kind="huggingface", name=stock.ours.name, history="kept"))
     compared = 0
     for shape in SHAPES:
-        (served,) = stock.ours.encode_each([conversation_of(shape)])
+        served = stock.made[shape]
         (made,) = kept.encode_each([conversation_of(shape)])
         if isinstance(served, BadRecord) or isinstance(made, BadRecord):
             # What cannot be served cannot be kept; a turn whose end is not found in a longer text can only be served.

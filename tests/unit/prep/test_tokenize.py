@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError
-from harness.prep.chat import BadReason, Conversation, Message
-from harness.prep.tokenize import (
-    CHAT_TEMPLATE,
-    ChatTokenizer,
-    TokenBytes,
-    TokenizerConfig,
-    token_mask,
-    train_bpe,
-)
+from harness.prep.chat import Conversation, Message
+from harness.prep.tokenize import CHAT_TEMPLATE, ChatTokenizer, TokenBytes, TokenizerConfig, token_mask, train_bpe
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.\n",
@@ -109,26 +102,6 @@ def test_white_space_outside_the_offsets_neither_loses_nor_adds_trained_tokens(f
     trimmed = with_template(tmp_path / "trim", tmp_path, template, end_of_last_turn="<|im_end|>")
     sequence = encode(trimmed, chat("Hi", " Hello ", "secret", "Bye  "))
     assert trained_text(trimmed, sequence) == " Hello <|im_end|>Bye  <|im_end|>"
-
-
-def test_a_template_without_generation_tags_needs_another_masking_rule(folder, tmp_path):
-    with pytest.raises(ConfigError, match=r"no \{% generation %\}"):
-        with_template(folder, tmp_path, PLAIN_TEMPLATE, mask="generation")
-
-    by_turns = with_template(folder, tmp_path, PLAIN_TEMPLATE, mask="assistant_turns")
-    sequence = encode(by_turns, chat("Hi", "Hello", "Bye", "So long"))
-    assert trained_text(by_turns, sequence) == "Hello<|im_end|>\nSo long<|im_end|>\n"
-    everything = with_template(folder, tmp_path, PLAIN_TEMPLATE, mask="all")
-    sequence = encode(everything, chat("Hi", "Hello"))
-    assert sequence.loss_mask.tolist() == [1] * (len(sequence) - 1) + [0]
-
-
-def test_a_template_that_rewrites_earlier_turns_cannot_be_masked_by_turns(folder, tmp_path):
-    template = "{% for m in messages %}{{ m.content if loop.last else 'x' }}{% endfor %}"
-    by_turns = with_template(folder, tmp_path, template, mask="assistant_turns")
-    bad = encode(by_turns, chat("Hi", "Hello", "Bye", "So long"))
-    assert bad.reason == BadReason.TEMPLATE_FAILED
-    assert "turn 2" in bad.detail
 
 
 @pytest.mark.parametrize(

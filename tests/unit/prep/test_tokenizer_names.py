@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ import pytest
 
 from harness.errors import ConfigError
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
-from tests.samples.loopback_hub import LoopbackHub
+from tests.samples.loopback_hub import LoopbackHub, cache_model
 
 constants = pytest.importorskip("huggingface_hub.constants")
 
@@ -76,10 +75,7 @@ def test_offline_mode_makes_no_request(hub, monkeypatch):
 def test_a_cached_tokenizer_loads_while_the_hub_is_down(hub, tmp_path):
     hub.faults = {"": 503}
     train_bpe(["a word", "another word"], tmp_path / "made", vocab_size=270)
-    model, commit = tmp_path / "cache" / "models--org--tokenizer", "0" * 40
-    shutil.copytree(tmp_path / "made", model / "snapshots" / commit)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text(commit)
+    cache_model(tmp_path / "cache", tmp_path / "made", "org/tokenizer")
     assert load("org/tokenizer").tokenizer_hash == load(str(tmp_path / "made")).tokenizer_hash
     assert asked(hub) == ["GET /api/models/org/tokenizer"]
 

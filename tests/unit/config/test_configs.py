@@ -1,4 +1,4 @@
-"""Every settings file of fine-tuning composes into its dataclasses, and a mistake is one clear error."""
+"""Every settings file composes into its dataclasses, and a mistake is one clear error."""
 
 from __future__ import annotations
 
@@ -11,19 +11,34 @@ import yaml
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.plan import SftConfig
+from harness.prep import PrepareConfig
 from harness.settings import to_yaml
 
+RECIPES = {"sft": SftConfig, "prepare": PrepareConfig}
+REQUIRED = {
+    "source=files": ["source.path=chats"],
+    "tokenizer=huggingface": ["tokenizer.name=org/name"],
+    "data=pack_4k": ["data.path=data/x"],
+}
 # Models and layouts are composed in tests/unit/plan.
 CHOICES = [
-    f"{group}={file.stem}"
-    for group, pattern in (("data", "train*.yaml"), ("schedule", "*.yaml"), ("trainer", "*.yaml"))
+    (recipe, f"{group}={file.stem}")
+    for recipe, groups in {
+        "sft": {"data": "train*.yaml", "schedule": "*.yaml", "trainer": "*.yaml"},
+        "prepare": {"source": "*.yaml", "tokenizer": "*.yaml", "data": "pack*.yaml"},
+    }.items()
+    for group, pattern in groups.items()
     for file in sorted((CONFIGS / group).glob(pattern))
 ]
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_every_file_composes(choice):
-    assert isinstance(compose_config("sft", SftConfig, [choice]), SftConfig)
+@pytest.mark.parametrize(("recipe", "choice"), CHOICES)
+def test_every_file_composes_and_a_choice_that_needs_a_name_is_refused_without_one(recipe, choice):
+    required = REQUIRED.get(choice, [])
+    assert isinstance(compose_config(recipe, RECIPES[recipe], [choice, *required]), RECIPES[recipe])
+    if required:
+        with pytest.raises(ConfigError, match=r"is set"):
+            compose_config(recipe, RECIPES[recipe], [choice])
 
 
 def test_overrides_reach_the_config_and_its_yaml():
@@ -43,6 +58,12 @@ def test_a_run_has_60_steps_and_on_live_data_as_many_as_the_stream():
     ("override", "message"),
     [
         ("loader.path=x", "path"),
+        ("modle.num_layers=2", "did you mean model.num_layers?"),
+        ("model.num_layer=2", "did you mean model.num_layers?"),
+        ("steps=4", "did you mean trainer.steps?"),
+        ("model=qwen3_0_6", "did you mean model=qwen3_0_6b?"),
+        ("modell=tiny", "did you mean model?"),
+        ("trainer.lr=1", "did you mean optimizer.lr?"),
         ("model=huge", "the group model has no file 'huge'"),
         ("trainer.eval_interval=null", "trainer.eval_interval cannot be null"),
         ("trainer.steps=[1", "the value '[1' cannot be read"),
@@ -71,6 +92,33 @@ def test_a_mistake_in_a_setting_is_refused_before_anything_starts(override, mess
     for word in ("search path", "Could not", "override", "Config'", "input"):
         assert word not in str(error.value)
     assert error.value.fix
+
+
+def test_the_defaults_prepare_the_built_in_corpus():
+    config = compose_config("prepare", PrepareConfig)
+    assert (config.source.resolve().kind, config.tokenizer.name, config.tokenizer.vocab_size) == ("pydoc", "", 8192)
+    assert (config.data.path, config.data.pack_size) == ("data/pydoc", 4096)
+
+
+def test_a_path_alone_names_files_and_contradicts_the_built_in_corpus():
+    assert compose_config("prepare", PrepareConfig, ["source.path=chats.jsonl"]).source.resolve().kind == "files"
+    with pytest.raises(ConfigError, match=r"source.path would not be used"):
+        compose_config("prepare", PrepareConfig, ["source=pydoc", "source.path=chats.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "columns"),
+    [
+        (["source.columns.messages=chat", "source.columns.role=who"], {"messages": "chat", "role": "who"}),
+        (["+source.columns.messages=chat"], {"messages": "chat"}),
+        (["source.columns.messages.role=who"], {"messages.role": "who"}),
+        (["source.columns={messages:chat,messages.role:who}"], {"messages": "chat", "messages.role": "who"}),
+        (["source.columns.output='my answer'"], {"output": "my answer"}),
+        (["source.columns={}"], {}),
+    ],
+)
+def test_columns_are_named_without_any_mark_of_hydra(overrides, columns):
+    assert compose_config("prepare", PrepareConfig, overrides).source.columns == columns
 
 
 def test_a_file_that_is_not_yaml_is_one_clear_error(tmp_path, monkeypatch):
