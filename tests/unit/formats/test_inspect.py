@@ -15,7 +15,6 @@ from harness.errors import ConfigError
 from harness.formats import Provenance, open_dataset
 from harness.formats.inspect import (
     TRAINED_STYLE,
-    find_datasets,
     find_tokenizer,
     inspect_dataset,
     length_histogram,
@@ -72,11 +71,6 @@ def test_a_summary_counts_packs_sequences_tokens_and_lengths(dataset):
     shown = text_of(render_summary(summary))
     for words in ["2 of up to 8 tokens", "4 (50.0%)", "50.00%", "next_fit", "2-3", "█"]:
         assert words in shown
-
-
-def test_a_prepared_folder_resolves_to_its_datasets(dataset):
-    assert find_datasets(str(dataset.parent)) == [str(dataset)]
-    assert find_datasets(str(dataset)) == [str(dataset)]
 
 
 def test_lengths_are_binned_by_powers_of_two():

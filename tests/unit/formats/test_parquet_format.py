@@ -66,13 +66,6 @@ def test_page_checksums_of_files_of_other_tools_are_compared(tmp_path: Path) -> 
         list(open_dataset(path))
 
 
-def test_a_folder_of_shards_of_other_tools_is_read_in_natural_order(tmp_path: Path) -> None:
-    for number in (10, 2, 1):
-        row = {"input_ids": [[number]], "loss_mask": [[0]], "seq_start_id": [[0]]}
-        foreign_file(tmp_path / f"shard_{number}.parquet", row)
-    assert [int(pack.input_ids[0]) for pack in open_dataset(tmp_path)] == [1, 2, 10]
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -257,14 +250,6 @@ def test_a_pack_that_no_page_can_contain_is_refused_with_its_number(
         writer.append(PACKS[1])
         with pytest.raises(FormatError, match="pack 1 has 5 tokens, but a page of Parquet contains at most 4"):
             writer.append(PACKS[0])
-
-
-def test_packs_of_many_row_groups_are_read_in_any_order(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "data", pack_size=8, rows_per_group=3, packs_per_shard=10) as writer:
-        for number in range(25):
-            writer.append(Pack([number] * (1 + number % 8), [0] * (1 + number % 8), [0]))
-    ids = np.random.default_rng(0).integers(0, 25, 60)
-    assert [int(pack.input_ids[0]) for pack in open_dataset(tmp_path / "data").read(ids)] == ids.tolist()
 
 
 def test_a_page_that_claims_more_than_its_column_can_hold_is_an_error(tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ def test_ratios_compare_the_busiest_rank_with_the_mean() -> None:
     assert found.sync_ratio == pytest.approx(36 / 20)
     assert found.fill == pytest.approx(12 / 24)
     assert found.num_microbatches == 2
+    # Encoders of media add their own.
+    media, linear = np.asarray([0.0, 1.0, 0.0, 2.0]), SequenceCost(linear=1.0, quadratic=0.0)
+    found = measure_imbalance(placed, np.asarray([4, 2, 2, 4]), max_tokens_per_row=6, cost=linear, media_cost=media)
+    assert found.rank_cost.tolist() == [7.0, 8.0]
 
 
 def test_ranks_that_share_a_row_have_an_equal_part_of_it_and_wait_for_its_keys() -> None:
