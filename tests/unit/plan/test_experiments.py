@@ -6,11 +6,11 @@ import re
 
 import pytest
 from engine_backends import golden, question
+from small_packs import write_packs
 
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
-from harness.formats import open_writer
-from harness.loader import open_datasets
+from harness.loader import DataConfig, RunData, open_datasets
 from harness.megatron.run.fine_tuning import check
 from harness.plan.run_plan import AssumedPacks, plan_run
 from harness.plan.settings import SftConfig
@@ -27,9 +27,21 @@ def test_every_known_transformer_engine_trains_every_experiment_by_cudnn_s_kerne
         assert chosen == dict.fromkeys(asked, "fused"), version
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> RunData:
+    path = tmp_path_factory.mktemp("experiments") / "data"
+    write_packs(path, [Pack([1, 2, 3], [1, 1, 0], [0])], pack_size=8192)
+    return open_datasets(DataConfig(path=str(path)))
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_an_experiment_fits_and_its_file_quotes_the_plan(name: str) -> None:
+def test_an_experiment_fits_its_number_of_ranks_alone_and_its_file_quotes_the_plan(name: str, data: RunData) -> None:
     config = compose_config("sft", SftConfig, [f"experiment={name}"])
+    ranks = config.parallel.ranks
+    config.check(ranks)
+    assert check(config, data) == config.model.vocab_size
+    with pytest.raises(ConfigError, match=f"planned for {ranks:,} ranks, but the job has 16"):
+        config.check(16)
     text = (CONFIGS / "experiment" / f"{name}.yaml").read_text()
     pack_size = int(re.findall(r"data.pack_size=(\d+)", text)[0])
     # Else the table has to be made again: python tests/samples/engine_backends.py write
@@ -43,16 +55,3 @@ def test_an_experiment_fits_and_its_file_quotes_the_plan(name: str) -> None:
     assert f"{planned.memory.total / 2**30:.1f} GiB of 80" in text
     assert f"{planned.work.microbatches} microbatches, {planned.work.tokens:,.0f} tokens per step" in text
     assert f"an estimated MFU of {planned.mfu:.0%} ({planned.step_s:.1f} s per step)" in text
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_experiment_trains_on_its_number_of_ranks_only(name: str, tmp_path) -> None:
-    with open_writer(tmp_path / "data", format="parquet", pack_size=8192) as writer:
-        writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
-    config = compose_config("sft", SftConfig, [f"experiment={name}", f"data.path={tmp_path / 'data'}"])
-    data = open_datasets(config.data)
-    ranks = config.parallel.ranks
-    config.check(ranks)
-    assert check(config, data) == config.model.vocab_size
-    with pytest.raises(ConfigError, match=f"planned for {ranks:,} ranks, but the job has 16"):
-        config.check(16)
