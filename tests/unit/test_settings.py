@@ -91,16 +91,13 @@ def test_every_setting_has_a_key_a_type_a_default_and_the_text_of_its_docstring(
     assert explain_settings(Outer)[-1] == Setting("blend[].path", "str", "", "where it is.")
 
 
-def test_values_have_the_types_of_their_fields_and_the_last_one_counts():
+def test_values_have_the_types_of_their_fields_the_last_one_counts_and_the_base_has_the_rest():
     made = parse(
         *("data.pack_size=8", "data.pack_size=16", "data.sizes=[1, 2]", "name='a=b'", "rate=null", "is_on=true"),
         *("folder=a/b", "split.train=98", "split.valid.long=1"),
     )
     split = {"train": 98.0, "valid.long": 1.0}
     assert made == Outer(Inner(16, sizes=[1, 2]), "a=b", None, True, Path("a/b"), split=split)
-
-
-def test_omitted_settings_come_from_the_base():
     assert parse("name=y", base=Outer(Inner(4, seed=7))) == Outer(Inner(4, seed=7), "y")
 
 

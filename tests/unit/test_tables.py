@@ -27,15 +27,12 @@ def printed(table: Table, width: int = 80) -> list[str]:
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
-def test_numbers_are_aligned_right_in_a_terminal() -> None:
+def test_numbers_are_aligned_right_in_a_terminal_and_a_narrow_one_folds_text() -> None:
     assert printed(TABLE) == [
         "cell      loss  state",
         "npy        4.5  same",
         "parquet  12.25  differs",
     ]
-
-
-def test_a_narrow_terminal_folds_text_and_loses_none() -> None:
     lines = printed(Table((), [("path", "/data/" + "x" * 60)]), width=40)
     assert "".join(line.removeprefix("path").strip() for line in lines) == "/data/" + "x" * 60
 
