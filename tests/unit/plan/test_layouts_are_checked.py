@@ -110,12 +110,15 @@ def test_runs_whose_exchanges_cannot_overlap_with_products_are_refused(model, tr
         check()
 
 
-def test_ranks_that_cannot_hold_whole_models_are_refused_with_the_arithmetic() -> None:
+def test_ranks_that_cannot_hold_whole_models_are_refused_and_the_smallest_batch_that_fits_is_not() -> None:
     with pytest.raises(
         ConfigError, match=r"6 ranks cannot hold whole copies of a model on 4 ranks \(tensor 2 x pipeline 2"
     ):
         ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2).dp_size(6)
     assert ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2).dp_size(8) == 2
+    layout = ParallelConfig(context_parallel_size=2, tensor_parallel_size=8, sequence_parallel=True)
+    layout.check(32, global_batch_size=2, max_tokens_per_rank=1000)
+    ParallelConfig().check(1, global_batch_size=1, max_tokens_per_rank=1)
 
 
 @pytest.mark.parametrize(
@@ -144,12 +147,6 @@ def test_ranks_and_rows_that_do_not_fit_a_layout_are_refused_with_the_arithmetic
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(**parallel).check(ranks, global_batch_size=packs, max_tokens_per_rank=tokens)
-
-
-def test_the_smallest_batch_and_rows_that_fit_a_layout_are_accepted() -> None:
-    layout = ParallelConfig(context_parallel_size=2, tensor_parallel_size=8, sequence_parallel=True)
-    layout.check(32, global_batch_size=2, max_tokens_per_rank=1000)
-    ParallelConfig().check(1, global_batch_size=1, max_tokens_per_rank=1)
 
 
 LATENT = {"family": "deepseek_v3", "kv_lora_rank": 8, "num_attention_heads": 4, "num_query_groups": 4}
@@ -274,7 +271,12 @@ def test_a_model_that_cannot_exist_is_refused(settings, message) -> None:
         ModelConfig(**{"num_experts": 4, **settings})
 
 
-def test_the_cost_of_latent_attention_counts_its_projections() -> None:
+def test_the_cost_of_a_token_counts_its_experts_and_the_projections_of_latent_attention() -> None:
+    sizes = {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 16}
+    experts = {"num_experts": 6, "expert_ffn_hidden_size": 4, "shared_ffn_hidden_size": 5, "dense_layers": 1}
+    cost = sequence_cost(ModelConfig(**sizes, **experts))
+    # Attention 128 + 64; one dense MLP; two of 2 experts of 4, a shared one of 5, and a router of 6.
+    assert cost.linear == 2 * (3 * (128 + 64) + 3 * 8 * 16 + 2 * 8 * (3 * (2 * 4 + 5) + 6))
     sizes = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 5, "q_lora_rank": 7, "hidden_size": 16}
     model = ModelConfig(**LATENT, **sizes, num_layers=2, num_experts=4, expert_ffn_hidden_size=3)
     # Queries by way of 7 numbers; keys and values of 4 heads by way of 8, beside 2 that all heads share.
@@ -282,14 +284,6 @@ def test_the_cost_of_latent_attention_counts_its_projections() -> None:
     cost = sequence_cost(model)
     assert cost.linear == 2 * 2 * (attention + 16 * (3 * 2 * 3 + 4))
     assert cost.quadratic == 2 * 4 * (8 + 5)
-
-
-def test_the_cost_of_a_token_counts_the_experts_that_it_is_sent_to() -> None:
-    sizes = {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 16}
-    experts = {"num_experts": 6, "expert_ffn_hidden_size": 4, "shared_ffn_hidden_size": 5, "dense_layers": 1}
-    cost = sequence_cost(ModelConfig(**sizes, **experts))
-    # Attention 128 + 64; one dense MLP; two of 2 experts of 4, a shared one of 5, and a router of 6.
-    assert cost.linear == 2 * (3 * (128 + 64) + 3 * 8 * 16 + 2 * 8 * (3 * (2 * 4 + 5) + 6))
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128_on_every_layout() -> None:
