@@ -98,10 +98,9 @@ PEERS = {
     ),
     "corpus": _peer(
         "corpus:bench_corpus",
-        "start of pretraining on a blend of many .bin and .idx pairs of the first of `sequences`; pages of the second",
-        {"packs": 1000, "sequences": (2000, 300_000), "pack_size": 2048, "global_batch": 64, "steps": 150_000}
-        | {"rounds": 5},
-        {"packs": 20, "sequences": (50, 20_000), "global_batch": 8, "steps": 50, "rounds": 2},
+        "pages that a step reads of a pretraining corpus larger than the cache",
+        {"sequences": (300_000,), "pack_size": 2048, "global_batch": 64},
+        {"sequences": (20_000,), "global_batch": 8},
         uses_megatron=True,
     ),
     "kernels": _peer(

@@ -89,7 +89,7 @@ SECTIONS = (
     Section("Live data", "live", "one stream on 8 ranks."),
     Section("Integrations", "integrations", "against TRL's own data path.", ("trl", "datasets")),
     Section("Soak", "soak", "memory of a loader with 4 workers over time."),
-    Section("A corpus of many files", "corpus", "1,000 pairs; a corpus larger than the cache.", ("megatron-core",)),
+    Section("A corpus larger than the cache", "corpus", "pages that a step reads.", ("megatron-core",)),
     Section("Step", "step", "against Megatron-Core's step on the same batches.", ("megatron-core",)),
     Section("Kernels", "kernels", "kernels, copies and waits of one step, counted.", ("megatron-core",)),
     Section("Checkpoints", "checkpoint", "with and without hashes.", ("megatron-core",)),

@@ -81,17 +81,7 @@ def test_a_report_takes_medians_and_divides_what_it_names():
     check(report)
 
 
-def test_sides_take_turns_and_the_warm_up_is_not_counted():
-    calls = []
-
-    def side(name):
-        return lambda number: calls.append((number, name)) or 10.0 * number
-
-    assert take_turns({"a": side("a"), "b": side("b")}, rounds=2) == {"a": [0.0, 10.0], "b": [0.0, 10.0]}
-    assert calls == [(-1, "b"), (-1, "a"), (0, "a"), (0, "b"), (1, "b"), (1, "a")]
-
-
-def test_a_case_adds_its_sides_and_the_ratio_of_the_first_to_the_second():
+def test_a_case_adds_its_sides_in_turns_and_the_ratio_of_the_first_to_the_second():
     clock = iter(range(0, 100, 2))  # two seconds between any two readings
     sides = {name: rate(lambda number, units=units: units, lambda: next(clock)) for name, units in WORKS.items()}
     report = BenchReport("subject")
@@ -104,17 +94,16 @@ def test_a_case_adds_its_sides_and_the_ratio_of_the_first_to_the_second():
     ]
     assert report.figures[-1].met
     check(report)
+    calls = []
+
+    def side(name):
+        return lambda number: calls.append((number, name)) or 10.0 * number
+
+    assert take_turns({"a": side("a"), "b": side("b")}, rounds=2) == {"a": [0.0, 10.0], "b": [0.0, 10.0]}
+    assert calls == [(-1, "b"), (-1, "a"), (0, "a"), (0, "b"), (1, "b"), (1, "a")]
 
 
-def test_made_packs_keep_the_invariants_and_are_the_same_again():
-    packs = list(make_packs(20, 128))
-    assert [pack.problem(128) for pack in packs] == [None] * 20
-    assert packs == list(make_packs(20, 128))
-    assert np.mean([len(pack) for pack in packs]) > 115
-    assert all(pack.loss_mask[pack.seq_start_id[1:] - 1].sum() == 0 for pack in packs)
-
-
-def test_a_workspace_is_removed_unless_it_is_kept(tmp_path):
+def test_a_workspace_is_removed_unless_it_is_kept_and_its_packs_are_the_same_again(tmp_path):
     with Workspace(tmp_path) as workspace:
         path = workspace.dataset("memmap", packs=4, pack_size=32)
         assert len(open_dataset(path)) == 4
@@ -125,6 +114,11 @@ def test_a_workspace_is_removed_unless_it_is_kept(tmp_path):
     with Workspace(tmp_path, keep=True) as workspace:
         assert workspace.dataset("memmap", packs=4, pack_size=32) == path
         assert (path / "manifest.json").stat().st_mtime_ns == written
+    packs = list(make_packs(20, 128))
+    assert [pack.problem(128) for pack in packs] == [None] * 20
+    assert packs == list(make_packs(20, 128))
+    assert np.mean([len(pack) for pack in packs]) > 115
+    assert all(pack.loss_mask[pack.seq_start_id[1:] - 1].sum() == 0 for pack in packs)
 
 
 @pytest.fixture(autouse=True)
