@@ -79,16 +79,7 @@ def test_a_fault_is_reported_once_and_by_its_rank_if_it_is_of_one(
     assert capsys.readouterr().err == reported
 
 
-def test_a_missing_package_names_the_extra_that_installs_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end, exit_on_error():
-        raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
-
-    assert end.value.code == 2
-    assert "the package torch.nn is not installed" in (message := capsys.readouterr().err)
-    assert "[train]" in message
-
-
-def test_a_full_disk_that_nothing_else_explains_is_named_with_the_file(capsys):
+def test_a_full_disk_and_a_missing_package_are_named(capsys):
     with pytest.raises(SystemExit) as ended, exit_on_error():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/out/shard")
     assert ended.value.code == 2
@@ -97,6 +88,12 @@ def test_a_full_disk_that_nothing_else_explains_is_named_with_the_file(capsys):
         "  where: /data/out/shard\n"
         "  fix:   free disk space or check the disk (dmesg), then run the same command again\n"
     )
+    with pytest.raises(SystemExit) as end, exit_on_error():
+        raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
+
+    assert end.value.code == 2
+    assert "the package torch.nn is not installed" in (message := capsys.readouterr().err)
+    assert "[train]" in message
 
 
 @pytest.mark.parametrize(

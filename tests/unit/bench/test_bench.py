@@ -128,7 +128,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(BENCHES, name, PEERS[name])
 
 
-def test_a_list_that_is_too_short_and_too_few_ranks_are_refused_by_name():
+def test_settings_that_are_too_few_too_small_or_of_another_bench_are_refused_by_name():
     for words, what in (
         (["loader", "workers=[]"], "0 numbers, 1 needed"),
         (["schedule", "ranks=0"], "0 is too small"),
@@ -136,6 +136,12 @@ def test_a_list_that_is_too_short_and_too_few_ranks_are_refused_by_name():
         done = CliRunner().invoke(app, ["bench", *words])
         assert isinstance(done.exception, ConfigError)
         assert what in done.exception.what
+    done = CliRunner().invoke(app, ["bench", "gpu", "workers=2"])
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.fix == "use out, device, size, parts, ranks, part_limit_s, total_limit_s"
+    printed = CliRunner().invoke(app, ["bench", "gpu", "ranks=2", "--quick", "--cfg"]).stdout
+    lines = [line for line in printed.splitlines() if line and line[0] not in "#-"]
+    assert lines[:5] == ["out: gpu-report", "device: auto", "size: tiny", "parts: []", "ranks: 2"]
 
 
 def test_bytes_of_many_ranks_are_counted(tmp_path, monkeypatch):
@@ -194,15 +200,6 @@ def test_the_command_prints_a_table_or_json_and_saves_it(tmp_path):
     assert [report["subject"] for report in reports] == ["schedule"]
     assert reports[0]["settings"]["ranks"] == 4
     assert json.loads((tmp_path / "new" / "a.json").read_text()) == {"reports": reports}
-
-
-def test_a_setting_of_another_bench_is_refused_and_those_of_this_one_are_named():
-    done = CliRunner().invoke(app, ["bench", "gpu", "workers=2"])
-    assert isinstance(done.exception, ConfigError)
-    assert done.exception.fix == "use out, device, size, parts, ranks, part_limit_s, total_limit_s"
-    printed = CliRunner().invoke(app, ["bench", "gpu", "ranks=2", "--quick", "--cfg"]).stdout
-    lines = [line for line in printed.splitlines() if line and line[0] not in "#-"]
-    assert lines[:5] == ["out: gpu-report", "device: auto", "size: tiny", "parts: []", "ranks: 2"]
 
 
 @pytest.mark.parametrize("name", ALL)

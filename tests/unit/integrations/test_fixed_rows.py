@@ -49,17 +49,14 @@ def test_a_pack_is_a_row_and_the_end_of_an_epoch_is_filled_with_rows_that_train_
     assert len(list(rows_of(reader, one_epoch=True))) == 8
 
 
-def test_padding_at_the_end_of_a_row_alone_is_followed_by_an_empty_sequence(reader: PackReader) -> None:
-    padded = [next(rows_of(reader, dp_rank=rank, dp_size=2, pad_rows_to=8)) for rank in (0, 1)]
-    assert [row.cu_seqlens.tolist() for row in padded] == [[0, 1, 2, 2, 2], [0, 1, 3, 3, 3]]
-    assert [row.cu_seqlens_padded.tolist() for row in padded] == [[0, 1, 2, 8, 8], [0, 1, 3, 8, 8]]
-
-
 def test_ranks_share_the_packs_of_a_step_and_run_as_many_microbatches(reader: PackReader) -> None:
     ranks = [rows_of(reader, dp_rank=rank, dp_size=2) for rank in (0, 1)]
 
     assert [first_tokens(rows, 2) for rows in ranks] == [[0, 20], [10, 30]]
     assert [[next(rows).num_trained_tokens for _ in range(2)] for rows in ranks] == [[6, 0], [0, 0]]
+    padded = [next(rows_of(reader, dp_rank=rank, dp_size=2, pad_rows_to=8)) for rank in (0, 1)]
+    assert [row.cu_seqlens.tolist() for row in padded] == [[0, 1, 2, 2, 2], [0, 1, 3, 3, 3]]
+    assert [row.cu_seqlens_padded.tolist() for row in padded] == [[0, 1, 2, 8, 8], [0, 1, 3, 8, 8]]
 
 
 def test_a_position_is_taken_between_steps_and_loaded_on_other_ranks(reader: PackReader) -> None:

@@ -181,11 +181,8 @@ def test_lines_that_would_take_those_after_them_are_refused(lines: list[str]) ->
         render(JOB, replace(CLUSTER, setup=lines))
 
 
-def test_lines_that_are_complete_together_are_kept_as_they_are() -> None:
+def test_complete_lines_are_kept_as_they_are_and_names_of_variables_are_checked() -> None:
     lines = ["if true; then", "  export A=\"a  'b'\"", "fi  # done", "shopt -s extglob; echo !(x)", "cat <<E\nE"]
     assert "\n".join(lines) in render(JOB, replace(CLUSTER, setup=lines))
-
-
-def test_names_of_variables_are_checked() -> None:
     with pytest.raises(ConfigError, match="is not a variable name"):
         replace(CLUSTER, env={"A;touch canary": "b"})

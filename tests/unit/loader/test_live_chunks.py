@@ -67,14 +67,11 @@ def test_every_pack_is_trained_once_the_uneven_last_ones_too(packs: Path, dp_siz
         )
 
 
-def test_the_log_names_every_chunk_and_the_rank_that_loads_it(packs: Path) -> None:
+def test_rank_r_reads_the_chunks_of_its_number_and_the_log_names_them(packs: Path) -> None:
     assert sorted(train(packs, dp_size=3).loaded) == sorted(
         f"Rank {chunk % 3}: Loaded chunk {chunk} ({count_of(size, 'sample')} from chunk_0000{chunk}.jsonl)"
         for chunk, size in enumerate(SIZES)
     )
-
-
-def test_rank_r_reads_the_chunks_of_its_number(packs: Path) -> None:
     for step in train(packs, dp_size=3, size=6).steps:
         for rank, batch in enumerate(step):
             assert {int(one) >> 40 for row in batch.sequence_ids for one in row} <= set(range(rank, 9, 3))

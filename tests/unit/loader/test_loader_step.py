@@ -271,7 +271,7 @@ def test_packs_other_than_the_index_says_are_refused() -> None:
         batch(Repeating([pack(5), pack(4)]), BatchRange(0, 0, 0, 2))
 
 
-def test_a_reader_reads_the_same_after_pickling() -> None:
+def test_a_reader_reads_the_same_after_pickling_and_in_epochs_back_and_forth() -> None:
     data = source()
     made = reader(data, dp_rank=1, dp_size=2)
     step = BatchRange(0, 1, 4, 8)
@@ -279,9 +279,6 @@ def test_a_reader_reads_the_same_after_pickling() -> None:
     after = pickle.loads(pickle.dumps(made)).read(step)
     assert before.tokens["input_ids"].tolist() == after.tokens["input_ids"].tolist()
     assert [row.tolist() for row in before.sequence_ids] == [row.tolist() for row in after.sequence_ids]
-
-
-def test_a_reader_goes_from_one_epoch_to_the_next_and_back() -> None:
     made = reader(source(11))
     for epoch in (0, 1, 0):
         expected = EpochOrder(LoaderConfig(seed=3, block_packs=2, window_blocks=2), 11, epoch).packs(4, 8)
