@@ -79,7 +79,9 @@ def pickle_of(path: Path, before: bytes, fields: dict[str, bytes], *, count: int
 ONE, ZERO = b"]K\x01a", b"]K\x00a"
 
 
-@pytest.mark.parametrize("name", ["input_ids", "loss_mask", "seq_start_id"])
+@pytest.mark.parametrize(
+    "name", ["input_ids", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("loss_mask", "seq_start_id"))]
+)
 def test_a_pickle_of_lists_that_share_lists_is_refused(tmp_path: Path, name: str) -> None:
     # Ten levels of ten: 400 bytes that numpy would make ten billion numbers of.
     levels = b"]q\x10(" + b"K\x01" * 10 + b"e0"
